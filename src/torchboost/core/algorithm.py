@@ -1,0 +1,267 @@
+"""The four nouns of the library, but for the plan: algorithm, target, attachment, and all attachments together.
+
+An algorithm is a frozen value with two verbs. ``transform`` changes a model once, before it is wrapped,
+sharded or compiled; ``attach`` hooks into a loop that is about to run and returns something that can be
+removed and checkpointed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, ClassVar, Protocol, Self
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchboost.core.wrapping import wrapper_of
+from torchboost.distributed.topology import Topology
+from torchboost.errors import IncompatibleError
+
+__all__ = [
+    "Algorithm",
+    "Attached",
+    "Attachment",
+    "MicroSteps",
+    "Removable",
+    "Scaler",
+    "Target",
+    "Traits",
+    "attach_all",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What the rest of the library must know about an algorithm without knowing the algorithm.
+
+    Args:
+        order: Attach order, lower first; hooks fire in attach order.
+        reversible: Whether ``remove()`` leaves the model as it was before.
+        unused_parameters: Whether some parameters get no gradient on some steps.
+        replaces_optimizer: Whether ``attach`` puts another optimizer into the target.
+        excludes: Names of algorithms that cannot work together with this one.
+    """
+
+    order: int = 50
+    reversible: bool = True
+    unused_parameters: bool = False
+    replaces_optimizer: bool = False
+    excludes: frozenset[str] = frozenset()
+
+
+class Scaler(Protocol):
+    """The part of ``torch.amp.GradScaler`` that a training step uses."""
+
+    def scale(self, outputs: Tensor) -> Tensor: ...
+    def unscale_(self, optimizer: Optimizer) -> None: ...
+    def step(self, optimizer: Optimizer, *args: Any) -> float | None: ...
+    def update(self) -> None: ...
+    def get_scale(self) -> float: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class MicroSteps(Protocol):
+    """Several backward passes per update; the loop asks it when the window is full."""
+
+    steps: int
+    ready: bool
+
+    def micro_step(self) -> AbstractContextManager[None]: ...
+
+
+@dataclass(slots=True)
+class Target:
+    """The handles of one training loop. Algorithms may exchange them; the loop reads them.
+
+    Args:
+        model: The module that is called in the loop, wrapped or not.
+        optimizer: The optimizer whose ``step`` the loop calls.
+        scaler: A ``GradScaler`` or anything with its protocol; None trains without loss scaling.
+        accumulator: Several backward passes per update; None updates after every one.
+        topology: Ranks of the job.
+        seed: Source of every random decision of an algorithm; must be the same on every rank.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    scaler: Scaler | None = None
+    accumulator: MicroSteps | None = None
+    topology: Topology = field(default_factory=Topology.current)
+    seed: int = 0
+
+
+class Removable(Protocol):
+    """Whatever a registration returns: ``torch.utils.hooks.RemovableHandle``, an attachment."""
+
+    def remove(self) -> None: ...
+
+
+class Attachment:
+    """A live effect on a target; usable as a context manager that removes it at the end.
+
+    Args:
+        *handles: Removed, last first, by :meth:`remove`.
+        undo: Called after the handles are removed.
+    """
+
+    def __init__(self, *handles: Removable, undo: Callable[[], None] | None = None) -> None:
+        self._handles = list(handles)
+        self._undo = undo
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs to continue; empty where settings and step say it all."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned."""
+        if state:
+            raise ValueError(
+                f"{type(self).__name__} keeps no state, found keys {sorted(state)}; "
+                "load the checkpoint with the algorithms it was written with."
+            )
+
+    def remove(self) -> None:
+        """Take the effect away. A second call does nothing."""
+        while self._handles:
+            self._handles.pop().remove()
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.remove()
+
+
+class Algorithm:
+    """One method, as a value. Subclasses are frozen dataclasses and override one verb or both."""
+
+    name: ClassVar[str]
+    traits: ClassVar[Traits] = Traits()
+
+    def needs_transform(self, model: nn.Module) -> bool:
+        """Whether :meth:`transform` would change ``model``; false once it has been transformed."""
+        return False
+
+    def transform(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+        """Change the modules, once, before the model is wrapped, sharded or compiled.
+
+        Args:
+            model: Changed in place.
+            optimizer: Rebound to parameters that were replaced; None where it does not exist yet.
+        """
+
+    def attach(self, target: Target) -> Attachment:
+        """Hook into a loop that is about to run."""
+        return Attachment()
+
+
+class Attached:
+    """Everything attached together: one checkpoint, one removal in reverse order."""
+
+    def __init__(self, algorithms: Iterable[Algorithm] = (), attachments: Iterable[Attachment] = ()) -> None:
+        self._entries = {a.name: (a, live) for a, live in zip(algorithms, attachments, strict=True)}
+
+    def __getitem__(self, name: str) -> Attachment:
+        return self._entries[name][1]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def describe(self) -> str:
+        """Return one line per algorithm, in the order in which the hooks fire."""
+        if not self._entries:
+            return "nothing attached"
+        return "\n".join(f"{i}. {a!r}" for i, (a, _) in enumerate(self._entries.values(), start=1))
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return the state of every attachment under its algorithm's name."""
+        return {name: live.state_dict() for name, (_, live) in self._entries.items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Load what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: The checkpoint was written with other algorithms; nothing was loaded.
+        """
+        if set(state) != set(self._entries):
+            raise ValueError(
+                f"the checkpoint holds {sorted(state)}, attached are {sorted(self._entries)}; "
+                "attach the same algorithms before loading."
+            )
+        for name, (_, live) in self._entries.items():
+            live.load_state_dict(state[name])
+
+    def remove(self) -> None:
+        """Remove every attachment, last attached first. A second call does nothing."""
+        for _, live in reversed(self._entries.values()):
+            live.remove()
+        self._entries = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.remove()
+
+
+def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> Attached:
+    """Sort by ``traits.order``, check conflicts and the wrapping of the model, transform where needed, attach.
+
+    Either everything is attached or nothing is: when one algorithm refuses, those before it are removed.
+
+    Raises:
+        IncompatibleError: Two algorithms exclude each other, one appears twice, or a model that is already
+            wrapped still needs a transformation.
+    """
+    chosen = sorted(algorithms, key=lambda algorithm: algorithm.traits.order)
+    _check_conflicts(chosen)
+    _check_wrapping(target.model, chosen)
+    for algorithm in chosen:
+        if algorithm.needs_transform(target.model):
+            algorithm.transform(target.model, target.optimizer)
+    live: list[Attachment] = []
+    try:
+        for algorithm in chosen:
+            live.append(algorithm.attach(target))
+    except BaseException:
+        for attachment in reversed(live):
+            attachment.remove()
+        raise
+    return Attached(chosen, live)
+
+
+def _check_conflicts(chosen: list[Algorithm]) -> None:
+    names = [algorithm.name for algorithm in chosen]
+    for algorithm in chosen:
+        if names.count(algorithm.name) > 1:
+            raise IncompatibleError(f"'{algorithm.name}' was given {names.count(algorithm.name)} times; give it once.")
+        clash = sorted(algorithm.traits.excludes & set(names))
+        if clash:
+            raise IncompatibleError(
+                f"'{algorithm.name}' cannot work together with {', '.join(clash)}; leave one of them out."
+            )
+
+
+def _check_wrapping(model: nn.Module, chosen: list[Algorithm]) -> None:
+    wrapper = wrapper_of(model)
+    if wrapper is None:
+        return
+    for algorithm in chosen:
+        if algorithm.needs_transform(model):
+            raise IncompatibleError(
+                f"'{algorithm.name}' changes the modules of the model, but the model is already wrapped by {wrapper}. "
+                f"Call plan.transform(model) on the bare model first, then wrap it, then attach."
+            )

@@ -1,0 +1,44 @@
+"""The errors and warnings of torchboost, and the wording they share."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["ConfigError", "IncompatibleError", "NoEffectWarning", "nearest"]
+
+
+class ConfigError(ValueError):
+    """A configuration cannot be used.
+
+    Carries the place of the fault so that tools can point at it.
+
+    Args:
+        path: JSON path of the offending entry, such as ``"grad_freeze.freeze_p"``; empty for the whole document.
+        found: What stood there.
+        allowed: What may stand there.
+        hint: What to do about it, such as the nearest valid name.
+    """
+
+    def __init__(self, path: str, *, found: str, allowed: str, hint: str = "") -> None:
+        self.path = path
+        self.found = found
+        self.allowed = allowed
+        self.hint = hint
+        where = path or "the configuration"
+        text = f"{where}: found {found}; allowed: {allowed}."
+        super().__init__(f"{text} {hint}" if hint else text)
+
+
+class IncompatibleError(RuntimeError):
+    """Two things cannot work together; the message names both and says what to change."""
+
+
+class NoEffectWarning(UserWarning):
+    """An algorithm was asked for and found nothing to do."""
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """Return ``"Did you mean 'x'?"`` for the valid name closest to ``name``, or an empty string."""
+    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+    return f"Did you mean '{close[0]}'?" if close else ""
