@@ -1,0 +1,1 @@
+"""torchboost: faster training of PyTorch models within a stated accuracy budget."""

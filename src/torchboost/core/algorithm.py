@@ -71,6 +71,8 @@ class MicroSteps(Protocol):
     ready: bool
 
     def micro_step(self) -> AbstractContextManager[None]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -144,6 +146,10 @@ class Algorithm:
 
     name: ClassVar[str]
     traits: ClassVar[Traits] = Traits()
+
+    def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
+        """Say why this algorithm would change nothing for this model and optimizer; None where it has work to do."""
+        return None
 
     def needs_transform(self, model: nn.Module) -> bool:
         """Whether :meth:`transform` would change ``model``; false once it has been transformed."""

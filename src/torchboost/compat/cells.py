@@ -1,0 +1,129 @@
+"""The reference's training cells, over :class:`~torchboost.core.step.TrainStep`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Never
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchboost.core.algorithm import Target
+from torchboost.core.step import StepOutput, TrainStep
+from torchboost.errors import IncompatibleError
+
+__all__ = ["BoostTrainOneStepCell", "WithLoss"]
+
+
+class WithLoss(nn.Module):
+    """A training network: computes the loss of a backbone.
+
+    Args:
+        backbone: Called with all inputs but the last.
+        loss_fn: Called with what the backbone returns and the last input (the labels).
+
+    Example:
+        >>> import torch, torchboost
+        >>> network = torchboost.WithLoss(torch.nn.Linear(4, 2), torch.nn.functional.cross_entropy)
+        >>> loss = network(torch.randn(8, 4), torch.randint(0, 2, (8,)))
+    """
+
+    def __init__(self, backbone: nn.Module, loss_fn: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.loss_fn = loss_fn
+
+    def forward(self, *inputs: Any) -> Tensor:
+        """Return ``loss_fn(backbone(*inputs[:-1]), inputs[-1])``."""
+        return self.loss_fn(self.backbone(*inputs[:-1]), inputs[-1])
+
+
+class _Sens:
+    """The reference's ``sens``: the gradients are multiplied by it and never divided again."""
+
+    def __init__(self, sens: float) -> None:
+        self._sens = sens
+
+    def scale(self, outputs: Tensor) -> Tensor:
+        return outputs if self._sens == 1.0 else outputs * self._sens
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        pass
+
+    def step(self, optimizer: Optimizer, *args: Any) -> float | None:
+        optimizer.step(*args)
+        return None
+
+    def update(self) -> None:
+        pass
+
+    def get_scale(self) -> float:
+        return self._sens
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sens": self._sens}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._sens = float(state_dict["sens"])
+
+
+class BoostTrainOneStepCell:
+    """One training step over a network that returns its loss.
+
+    Args:
+        network: Returns the loss, a tensor of shape ``()``; see :class:`WithLoss`. Usually the pair comes from
+            :meth:`AutoBoost.network_auto_process_train`, whose algorithms then act in this step.
+        optimizer: Updates the network.
+        sens: Multiplies the gradients, as in the reference; it is not divided out again.
+
+    Raises:
+        TypeError: ``sens`` is not a number, ``network`` no module, or ``optimizer`` no optimizer.
+
+    Example:
+        >>> import torch, torchboost
+        >>> network = torchboost.WithLoss(torch.nn.Linear(4, 2), torch.nn.functional.cross_entropy)
+        >>> cell = torchboost.BoostTrainOneStepCell(network, torch.optim.SGD(network.parameters(), lr=0.1))
+        >>> loss, overflow, loss_scale = cell(torch.randn(8, 4), torch.randint(0, 2, (8,)))
+    """
+
+    def __init__(self, network: nn.Module, optimizer: Optimizer, sens: float = 1.0) -> None:
+        if not isinstance(network, nn.Module):
+            raise TypeError(f"network must be a torch.nn.Module, found {type(network).__name__}.")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, found {type(optimizer).__name__}.")
+        if isinstance(sens, bool) or not isinstance(sens, (int, float)):
+            raise TypeError(f"sens must be a number, found {type(sens).__name__} {sens!r}.")
+        self.network = network
+        self.optimizer = optimizer
+        self.sens = float(sens)
+        scaler = None if self.sens == 1.0 else _Sens(self.sens)
+        self._step = TrainStep(Target(network, optimizer, scaler), network)
+
+    def __call__(self, *inputs: Any) -> StepOutput:
+        """Train on one batch and return ``(loss, overflow, loss_scale)``, tensors of shape ``()``."""
+        return self._step(*inputs)
+
+    def check_adasum_enable(self) -> bool:
+        """Whether AdaSum acts in this cell; false, as this version does not have it."""
+        return False
+
+    def check_dim_reduce_enable(self) -> bool:
+        """Whether dimension-reduced training acts in this cell; false, as this version does not have it."""
+        return False
+
+    def adasum_process(self, loss: Tensor, grads: Any) -> Tensor:
+        """Not in this version; raises :class:`IncompatibleError`."""
+        _not_in_this_version("AdaSum", "average the gradients with DistributedDataParallel")
+
+    def gradient_accumulation_process(self, loss: Tensor, grads: Any, sens: float, *inputs: Any) -> Tensor:
+        """Not in this version; raises :class:`IncompatibleError`."""
+        _not_in_this_version("gradient accumulation", "call backward() several times before optimizer.step()")
+
+    def gradient_freeze_process(self, *inputs: Any) -> Tensor:
+        """Not in this version; raises :class:`IncompatibleError`."""
+        _not_in_this_version("gradient freezing", "call the cell itself, which trains every parameter")
+
+
+def _not_in_this_version(method: str, instead: str) -> Never:
+    raise IncompatibleError(f"{method} is not part of this version of torchboost; {instead}.")

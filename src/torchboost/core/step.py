@@ -1,0 +1,131 @@
+"""The one training step: forward, backward and, when the accumulation window is full, the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchboost.core.algorithm import Attached, Target
+
+__all__ = ["StepOutput", "TrainStep"]
+
+
+class StepOutput(NamedTuple):
+    """What one step tells its caller; every entry is a tensor of shape ``()``, detached.
+
+    Attributes:
+        loss: The loss of this call, not scaled, in its own dtype.
+        overflow: Whether the update was skipped because a gradient was not finite (bool).
+        loss_scale: The loss scale after the step (float32); 1 without a scaler.
+    """
+
+    loss: Tensor
+    overflow: Tensor
+    loss_scale: Tensor
+
+
+class TrainStep:
+    """One call trains one batch. It is an ordinary loop body and knows no algorithm.
+
+    What a call does, with ``s`` the scaler and ``k`` the length of the accumulation window::
+
+        loss = loss_fn(*inputs);  s.scale(loss / k).backward()
+        when the window is full:  s.unscale_(opt); s.step(opt); s.update(); opt.zero_grad()
+
+    An algorithm acts through the hooks it attached to the model and the optimizer, so the same weights come
+    out of this step and of the same lines written by hand. Gradients are always unscaled before the hooks of
+    the optimizer see them. Learning-rate schedulers stay with the caller: step them after this step.
+
+    Args:
+        target: The handles of the loop; read again at every call, so algorithms may exchange them.
+        loss: Called with the inputs of the step; returns the loss, a tensor of shape ``()``.
+        attached: What :meth:`state_dict` saves besides the scaler and the accumulator.
+
+    Cost: a few microseconds per call over the same loop written by hand. With an enabled scaler, reading the
+    scale for ``overflow`` synchronises with the device once per update; without one nothing does.
+    """
+
+    def __init__(self, target: Target, loss: Callable[..., Tensor], *, attached: Attached | None = None) -> None:
+        self.target = target
+        self.attached = attached if attached is not None else Attached()
+        self._loss = loss
+        self._clean = torch.zeros((), dtype=torch.bool)
+        self._unit_scale = torch.ones(())
+
+    def __call__(self, *inputs: Any) -> StepOutput:
+        """Train on one batch.
+
+        Args:
+            *inputs: Handed to the loss function as they are.
+
+        Raises:
+            ValueError: The loss is not a single number; nothing was changed.
+        """
+        accumulator = self.target.accumulator
+        if accumulator is None:
+            loss = self._forward_backward(inputs, 1)
+            return self._update(loss)
+        with accumulator.micro_step():
+            loss = self._forward_backward(inputs, accumulator.steps)
+        if accumulator.ready:
+            return self._update(loss)
+        return StepOutput(loss, self._clean, self._scale_tensor())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the attachments and, where there are any, of the scaler and the accumulator."""
+        state: dict[str, Any] = {"attached": self.attached.state_dict()}
+        for name in ("scaler", "accumulator"):
+            part = getattr(self.target, name)
+            if part is not None:
+                state[name] = part.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: The checkpoint belongs to a step with other parts; nothing was loaded.
+        """
+        present = {"attached"} | {n for n in ("scaler", "accumulator") if getattr(self.target, n) is not None}
+        if set(state) != present:
+            raise ValueError(
+                f"the checkpoint of the step holds {sorted(state)}, this step has {sorted(present)}; "
+                "build the step with the same scaler and accumulation before loading."
+            )
+        self.attached.load_state_dict(state["attached"])
+        for name in sorted(present - {"attached"}):
+            getattr(self.target, name).load_state_dict(state[name])
+
+    def _forward_backward(self, inputs: tuple[Any, ...], window: int) -> Tensor:
+        loss = self._loss(*inputs)
+        if loss.numel() != 1:
+            raise ValueError(
+                f"the loss has shape {tuple(loss.shape)}; a training step needs a single number: "
+                "reduce it (for instance with .mean()) or pass a loss_fn."
+            )
+        scaled = loss if window == 1 else loss / window
+        if self.target.scaler is not None:
+            scaled = self.target.scaler.scale(scaled)
+        scaled.backward()
+        return loss.detach()
+
+    def _update(self, loss: Tensor) -> StepOutput:
+        optimizer, scaler = self.target.optimizer, self.target.scaler
+        if scaler is None:
+            optimizer.step()
+            optimizer.zero_grad()
+            return StepOutput(loss, self._clean, self._unit_scale)
+        before = scaler.get_scale()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        after = scaler.get_scale()
+        return StepOutput(loss, torch.tensor(after < before), torch.tensor(after))
+
+    def _scale_tensor(self) -> Tensor:
+        scaler = self.target.scaler
+        return self._unit_scale if scaler is None else torch.tensor(scaler.get_scale())

@@ -1,0 +1,166 @@
+"""Every algorithm once, and the levels: data only. The first place where all algorithms are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from torchboost.algorithms.autocast import Autocast
+from torchboost.algorithms.centralization import Centralization
+from torchboost.algorithms.compilation import Compile
+from torchboost.algorithms.fused_optimizer import FusedOptimizer
+from torchboost.algorithms.less_bn import LessBatchNorm
+from torchboost.algorithms.memory_format import ChannelsLast
+from torchboost.core.algorithm import Algorithm
+from torchboost.core.hardware import half_precision_is_fast
+from torchboost.distributed.topology import Topology
+
+__all__ = ["LEVELS", "REGISTRY", "Entry", "Facts"]
+
+Loop = Literal["torchboost", "own", "transformers", "lightning", "accelerate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the surroundings allow. Measured once, passed in; never looked up inside an algorithm.
+
+    Args:
+        world_size: Number of ranks.
+        nodes: Number of nodes.
+        devices_per_node: Ranks on one node.
+        device: Type of the device that trains: ``"cpu"``, ``"cuda"``, ...
+        half_precision: Whether the device computes faster in bfloat16 than in float32.
+        convolutional: Whether the model has convolutions; None where no model was looked at.
+        loop: Who owns the training loop.
+    """
+
+    world_size: int = 1
+    nodes: int = 1
+    devices_per_node: int = 1
+    device: str = "cpu"
+    half_precision: bool = False
+    convolutional: bool | None = None
+    loop: Loop = "torchboost"
+
+    @classmethod
+    def measure(cls, model: nn.Module | None = None, *, loop: Loop = "torchboost") -> Facts:
+        """Look at the process group, the hardware and, where given, the model.
+
+        Without a model the device is the default device of torch.
+        """
+        topology = Topology.current()
+        device, convolutional = torch.get_default_device(), None
+        if model is not None:
+            device = next((p.device for p in model.parameters()), device)
+            convolutional = any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
+        return cls(
+            world_size=topology.world_size,
+            nodes=topology.nodes,
+            devices_per_node=topology.devices_per_node,
+            device=device.type,
+            half_precision=half_precision_is_fast(device),
+            convolutional=convolutional,
+            loop=loop,
+        )
+
+
+def _never(facts: Facts) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What a plan must know about one algorithm besides its settings.
+
+    Args:
+        algorithm: The settings class; its ``name`` is the JSON name.
+        summary: One line for people.
+        section: Section of the reference's JSON that holds its settings; empty where the reference has none.
+        words: Key of that section -> name of our setting.
+        brings: Key of that section -> algorithm which that key switches on and off together with this one.
+        unusable: Why these facts rule the algorithm out, or None.
+        unproven: Why a level should leave it out on these facts although it would work; asking for it by
+            name overrides this.
+        displaces: Names that are dropped when this one is on (the reference's precedence rule).
+    """
+
+    algorithm: type[Algorithm]
+    summary: str
+    section: str = ""
+    words: Mapping[str, str] = MappingProxyType({})
+    brings: Mapping[str, str] = MappingProxyType({})
+    unusable: Callable[[Facts], str | None] = _never
+    unproven: Callable[[Facts], str | None] = _never
+    displaces: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """The JSON name."""
+        return self.algorithm.name
+
+
+def _needs_convolutions(facts: Facts) -> str | None:
+    return "the model has no convolution" if facts.convolutional is False else None
+
+
+def _needs_fast_half(facts: Facts) -> str | None:
+    if facts.half_precision:
+        return None
+    return f"this {facts.device} does not compute faster in bfloat16 (needs AVX512-BF16, AMX or CUDA 8.0)"
+
+
+def _centralization_unproven(facts: Facts) -> str | None:
+    return "measured on convolutional networks only" if facts.convolutional is False else None
+
+
+def _compile_unproven(facts: Facts) -> str | None:
+    if facts.device == "cpu":
+        return "on CPU its gain rarely repays the minute it takes; ask for it with extra.compile (docs/levels.md)"
+    return "its cost against its gain is not measured on this device yet; ask for it with extra.compile"
+
+
+_ENTRIES = (
+    Entry(
+        algorithm=LessBatchNorm,
+        summary="removes the BatchNorm layers that are not needed",
+        section="less_bn",
+        words=MappingProxyType({"fn_flag": "normalize_head"}),
+        brings=MappingProxyType({"gc_flag": Centralization.name}),
+    ),
+    Entry(
+        algorithm=Centralization,
+        summary="subtracts its mean from the gradient of each filter",
+        unproven=_centralization_unproven,
+    ),
+    Entry(
+        algorithm=ChannelsLast,
+        summary="stores images and kernels channels-last",
+        unusable=_needs_convolutions,
+    ),
+    Entry(
+        algorithm=Autocast,
+        summary="computes the forward and backward pass in bfloat16",
+        unusable=_needs_fast_half,
+    ),
+    Entry(algorithm=FusedOptimizer, summary="updates all parameters in one kernel"),
+    Entry(algorithm=Compile, summary="compiles the model with torch.compile", unproven=_compile_unproven),
+)
+
+REGISTRY: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
+"""Every algorithm under its JSON name."""
+
+_SYSTEM: dict[str, Mapping[str, Any]] = {"channels_last": {}, "autocast": {}, "fused_optimizer": {}, "compile": {}}
+
+LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "O0": MappingProxyType({}),
+        "O1": MappingProxyType({**_SYSTEM, "less_bn": {}, "gradient_centralization": {}}),
+        "O2": MappingProxyType({**_SYSTEM, "less_bn": {"blocks_per_norm": 2}, "gradient_centralization": {}}),
+    }
+)
+"""Level -> algorithm -> settings that differ from the algorithm's own; chosen by measurement, see ``docs/levels.md``."""

@@ -1,0 +1,181 @@
+"""Attachments, attaching together, conflicts and undoing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from torchboost.core.algorithm import Algorithm, Attached, Attachment, Target, Traits, attach_all
+from torchboost.errors import IncompatibleError
+
+
+class Counting(Attachment):
+    """Counts optimizer steps through a post-hook."""
+
+    def __init__(self, target: Target) -> None:
+        self.steps = 0
+        super().__init__(target.optimizer.register_step_post_hook(self._after))
+
+    def _after(self, *_: object) -> None:
+        self.steps += 1
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Count(Algorithm):
+    name: ClassVar[str] = "count"
+    traits: ClassVar[Traits] = Traits(order=60)
+
+    def attach(self, target: Target) -> Attachment:
+        return Counting(target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Widen(Algorithm):
+    """Adds a module once."""
+
+    name: ClassVar[str] = "widen"
+    traits: ClassVar[Traits] = Traits(order=10, reversible=False, excludes=frozenset({"narrow"}))
+
+    def needs_transform(self, model):
+        return not hasattr(model, "wide")
+
+    def transform(self, model, optimizer=None):
+        model.add_module("wide", nn.Identity())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Narrow(Algorithm):
+    name: ClassVar[str] = "narrow"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refuse(Algorithm):
+    name: ClassVar[str] = "refuse"
+    traits: ClassVar[Traits] = Traits(order=90)
+
+    def attach(self, target: Target) -> Attachment:
+        raise IncompatibleError("refuses")
+
+
+def make_target() -> Target:
+    model = nn.Sequential(nn.Linear(3, 2))
+    return Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def train(target: Target) -> None:
+    target.model(torch.ones(1, 3)).sum().backward()
+    target.optimizer.step()
+
+
+def test_attach_sorts_by_order_and_transforms_first():
+    target = make_target()
+    attached = attach_all(target, [Count(), Widen()])
+    assert list(attached) == ["widen", "count"]
+    assert hasattr(target.model, "wide")
+    train(target)
+    assert attached["count"].state_dict() == {"steps": 1}
+    assert attached.describe() == "1. Widen()\n2. Count()"
+
+
+def test_state_round_trip():
+    target = make_target()
+    attached = attach_all(target, [Count()])
+    train(target)
+    saved = attached.state_dict()
+    attached.remove()
+    again = attach_all(target, [Count()])
+    again.load_state_dict(saved)
+    train(target)
+    assert again.state_dict() == {"count": {"steps": 2}}
+
+
+def test_state_of_other_algorithms_is_refused():
+    attached = attach_all(make_target(), [Count()])
+    with pytest.raises(ValueError, match="attach the same algorithms"):
+        attached.load_state_dict({"widen": {}})
+
+
+def test_remove_is_complete_and_idempotent():
+    target = make_target()
+    attached = attach_all(target, [Count()])
+    attached.remove()
+    attached.remove()
+    assert not target.optimizer._optimizer_step_post_hooks
+    assert len(attached) == 0
+    assert attached.describe() == "nothing attached"
+
+
+def test_attached_is_a_context_manager():
+    target = make_target()
+    with attach_all(target, [Count()]) as attached:
+        assert "count" in attached
+    assert not target.optimizer._optimizer_step_post_hooks
+
+
+def test_refusal_removes_what_was_attached_before():
+    target = make_target()
+    with pytest.raises(IncompatibleError, match="refuses"):
+        attach_all(target, [Count(), Refuse()])
+    assert not target.optimizer._optimizer_step_post_hooks
+
+
+def test_conflicts_are_refused_before_anything_changes():
+    target = make_target()
+    with pytest.raises(IncompatibleError, match="'widen' cannot work together with narrow"):
+        attach_all(target, [Widen(), Narrow()])
+    assert not hasattr(target.model, "wide")
+    with pytest.raises(IncompatibleError, match="given 2 times"):
+        attach_all(target, [Count(), Count()])
+
+
+def test_wrapped_model_that_needs_a_transform_is_refused():
+    target = make_target()
+    target.model.compile(backend="eager")
+    with pytest.raises(IncompatibleError, match=r"nn\.Module\.compile.*plan\.transform\(model\)"):
+        attach_all(target, [Widen()])
+    assert not hasattr(target.model, "wide")
+
+
+def test_wrapped_model_that_was_transformed_is_fine():
+    target = make_target()
+    Widen().transform(target.model)
+    target.model.compile(backend="eager")
+    assert list(attach_all(target, [Widen()])) == ["widen"]
+
+
+def test_attachment_without_state_refuses_state():
+    with pytest.raises(ValueError, match="keeps no state"):
+        Attachment().load_state_dict({"x": 1})
+
+
+def test_attachment_removes_last_first_and_undoes_once():
+    calls: list[str] = []
+
+    class Handle:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def remove(self) -> None:
+            calls.append(self.name)
+
+    attachment = Attachment(Handle("a"), Handle("b"), undo=lambda: calls.append("undo"))
+    with attachment:
+        pass
+    attachment.remove()
+    assert calls == ["b", "a", "undo"]
+
+
+def test_nothing_attached_loads_nothing():
+    attached = Attached()
+    attached.load_state_dict({})
+    assert attached.state_dict() == {}

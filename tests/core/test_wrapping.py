@@ -1,0 +1,35 @@
+"""Recognising wrapped models."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from torchboost.core.wrapping import unwrap, wrapper_of
+
+
+def test_bare_module():
+    model = nn.Linear(2, 2)
+    assert wrapper_of(model) is None
+    assert unwrap(model) is model
+
+
+def test_compiled_module_object():
+    model = nn.Linear(2, 2)
+    compiled = torch.compile(model, backend="eager")
+    assert wrapper_of(compiled) == "torch.compile"
+    assert unwrap(compiled) is model
+
+
+def test_module_compiled_in_place():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].compile(backend="eager")
+    assert wrapper_of(model) == "nn.Module.compile"
+    assert unwrap(model) is model
+
+
+def test_data_parallel_around_compiled():
+    model = nn.Linear(2, 2)
+    wrapped = nn.DataParallel(torch.compile(model, backend="eager"))
+    assert wrapper_of(wrapped) == "DataParallel"
+    assert unwrap(wrapped) is model
