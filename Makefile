@@ -1,0 +1,60 @@
+# Every target sets the environment up first, once; VENV names where.
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+BIN = $(VENV)/bin
+STAMP = $(VENV)/.torchboost-stamp
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+.PHONY: setup demo test test-all lint format type layers docs check bench bench-gpu package clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/torchboost bench digits --out out/demo
+
+test: setup
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-all: setup
+	$(PYTEST) -m "not gpu" $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+type: setup
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+layers: setup
+	$(BIN)/lint-imports
+
+docs: setup
+	$(BIN)/mkdocs build --strict --quiet
+
+check: lint type layers test docs
+
+bench: setup
+	$(BIN)/python benchmarks/run.py
+
+bench-gpu: setup
+	$(BIN)/python benchmarks/gpu.py
+
+package: setup
+	$(BIN)/python -m build --outdir dist
+
+clean:
+	rm -rf $(VENV) out build dist site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,71 @@
+"""What every test gets: fixed seeds, one thread, and the reference data where it lies beside the repository."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+ROOT = Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared"
+
+# The same examples on every run and machine; nothing written into the checkout.
+settings.register_profile("torchboost", derandomize=True, database=None, deadline=None)
+settings.load_profile("torchboost")
+
+
+class Case(NamedTuple):
+    """One case of the oracle: its entry in cases.json and its arrays (empty where it has none)."""
+
+    meta: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+
+class Oracle:
+    """The vectors of the reference implementation, by case name."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._cases = {case["name"]: case for case in json.loads((folder / "cases.json").read_text())["cases"]}
+
+    def names(self, family: str | None = None) -> list[str]:
+        """Return the names of all cases, or of one family."""
+        return [name for name, case in self._cases.items() if family in (None, case["family"])]
+
+    def __getitem__(self, name: str) -> Case:
+        meta = self._cases[name]
+        if not meta.get("file"):
+            return Case(meta, {})
+        with np.load(self._folder / meta["file"]) as arrays:
+            return Case(meta, dict(arrays))
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> None:
+    """Seed torch and NumPy and use one thread, so that results repeat."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    np.random.seed(0)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder with CIFAR-10 and the text corpus; skips where it is absent."""
+    folder = SHARED / "data"
+    if not folder.is_dir():
+        pytest.skip("needs the folder 'shared/data' beside the repository (CIFAR-10 parquet files, text corpus)")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Oracle:
+    """Arrays computed by the reference implementation; skips where they are absent."""
+    folder = SHARED / "oracle"
+    if not (folder / "cases.json").is_file():
+        pytest.skip("needs the folder 'shared/oracle' beside the repository (vectors of the reference implementation)")
+    return Oracle(folder)

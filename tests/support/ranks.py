@@ -1,0 +1,131 @@
+"""Run a function on several gloo ranks of this machine."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+__all__ = ["RankError", "run_ranks"]
+
+
+class RankError(AssertionError):
+    """A rank raised, died or did not answer; carries the first traceback."""
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Call ``fn(*args)`` on every rank of a fresh gloo group and return what the ranks returned, in rank order.
+
+    ``fn`` must be importable (a module-level function); it asks ``torch.distributed`` for its rank. ``args`` and
+    the return values are pickled. A rank that is still running after ``timeout`` seconds is killed.
+
+    Raises:
+        RankError: With the traceback of the rank that failed first, or the ranks that did not answer in time.
+    """
+    context = mp.get_context("spawn")
+    # The server binds a port of the system's choice before the ranks start, so that no other process can take it.
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+    readers = [reader for reader, _ in pipes]
+    workers: list[BaseProcess] = []
+    try:
+        for rank, (_, writer) in enumerate(pipes):
+            with _environment(rank, world_size, server.port):
+                call = (rank, world_size, server.port, timeout, writer, fn, args)
+                workers.append(context.Process(target=_run, args=call, daemon=True))
+                workers[-1].start()
+            writer.close()
+        results = _collect(readers, timeout)
+        for worker in workers:
+            worker.join(timeout=10)
+        return results
+    finally:
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()
+            worker.join()
+        for reader, writer in pipes:
+            reader.close()
+            writer.close()
+
+
+def _collect(readers: list[Connection], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    deadline = monotonic() + timeout
+    while len(results) < len(readers):
+        pending = {reader: rank for rank, reader in enumerate(readers) if rank not in results}
+        ready = wait(list(pending), timeout=max(0.0, deadline - monotonic()))
+        if not ready:
+            raise RankError(f"ranks {sorted(pending.values())} did not answer within {timeout:g} s")
+        failures = []
+        for reader in readers:
+            if reader in ready:
+                rank = pending[reader]
+                failed, when, value = _receive(reader)
+                results[rank] = value
+                if failed:
+                    failures.append((when, f"rank {rank} {value}"))
+        if failures:
+            # A failing rank makes its peers fail in their next collective; the earliest failure is the cause.
+            raise RankError(min(failures)[1])
+    return [results[rank] for rank in range(len(readers))]
+
+
+def _receive(reader: Connection) -> tuple[bool, float, Any]:
+    try:
+        return pickle.loads(reader.recv_bytes())
+    except EOFError:
+        return True, monotonic(), "ended without an answer"
+
+
+def _run(
+    rank: int, world_size: int, port: int, timeout: float, writer: Connection, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=timeout)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+        # Plain pickle copies tensors; the sharing pickler of torch would need this process to outlive the reader.
+        answer = pickle.dumps((False, 0.0, fn(*args)))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        answer = pickle.dumps((True, monotonic(), f"failed:\n{traceback.format_exc()}"))
+    writer.send_bytes(answer)
+
+
+@contextmanager
+def _environment(rank: int, world_size: int, port: int) -> Iterator[None]:
+    """Give a child that starts here what a launcher would set; OpenMP reads its variable before Python code runs."""
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    launcher = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": loopback,
+    }
+    before = {name: os.environ.get(name) for name in launcher}
+    os.environ.update(launcher)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import RankError, run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+def rank_and_sum(offset: int) -> tuple[int, int, torch.Tensor]:
+    total = torch.tensor([float(dist.get_rank() + offset)])
+    dist.all_reduce(total)
+    return dist.get_rank(), torch.get_num_threads(), total
+
+
+def fail_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("this rank is broken")
+    dist.barrier()
+
+
+def sleep_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(600)
+
+
+def die() -> None:
+    os._exit(3)
+
+
+def unpicklable() -> object:
+    return lambda: None
+
+
+def test_results_come_in_rank_order_and_tensors_survive_their_rank():
+    results = run_ranks(rank_and_sum, 2, 10)
+    assert [rank for rank, _, _ in results] == [0, 1]
+    assert [threads for _, threads, _ in results] == [1, 1]
+    assert [total.item() for _, _, total in results] == [21.0, 21.0]
+
+
+def test_environment_of_the_parent_is_left_alone():
+    before = dict(os.environ)
+    run_ranks(rank_and_sum, 1, 0)
+    assert dict(os.environ) == before
+
+
+def test_the_cause_is_reported_not_its_consequences():
+    with pytest.raises(RankError, match=r"(?s)rank 1 failed.*this rank is broken"):
+        run_ranks(fail_on_rank_one, 2)
+
+
+def test_a_silent_rank_is_killed_and_named():
+    with pytest.raises(RankError, match=r"did not answer within 8 s|rank 0 failed"):
+        run_ranks(sleep_on_rank_one, 2, timeout=8)
+
+
+def test_a_dead_rank_is_named():
+    with pytest.raises(RankError, match="rank 0 ended without an answer"):
+        run_ranks(die, 1)
+
+
+def test_a_result_that_cannot_travel_is_an_error():
+    with pytest.raises(RankError, match=r"(?s)rank 0 failed.*pickle"):
+        run_ranks(unpicklable, 1)
+
+
+@pytest.mark.slow
+def test_twenty_groups_in_a_row():
+    for offset in range(20):
+        totals = [total.item() for _, _, total in run_ranks(rank_and_sum, 2, offset)]
+        assert totals == [1.0 + 2 * offset] * 2
