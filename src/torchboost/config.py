@@ -1,0 +1,262 @@
+"""The reference's JSON configuration, key for key, as frozen values; needs no torch.
+
+A field's description says what the field may hold; error messages and the JSON schema both show it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, Self, TypeAlias, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+
+from torchboost.errors import ConfigError, nearest
+
+__all__ = [
+    "BoostConfig",
+    "BoostSwitches",
+    "CommonSection",
+    "ConfigSource",
+    "DimReduceSection",
+    "GradAccumulationSection",
+    "GradFreezeSection",
+    "LessBNSection",
+]
+
+_SWITCH = "true or false"
+_COUNT = "an integer, 1 or more"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class BoostSwitches(_Section):
+    """Section ``boost``: the mode, and the switches that mode ``manual`` reads."""
+
+    mode: Literal["auto", "manual", "enable_all", "disable_all"] = Field(
+        default="auto", description="'auto' (by level), 'manual' (by the switches), 'enable_all' or 'disable_all'"
+    )
+    less_bn: bool = Field(default=False, description=_SWITCH)
+    grad_freeze: bool = Field(default=False, description=_SWITCH)
+    adasum: bool = Field(default=False, description=_SWITCH)
+    grad_accumulation: bool = Field(default=False, description=_SWITCH)
+    dim_reduce: bool = Field(default=False, description=_SWITCH)
+    loss_scale_group: bool = Field(default=False, description=_SWITCH)
+
+
+class CommonSection(_Section):
+    """Section ``common``: where gradients are split into collectives, and the devices of one node."""
+
+    gradient_split_groups: int | tuple[int, ...] = Field(
+        default=(50, 100),
+        description="an integer, 1 or more, or a list of such integers, each greater than the one before",
+    )
+    device_number: int = Field(default=8, ge=1, description=_COUNT)
+
+    @field_validator("gradient_split_groups", mode="before")
+    @classmethod
+    def _ascending(cls, value: Any) -> int | tuple[int, ...]:
+        points = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        if not points or any(type(point) is not int or point < 1 for point in points):
+            raise ValueError("not integers of 1 or more")
+        if any(after <= before for before, after in pairwise(points)):
+            raise ValueError("not ascending")
+        return points if isinstance(value, (list, tuple)) else points[0]
+
+
+class LessBNSection(_Section):
+    """Section ``less_bn``: normalise the last linear layer, centralise gradients."""
+
+    fn_flag: bool = Field(default=True, description=_SWITCH)
+    gc_flag: bool = Field(default=True, description=_SWITCH)
+
+
+class GradFreezeSection(_Section):
+    """Section ``grad_freeze``. ``freeze_p`` is the share of steps that train everything."""
+
+    param_groups: int = Field(default=10, ge=1, description=_COUNT)
+    freeze_type: int = Field(
+        default=1, ge=0, le=3, description="0 (continuous), 1 (interval), 2 (progressive) or 3 (guided)"
+    )
+    freeze_p: float = Field(default=0.7, ge=0.0, lt=1.0, description="a number, 0 or more and below 1")
+    total_steps: int = Field(default=65536, ge=1, description=_COUNT)
+
+
+class GradAccumulationSection(_Section):
+    """Section ``grad_accumulation``: micro-batches per update."""
+
+    grad_accumulation_step: int = Field(default=1, ge=1, description=_COUNT)
+
+
+class DimReduceSection(_Section):
+    """Section ``dim_reduce``: line search, residual step and PCA basis. ``timeout`` is in seconds."""
+
+    rho: float = Field(default=0.55, gt=0.0, lt=1.0, description="a number above 0 and below 1")
+    gamma: float = Field(default=0.9, ge=0.0, lt=1.0, description="a number, 0 or more and below 1")
+    alpha: float = Field(default=0.001, ge=0.0, description="a finite number, 0 or more")
+    sigma: float = Field(default=0.4, gt=0.0, lt=1.0, description="a number above 0 and below 1")
+    n_components: int = Field(default=32, ge=1, description=_COUNT)
+    pca_mat_path: str | None = Field(default=None, description="the path of an .npy file, or null")
+    weight_load_dir: str | None = Field(default=None, description="the path of a folder of checkpoints, or null")
+    timeout: int = Field(default=1800, ge=1, description=_COUNT)
+
+
+class BoostConfig(_Section):
+    """A whole configuration; a value that can be compared, printed and written back as JSON.
+
+    ``extra`` holds the settings of algorithms which the reference's JSON does not know, by name: false turns one
+    off, true or ``{}`` turns it on with its defaults, an object gives settings. The names and settings in it are
+    checked against the registry when a plan is made, not here.
+
+    Example:
+        >>> from torchboost.config import BoostConfig
+        >>> BoostConfig.load({"boost": {"mode": "manual", "less_bn": True}}).boost.less_bn
+        True
+        >>> BoostConfig.load('{"common": {"device_number": 4}}').common.device_number
+        4
+    """
+
+    boost: BoostSwitches = BoostSwitches()
+    common: CommonSection = CommonSection()
+    less_bn: LessBNSection = LessBNSection()
+    grad_freeze: GradFreezeSection = GradFreezeSection()
+    grad_accumulation: GradAccumulationSection = GradAccumulationSection()
+    dim_reduce: DimReduceSection = DimReduceSection()
+    extra: dict[str, bool | dict[str, Any]] = Field(
+        default_factory=dict,
+        description="an object of algorithm names, each with true, false or an object of settings",
+    )
+
+    @classmethod
+    def load(cls, source: ConfigSource = None) -> Self:
+        """Read a configuration; keys that are not given take the reference's defaults.
+
+        Args:
+            source: A dict; a path to a JSON file; JSON text (a string whose first character is ``{``); a
+                configuration, returned as it is; ``""`` or None for the defaults.
+
+        Raises:
+            ConfigError: Unreadable file or JSON, unknown section or key, wrong type or value out of range. The
+                first fault is reported, with its JSON path.
+        """
+        if isinstance(source, cls):
+            return source
+        data = _read(source)
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise _explained(cls, data, error) from None
+
+
+ConfigSource: TypeAlias = Mapping[str, Any] | str | os.PathLike[str] | BoostConfig | None
+"""What a configuration is read from: see :meth:`BoostConfig.load`."""
+
+
+def _read(source: Any) -> dict[str, Any]:
+    if source is None or (isinstance(source, str) and not source.strip()):
+        return {}
+    if isinstance(source, Mapping):
+        return dict(source)
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        return _parse(source, "")
+    if isinstance(source, (str, os.PathLike)):
+        return _parse(_read_file(os.fspath(source)), f" in {_repr(os.fspath(source))}")
+    raise ConfigError("", found=_found(source), allowed="a dict, a path to a JSON file, JSON text, or nothing")
+
+
+def _read_file(path: str | bytes) -> str:
+    allowed = "the path of a readable JSON file, or JSON text that starts with '{'"
+    try:
+        return Path(os.fsdecode(path)).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError("", found=f"no file at {_repr(path)}", allowed=allowed) from None
+    except UnicodeDecodeError:
+        raise ConfigError("", found=f"a file that is not UTF-8 text at {_repr(path)}", allowed=allowed) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "",
+            found=f"{_repr(path)}, which cannot be read ({getattr(error, 'strerror', None) or error})",
+            allowed=allowed,
+        ) from None
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        found = f"JSON{where} with a fault at line {error.lineno}, column {error.colno}: {error.msg}"
+        raise ConfigError("", found=found, allowed="a JSON object") from None
+    except RecursionError:
+        raise ConfigError("", found=f"JSON{where} nested too deeply", allowed="a JSON object") from None
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError("", found=f"JSON{where} that cannot be read: {error}", allowed="a JSON object") from None
+    if not isinstance(data, dict):
+        raise ConfigError("", found=f"{_found(data)}{where}", allowed="a JSON object with sections such as 'boost'")
+    return data
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(twice, found=f"the key {_repr(twice)} more than once", allowed="each key once in an object")
+    return entries
+
+
+def _explained(config: type[BoostConfig], data: Any, error: ValidationError) -> ConfigError:
+    """Turn the first fault pydantic found into place, finding, allowance and hint."""
+    section: type[_Section] | None = config
+    names, value, allowed, choices = [], data, _keys(config), []
+    for name in error.errors(include_url=False, include_context=False)[0]["loc"]:
+        if not isinstance(value, Mapping) or name not in value:
+            break
+        names.append(str(name))
+        value = value[name]
+        if section is None:
+            continue
+        field = section.model_fields.get(str(name))
+        if field is None:
+            return _unknown(config, section, ".".join(names), str(name))
+        section = _section_of(field)
+        allowed = _keys(section) if section is not None else field.description or ""
+        choices = [choice for choice in get_args(field.annotation) if isinstance(choice, str)]
+    hint = nearest(value, choices) if isinstance(value, str) else ""
+    return ConfigError(".".join(names), found=_found(value), allowed=allowed, hint=hint)
+
+
+def _unknown(config: type[BoostConfig], section: type[_Section], path: str, name: str) -> ConfigError:
+    homes = [
+        home for home, field in config.model_fields.items() if name in getattr(_section_of(field), "model_fields", ())
+    ]
+    hint = f"'{name}' belongs into the section '{homes[0]}'." if homes else nearest(name, section.model_fields)
+    what = "section" if section is config else "key"
+    return ConfigError(path, found=f"no {what} of that name, {_repr(name)}", allowed=_keys(section), hint=hint)
+
+
+def _section_of(field: FieldInfo) -> type[_Section] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, _Section) else None
+
+
+def _keys(section: type[_Section]) -> str:
+    return f"an object with the keys {', '.join(section.model_fields)}"
+
+
+def _found(value: Any) -> str:
+    return "null" if value is None else f"{type(value).__name__} {_repr(value)}"
+
+
+def _repr(value: Any) -> str:
+    shortened = reprlib.Repr()
+    shortened.maxstring = shortened.maxother = shortened.maxlong = 100
+    return shortened.repr(value)
