@@ -10,7 +10,17 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["AlgorithmRow", "BenchReport", "Contestant", "Curve", "DroppedRow", "Environment", "Interval", "Ratio"]
+__all__ = [
+    "AlgorithmRow",
+    "BenchReport",
+    "Contestant",
+    "Curve",
+    "DroppedRow",
+    "Environment",
+    "Interval",
+    "Quality",
+    "Ratio",
+]
 
 
 class _Record(BaseModel):
@@ -70,11 +80,32 @@ class Curve(_Record):
 
 
 class Ratio(_Record):
-    """Paired ratio ``baseline time / contestant time`` with a bootstrap interval."""
+    """Paired ratio ``baseline time / contestant time`` with a bootstrap interval.
+
+    ``detectable`` is the smallest gain these pairs would have shown in four of five repetitions (0.03: 3 %);
+    None where there are too few pairs to say.
+    """
 
     baseline: str
     interval: Interval
     pairs: int
+    detectable: float | None = None
+
+
+class Quality(_Record):
+    """Whether the accuracy held: final metric against a baseline's, paired by seed, higher is better.
+
+    ``difference`` is contestant minus baseline in units of the metric (sign turned where lower is better),
+    each bound one-sided at its confidence. ``passed``: its low end lies above ``-margin``. ``detectable`` is
+    the smallest drop these seeds would have shown in four of five repetitions.
+    """
+
+    baseline: str
+    difference: Interval
+    margin: float
+    seeds: int
+    passed: bool
+    detectable: float
 
 
 class Contestant(_Record):
@@ -89,6 +120,7 @@ class Contestant(_Record):
     ratios: list[Ratio] = []
     warmup_seconds: float = 0.0
     curves: list[Curve] = []
+    quality: list[Quality] = []
     notes: list[str] = []
 
 
@@ -103,6 +135,8 @@ class BenchReport(_Record):
     batch: int
     metric_name: str
     metric_higher_is_better: bool = True
+    epochs: int = 0
+    train_samples: int = 0
     environment: Environment
     contestants: list[Contestant]
     notes: list[str] = []
