@@ -1,0 +1,319 @@
+"""What a report means: per contestant the derived figures, and sentences computed from them.
+
+Speed is judged on the paired ratio: a gain counts when the whole interval lies above 1. The metric is judged by
+non-inferiority: the difference to stock is taken seed by seed, and its one-sided 95 % bound must stay above minus
+the margin. "No difference seen" is never taken for "no difference".
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torchboost.tuner import wording
+from torchboost.tuner.evidence import BenchReport, Contestant, Interval, Ratio
+
+__all__ = [
+    "MARGIN",
+    "PROMISES",
+    "Difference",
+    "Promise",
+    "Summary",
+    "Verdict",
+    "best_hand",
+    "headline",
+    "stock_of",
+    "student_quantile",
+    "summarise",
+    "verdicts",
+]
+
+MARGIN = 0.005
+"""Largest drop of a share metric that counts as unchanged where no level promises another: half a point."""
+
+MIN_GAIN = 1.03
+"""A contestant that is less than 3 % faster is not worth its complication."""
+
+Tone = Literal["good", "bad", "open"]
+
+
+class Promise(NamedTuple):
+    """What a level promises: at least ``gain`` times the speed of stock, at most ``drop`` lower metric."""
+
+    gain: float
+    drop: float
+
+
+PROMISES = {"O1": Promise(1.2, 0.005), "O2": Promise(1.3, 0.03)}
+
+
+class Difference(NamedTuple):
+    """Difference of the final metric to stock, above 0 is better.
+
+    Args:
+        mean: Mean over the seeds that both ran.
+        worst: One-sided 95 % bound: it is this bad at worst. Minus infinity with fewer than two seeds.
+        best: The bound on the other side.
+        seeds: Number of seeds.
+    """
+
+    mean: float
+    worst: float
+    best: float
+    seeds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The derived figures of one contestant; None where the report does not hold what is needed.
+
+    Args:
+        contestant: What they are derived from.
+        stock: Ratio against the stock loop.
+        hand: Ratio against the best hand-tuned loop.
+        final: Mean final metric over the seeds, with a 95 % interval where there are two or more.
+        difference: Final metric against stock.
+        seconds_to_target: Training time including set-up until the mean metric reaches the target of the report.
+        repaid_after: Steps after which the longer warm-up is earned back against stock.
+    """
+
+    contestant: Contestant
+    stock: Ratio | None = None
+    hand: Ratio | None = None
+    final: Interval | None = None
+    difference: Difference | None = None
+    seconds_to_target: float | None = None
+    repaid_after: int | None = None
+
+
+class Verdict(NamedTuple):
+    """One sentence and whether it is good news, bad news or an open question."""
+
+    tone: Tone
+    text: str
+
+
+def stock_of(report: BenchReport) -> Contestant | None:
+    """Return the stock loop of a report, the first baseline."""
+    return next((c for c in report.contestants if c.kind == "stock"), None)
+
+
+def best_hand(report: BenchReport) -> Contestant | None:
+    """Return the fastest hand-tuned loop, the second baseline."""
+    hands = [c for c in report.contestants if c.kind == "hand"]
+    return min(hands, key=lambda c: c.step_seconds.mid, default=None)
+
+
+def student_quantile(confidence: float, freedom: int) -> float:
+    """Return t so that Student's distribution has ``confidence`` of its mass in [-t, t].
+
+    Bisection on the finite series for whole degrees of freedom (Abramowitz and Stegun 26.7.3 and 26.7.4).
+    """
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        angle = (low + high) / 2
+        if _mass(angle, freedom) < confidence:
+            low = angle
+        else:
+            high = angle
+    return math.sqrt(freedom) * math.tan((low + high) / 2)
+
+
+def _mass(angle: float, freedom: int) -> float:
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term, total = (cosine if odd else 1.0), 0.0
+    for k in range(odd, freedom - 1, 2):
+        total += term
+        term *= cosine * cosine * (k + 1) / (k + 2)
+    return (angle + sine * total) * 2 / math.pi if odd else sine * total
+
+
+def _finals(contestant: Contestant) -> dict[int, float]:
+    return {curve.seed: curve.metric[-1] for curve in contestant.curves if curve.metric}
+
+
+def _mean_interval(values: Sequence[float]) -> Interval | None:
+    if not values:
+        return None
+    mean = statistics.fmean(values)
+    if len(values) < 2 or not math.isfinite(mean):
+        return Interval(low=mean, mid=mean, high=mean)
+    half = student_quantile(0.95, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(low=mean - half, mid=mean, high=mean + half)
+
+
+def _difference(contestant: Contestant, stock: Contestant, sign: float) -> Difference | None:
+    ours, theirs = _finals(contestant), _finals(stock)
+    pairs = [sign * (ours[seed] - theirs[seed]) for seed in ours if seed in theirs]
+    if not pairs or contestant is stock:
+        return None
+    mean = statistics.fmean(pairs)
+    if len(pairs) < 2 or not math.isfinite(mean):
+        return Difference(mean, -math.inf, math.inf, len(pairs))
+    half = student_quantile(0.90, len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
+    return Difference(mean, mean - half, mean + half, len(pairs))
+
+
+def target_of(report: BenchReport) -> float | None:
+    """Return the metric that counts as reached: where stock ends on average, less half a point for a share."""
+    stock = stock_of(report)
+    finals = list(_finals(stock).values()) if stock else []
+    if not finals:
+        return None
+    return statistics.fmean(finals) - (MARGIN if wording.is_share(report) else 0.0)
+
+
+def _seconds_to(contestant: Contestant, target: float, sign: float) -> float | None:
+    points = min((len(curve.metric) for curve in contestant.curves), default=0)
+    for k in range(points):
+        if sign * statistics.fmean(curve.metric[k] for curve in contestant.curves) >= sign * target:
+            return statistics.fmean(curve.setup_seconds + curve.seconds[k] for curve in contestant.curves)
+    return None
+
+
+def _repaid_after(contestant: Contestant, stock: Contestant) -> int | None:
+    saved = stock.step_seconds.mid - contestant.step_seconds.mid
+    extra = contestant.warmup_seconds - stock.warmup_seconds
+    if contestant is stock or saved <= 0:
+        return None
+    return max(0, math.ceil(extra / saved))
+
+
+def summarise(report: BenchReport) -> list[Summary]:
+    """Derive the figures of every contestant, in the order of the report."""
+    stock, hand, target = stock_of(report), best_hand(report), target_of(report)
+    sign = 1.0 if report.metric_higher_is_better else -1.0
+    summaries = []
+    for contestant in report.contestants:
+        ratios = {r.baseline: r for r in contestant.ratios}
+        summaries.append(
+            Summary(
+                contestant=contestant,
+                stock=ratios.get(stock.name) if stock and contestant is not stock else None,
+                hand=ratios.get(hand.name) if hand and contestant is not hand else None,
+                final=_mean_interval(list(_finals(contestant).values())),
+                difference=_difference(contestant, stock, sign) if stock else None,
+                seconds_to_target=None if target is None else _seconds_to(contestant, target, sign),
+                repaid_after=_repaid_after(contestant, stock) if stock else None,
+            )
+        )
+    return summaries
+
+
+def _speed(name: str, ratio: Ratio, baseline: str) -> Verdict:
+    interval = ratio.interval
+    shown = wording.ratio_interval(interval)
+    if interval.low > 1 and interval.mid >= MIN_GAIN:
+        return Verdict("good", f"{name} runs at {shown} the speed of {baseline}.")
+    if interval.high < 1:
+        return Verdict("bad", f"{name} is slower than {baseline}: {shown}. Not worth it here.")
+    if interval.low > 1:
+        return Verdict("bad", f"{name} gains less than 3 % on {baseline}: {shown}. Not worth it here.")
+    return Verdict("open", f"{name} shows no speed difference to {baseline} that this run could tell: {shown}.")
+
+
+def _metric(summary: Summary, name: str, share: bool) -> Verdict | None:
+    found, contestant = summary.difference, summary.contestant
+    if found is None:
+        return None
+    mean = wording.difference(found.mean, share=share)
+    if not math.isfinite(found.mean):
+        return Verdict("bad", f"{contestant.name} diverged on at least one seed: its {name} is not a number.")
+    if found.seeds < 2:
+        text = f"{contestant.name} ends {mean} from stock in {name} on one seed: too few to say anything."
+        return Verdict("open", text)
+    worst, seeds = wording.difference(found.worst, share=share), wording.count(found.seeds, "seed")
+    if not share:
+        text = f"{contestant.name} ends {mean} from stock in {name} over {seeds} (above 0 is better), {worst} at worst."
+        return Verdict("bad" if found.best < 0 else "open", text)
+    margin = PROMISES[contestant.name].drop if contestant.name in PROMISES else MARGIN
+    allowed = f"{100 * margin:g} points"
+    if found.worst > -margin:
+        text = f"{contestant.name} keeps {name} within {allowed} of stock: {mean}, at worst {worst} ({seeds})."
+        return Verdict("good", text)
+    if found.best < -margin:
+        text = f"{contestant.name} costs more {name} than the {allowed} allowed: {mean} ({seeds})."
+        return Verdict("bad", text)
+    text = f"{contestant.name} ends {mean} from stock in {name}; {seeds} cannot rule out {worst}. Allowed: {allowed}."
+    return Verdict("open", text)
+
+
+def _promise(summary: Summary, share: bool) -> Verdict | None:
+    name = summary.contestant.name
+    if summary.contestant.kind != "level" or name not in PROMISES or summary.stock is None:
+        return None
+    gain, drop = PROMISES[name]
+    asked = f"{name} promises {100 * (gain - 1):.0f} % more speed for at most {100 * drop:g} points"
+    interval, found = summary.stock.interval, summary.difference
+    if interval.high < gain:
+        return Verdict("bad", f"{asked}: missed here, the speed is not there.")
+    if share and found is not None and found.best < -drop:
+        return Verdict("bad", f"{asked}: missed here, the metric falls by more.")
+    if interval.low >= gain and share and found is not None and found.worst > -drop:
+        return Verdict("good", f"{asked}: kept here.")
+    return Verdict("open", f"{asked}: neither shown nor refuted by this run.")
+
+
+def _setup(summary: Summary, report: BenchReport) -> Verdict | None:
+    stock = stock_of(report)
+    if stock is None or summary.repaid_after is None or summary.stock is None or summary.stock.interval.low <= 1:
+        return None
+    extra = summary.contestant.warmup_seconds - stock.warmup_seconds
+    if extra < 1.0:
+        return None
+    text = (
+        f"{summary.contestant.name} needs {wording.seconds(extra)} more to start, repaid after "
+        f"{wording.count(summary.repaid_after, 'step')}; shorter trainings are faster without it."
+    )
+    return Verdict("open", text)
+
+
+def verdicts(report: BenchReport) -> dict[str, list[Verdict]]:
+    """Return contestant name -> sentences; the baselines that are only compared against themselves say nothing."""
+    share, hand = wording.is_share(report), best_hand(report)
+    said: dict[str, list[Verdict]] = {}
+    for summary in summarise(report):
+        name = summary.contestant.name
+        found = [
+            _speed(name, summary.stock, "the stock loop") if summary.stock else None,
+            _speed(name, summary.hand, f"the best hand-tuned loop ({hand.name})")
+            if summary.hand and hand and summary.contestant.kind == "level"
+            else None,
+            _metric(summary, report.metric_name, share),
+            _promise(summary, share),
+            _setup(summary, report),
+        ]
+        lines = [v for v in found if v is not None]
+        if lines:
+            said[name] = lines
+    return said
+
+
+def headline(report: BenchReport) -> Verdict:
+    """Return the one sentence to remember: the fastest contestant whose metric is not shown to be worse."""
+    share = wording.is_share(report)
+
+    def acceptable(summary: Summary) -> bool:
+        if summary.stock is None or summary.stock.interval.low <= 1 or summary.stock.interval.mid < MIN_GAIN:
+            return False
+        heard = _metric(summary, report.metric_name, share)
+        return heard is None or heard.tone != "bad"
+
+    found = [s for s in summarise(report) if s.contestant.kind in ("level", "algorithm") and acceptable(s)]
+    if not found:
+        return Verdict("bad", "Nothing measured here is worth turning on.")
+    best = max(found, key=lambda s: s.stock.interval.mid if s.stock else 0.0)
+    assert best.stock is not None
+    text = f"{best.contestant.name} trains {wording.ratio(best.stock.interval.mid)} as fast as the stock loop"
+    if best.hand is None:
+        return Verdict("good", f"{text}.")
+    against = best.hand.interval
+    if against.low > 1:
+        return Verdict("good", f"{text} and {wording.ratio(against.mid)} as fast as the best hand-tuned one.")
+    if against.high < 1:
+        return Verdict("open", f"{text}, but a hand-tuned loop is faster still.")
+    return Verdict("good", f"{text}, level with the best hand-tuned one.")
