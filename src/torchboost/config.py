@@ -131,7 +131,7 @@ class BoostConfig(_Section):
     dim_reduce: DimReduceSection = DimReduceSection()
     extra: dict[str, bool | dict[str, Any]] = Field(
         default_factory=dict,
-        description="an object of algorithm names, each with true, false or an object of settings",
+        description="an object of algorithm names (strings), each with true, false or an object of settings",
     )
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from functools import partial
 
 __all__ = ["ConfigError", "IncompatibleError", "NoEffectWarning", "nearest"]
 
@@ -28,6 +29,10 @@ class ConfigError(ValueError):
         where = path or "the configuration"
         text = f"{where}: found {found}; allowed: {allowed}."
         super().__init__(f"{text} {hint}" if hint else text)
+
+    def __reduce__(self) -> tuple[partial[ConfigError], tuple[()]]:
+        """Pickle by the arguments, which an exception keeps only as its text; errors travel between ranks."""
+        return partial(type(self), self.path, found=self.found, allowed=self.allowed, hint=self.hint), ()
 
 
 class IncompatibleError(RuntimeError):

@@ -91,7 +91,13 @@ def _receive(reader: Connection) -> tuple[bool, float, Any]:
 
 
 def _run(
-    rank: int, world_size: int, port: int, timeout: float, writer: Connection, fn: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    port: int,
+    timeout: float,
+    writer: Connection,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout)
