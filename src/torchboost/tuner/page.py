@@ -54,8 +54,11 @@ def _section(title: str, *content: str, lead: str = "", class_: str = "") -> str
 
 def _header(report: BenchReport) -> str:
     env = report.environment
+    trained = f", {report.train_samples:,} samples" if report.train_samples else ""
+    if report.epochs:
+        trained += f", {wording.count(report.epochs, 'epoch')}"
     facts = (
-        f"{report.model}, {report.parameters:,} parameters, on {report.workload}; batch {report.batch}. "
+        f"{report.model}, {report.parameters:,} parameters, on {report.workload}{trained}; batch {report.batch}. "
         f"{env.processor}, {env.device}, {wording.count(env.threads, 'thread')}. {env.date}."
     )
     return (
@@ -115,8 +118,8 @@ def _figure(large: str, small: str, caption: str) -> str:
 
 def _step_times(report: BenchReport) -> str:
     caption = (
-        "Time of one training step: forward, backward and update. Shorter is better. The thin line over each bar is "
-        "the 95 % interval, the dotted line marks stock. Ratios come from paired blocks and are steadier than the bars."
+        "Median time of one training step: forward, backward and update. Shorter is better. The thin line over "
+        "each bar is its interval, the dotted line marks stock. Ratios come from paired rounds: steadier than the bars."
     )
     figure = _figure(step_time_figure(report), step_time_figure(report, narrow=True), caption)
     return _section("Time per step", figure)
@@ -174,13 +177,13 @@ def _method(report: BenchReport) -> str:
     entries += [
         (
             "Interleaved",
-            "All contestants are warmed up first and then take turns in one process in short blocks, so that a slow "
+            "All contestants are warmed up first and then take turns in one process, so that a slow "
             "spell of the machine hits all of them alike. Set-up and warm-up are reported apart.",
         ),
         (
             "Paired",
-            f"A ratio divides the time of a baseline block by that of the contestant's block next to it. "
-            f"{wording.count(pairs, 'pair')} were taken.",
+            f"A ratio divides the baseline's time by the contestant's time in the same round. "
+            f"{wording.count(pairs, 'round')} were timed.",
         ),
         (
             "Interval",

@@ -19,7 +19,7 @@ def number(value: float) -> str:
     return "0" if rounded == "-0" else rounded
 
 
-def element(name: str, content: str | None = None, **attributes: str | float) -> str:
+def element(name: str, content: str | None = None, /, **attributes: str | float) -> str:
     """Return one SVG element. Attribute values are escaped, ``content`` is markup already.
 
     A trailing underscore of an attribute name is dropped and inner ones become hyphens: ``class_``, ``text_anchor``.

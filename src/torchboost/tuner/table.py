@@ -131,11 +131,11 @@ def print_report(report: BenchReport, file: TextIO | None = None) -> None:
         report: What to print.
         file: Standard output by default.
     """
-    file = sys.stdout if file is None else file
-    if not file.isatty() or importlib.util.find_spec("rich") is None:
-        _print_plain(report, file)
+    output = sys.stdout if file is None else file
+    if not output.isatty() or importlib.util.find_spec("rich") is None:
+        _print_plain(report, output)
     else:
-        _print_rich(report, file)
+        _print_rich(report, output)
 
 
 _MARKS = {"good": "+", "bad": "-", "open": "?"}

@@ -1,8 +1,8 @@
 """What a report means: per contestant the derived figures, and sentences computed from them.
 
 Speed is judged on the paired ratio: a gain counts when the whole interval lies above 1. The metric is judged by
-non-inferiority: the difference to stock is taken seed by seed, and its one-sided 95 % bound must stay above minus
-the margin. "No difference seen" is never taken for "no difference".
+non-inferiority: the difference to stock is taken seed by seed, and its one-sided bound must stay above minus the
+margin. "No difference seen" is never taken for "no difference".
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from torchboost.tuner import wording
-from torchboost.tuner.evidence import BenchReport, Contestant, Interval, Ratio
+from torchboost.tuner.evidence import BenchReport, Contestant, Interval, Quality, Ratio
+from torchboost.tuner.statistics import paired_difference, t_quantile
 
 __all__ = [
     "MARGIN",
@@ -26,8 +27,8 @@ __all__ = [
     "best_hand",
     "headline",
     "stock_of",
-    "student_quantile",
     "summarise",
+    "target_of",
     "verdicts",
 ]
 
@@ -55,15 +56,17 @@ class Difference(NamedTuple):
 
     Args:
         mean: Mean over the seeds that both ran.
-        worst: One-sided 95 % bound: it is this bad at worst. Minus infinity with fewer than two seeds.
+        worst: One-sided bound: it is this bad at worst. Minus infinity with fewer than two seeds.
         best: The bound on the other side.
         seeds: Number of seeds.
+        margin: Largest drop that is allowed.
     """
 
     mean: float
     worst: float
     best: float
     seeds: int
+    margin: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,31 +110,6 @@ def best_hand(report: BenchReport) -> Contestant | None:
     return min(hands, key=lambda c: c.step_seconds.mid, default=None)
 
 
-def student_quantile(confidence: float, freedom: int) -> float:
-    """Return t so that Student's distribution has ``confidence`` of its mass in [-t, t].
-
-    Bisection on the finite series for whole degrees of freedom (Abramowitz and Stegun 26.7.3 and 26.7.4).
-    """
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        angle = (low + high) / 2
-        if _mass(angle, freedom) < confidence:
-            low = angle
-        else:
-            high = angle
-    return math.sqrt(freedom) * math.tan((low + high) / 2)
-
-
-def _mass(angle: float, freedom: int) -> float:
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for k in range(odd, freedom - 1, 2):
-        total += term
-        term *= cosine * cosine * (k + 1) / (k + 2)
-    return (angle + sine * total) * 2 / math.pi if odd else sine * total
-
-
 def _finals(contestant: Contestant) -> dict[int, float]:
     return {curve.seed: curve.metric[-1] for curve in contestant.curves if curve.metric}
 
@@ -142,20 +120,27 @@ def _mean_interval(values: Sequence[float]) -> Interval | None:
     mean = statistics.fmean(values)
     if len(values) < 2 or not math.isfinite(mean):
         return Interval(low=mean, mid=mean, high=mean)
-    half = student_quantile(0.95, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    half = t_quantile(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(low=mean - half, mid=mean, high=mean + half)
 
 
 def _difference(contestant: Contestant, stock: Contestant, sign: float) -> Difference | None:
-    ours, theirs = _finals(contestant), _finals(stock)
-    pairs = [sign * (ours[seed] - theirs[seed]) for seed in ours if seed in theirs]
-    if not pairs or contestant is stock:
+    if contestant is stock:
         return None
-    mean = statistics.fmean(pairs)
-    if len(pairs) < 2 or not math.isfinite(mean):
-        return Difference(mean, -math.inf, math.inf, len(pairs))
-    half = student_quantile(0.90, len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
-    return Difference(mean, mean - half, mean + half, len(pairs))
+    judged: Quality | None = next((q for q in contestant.quality if q.baseline == stock.name), None)
+    if judged is not None:
+        found = judged.difference
+        return Difference(found.mid, found.low, found.high, judged.seeds, judged.margin)
+    margin = PROMISES[contestant.name].drop if contestant.name in PROMISES else MARGIN
+    ours, theirs = _finals(contestant), _finals(stock)
+    seeds = [seed for seed in ours if seed in theirs]
+    if not seeds:
+        return None
+    mean = sign * statistics.fmean(ours[seed] - theirs[seed] for seed in seeds)
+    if len(seeds) < 2 or not math.isfinite(mean):
+        return Difference(mean, -math.inf, math.inf, len(seeds), margin)
+    found = paired_difference([sign * theirs[seed] for seed in seeds], [sign * ours[seed] for seed in seeds])
+    return Difference(found.mid, found.low, found.high, len(seeds), margin)
 
 
 def target_of(report: BenchReport) -> float | None:
@@ -213,7 +198,10 @@ def _speed(name: str, ratio: Ratio, baseline: str) -> Verdict:
         return Verdict("bad", f"{name} is slower than {baseline}: {shown}. Not worth it here.")
     if interval.low > 1:
         return Verdict("bad", f"{name} gains less than 3 % on {baseline}: {shown}. Not worth it here.")
-    return Verdict("open", f"{name} shows no speed difference to {baseline} that this run could tell: {shown}.")
+    text = f"{name} shows no speed difference to {baseline}: {shown}."
+    if ratio.detectable is not None:
+        text += f" A gain of {100 * ratio.detectable:.2g} % or more would most likely have shown."
+    return Verdict("open", text)
 
 
 def _metric(summary: Summary, name: str, share: bool) -> Verdict | None:
@@ -230,12 +218,11 @@ def _metric(summary: Summary, name: str, share: bool) -> Verdict | None:
     if not share:
         text = f"{contestant.name} ends {mean} from stock in {name} over {seeds} (above 0 is better), {worst} at worst."
         return Verdict("bad" if found.best < 0 else "open", text)
-    margin = PROMISES[contestant.name].drop if contestant.name in PROMISES else MARGIN
-    allowed = f"{100 * margin:g} points"
-    if found.worst > -margin:
+    allowed = f"{100 * found.margin:g} points"
+    if found.worst > -found.margin:
         text = f"{contestant.name} keeps {name} within {allowed} of stock: {mean}, at worst {worst} ({seeds})."
         return Verdict("good", text)
-    if found.best < -margin:
+    if found.best < -found.margin:
         text = f"{contestant.name} costs more {name} than the {allowed} allowed: {mean} ({seeds})."
         return Verdict("bad", text)
     text = f"{contestant.name} ends {mean} from stock in {name}; {seeds} cannot rule out {worst}. Allowed: {allowed}."
