@@ -1,0 +1,80 @@
+"""Gradient centralisation: gradients of weight matrices and kernels get zero mean per output row."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.optim import Optimizer
+
+from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.normalized_linear import NormalizedLinear
+from torchboost.errors import NoEffectWarning
+from torchboost.optim.pipeline import GradientPipeline
+from torchboost.optim.transforms import Centralize
+
+__all__ = ["Centralization", "centralize_gradients", "depthwise_and_normalized"]
+
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
+
+
+def centralize_gradients(optimizer: Optimizer, *, skip: Collection[Tensor] = ()) -> Attachment:
+    """Subtract from each kernel's gradient its mean over all but the first axis, before every step.
+
+    ``g -= mean(g, axes 1...)`` for gradients of two or more axes (Yong et al., 2020). This keeps the sum of each
+    filter's weights where it started, a mild regulariser that often improves generalisation of convolutional nets.
+    Cost: one read and one write of the gradients. Works in front of any optimizer, with loss scaling left in.
+
+    Args:
+        optimizer: Stays as it is; a hook in front of its ``step`` does the work.
+        skip: Parameters that are left alone, such as :func:`depthwise_and_normalized` names.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> attachment = centralize_gradients(optimizer)
+        >>> attachment.remove()
+    """
+    return GradientPipeline(Centralize(skip=skip)).attach(optimizer)
+
+
+def depthwise_and_normalized(model: nn.Module) -> set[Tensor]:
+    """Return the parameters whose gradients have no mean worth removing, found by structure.
+
+    These are the weights of depthwise convolutions (one input channel per filter), everything in normalisation layers
+    and in a ``NormalizedLinear`` head, and all parameters of fewer than two axes.
+    """
+    found: set[Tensor] = {param for param in model.parameters() if param.ndim < 2}
+    for module in model.modules():
+        depthwise = isinstance(module, _ConvNd) and module.groups > 1 and module.groups == module.in_channels
+        if depthwise or isinstance(module, (*_NORMS, NormalizedLinear)):
+            found.update(module.parameters(recurse=False))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Centralization(Algorithm):
+    """Centralise the gradients of all kernels and weight matrices of the model; see :func:`centralize_gradients`.
+
+    Left alone: :func:`depthwise_and_normalized`. Nothing is added to checkpoints.
+    """
+
+    name: ClassVar[str] = "gradient_centralization"
+    traits: ClassVar[Traits] = Traits(order=40)
+
+    def attach(self, target: Target) -> Attachment:
+        """Hook in front of the optimizer's step; warns when it holds no parameter to centralise."""
+        skip = depthwise_and_normalized(target.model)
+        held = [param for group in target.optimizer.param_groups for param in group["params"]]
+        if all(param.ndim < 2 or param in skip for param in held):
+            warnings.warn(
+                f"'{self.name}' found no kernel or weight matrix among the {len(held)} parameters of the optimizer.",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+        return centralize_gradients(target.optimizer, skip=skip)

@@ -1,0 +1,264 @@
+"""A chain of gradient transforms in front of any optimizer.
+
+The chain hangs on the seams of ``torch.optim.Optimizer``: a step pre-hook changes the gradients, state-dict hooks
+carry what the transforms remember. The optimizer object, its groups and its state stay as they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchboost.core.algorithm import Attachment
+from torchboost.errors import IncompatibleError
+
+__all__ = ["GradientPipeline", "GradientTransform", "Gradients", "PipelineAttachment"]
+
+STATE_KEY = "torchboost_gradient_pipelines"
+
+
+@dataclass(slots=True)
+class Gradients:
+    """All gradients of one step, as parallel lists, so that a transform may look across groups.
+
+    Parameters without a gradient are left out.
+
+    Args:
+        params: The parameters.
+        grads: Their gradients. Change an entry in place where the shape stays: it may be a view into a
+            communication bucket. An entry that is replaced becomes the parameter's ``.grad``.
+        groups: The param group of each parameter.
+        memory: What a transform keeps per parameter between steps: tensors and plain numbers under string keys.
+            Saved with the optimizer.
+    """
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    groups: list[dict[str, Any]]
+    memory: list[dict[str, Any]]
+
+
+@runtime_checkable
+class GradientTransform(Protocol):
+    """One link of the chain: called once per step, under ``no_grad``.
+
+    ``scale_free`` says whether it has the same effect with the loss scale still in the gradients: true for linear
+    maps of the gradient, false for anything that compares it with another quantity.
+    """
+
+    @property
+    def scale_free(self) -> bool:
+        """Whether scaling the gradients before or after makes no difference."""
+        ...
+
+    def __call__(self, gradients: Gradients) -> None:
+        """Change ``gradients`` in place."""
+        ...
+
+
+class GradientPipeline:
+    """Apply transforms to the gradients right before each step of any optimizer, fused ones included.
+
+    Transforms run in the given order, once per step; with a closure, after each closure call that made new gradients.
+    Cost: one pass over the parameter list in Python (about 0.2 microseconds per parameter) plus the transforms.
+    ``copy.deepcopy(optimizer)`` drops hooks, so attach again to a copy.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        >>> attachment = GradientPipeline(Centralize(), ClipNorm(1.0)).attach(optimizer)
+
+    Args:
+        *transforms: At least one.
+
+    Raises:
+        TypeError: Something is not a transform.
+        ValueError: No transform was given.
+    """
+
+    def __init__(self, *transforms: GradientTransform) -> None:
+        if not transforms:
+            raise ValueError("the pipeline has no transform; give at least one, such as Centralize().")
+        for transform in transforms:
+            if isinstance(transform, type):
+                raise TypeError(f"found the class {transform.__name__}; give an instance: {transform.__name__}(...).")
+            if not callable(transform) or not isinstance(getattr(transform, "scale_free", None), bool):
+                raise TypeError(
+                    f"found {transform!r}; a transform is called with Gradients and has a boolean 'scale_free'."
+                )
+        self.transforms = transforms
+
+    def __repr__(self) -> str:
+        return f"GradientPipeline({', '.join(map(repr, self.transforms))})"
+
+    def attach(self, optimizer: Optimizer) -> PipelineAttachment:
+        """Put the chain in front of ``optimizer.step``; several chains run in the order in which they were attached.
+
+        Raises:
+            TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
+        """
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"found {type(optimizer).__name__}; a pipeline attaches to a torch.optim.Optimizer.")
+        return PipelineAttachment(optimizer, self.transforms)
+
+
+class PipelineAttachment(Attachment):
+    """A pipeline at work on one optimizer, with its memory.
+
+    The memory rides in ``optimizer.state_dict()`` under one extra key, absent while it is empty; an optimizer without
+    the pipeline loads such a file, and a file without the key starts with an empty memory. Distributed checkpointing
+    drops the key: use this object's own ``state_dict`` there.
+    """
+
+    def __init__(self, optimizer: Optimizer, transforms: tuple[GradientTransform, ...]) -> None:
+        self._optimizer = optimizer
+        self._transforms = transforms
+        self._memory: dict[Tensor, dict[str, Any]] = {}
+        self._loading: dict[Tensor, dict[str, Any]] = {}
+        self._seen: list[tuple[weakref.ref[Tensor], int]] = []
+        super().__init__(
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_state_dict_post_hook(self._write),
+            optimizer.register_load_state_dict_pre_hook(self._read),
+            optimizer.register_load_state_dict_post_hook(self._commit),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the memory by position of the parameter in the optimizer; empty while there is none."""
+        params = _params(self._optimizer)
+        memory = {i: dict(self._memory[p]) for i, p in enumerate(params) if self._memory.get(p)}
+        return {"transforms": self._names(), "memory": memory} if memory else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned; the tensors are copied.
+
+        Raises:
+            ValueError: The state was written by other transforms or for more parameters; nothing was loaded.
+        """
+        if state and list(state.get("transforms", ())) != self._names():
+            raise ValueError(
+                f"the state was written by the transforms {list(state.get('transforms', ()))}, attached are "
+                f"{self._names()}; attach the same pipeline before loading."
+            )
+        self._memory = self._copied(state)
+
+    def _names(self) -> list[str]:
+        return [type(transform).__name__ for transform in self._transforms]
+
+    def _copied(self, state: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
+        params = _params(self._optimizer)
+        entries = {int(i): entry for i, entry in state.get("memory", {}).items()}
+        if entries and max(entries) >= len(params):
+            raise ValueError(
+                f"the pipeline's memory names parameter {max(entries)}, the optimizer has {len(params)}; "
+                "load it with the parameters it was written with."
+            )
+        return {
+            params[i]: {
+                key: value.detach().clone().to(params[i].device) if isinstance(value, Tensor) else value
+                for key, value in entry.items()
+            }
+            for i, entry in entries.items()
+        }
+
+    def _write(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        own = self.state_dict()
+        if own:
+            state_dict[STATE_KEY] = [*state_dict.get(STATE_KEY, ()), own]
+
+    def _read(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Take this pipeline's entry; it counts only once the optimizer has accepted the rest (``_commit``)."""
+        entries = list(state_dict.get(STATE_KEY, ()))
+        names = self._names()
+        mine = next((i for i, entry in enumerate(entries) if list(entry["transforms"]) == names), None)
+        self._loading = self._copied({} if mine is None else entries.pop(mine))
+        return {**state_dict, STATE_KEY: entries}
+
+    def _commit(self, optimizer: Optimizer) -> None:
+        self._memory, self._loading = self._loading, {}
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Run the chain. A closure makes its gradients inside ``step``, so there the chain runs after the closure."""
+        in_kwargs = kwargs.get("closure") is not None
+        closure = kwargs["closure"] if in_kwargs else next((a for a in args[1:] if callable(a)), None)
+        if closure is None:
+            self._apply()
+            return None
+        self._apply_if_new()
+        wrapped = self._after(closure)
+        if in_kwargs:
+            return args, {**kwargs, "closure": wrapped}
+        return tuple(wrapped if a is closure else a for a in args), kwargs
+
+    def _after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            result = closure()
+            self._apply_if_new()
+            return result
+
+        return evaluate
+
+    def _apply_if_new(self) -> None:
+        """Leave out gradients the chain has changed already: those of the last step, those a closure did not renew."""
+        grads = [p.grad for p in _params(self._optimizer) if p.grad is not None]
+        same = len(grads) == len(self._seen) and all(
+            seen() is grad and version == grad._version for grad, (seen, version) in zip(grads, self._seen, strict=True)
+        )
+        if same:
+            return
+        self._apply()
+        grads = [p.grad for p in _params(self._optimizer) if p.grad is not None]
+        self._seen = [(weakref.ref(grad), grad._version) for grad in grads]
+
+    def _apply(self) -> None:
+        self._refuse_scaled()
+        gradients = self._collect()
+        before = list(gradients.grads)
+        with torch.no_grad():
+            for transform in self._transforms:
+                transform(gradients)
+        for param, old, new in zip(gradients.params, before, gradients.grads, strict=True):
+            if new is not old:
+                param.grad = new
+
+    def _collect(self) -> Gradients:
+        gradients = Gradients([], [], [], [])
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                grad = param.grad
+                if grad is None:
+                    continue
+                gradients.params.append(param)
+                gradients.grads.append(grad)
+                gradients.groups.append(group)
+                gradients.memory.append(self._memory.setdefault(param, {}))
+        return gradients
+
+    def _refuse_scaled(self) -> None:
+        """Fused optimizers unscale inside their kernel; ``GradScaler`` leaves them the scale as ``grad_scale``."""
+        optimizer = self._optimizer
+        if getattr(optimizer, "grad_scale", None) is None:
+            return
+        bound = [type(t).__name__ for t in self._transforms if not t.scale_free]
+        if not bound:
+            return
+        if hasattr(optimizer, "found_inf"):
+            # GradScaler.step does not clean up after an exception, and would multiply a scale left here into the next.
+            for name in ("grad_scale", "found_inf"):
+                delattr(optimizer, name)
+        raise IncompatibleError(
+            f"{', '.join(bound)} needs true gradients, but {type(optimizer).__name__} is fused and GradScaler left the "
+            "loss scale in them. Call scaler.unscale_(optimizer) before scaler.step(optimizer)."
+        )
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]

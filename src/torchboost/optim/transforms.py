@@ -1,0 +1,210 @@
+"""Gradient transforms: centralise, decay, clip by norm, clip by value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from torchboost.errors import IncompatibleError
+from torchboost.optim.pipeline import Gradients
+
+__all__ = ["Centralize", "ClipNorm", "ClipValue", "Decay"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Centralize:
+    """Give every filter's gradient zero mean: ``g -= mean(g over all axes but the first)`` where ``g.ndim >= 2``.
+
+    Cost: one read and one write of the gradients. In place, in any memory format and dtype; sparse gradients
+    of embeddings are centralised row by row; a DTensor sharded over its rows is centralised locally.
+
+    Args:
+        skip: Parameters that are left alone.
+        flag: Key in the param group that must be true; None centralises in every group.
+        multiple_of: Centralise only where the size of axis 1 is a multiple of this (MindSpore: 16).
+
+    Raises:
+        TypeError: ``skip`` holds something that is not a tensor, or a setting has the wrong type.
+        ValueError: ``multiple_of`` is below 1.
+    """
+
+    scale_free: ClassVar[bool] = True
+    skip: Collection[Tensor] = field(default=(), repr=False)
+    flag: str | None = None
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.skip, (str, Tensor)) or not isinstance(self.skip, Collection):
+            raise TypeError(f"skip: found {type(self.skip).__name__}; give a collection of parameters.")
+        for param in self.skip:
+            if not isinstance(param, Tensor):
+                raise TypeError(f"skip: found {param!r}; give the parameters themselves, not their names or modules.")
+        if self.flag is not None and not isinstance(self.flag, str):
+            raise TypeError(f"flag: found {self.flag!r}; give the name of a param-group key, or None.")
+        if isinstance(self.multiple_of, bool) or not isinstance(self.multiple_of, int):
+            raise TypeError(f"multiple_of: found {self.multiple_of!r}; give a whole number, at least 1.")
+        if self.multiple_of < 1:
+            raise ValueError(f"multiple_of: found {self.multiple_of}; give a whole number, at least 1.")
+        object.__setattr__(self, "skip", frozenset(self.skip))
+
+    def __call__(self, gradients: Gradients) -> None:
+        """Centralise in place."""
+        for param, grad, group in zip(gradients.params, gradients.grads, gradients.groups, strict=True):
+            if grad.ndim < 2 or param in self.skip or grad.shape[1] % self.multiple_of:
+                continue
+            if self.flag is None or group.get(self.flag):
+                rows = grad if type(grad) is Tensor and grad.layout is torch.strided else _rows(grad)
+                # Tensor by tensor: the gradient is still in the cache when the mean is subtracted. Lists of
+                # tensors (foreach) are slower here, because they broadcast one by one and come back to cold memory.
+                rows.sub_(rows.mean(tuple(range(1, rows.ndim)), keepdim=True))
+
+
+@dataclass(frozen=True)
+class Decay:
+    """Add coupled (L2) weight decay to the gradients: ``g += weight_decay * w``.
+
+    For decay that must come before another transform, as in MindSpore, where it is centralised too. Give the optimizer
+    itself ``weight_decay=0``, or the weights decay twice. A param group may hold its own ``"coupled_weight_decay"``.
+
+    Args:
+        weight_decay: Factor, at least 0.
+
+    Raises:
+        TypeError: Not a number.
+        ValueError: Negative or not finite.
+    """
+
+    scale_free: ClassVar[bool] = False
+    weight_decay: float
+
+    def __post_init__(self) -> None:
+        _check_number("weight_decay", self.weight_decay)
+
+    def __call__(self, gradients: Gradients) -> None:
+        """Add the decay in place."""
+        _refuse_sparse(self, gradients)
+        by_factor: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+        for param, grad, group in zip(gradients.params, gradients.grads, gradients.groups, strict=True):
+            factor = group.get("coupled_weight_decay", self.weight_decay)
+            if factor is not self.weight_decay:
+                _check_number("coupled_weight_decay", factor)
+            if factor:
+                params, grads = by_factor.setdefault(factor, ([], []))
+                params.append(param)
+                grads.append(grad)
+        for factor, (params, grads) in by_factor.items():
+            torch.ops.aten._foreach_add_(grads, params, alpha=factor)
+
+
+@dataclass(frozen=True)
+class ClipNorm:
+    """Scale all gradients down together so that their joint norm is at most ``max_norm``.
+
+    Equals ``torch.nn.utils.clip_grad_norm_`` over all parameters of the optimizer. Under FSDP2 the norm is global.
+
+    Args:
+        max_norm: Largest norm, above 0.
+        norm_type: Order of the norm, above 0; ``math.inf`` for the largest magnitude.
+        error_if_nonfinite: Raise ``RuntimeError`` when the norm is not finite. Costs a device synchronisation.
+
+    Raises:
+        TypeError: A setting has the wrong type.
+        ValueError: A number is out of range.
+    """
+
+    scale_free: ClassVar[bool] = False
+    max_norm: float
+    norm_type: float = 2.0
+    error_if_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        _check_number("max_norm", self.max_norm, above=True)
+        if self.norm_type != math.inf:
+            _check_number("norm_type", self.norm_type, above=True)
+        if not isinstance(self.error_if_nonfinite, bool):
+            raise TypeError(f"error_if_nonfinite: found {self.error_if_nonfinite!r}; give True or False.")
+
+    def __call__(self, gradients: Gradients) -> None:
+        """Clip in place."""
+        _refuse_sparse(self, gradients)
+        if not gradients.grads:
+            return
+        norm = get_total_norm(gradients.grads, float(self.norm_type), self.error_if_nonfinite)
+        factor = torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
+        for device, grads in _by_device(gradients.grads).items():
+            torch.ops.aten._foreach_mul_(grads, factor.to(device))
+
+
+@dataclass(frozen=True)
+class ClipValue:
+    """Limit every entry of every gradient to ``[-value, value]``, as ``torch.nn.utils.clip_grad_value_`` does.
+
+    Args:
+        value: Limit, above 0.
+
+    Raises:
+        TypeError: Not a number.
+        ValueError: Not above 0, or not finite.
+    """
+
+    scale_free: ClassVar[bool] = False
+    value: float
+
+    def __post_init__(self) -> None:
+        _check_number("value", self.value, above=True)
+
+    def __call__(self, gradients: Gradients) -> None:
+        """Clip in place."""
+        _refuse_sparse(self, gradients)
+        for grads in _by_device(gradients.grads).values():
+            torch.ops.aten._foreach_clamp_min_(grads, -self.value)
+            torch.ops.aten._foreach_clamp_max_(grads, self.value)
+
+
+def _rows(grad: Tensor) -> Tensor:
+    """Return the tensor whose rows are whole rows of ``grad``, sharing its memory."""
+    if grad.layout is not torch.strided:
+        if grad.layout is not torch.sparse_coo or grad.sparse_dim() != 1:
+            raise IncompatibleError(
+                f"Centralize got a gradient of layout {grad.layout} and shape {tuple(grad.shape)}; "
+                "dense ones and sparse rows can be centralised. Put the parameter into 'skip'."
+            )
+        # Centralising is linear, so duplicates of a row need not be merged first.
+        return grad._values()
+    placements: Any = getattr(grad, "placements", None)
+    if placements is not None and all(not p.is_shard() or p.dim == 0 for p in placements):
+        local: Any = grad
+        return local.to_local()
+    return grad
+
+
+def _by_device(grads: list[Tensor]) -> dict[torch.device, list[Tensor]]:
+    devices: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        devices.setdefault(grad.device, []).append(grad)
+    return devices
+
+
+def _refuse_sparse(transform: object, gradients: Gradients) -> None:
+    for param, grad in zip(gradients.params, gradients.grads, strict=True):
+        if grad.layout is not torch.strided:
+            raise IncompatibleError(
+                f"{type(transform).__name__} works on dense gradients, found layout {grad.layout} for a parameter of "
+                f"shape {tuple(param.shape)}. Use sparse=False, or give it an optimizer of its own."
+            )
+
+
+def _check_number(name: str, value: object, *, above: bool = False) -> None:
+    allowed = "a finite number above 0" if above else "a finite number, at least 0"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: found {value!r}; give {allowed}.")
+    number = float(value)
+    if not math.isfinite(number) or number < 0 or (above and number == 0):
+        raise ValueError(f"{name}: found {value!r}; give {allowed}.")
