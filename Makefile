@@ -42,7 +42,7 @@ layers: setup
 	$(BIN)/lint-imports
 
 docs: setup
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check: lint type layers test docs
 

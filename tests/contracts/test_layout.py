@@ -1,0 +1,108 @@
+"""The shape of the source tree: tests mirror it, files stay small, importing it stays cheap."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+SOURCE = ROOT / "src" / "torchboost"
+TESTS = ROOT / "tests"
+MODULES = sorted(path for path in SOURCE.rglob("*.py") if path.name != "__init__.py")
+UNMIRRORED = {"contracts", "parity", "support"}
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_IMPORT_SHARE = 0.20
+OPTIONAL = (
+    "accelerate",
+    "lightning",
+    "matplotlib",
+    "PIL",
+    "pyarrow",
+    "rich",
+    "sklearn",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.fsdp",
+    "transformers",
+    "typer",
+)
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+
+@pytest.mark.parametrize("module", MODULES, ids=named)
+def test_every_module_has_its_tests(module):
+    mirror = TESTS / module.relative_to(SOURCE).with_name(f"test_{module.name}")
+    assert mirror.is_file(), f"write {named(mirror)}"
+
+
+def test_every_test_file_mirrors_a_module():
+    stray = [
+        named(path)
+        for path in TESTS.rglob("test_*.py")
+        if not UNMIRRORED & set(path.relative_to(TESTS).parts)
+        and path != TESTS / "test_docs.py"
+        and not (SOURCE / path.relative_to(TESTS).with_name(path.name.removeprefix("test_"))).is_file()
+    ]
+    assert not stray
+
+
+def test_files_stay_small():
+    folders = [folder for name in ("src", "tests", "benchmarks", "examples") if (folder := ROOT / name).is_dir()]
+    lengths = {named(p): len(p.read_text(encoding="utf-8").splitlines()) for f in folders for p in f.rglob("*.py")}
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=named)
+def test_functions_stay_small(module):
+    tree = ast.parse(module.read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    assert {f.name: _code_lines(f) for f in functions if _code_lines(f) > MAX_FUNCTION_LINES} == {}
+
+
+def _code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring."""
+    assert function.end_lineno is not None
+    length = function.end_lineno - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function) is not None and first.end_lineno is not None:
+        length -= first.end_lineno - first.lineno + 1
+    return length
+
+
+@pytest.mark.parametrize("module", MODULES, ids=named)
+def test_house_style(module):
+    text = module.read_text(encoding="utf-8")
+    assert text.isascii()
+    assert "from __future__ import annotations\n" in text
+    assert module.stem not in {"utils", "helpers", "misc", "common"}
+
+
+def test_optional_packages_are_not_imported():
+    loaded = python(
+        "import sys, torch; before = set(sys.modules); import torchboost; print(*sorted(set(sys.modules) - before))"
+    ).split()
+    assert "torchboost" in loaded
+    assert [name for name in loaded if any(name == o or name.startswith(f"{o}.") for o in OPTIONAL)] == []
+
+
+def test_importing_adds_little_to_importing_torch():
+    code = (
+        "from time import perf_counter as now; start = now(); import torch; middle = now(); import torchboost; "
+        "print((now() - middle) / (middle - start))"
+    )
+    python(code)  # writes and warms the byte code
+    assert statistics.median(float(python(code)) for _ in range(7)) < MAX_IMPORT_SHARE
