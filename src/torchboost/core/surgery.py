@@ -1,0 +1,130 @@
+"""Exchange modules inside a model and let its optimizer follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+__all__ = ["Rebinding", "rebind_optimizer", "replace_module"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebinding:
+    """What :func:`rebind_optimizer` changed, in numbers of parameters.
+
+    Args:
+        removed: Left the groups; their state is gone.
+        replaced: Took the place of another one, without its state.
+        added: Joined the group of a parameter that was there before.
+    """
+
+    removed: int = 0
+    replaced: int = 0
+    added: int = 0
+
+
+def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> tuple[str, ...]:
+    """Put ``new`` wherever ``old`` stands in ``model``: under every name and in every parent that shares it.
+
+    ``new`` takes over the training flag. Parameters and hooks are not copied.
+
+    Returns:
+        Every qualified name under which ``old`` stood, in registration order.
+
+    Raises:
+        ValueError: ``old`` is ``model`` itself, which nothing in place can replace, or is not part of it.
+
+    Example:
+        >>> import torch
+        >>> from torchboost.core.surgery import replace_module
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
+        >>> replace_module(model, model[1], torch.nn.Identity())
+        ('1',)
+    """
+    if old is model:
+        raise ValueError(f"found the model itself ({type(old).__name__}); only modules inside a model can be replaced.")
+    places = [
+        (path, parent, name)
+        for path, parent in model.named_modules()
+        for name, child in parent._modules.items()
+        if child is old
+    ]
+    if not places:
+        raise ValueError(f"this {type(old).__name__} is not part of the model; pass one of model.modules().")
+    new.train(old.training)
+    for _, parent, name in places:
+        parent._modules[name] = new
+    return tuple(f"{path}.{name}" if path else name for path, _, name in places)
+
+
+def rebind_optimizer(
+    optimizer: Optimizer,
+    *,
+    removed: Iterable[Parameter] = (),
+    replaced: Iterable[tuple[Parameter, Parameter]] = (),
+    added: Iterable[tuple[Parameter, Parameter]] = (),
+) -> Rebinding:
+    """Make the user's optimizer follow changed modules: same object, same group dictionaries, same number of groups.
+
+    A group that loses its last parameter stays, empty, so that schedulers keep their list of learning rates.
+    Checkpoints of the optimizer written before do not fit afterwards, since parameters are stored by position.
+
+    Args:
+        optimizer: Changed in place.
+        removed: Leave their group; their state is dropped.
+        replaced: Pairs ``(old, new)``: ``new`` takes the place of ``old``, whose state is dropped.
+        added: Pairs ``(new, beside)``: ``new`` stands right after ``beside``, in the same group. Where the
+            optimizer does not hold ``beside``, it does not get ``new`` either.
+
+    Returns:
+        How many parameters were removed, replaced and added.
+    """
+    gone = set(removed)
+    swaps = dict(replaced)
+    joining: dict[Parameter, list[Parameter]] = {}
+    for new, beside in added:
+        joining.setdefault(beside, []).append(new)
+    counts = [0, 0, 0]
+    for group in optimizer.param_groups:
+        _rebind_group(group, gone, swaps, joining, counts)
+    for parameter in [*gone, *swaps]:
+        optimizer.state.pop(parameter, None)
+    return Rebinding(removed=counts[0], replaced=counts[1], added=counts[2])
+
+
+def _rebind_group(
+    group: dict[str, Any],
+    gone: set[Parameter],
+    swaps: dict[Parameter, Parameter],
+    joining: dict[Parameter, list[Parameter]],
+    counts: list[int],
+) -> None:
+    """Edit the lists of one group in place; optimizers may hold on to them (LBFGS does)."""
+    old = group["params"]
+    names = group.get("param_names") or [""] * len(old)
+    entries: list[tuple[str, Parameter]] = []
+    for name, parameter in zip(names, old, strict=True):
+        if parameter in gone:
+            counts[0] += 1
+            continue
+        if parameter in swaps:
+            counts[1] += 1
+        entries.append((name, swaps.get(parameter, parameter)))
+        for new in joining.get(parameter, ()):
+            counts[2] += 1
+            entries.append((_name_beside(name, new), new))
+    group["params"][:] = [parameter for _, parameter in entries]
+    if "param_names" in group:
+        group["param_names"][:] = [name for name, _ in entries]
+
+
+def _name_beside(name: str, new: Parameter) -> str:
+    """A label for the optimizer's own list of names; nothing is ever decided by it."""
+    stem = name.rpartition(".")[0]
+    kind = "bias" if new.ndim == 1 else "added"
+    return f"{stem}.{kind}" if stem else kind
