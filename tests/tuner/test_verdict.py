@@ -112,6 +112,24 @@ def test_a_metric_where_lower_is_better():
     assert found is not None
     assert found.mean == pytest.approx(1.0, abs=0.01)
     assert found.worst > 0
+    assert found.margin is None
+
+
+def test_a_margin_in_the_units_of_the_metric():
+    quality = Quality(
+        baseline="stock",
+        difference=Interval(low=-0.03, mid=-0.01, high=0.01),
+        margin=0.02,
+        seeds=3,
+        passed=False,
+        detectable=0.01,
+    )
+    judged = contestant("O1", "level", 0.02, 1.7, stock=0.05).model_copy(update={"quality": [quality]})
+    made = report(contestant("stock", "stock", 0.05, 1.7), judged, metric="bits per character")
+    made = made.model_copy(update={"metric_higher_is_better": False})
+    texts = [text for _, text in said(made, "O1")]
+    assert any("cannot rule out \N{MINUS SIGN}0.03. Allowed: 0.02." in text for text in texts)
+    assert "O1 promises 20 % more speed for at most 0.02: neither shown nor refuted by this run." in texts
 
 
 def test_setup_is_repaid_after_so_many_steps():

@@ -35,6 +35,7 @@ def test_ratio_interval():
 def test_shares_read_in_percent_and_points():
     assert wording.measure(0.98123, share=True) == "98.12 %"
     assert wording.difference(-0.00123, share=True) == "\N{MINUS SIGN}0.12 points"
+    assert wording.amount(0.005, share=True) == "0.5 points"
     assert wording.measure(12.3456, share=False) == "12.35"
     assert wording.difference(0.5, share=False) == "+0.5"
 

@@ -59,14 +59,14 @@ class Difference(NamedTuple):
         worst: One-sided bound: it is this bad at worst. Minus infinity with fewer than two seeds.
         best: The bound on the other side.
         seeds: Number of seeds.
-        margin: Largest drop that is allowed.
+        margin: Largest drop that is allowed; None where nobody said.
     """
 
     mean: float
     worst: float
     best: float
     seeds: int
-    margin: float
+    margin: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +124,16 @@ def _mean_interval(values: Sequence[float]) -> Interval | None:
     return Interval(low=mean - half, mid=mean, high=mean + half)
 
 
-def _difference(contestant: Contestant, stock: Contestant, sign: float) -> Difference | None:
+def _difference(contestant: Contestant, stock: Contestant, sign: float, share: bool) -> Difference | None:
     if contestant is stock:
         return None
     judged: Quality | None = next((q for q in contestant.quality if q.baseline == stock.name), None)
     if judged is not None:
         found = judged.difference
         return Difference(found.mid, found.low, found.high, judged.seeds, judged.margin)
-    margin = PROMISES[contestant.name].drop if contestant.name in PROMISES else MARGIN
+    margin = None
+    if share:
+        margin = PROMISES[contestant.name].drop if contestant.name in PROMISES else MARGIN
     ours, theirs = _finals(contestant), _finals(stock)
     seeds = [seed for seed in ours if seed in theirs]
     if not seeds:
@@ -171,7 +173,7 @@ def _repaid_after(contestant: Contestant, stock: Contestant) -> int | None:
 def summarise(report: BenchReport) -> list[Summary]:
     """Derive the figures of every contestant, in the order of the report."""
     stock, hand, target = stock_of(report), best_hand(report), target_of(report)
-    sign = 1.0 if report.metric_higher_is_better else -1.0
+    sign, share = 1.0 if report.metric_higher_is_better else -1.0, wording.is_share(report)
     summaries = []
     for contestant in report.contestants:
         ratios = {r.baseline: r for r in contestant.ratios}
@@ -181,7 +183,7 @@ def summarise(report: BenchReport) -> list[Summary]:
                 stock=ratios.get(stock.name) if stock and contestant is not stock else None,
                 hand=ratios.get(hand.name) if hand and contestant is not hand else None,
                 final=_mean_interval(list(_finals(contestant).values())),
-                difference=_difference(contestant, stock, sign) if stock else None,
+                difference=_difference(contestant, stock, sign, share) if stock else None,
                 seconds_to_target=None if target is None else _seconds_to(contestant, target, sign),
                 repaid_after=_repaid_after(contestant, stock) if stock else None,
             )
@@ -215,10 +217,10 @@ def _metric(summary: Summary, name: str, share: bool) -> Verdict | None:
         text = f"{contestant.name} ends {mean} from stock in {name} on one seed: too few to say anything."
         return Verdict("open", text)
     worst, seeds = wording.difference(found.worst, share=share), wording.count(found.seeds, "seed")
-    if not share:
+    if found.margin is None:
         text = f"{contestant.name} ends {mean} from stock in {name} over {seeds} (above 0 is better), {worst} at worst."
         return Verdict("bad" if found.best < 0 else "open", text)
-    allowed = f"{100 * found.margin:g} points"
+    allowed = wording.amount(found.margin, share=share)
     if found.worst > -found.margin:
         text = f"{contestant.name} keeps {name} within {allowed} of stock: {mean}, at worst {worst} ({seeds})."
         return Verdict("good", text)
@@ -230,17 +232,21 @@ def _metric(summary: Summary, name: str, share: bool) -> Verdict | None:
 
 
 def _promise(summary: Summary, share: bool) -> Verdict | None:
-    name = summary.contestant.name
+    name, found = summary.contestant.name, summary.difference
     if summary.contestant.kind != "level" or name not in PROMISES or summary.stock is None:
         return None
-    gain, drop = PROMISES[name]
-    asked = f"{name} promises {100 * (gain - 1):.0f} % more speed for at most {100 * drop:g} points"
-    interval, found = summary.stock.interval, summary.difference
+    gain, margin = PROMISES[name].gain, found.margin if found else None
+    asked = f"{name} promises {100 * (gain - 1):.0f} % more speed"
+    if margin is not None:
+        asked += f" for at most {wording.amount(margin, share=share)}"
+    interval = summary.stock.interval
     if interval.high < gain:
         return Verdict("bad", f"{asked}: missed here, the speed is not there.")
-    if share and found is not None and found.best < -drop:
+    if found is None or margin is None:
+        return Verdict("open", f"{asked} at nearly the same metric: this run did not judge the metric.")
+    if found.best < -margin:
         return Verdict("bad", f"{asked}: missed here, the metric falls by more.")
-    if interval.low >= gain and share and found is not None and found.worst > -drop:
+    if interval.low >= gain and found.worst > -margin:
         return Verdict("good", f"{asked}: kept here.")
     return Verdict("open", f"{asked}: neither shown nor refuted by this run.")
 

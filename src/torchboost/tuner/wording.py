@@ -7,6 +7,7 @@ import math
 from torchboost.tuner.evidence import BenchReport, Interval
 
 __all__ = [
+    "amount",
     "count",
     "difference",
     "is_share",
@@ -82,6 +83,11 @@ def difference(value: float, *, share: bool) -> str:
         return str(value)
     text = f"{100 * value:+.2f} points" if share else f"{value:+.4g}"
     return text.replace("-", _MINUS)
+
+
+def amount(value: float, *, share: bool) -> str:
+    """An amount of the metric without a sign: ``0.5 points`` for a share."""
+    return f"{100 * value:g} points" if share else f"{value:g}"
 
 
 def count(number: int, noun: str) -> str:
