@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,11 @@ def test_unknown_fields_and_formats_are_refused() -> None:
         BenchReport.model_validate(report().model_dump() | {"surprise": 1})
     with pytest.raises(ValidationError):
         BenchReport.model_validate(report().model_dump() | {"format": 2})
+
+
+def test_a_diverged_run_survives_the_way_through_json() -> None:
+    curve = Curve(seed=0, epochs=[1.0], seconds=[1.0], train_loss=[math.nan], metric=[0.1])
+    assert math.isnan(Curve.model_validate_json(curve.model_dump_json()).train_loss[0])
 
 
 def test_records_are_frozen() -> None:

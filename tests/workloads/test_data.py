@@ -181,6 +181,16 @@ def test_text_windows_are_one_character_apart(tmp_path: Path) -> None:
     assert tested.numel() == 96
 
 
+def test_limited_data_keep_the_test_set_and_the_first_samples() -> None:
+    images = small_images()
+    assert images.limited(5).train_labels.tolist() == [0, 1, 2, 3, 4]
+    assert len(images.limited(5).test_labels) == 5
+    assert images.limited(None).samples == 12
+    words = text(context=16)
+    assert words.limited(7).samples == 7
+    assert words.limited(None).samples == words.samples
+
+
 def test_text_errors(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="UTF-8 text file"):
         text(tmp_path / "missing.txt")

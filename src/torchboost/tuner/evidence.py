@@ -24,7 +24,8 @@ __all__ = [
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # A run that diverged has losses that are not numbers; as strings they survive the way through JSON.
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
 
 class Interval(_Record):

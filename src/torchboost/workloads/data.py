@@ -45,6 +45,10 @@ class Data(Protocol):
         """Yield the test set once, in order, the last batch possibly short."""
         ...
 
+    def limited(self, count: int | None) -> Self:
+        """Return the same data with only the first ``count`` training samples; all of them for None."""
+        ...
+
     def to(self, device: torch.device | str) -> Self:
         """Return the same data on ``device``."""
         ...
@@ -99,6 +103,10 @@ class Images:
         for images, labels in zip(self.test_images.split(batch), self.test_labels.split(batch), strict=True):
             yield self._normalize(images), labels
 
+    def limited(self, count: int | None) -> Self:
+        """Return the same data with only the first ``count`` training images; all of them for None."""
+        return replace(self, train_images=self.train_images[:count], train_labels=self.train_labels[:count])
+
     def to(self, device: torch.device | str) -> Self:
         """Return the same data on ``device``."""
         names = ("train_images", "train_labels", "test_images", "test_labels")
@@ -148,6 +156,10 @@ class Text:
         starts = torch.arange(0, len(self.test_tokens) - self.context, self.context)
         for some in starts.split(batch):
             yield self._windows(self.test_tokens, some)
+
+    def limited(self, count: int | None) -> Self:
+        """Return the same data with a training text of ``count`` windows; all of it for None."""
+        return self if count is None else replace(self, train_tokens=self.train_tokens[: count * self.context + 1])
 
     def to(self, device: torch.device | str) -> Self:
         """Return the same data on ``device``."""
