@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -92,8 +92,8 @@ class Entry:
     algorithm: type[Algorithm]
     summary: str
     section: str = ""
-    words: Mapping[str, str] = MappingProxyType({})
-    brings: Mapping[str, str] = MappingProxyType({})
+    words: Mapping[str, str] = field(default_factory=dict)
+    brings: Mapping[str, str] = field(default_factory=dict)
     unusable: Callable[[Facts], str | None] = _never
     unproven: Callable[[Facts], str | None] = _never
     displaces: frozenset[str] = frozenset()
