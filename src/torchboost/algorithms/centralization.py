@@ -18,7 +18,7 @@ from torchboost.errors import NoEffectWarning
 from torchboost.optim.pipeline import GradientPipeline
 from torchboost.optim.transforms import Centralize
 
-__all__ = ["Centralization", "centralize_gradients", "depthwise_and_normalized"]
+__all__ = ["Centralization", "centralizable", "centralize_gradients", "depthwise_and_normalized"]
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
@@ -43,18 +43,24 @@ def centralize_gradients(optimizer: Optimizer, *, skip: Collection[Tensor] = ())
     return GradientPipeline(Centralize(skip=skip)).attach(optimizer)
 
 
-def depthwise_and_normalized(model: nn.Module) -> set[Tensor]:
-    """Return the parameters whose gradients have no mean worth removing, found by structure.
+def centralizable(param: Tensor, owner: nn.Module | None) -> bool:
+    """Whether the gradient of ``param``, which ``owner`` holds, has row means worth removing.
 
-    These are the weights of depthwise convolutions (one input channel per filter), everything in normalisation layers
-    and in a ``NormalizedLinear`` head, and all parameters of fewer than two axes.
+    False for fewer than two axes, for depthwise convolutions (one input channel per filter), for normalisation
+    layers and for the ``NormalizedLinear`` head. Decided by structure; names play no part.
     """
-    found: set[Tensor] = {param for param in model.parameters() if param.ndim < 2}
-    for module in model.modules():
-        depthwise = isinstance(module, _ConvNd) and module.groups > 1 and module.groups == module.in_channels
-        if depthwise or isinstance(module, (*_NORMS, NormalizedLinear)):
-            found.update(module.parameters(recurse=False))
-    return found
+    depthwise = isinstance(owner, _ConvNd) and owner.groups > 1 and owner.groups == owner.in_channels
+    return param.ndim >= 2 and not depthwise and not isinstance(owner, (*_NORMS, NormalizedLinear))
+
+
+def depthwise_and_normalized(model: nn.Module) -> set[Tensor]:
+    """Return the parameters of ``model`` that are better left alone: those that are not :func:`centralizable`."""
+    return {
+        param
+        for module in model.modules()
+        for param in module.parameters(recurse=False)
+        if not centralizable(param, module)
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

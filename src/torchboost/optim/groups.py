@@ -24,7 +24,7 @@ class FusionIndex:
     changes nothing.
 
     Args:
-        indices: One per parameter, not falling, the first number at least 1.
+        indices: One per parameter, at least 1.
     """
 
     indices: tuple[int, ...]
@@ -32,8 +32,8 @@ class FusionIndex:
     def __post_init__(self) -> None:
         if any(isinstance(i, bool) or not isinstance(i, int) for i in self.indices):
             raise TypeError(f"indices: found {self.indices}; give whole numbers.")
-        if any(i < 1 for i in self.indices) or list(self.indices) != sorted(self.indices):
-            raise ValueError(f"indices: found {self.indices}; give numbers from 1 that never fall.")
+        if any(i < 1 for i in self.indices):
+            raise ValueError(f"indices: found {self.indices}; give numbers from 1 on.")
 
     @classmethod
     def split(cls, count: int, points: Sequence[int], *, first: int = 1) -> FusionIndex:
@@ -55,7 +55,7 @@ class FusionIndex:
         return cls(tuple(first + sum(p <= i for p in points) for i in range(count)))
 
     def segments(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return the parameters as runs of equal index.
+        """Return the parameters with equal index together, in the order in which the indices appear.
 
         Raises:
             ValueError: Another number of parameters than indices.
@@ -69,14 +69,16 @@ class FusionIndex:
 
 
 def split_group(group: Mapping[str, Any], chosen: Collection[Tensor], options: Mapping[str, Any]) -> list[ParamGroup]:
-    """Split a group into its parameters in ``chosen``, which get ``options``, and the rest; empty parts are left out.
+    """Split a group into its parameters in ``chosen``, which get ``options``, and the rest, which loses these keys.
 
-    Both parts keep all other options of the group and the order of its parameters.
+    Both parts keep the other options of the group and the order of its parameters; an empty part is left out.
     """
-    inside = [param for param in group["params"] if param in chosen]
-    outside = [param for param in group["params"] if param not in chosen]
-    parts = [({**group, "params": inside, **options}, inside), ({**group, "params": outside}, outside)]
-    return [part for part, members in parts if members]
+    params = listed(group["params"])
+    inside = [param for param in params if param in chosen]
+    outside = [param for param in params if param not in chosen]
+    plain = {key: value for key, value in group.items() if key not in options}
+    parts = ((inside, {**plain, **options}), (outside, plain))
+    return [_over(part, members, _names([group])) for members, part in parts if members]
 
 
 def rebuild_groups(parameters: Sequence[Tensor], origin: Sequence[Tensor | Mapping[str, Any]]) -> list[ParamGroup]:
@@ -87,12 +89,15 @@ def rebuild_groups(parameters: Sequence[Tensor], origin: Sequence[Tensor | Mappi
     group that has the most. A plain list of parameters as ``origin`` gives one group without options.
 
     Args:
-        parameters: The new list; decides the order entry where ``origin`` has one.
+        parameters: The new list; replaces the order entry where ``origin`` has one.
         origin: Param groups, or a plain list of parameters.
     """
     groups = [entry for entry in origin if isinstance(entry, Mapping)]
     if not groups:
         return [{"params": list(parameters)}]
+    names = _names(groups)
+    if not all(param in names for param in parameters):
+        names = {}
     wanted = set(parameters)
     rebuilt: list[ParamGroup] = []
     placed: set[Tensor] = set()
@@ -103,15 +108,32 @@ def rebuild_groups(parameters: Sequence[Tensor], origin: Sequence[Tensor | Mappi
             continue
         members = [param for param in listed(group["params"]) if param in wanted]
         placed.update(members)
-        rebuilt.append({**group, "params": members})
+        rebuilt.append(_over(group, members, names))
         if len(group) > len(richest):
             richest = group
     rest = [param for param in parameters if param not in placed]
     if rest:
-        rebuilt.append({**richest, "params": rest})
+        rebuilt.append(_over(richest, rest, names))
     return rebuilt
 
 
 def listed(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters of a group as a list; torch allows a single tensor and any iterable."""
     return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _names(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, str]:
+    """Names by parameter, where the groups were built from ``named_parameters()``."""
+    return {
+        param: name
+        for group in groups
+        if "param_names" in group
+        for param, name in zip(listed(group["params"]), group["param_names"], strict=True)
+    }
+
+
+def _over(group: Mapping[str, Any], members: list[Tensor], names: Mapping[Tensor, str]) -> ParamGroup:
+    """Copy the group over other members; torch wants either all groups with names or none."""
+    options = {key: value for key, value in group.items() if key != "param_names"}
+    named = {"param_names": [names[param] for param in members]} if names else {}
+    return {**options, "params": members, **named}

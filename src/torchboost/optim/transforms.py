@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class Centralize:
         ValueError: ``multiple_of`` is below 1.
     """
 
-    scale_free: ClassVar[bool] = True
+    scale_free = True
     skip: Collection[Tensor] = field(default=(), repr=False)
     flag: str | None = None
     multiple_of: int = 1
@@ -81,7 +81,7 @@ class Decay:
         ValueError: Negative or not finite.
     """
 
-    scale_free: ClassVar[bool] = False
+    scale_free = False
     weight_decay: float
 
     def __post_init__(self) -> None:
@@ -119,7 +119,7 @@ class ClipNorm:
         ValueError: A number is out of range.
     """
 
-    scale_free: ClassVar[bool] = False
+    scale_free = False
     max_norm: float
     norm_type: float = 2.0
     error_if_nonfinite: bool = False
@@ -154,7 +154,7 @@ class ClipValue:
         ValueError: Not above 0, or not finite.
     """
 
-    scale_free: ClassVar[bool] = False
+    scale_free = False
     value: float
 
     def __post_init__(self) -> None:

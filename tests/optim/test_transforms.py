@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from torchboost.errors import IncompatibleError
+from torchboost.optim.pipeline import Gradients, GradientTransform
+from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay
+
+SHAPES = [(5,), (4, 7), (6, 3, 3, 3), (6, 5, 1, 1), (2, 3, 4), (3, 2, 2, 2, 2), (1, 1), ()]
+
+
+def gradients(shapes: Any = SHAPES, dtype: torch.dtype = torch.float32, **group: Any) -> Gradients:
+    generator = torch.Generator().manual_seed(1)
+    params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    grads = [torch.randn(shape, generator=generator).to(dtype) + 0.5 for shape in shapes]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    return Gradients(params, grads, [group] * len(params), [{} for _ in params])
+
+
+def run(transform: GradientTransform, given: Gradients) -> list[Tensor]:
+    before = list(given.grads)
+    with torch.no_grad():
+        transform(given)
+    assert all(a is b for a, b in zip(before, given.grads, strict=True)), "must work in place"
+    return given.grads
+
+
+def centred(grad: Tensor) -> Tensor:
+    wide = grad.double()
+    return wide - wide.mean(tuple(range(1, grad.ndim)), keepdim=True) if grad.ndim > 1 else wide
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_centralize_subtracts_the_mean_of_every_row(dtype):
+    given = gradients(dtype=dtype)
+    expected = [centred(grad) for grad in given.grads]
+    for got, want in zip(run(Centralize(), given), expected, strict=True):
+        error = (got.double() - want).abs().max()
+        assert error <= 2 * torch.finfo(dtype).eps * max(1.0, float(want.abs().max()))
+
+
+@pytest.mark.parametrize("form", ["channels_last", "transposed", "expanded_stride"])
+def test_centralize_in_any_memory_format_stays_in_place(form):
+    base = torch.randn(6, 5, 3, 3)
+    if form == "channels_last":
+        grad = base.to(memory_format=torch.channels_last)
+    elif form == "transposed":
+        grad = base.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0)
+    else:
+        grad = torch.zeros(6, 5, 3, 6)[..., ::2].copy_(base)
+    stride, address = grad.stride(), grad.data_ptr()
+    given = Gradients([nn.Parameter(torch.zeros(6, 5, 3, 3))], [grad], [{}], [{}])
+    expected = centred(grad).float()
+    run(Centralize(), given)
+    torch.testing.assert_close(grad, expected)
+    assert (grad.stride(), grad.data_ptr()) == (stride, address)
+
+
+def test_centralize_changes_a_view_into_a_bucket():
+    bucket = torch.randn(12) + 1
+    given = Gradients([nn.Parameter(torch.zeros(2, 6))], [bucket.view(2, 6)], [{}], [{}])
+    run(Centralize(), given)
+    torch.testing.assert_close(bucket.view(2, 6).mean(1), torch.zeros(2), atol=1e-6, rtol=0)
+
+
+def test_centralize_twice_is_centralize_once():
+    given = gradients(dtype=torch.float64)
+    once = [grad.clone() for grad in run(Centralize(), given)]
+    for a, b in zip(run(Centralize(), given), once, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-15, rtol=0)
+
+
+def test_centralize_leaves_what_it_is_told_to():
+    given = gradients()
+    before = [grad.clone() for grad in given.grads]
+    run(Centralize(skip=[given.params[1]]), given)
+    changed = [not torch.equal(a, b) for a, b in zip(before, given.grads, strict=True)]
+    assert changed == [False, False, True, True, True, True, True, False]
+
+
+def test_centralize_by_group_flag_and_width():
+    given = gradients([(4, 7), (4, 16), (4, 3, 16)])
+    given.groups = [{"gc": True}, {"gc": True}, {"gc": True}]
+    before = [grad.clone() for grad in given.grads]
+    run(Centralize(flag="gc", multiple_of=16), given)
+    assert [not torch.equal(a, b) for a, b in zip(before, given.grads, strict=True)] == [False, True, False]
+    given.groups = [{"gc": False}, {}, {"gc": True}]
+    run(Centralize(flag="gc"), given)
+    assert torch.equal(given.grads[0], before[0])
+    torch.testing.assert_close(given.grads[2], centred(before[2]).float())
+
+
+def test_centralize_sparse_rows_equals_dense():
+    dense, sparse = nn.Embedding(6, 4), nn.Embedding(6, 4, sparse=True)
+    sparse.load_state_dict(dense.state_dict())
+    for table in (dense, sparse):
+        weights = torch.arange(20.0).view(5, 4)
+        (table(torch.tensor([1, 1, 3, 5, 3])) * weights).sum().backward()
+    grad = sparse.weight.grad
+    run(Centralize(), Gradients([sparse.weight], [grad], [{}], [{}]))
+    torch.testing.assert_close(grad.to_dense(), centred(dense.weight.grad).float(), check_dtype=False)
+
+
+def test_sparse_gradients_are_refused_where_they_have_no_meaning():
+    table = nn.Embedding(6, 4, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    given = Gradients([table.weight], [table.weight.grad], [{}], [{}])
+    for transform in (Decay(0.1), ClipNorm(1.0), ClipValue(1.0)):
+        with pytest.raises(IncompatibleError, match=f"{type(transform).__name__} works on dense gradients.*sparse=False"):
+            transform(given)
+    entries = Gradients([table.weight], [torch.ones(6, 4).to_sparse()], [{}], [{}])
+    with pytest.raises(IncompatibleError, match=r"shape \(6, 4\).*'skip'"):
+        Centralize()(entries)
+
+
+def test_decay_adds_the_weights():
+    given = gradients()
+    expected = [g + 0.1 * p.detach() for p, g in zip(given.params, given.grads, strict=True)]
+    for got, want in zip(run(Decay(0.1), given), expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_group_may_decay_differently():
+    given = gradients([(3,), (3,), (3,)])
+    given.groups = [{"coupled_weight_decay": 0.5}, {"coupled_weight_decay": 0.0}, {}]
+    expected = [g + f * p.detach() for f, p, g in zip((0.5, 0.0, 0.1), given.params, given.grads, strict=True)]
+    for got, want in zip(run(Decay(0.1), given), expected, strict=True):
+        torch.testing.assert_close(got, want)
+    given.groups = [{"coupled_weight_decay": math.nan}] * 3
+    with pytest.raises(ValueError, match="coupled_weight_decay: found nan"):
+        run(Decay(0.1), given)
+
+
+@pytest.mark.parametrize("norm_type", [1, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.1, 1e4])
+def test_clip_norm_equals_torch_bit_for_bit(norm_type, max_norm):
+    ours, theirs = gradients(), gradients()
+    nn.utils.clip_grad_norm_(theirs.params, max_norm, norm_type)
+    run(ClipNorm(max_norm, norm_type), ours)
+    for got, param in zip(ours.grads, theirs.params, strict=True):
+        assert torch.equal(got, param.grad)
+
+
+def test_clip_norm_refuses_nonfinite_on_request_and_accepts_no_gradients():
+    run(ClipNorm(1.0), gradients([]))
+    given = gradients([(3,)])
+    given.grads[0][0] = math.inf
+    with pytest.raises(RuntimeError, match="non-finite"):
+        run(ClipNorm(1.0, error_if_nonfinite=True), given)
+    run(ClipNorm(1.0), given)
+
+
+def test_clip_value_equals_torch():
+    ours, theirs = gradients(), gradients()
+    nn.utils.clip_grad_value_(theirs.params, 0.3)
+    for got, param in zip(run(ClipValue(0.3), ours), theirs.params, strict=True):
+        assert torch.equal(got, param.grad)
+
+
+@pytest.mark.parametrize("transform", [Centralize(), Decay(0.1), ClipNorm(0.5), ClipValue(0.3)], ids=repr)
+def test_scale_free_is_what_it_says(transform):
+    scaled, plain = gradients(dtype=torch.float64), gradients(dtype=torch.float64)
+    torch._foreach_mul_(scaled.grads, 1024.0)
+    run(transform, scaled)
+    run(transform, plain)
+    same = all(torch.allclose(a / 1024, b) for a, b in zip(scaled.grads, plain.grads, strict=True))
+    assert same is transform.scale_free
+
+
+NOT_NUMBERS = st.one_of(st.none(), st.booleans(), st.text(), st.lists(st.floats()), st.complex_numbers())
+BAD_NUMBERS = st.one_of(st.floats(max_value=-1e-300), st.just(math.nan), st.just(math.inf), st.integers(max_value=-1))
+
+
+@given(NOT_NUMBERS)
+def test_what_is_no_number_is_refused(bad):
+    for build in (Decay, ClipNorm, ClipValue, lambda x: ClipNorm(1.0, x)):
+        with pytest.raises(TypeError, match="found"):
+            build(bad)
+
+
+@given(BAD_NUMBERS)
+def test_numbers_out_of_range_are_refused(bad):
+    for build in (Decay, ClipNorm, ClipValue):
+        with pytest.raises(ValueError, match="found"):
+            build(bad)
+
+
+@given(st.one_of(st.text(), st.integers(), st.just(torch.ones(3)), st.lists(st.text(), min_size=1)))
+def test_what_is_no_collection_of_parameters_is_refused(bad):
+    with pytest.raises(TypeError, match="skip: found"):
+        Centralize(skip=bad)
+
+
+def test_zero_limits_and_other_bad_settings_are_refused():
+    for build in (ClipNorm, ClipValue, lambda x: ClipNorm(1.0, x)):
+        with pytest.raises(ValueError, match="above 0"):
+            build(0)
+    with pytest.raises(TypeError, match="error_if_nonfinite"):
+        ClipNorm(1.0, error_if_nonfinite="yes")
+    with pytest.raises(TypeError, match="flag"):
+        Centralize(flag=3)
+    with pytest.raises(TypeError, match="multiple_of"):
+        Centralize(multiple_of=True)
+    with pytest.raises(ValueError, match="multiple_of"):
+        Centralize(multiple_of=0)
+
+
+def test_settings_are_values():
+    param = nn.Parameter(torch.ones(2))
+    assert Centralize(skip=[param]) == Centralize(skip=(param,))
+    assert hash(ClipNorm(1.0)) == hash(ClipNorm(1.0))
+    assert Decay(0.1) != Decay(0.2)
