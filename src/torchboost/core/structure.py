@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -88,7 +89,7 @@ def _without(modules: list[nn.Module], projection: _ConvNd) -> tuple[list[nn.Mod
 
 
 def _fit(convolutions: Sequence[_ConvNd]) -> bool:
-    return all(a.out_channels == b.in_channels for a, b in zip(convolutions, convolutions[1:], strict=False))
+    return all(a.out_channels == b.in_channels for a, b in pairwise(convolutions))
 
 
 def _stride(convolutions: Sequence[_ConvNd]) -> int:

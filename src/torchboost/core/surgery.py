@@ -67,7 +67,7 @@ def rebind_optimizer(
     *,
     removed: Iterable[Parameter] = (),
     replaced: Iterable[tuple[Parameter, Parameter]] = (),
-    added: Iterable[tuple[Parameter, Parameter]] = (),
+    added: Iterable[tuple[Parameter, Parameter, str]] = (),
 ) -> Rebinding:
     """Make the user's optimizer follow changed modules: same object, same group dictionaries, same number of groups.
 
@@ -78,17 +78,18 @@ def rebind_optimizer(
         optimizer: Changed in place.
         removed: Leave their group; their state is dropped.
         replaced: Pairs ``(old, new)``: ``new`` takes the place of ``old``, whose state is dropped.
-        added: Pairs ``(new, beside)``: ``new`` stands right after ``beside``, in the same group. Where the
-            optimizer does not hold ``beside``, it does not get ``new`` either.
+        added: Triples ``(new, beside, label)``: ``new`` stands right after ``beside``, in the same group. Where the
+            optimizer does not hold ``beside``, it does not get ``new`` either. ``label``, such as ``"bias"``, is
+            for optimizers that list names.
 
     Returns:
         How many parameters were removed, replaced and added.
     """
     gone = set(removed)
     swaps = dict(replaced)
-    joining: dict[Parameter, list[Parameter]] = {}
-    for new, beside in added:
-        joining.setdefault(beside, []).append(new)
+    joining: dict[Parameter, list[tuple[Parameter, str]]] = {}
+    for new, beside, label in added:
+        joining.setdefault(beside, []).append((new, label))
     counts = [0, 0, 0]
     for group in optimizer.param_groups:
         _rebind_group(group, gone, swaps, joining, counts)
@@ -101,11 +102,11 @@ def _rebind_group(
     group: dict[str, Any],
     gone: set[Parameter],
     swaps: dict[Parameter, Parameter],
-    joining: dict[Parameter, list[Parameter]],
+    joining: dict[Parameter, list[tuple[Parameter, str]]],
     counts: list[int],
 ) -> None:
     """Edit the lists of one group in place; optimizers may hold on to them (LBFGS does)."""
-    old = group["params"]
+    old: list[Parameter] = group["params"]
     names = group.get("param_names") or [""] * len(old)
     entries: list[tuple[str, Parameter]] = []
     for name, parameter in zip(names, old, strict=True):
@@ -115,16 +116,9 @@ def _rebind_group(
         if parameter in swaps:
             counts[1] += 1
         entries.append((name, swaps.get(parameter, parameter)))
-        for new in joining.get(parameter, ()):
+        for new, label in joining.get(parameter, ()):
             counts[2] += 1
-            entries.append((_name_beside(name, new), new))
+            entries.append((".".join([*name.split(".")[:-1], label]), new))
     group["params"][:] = [parameter for _, parameter in entries]
     if "param_names" in group:
         group["param_names"][:] = [name for name, _ in entries]
-
-
-def _name_beside(name: str, new: Parameter) -> str:
-    """A label for the optimizer's own list of names; nothing is ever decided by it."""
-    stem = name.rpartition(".")[0]
-    kind = "bias" if new.ndim == 1 else "added"
-    return f"{stem}.{kind}" if stem else kind

@@ -1,0 +1,369 @@
+"""Remove the BatchNorm layers that are not needed."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from torchboost.core.algorithm import Algorithm, Traits
+from torchboost.core.dataflow import trace
+from torchboost.core.flow import Dataflow
+from torchboost.core.folding import Fold, fold_obstacle, fold_pairs, is_plain_norm, shared_weights
+from torchboost.core.norm_roles import WEIGHTED, Block, reasons_to_stay, residual_blocks
+from torchboost.core.normalized_linear import NormalizedLinear
+from torchboost.core.surgery import rebind_optimizer, replace_module
+from torchboost.core.variance import rescale_layers
+from torchboost.core.wrapping import unwrap, wrapper_of
+from torchboost.errors import IncompatibleError, NoEffectWarning
+
+__all__ = ["LessBNReport", "LessBatchNorm", "reduce_batch_norm"]
+
+Init = Literal["unit_variance", "keep"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LessBNReport:
+    """What :func:`reduce_batch_norm` found and changed; printing it gives a table.
+
+    Args:
+        found: Names of all BatchNorm layers, in the order of the forward pass.
+        removed: Names of those that are gone.
+        kept: Name of every other one -> why it stayed.
+        folded: Whether the network was trained before, so that removed layers live on in the weights next to them.
+        rescaled: Names of layers whose weights were rescaled because their BatchNorm is gone (from scratch only).
+        head: Name of the linear layer that was replaced by a normalised one; None where none was.
+        largest_difference: Of the outputs in eval mode before and after folding, relative to the largest output
+            (before the head is replaced); None where nothing was folded or the network could not be run.
+        traced: How the data flow was found: ``"fx"``, ``"run"``, ``"structure"`` (an assumption), or ``"-"``.
+    """
+
+    found: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    kept: Mapping[str, str] = field(default_factory=dict)
+    folded: bool = False
+    rescaled: tuple[str, ...] = ()
+    head: str | None = None
+    largest_difference: float | None = None
+    traced: str = "-"
+
+    def __str__(self) -> str:
+        fate = "folded into the layer in front" if self.folded else "identity"
+        width = max((len(name) for name in self.found), default=0)
+        lines = [f"{len(self.removed)} of {len(self.found)} BatchNorm layers removed (data flow: {self.traced})"]
+        lines += [
+            f"  {name:<{width}}  " + (f"removed: {fate}" if name in self.removed else f"kept: {self.kept[name]}")
+            for name in self.found
+        ]
+        if self.rescaled:
+            lines.append(f"  {len(self.rescaled)} layers rescaled to unit variance")
+        if self.head is not None:
+            lines.append(f"  {self.head}: normalised head")
+        if self.largest_difference is not None:
+            lines.append(f"  largest relative difference of the outputs in eval mode: {self.largest_difference:.1e}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LessBatchNorm(Algorithm):
+    """Train with fewer BatchNorm layers: only the last one of every residual branch stays, and the stem's.
+
+    See :func:`reduce_batch_norm`, which does the work, for mechanism and cost.
+
+    Args:
+        normalize_head: Replace the last linear layer by one between normalised rows.
+        keep_shortcut: Keep the BatchNorms of the shortcuts.
+        keep_every: In plain stacks keep one of so many.
+        blocks_per_norm: Keep a BatchNorm only in one of so many residual blocks.
+        init: ``"unit_variance"`` rescales the layers that lose their BatchNorm in an untrained network;
+            ``"keep"`` leaves the weights as they are.
+        head_multiplier: Start value of the normalised head's trainable factor.
+
+    Example:
+        >>> import torchboost
+        >>> torchboost.LessBatchNorm(keep_shortcut=True).keep_every
+        2
+    """
+
+    name: ClassVar[str] = "less_bn"
+    traits: ClassVar[Traits] = Traits(order=10, reversible=False)
+
+    normalize_head: bool = False
+    keep_shortcut: bool = False
+    keep_every: int = 2
+    blocks_per_norm: int = 1
+    init: Init = "unit_variance"
+    head_multiplier: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("keep_every", "blocks_per_norm"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}; 1 is the mildest setting.")
+        if self.init not in get_args(Init):
+            raise ValueError(f"init must be one of {', '.join(get_args(Init))}; found {self.init!r}.")
+
+    def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
+        """Say why nothing would be removed; None where something would be."""
+        if not any(isinstance(module, _BatchNorm) for module in model.modules()) and not self.normalize_head:
+            return "the model has no BatchNorm"
+        return None if self.needs_transform(model) else "the model has no BatchNorm left that can go"
+
+    def needs_transform(self, model: nn.Module) -> bool:
+        """Whether something is left to remove or the head is still to be normalised. Traces the model."""
+        return _plan(unwrap(model), self, None).changes
+
+    def transform(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+        """Do it; see :func:`reduce_batch_norm` for errors and warnings."""
+        _reduce(model, optimizer, self, None)
+
+
+def reduce_batch_norm(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    normalize_head: bool = False,
+    keep_shortcut: bool = False,
+    keep_every: int = 2,
+    blocks_per_norm: int = 1,
+    init: Init = "unit_variance",
+    head_multiplier: float = 1.0,
+    sample: Any = None,
+    dry_run: bool = False,
+) -> LessBNReport:
+    """Remove, in place, the BatchNorm layers that are not needed, so that every step costs less.
+
+    The flow of data is traced, names do not matter. What stays: in every residual block the last BatchNorm of the
+    main branch, right before the addition (in pre-activation blocks the last one there is, before the last
+    convolution); the network's first one; the last one of an inverted residual without skip; in plain stacks one
+    of every ``keep_every`` convolutions, counted back from the last. BatchNorms that do not directly follow a
+    convolution or linear layer outside of residual blocks stay too.
+
+    In an untrained network (all running statistics at their initial values) a removed layer becomes the identity
+    and the weights in front, whose random draw stays, are scaled by one number per layer so that activations keep
+    unit variance: ``mean_filter(sum w^2) E[x^2] = 1``, where ``E[x^2]`` is followed through the graph (half behind a
+    ReLU, one behind a BatchNorm, a sum behind an addition). In a trained network the removed layer's statistics
+    and affine are folded into the weights in front; its output in eval mode stays the same, the largest
+    difference is measured. A BatchNorm that cannot be folded stays.
+
+    Cost: one trace; in trained networks three forward passes. Limits: a fold is exact in eval mode only; training
+    on continues without batch statistics, so use a lower learning rate. Optimizer checkpoints from before no
+    longer fit.
+
+    Args:
+        model: A bare module, in training or eval mode; the mode stays.
+        optimizer: Forgets the parameters that are gone; new ones (biases, the head's factor) join the group of
+            the weight they belong to.
+        normalize_head: Replace the last linear layer of the forward pass by
+            :class:`~torchboost.core.normalized_linear.NormalizedLinear`; it keeps its parameters.
+        keep_shortcut: Keep the BatchNorms of the shortcuts.
+        keep_every: In plain stacks keep one of so many.
+        blocks_per_norm: Above 1, only one of so many consecutive residual blocks keeps its BatchNorm; blocks with
+            a projection and the last block keep theirs. In untrained networks a branch left without any starts
+            at ``1 / sqrt(number of residual blocks)`` of unit scale.
+        init: ``"keep"`` leaves the weights of an untrained network as they are.
+        head_multiplier: Start value of the head's trainable factor.
+        sample: Input of a forward pass (tensor, tuple or dict); guessed from the first layer where missing.
+        dry_run: Change nothing (work on a copy) and return the report.
+
+    Returns:
+        What was found, removed and kept, and why.
+
+    Raises:
+        TypeError: Not a module.
+        ValueError: A setting out of range, or the model does not run on ``sample``.
+        IncompatibleError: The model is wrapped, sharded or compiled, or folding changed its outputs (then undone).
+
+    Warns:
+        NoEffectWarning: There was nothing to do.
+
+    Example:
+        >>> import torch, torchboost
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(),
+        ...     torch.nn.Conv2d(8, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(),
+        ...     torch.nn.Conv2d(8, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(),
+        ... )
+        >>> torchboost.reduce_batch_norm(model).removed
+        ('4',)
+    """
+    settings = LessBatchNorm(
+        normalize_head=normalize_head,
+        keep_shortcut=keep_shortcut,
+        keep_every=keep_every,
+        blocks_per_norm=blocks_per_norm,
+        init=init,
+        head_multiplier=head_multiplier,
+    )
+    if dry_run:
+        return _reduce(copy.deepcopy(model), None, settings, sample)
+    return _reduce(model, optimizer, settings, sample)
+
+
+class _Plan(NamedTuple):
+    flow: Dataflow | None
+    names: dict[nn.Module, str]
+    kept: dict[nn.Module, str]
+    removed: list[_BatchNorm]
+    bare_ends: dict[int, float]
+    trained: bool
+    head: nn.Linear | None
+
+    @property
+    def changes(self) -> bool:
+        return bool(self.removed) or self.head is not None
+
+
+def _reduce(model: nn.Module, optimizer: Optimizer | None, settings: LessBatchNorm, sample: Any) -> LessBNReport:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}.")
+    wrapper = wrapper_of(model)
+    if wrapper is not None:
+        raise IncompatibleError(
+            f"less_bn changes the modules of the model, but it is already wrapped by {wrapper}; "
+            "call reduce_batch_norm (or plan.transform) on the bare model first, then wrap it."
+        )
+    plan = _plan(model, settings, sample)
+    if not plan.changes:
+        wanted = " and no linear layer to normalise" if settings.normalize_head else ""
+        warnings.warn(f"less_bn: found no BatchNorm that can go{wanted}; nothing was changed.", NoEffectWarning, 3)
+        return _report(plan)
+    rescaled: tuple[str, ...] = ()
+    difference = None
+    if plan.trained:
+        difference = _fold(model, plan, optimizer, sample)
+    else:
+        rescaled = _drop(model, plan, optimizer, settings)
+    if plan.head is not None:
+        head = NormalizedLinear.of(plan.head, multiplier=settings.head_multiplier)
+        replace_module(model, plan.head, head)
+        if optimizer is not None and isinstance(head.weight, nn.Parameter):
+            rebind_optimizer(optimizer, added=[(head.multiplier, head.weight, "multiplier")])
+    return _report(plan, rescaled, difference)
+
+
+def _report(plan: _Plan, rescaled: tuple[str, ...] = (), difference: float | None = None) -> LessBNReport:
+    names = plan.names
+    return LessBNReport(
+        found=tuple(name for module, name in names.items() if isinstance(module, _BatchNorm)),
+        removed=tuple(names[norm] for norm in plan.removed),
+        kept={names[norm]: reason for norm, reason in plan.kept.items()},
+        folded=plan.trained and bool(plan.removed),
+        rescaled=rescaled,
+        head=None if plan.head is None else names[plan.head],
+        largest_difference=difference,
+        traced="-" if plan.flow is None else plan.flow.traced,
+    )
+
+
+def _plan(model: nn.Module, settings: LessBatchNorm, sample: Any) -> _Plan:
+    """Decide everything and change nothing."""
+    names = {module: name for name, module in model.named_modules()}
+    norms = [module for module in names if isinstance(module, _BatchNorm)]
+    if not norms and not (settings.normalize_head and any(isinstance(m, nn.Linear) for m in names)):
+        return _Plan(None, names, {}, [], {}, False, None)
+    flow = trace(model, sample=sample)
+    order = {norm: (flow.calls(norm) or [len(flow.nodes)])[0] for norm in norms}
+    norms.sort(key=order.__getitem__)
+    names = {m: names[m] for m in norms} | names
+    trained = any(_moved(norm) for norm in norms)
+    blocks = residual_blocks(flow)
+    reasons = reasons_to_stay(
+        flow,
+        blocks,
+        keep_shortcut=settings.keep_shortcut,
+        keep_every=settings.keep_every,
+        blocks_per_norm=settings.blocks_per_norm,
+    )
+    shared = shared_weights(model)
+    kept: dict[nn.Module, str] = {}
+    removed: list[_BatchNorm] = []
+    for norm in norms:
+        reason = _reason(flow, norm, reasons) or (fold_obstacle(flow, norm, shared) if trained else None)
+        if reason is None and norm is not model:
+            removed.append(norm)
+        else:
+            kept[norm] = reason or "it is the model itself"
+    gone = {flow.calls(norm)[0] for norm in removed}
+    return _Plan(flow, names, kept, removed, _bare_ends(blocks, gone), trained, _head(flow, model, settings))
+
+
+def _moved(norm: _BatchNorm) -> bool:
+    """Whether the running statistics left their initial values: the network was trained."""
+    mean, variance = norm.running_mean, norm.running_var
+    if mean is None or variance is None or mean.is_meta:
+        return False
+    return bool(mean.any()) or bool((variance != 1).any())
+
+
+def _reason(flow: Dataflow, norm: _BatchNorm, reasons: Mapping[int, str | None]) -> str | None:
+    """Why one BatchNorm stays, from its own properties first and its place second; None where it goes."""
+    calls = flow.calls(norm)
+    if not is_plain_norm(norm):
+        return f"{type(norm).__name__} has its own forward"
+    if len(calls) != 1:
+        return f"it is used {len(calls)} times" if calls else "the traced pass does not reach it"
+    if norm.running_mean is None:
+        return "it keeps no running statistics"
+    return reasons.get(calls[0], "not directly behind a convolution or linear layer")
+
+
+def _bare_ends(blocks: list[Block], gone: set[int]) -> dict[int, float]:
+    """Last layers of branches that lose all of their BatchNorms -> variance that they should start with."""
+    return {
+        layers[-1]: 1 / len(blocks)
+        for block in blocks
+        for layers, norms in zip(block.mains, block.norms, strict=True)
+        if norms and gone.issuperset(norms)
+    }
+
+
+def _head(flow: Dataflow, model: nn.Module, settings: LessBatchNorm) -> nn.Linear | None:
+    """The last linear layer of the forward pass, where it is still to be normalised and can be replaced."""
+    layers = flow.instances(nn.Linear) if settings.normalize_head else []
+    last = layers[-1].module if layers else None
+    if not isinstance(last, nn.Linear) or type(last).forward is not nn.Linear.forward or last is model:
+        return None
+    return last if last._parameters.get("weight") is not None else None
+
+
+def _fold(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, sample: Any) -> float | None:
+    assert plan.flow is not None
+    folds: list[Fold] = []
+    for norm in plan.removed:
+        layer = plan.flow.nodes[plan.flow.nodes[plan.flow.calls(norm)[0]].inputs[0]].module
+        assert layer is not None
+        folds.append(Fold(norm, layer))
+    return fold_pairs(model, folds, optimizer=optimizer, sample=sample) if folds else None
+
+
+def _drop(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, settings: LessBatchNorm) -> tuple[str, ...]:
+    assert plan.flow is not None
+    flow, before = plan.flow, set(model.parameters())
+    rescaled: tuple[str, ...] = ()
+    if settings.init == "unit_variance":
+        gone = {flow.calls(norm)[0] for norm in plan.removed}
+        shared = shared_weights(model)
+        targets = {layer: 1.0 for index in gone if (layer := _only_layer_before(flow, index, shared)) is not None}
+        targets |= {layer: variance for layer, variance in plan.bare_ends.items() if layer in targets}
+        rescaled = tuple(plan.names[module] for module in rescale_layers(flow, targets, gone))
+    for norm in plan.removed:
+        replace_module(model, norm, nn.Identity())
+    if optimizer is not None:
+        rebind_optimizer(optimizer, removed=before - set(model.parameters()))
+    return rescaled
+
+
+def _only_layer_before(flow: Dataflow, norm: int, shared: set[Tensor]) -> int | None:
+    """The layer in front of a BatchNorm, where it feeds nothing else and its weight is its own."""
+    before = flow.nodes[flow.nodes[norm].inputs[0]]
+    module = before.module
+    if not isinstance(module, WEIGHTED) or flow.consumers[before.index] != (norm,) or len(flow.calls(module)) != 1:
+        return None
+    weight = module._parameters.get("weight")
+    return None if weight is None or weight in shared else before.index

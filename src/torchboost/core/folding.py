@@ -1,0 +1,304 @@
+"""Fold BatchNorm into the layer next to it, so that the network computes the same in eval mode with fewer steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.optim import Optimizer
+
+from torchboost.core.dataflow import evaluate, runnable, trace
+from torchboost.core.flow import Dataflow
+from torchboost.core.norm_roles import WEIGHTED
+from torchboost.core.surgery import rebind_optimizer, replace_module
+from torchboost.core.wrapping import wrapper_of
+from torchboost.errors import IncompatibleError
+
+__all__ = ["Fold", "FoldReport", "fold_batch_norms", "fold_obstacle", "fold_pairs", "is_plain_norm", "shared_weights"]
+
+_STOCK_FORWARDS = (
+    nn.Linear.forward,
+    *(kind.forward for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
+    *(kind.forward for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldReport:
+    """What :func:`fold_batch_norms` did.
+
+    Args:
+        folded: Names of the BatchNorms that are gone.
+        kept: Name of every other BatchNorm -> why it stayed.
+        largest_difference: Of the outputs before and after in eval mode, relative to the largest output; None
+            where nothing was folded or the network could not be run on ``sample`` or a guessed input.
+        traced: How the data flow was found: ``"fx"``, ``"run"``, ``"structure"``, or ``"-"`` without BatchNorms.
+    """
+
+    folded: tuple[str, ...] = ()
+    kept: Mapping[str, str] = field(default_factory=dict)
+    largest_difference: float | None = None
+    traced: str = "-"
+
+    def __str__(self) -> str:
+        difference = "not measured" if self.largest_difference is None else f"{self.largest_difference:.1e}"
+        lines = [
+            f"folded {len(self.folded)} of {len(self.folded) + len(self.kept)} BatchNorm layers; "
+            f"largest relative difference {difference}; data flow from {self.traced}"
+        ]
+        return "\n".join(lines + [f"  kept {name}: {reason}" for name, reason in self.kept.items()])
+
+
+class Fold(NamedTuple):
+    """A BatchNorm and the layer that takes it over: the one before it, or the one behind it."""
+
+    norm: nn.Module
+    layer: nn.Module
+    behind: bool = False
+
+
+def fold_batch_norms(model: nn.Module, optimizer: Optimizer | None = None, *, sample: Any = None) -> FoldReport:
+    """Fold every BatchNorm in eval mode into the convolution or linear layer next to it, exactly and in place.
+
+    A BatchNorm goes where the traced data flow proves that it is all that a layer feeds: scale and shift are
+    multiplied into the weight and added to the bias (``w' = w g / sqrt(v + eps)``,
+    ``b' = (b - m) g / sqrt(v + eps) + beta``, computed in float64). A BatchNorm directly in front of a layer goes
+    into that one where it is exact: not before zero padding. The result is compared with the network before; if
+    they differ by more than rounding, everything is put back.
+
+    Args:
+        model: Changed in place. BatchNorms in training mode stay.
+        optimizer: Forgets the parameters of folded layers; new biases join the group of their weight.
+        sample: Input to trace and compare with; guessed from the first layer where missing.
+
+    Raises:
+        IncompatibleError: The model is wrapped or sharded, or folding changed its outputs (then undone).
+        ValueError: The model does not run on ``sample``.
+    """
+    wrapper = wrapper_of(model)
+    if wrapper is not None:
+        raise IncompatibleError(f"found a model wrapped by {wrapper}; fold the bare model, then wrap it.")
+    norms: dict[nn.Module, str] = {
+        module: name for name, module in model.named_modules() if isinstance(module, _BatchNorm)
+    }
+    if not norms:
+        return FoldReport()
+    flow = trace(model, sample=sample)
+    shared = shared_weights(model)
+    kept: dict[str, str] = {}
+    folds: list[Fold] = []
+    for norm, name in norms.items():
+        assert isinstance(norm, _BatchNorm)
+        found = _plan_fold(flow, norm, shared)
+        if isinstance(found, str):
+            kept[name] = found
+        else:
+            folds.append(found)
+    difference = fold_pairs(model, folds, optimizer=optimizer, sample=sample) if folds else None
+    folded = tuple(norms[fold.norm] for fold in folds)
+    return FoldReport(folded=folded, kept=kept, largest_difference=difference, traced=flow.traced)
+
+
+def _plan_fold(flow: Dataflow, norm: _BatchNorm, shared: set[Tensor]) -> Fold | str:
+    if norm.training:
+        return "it is in training mode; call model.eval() first"
+    calls = flow.calls(norm)
+    obstacle = fold_obstacle(flow, norm, shared)
+    if obstacle is None:
+        before = flow.nodes[flow.nodes[calls[0]].inputs[0]].module
+        assert before is not None
+        return Fold(norm, before)
+    if _norm_obstacle(flow, norm) is None and len(flow.consumers[calls[0]]) == 1:
+        behind = flow.nodes[flow.consumers[calls[0]][0]].module
+        if behind is not None and _takes_input_exactly(flow, behind, norm, shared):
+            return Fold(norm, behind, behind=True)
+    return obstacle
+
+
+def is_plain_norm(norm: nn.Module) -> bool:
+    """Whether a BatchNorm computes what torch's own does; subclasses may add an activation, for one."""
+    return isinstance(norm, _BatchNorm) and type(norm).forward in (_BatchNorm.forward, SyncBatchNorm.forward)
+
+
+def shared_weights(model: nn.Module) -> set[Tensor]:
+    """Return the parameters that stand in more than one module."""
+    owners = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
+    return {parameter for parameter, count in owners.items() if count > 1}
+
+
+def fold_obstacle(flow: Dataflow, norm: _BatchNorm, shared: set[Tensor]) -> str | None:
+    """Say why a BatchNorm cannot be folded into the layer before it; None where it can."""
+    obstacle = _norm_obstacle(flow, norm)
+    if obstacle is not None:
+        return obstacle
+    node = flow.nodes[flow.calls(norm)[0]]
+    before = flow.nodes[node.inputs[0]] if len(node.inputs) == 1 else None
+    if before is None or not isinstance(before.module, WEIGHTED):
+        return "no convolution or linear layer in front to fold it into"
+    if flow.consumers[before.index] != (node.index,):
+        return f"the output of {before.label} is also used elsewhere"
+    return _layer_obstacle(flow, before.module, norm.num_features, shared)
+
+
+def _norm_obstacle(flow: Dataflow, norm: _BatchNorm) -> str | None:
+    calls = flow.calls(norm)
+    if flow.traced == "structure":
+        return "the data flow could not be traced; pass an input as sample="
+    if not is_plain_norm(norm):
+        return f"{type(norm).__name__} has its own forward"
+    if norm.running_mean is None or norm.running_var is None:
+        return "it keeps no running statistics"
+    if len(calls) != 1:
+        return f"it is used {len(calls)} times" if calls else "the traced pass does not reach it"
+    return None
+
+
+def _layer_obstacle(flow: Dataflow, layer: nn.Module, width: int, shared: set[Tensor]) -> str | None:
+    if len(flow.calls(layer)) != 1:
+        return f"the {type(layer).__name__} next to it is used {len(flow.calls(layer))} times"
+    weight = layer._parameters.get("weight")
+    if type(layer).forward not in _STOCK_FORWARDS or weight is None:
+        return f"the {type(layer).__name__} next to it computes its weight anew or has its own forward"
+    if weight in shared or layer._parameters.get("bias") in shared:
+        return f"the {type(layer).__name__} next to it shares its weight with another layer"
+    channels = layer.out_channels if isinstance(layer, _ConvNd) else layer.out_features
+    return None if channels == width else f"it normalises {width} channels, the layer in front has {channels}"
+
+
+def _takes_input_exactly(flow: Dataflow, layer: nn.Module, norm: _BatchNorm, shared: set[Tensor]) -> bool:
+    if isinstance(layer, nn.Linear):
+        fits = layer.in_features == norm.num_features
+    elif isinstance(layer, _ConvNd) and not isinstance(layer, _ConvTransposeNd):
+        padded = layer.padding != "valid" and any(p != 0 for p in layer._reversed_padding_repeated_twice)
+        fits = layer.in_channels == norm.num_features and (not padded or layer.padding_mode != "zeros")
+    else:
+        return False
+    width = layer.out_channels if isinstance(layer, _ConvNd) else layer.out_features
+    return fits and _layer_obstacle(flow, layer, width, shared) is None
+
+
+def fold_pairs(
+    model: nn.Module, folds: Sequence[Fold], *, optimizer: Optimizer | None = None, sample: Any = None
+) -> float | None:
+    """Fold the given pairs, compare the outputs in eval mode, and put all back if they differ.
+
+    Returns:
+        The largest difference relative to the largest output, or None where the model could not be run.
+
+    Raises:
+        IncompatibleError: The outputs differ by more than rounding; the model is as it was before.
+        ValueError: The model does not run on ``sample``.
+    """
+    run = runnable(model, sample)
+    before = evaluate(*run) if run is not None else []
+    layers = dict.fromkeys(fold.layer for fold in folds)
+    saved = [(layer, layer._parameters["weight"], layer._parameters["bias"]) for layer in layers]
+    values = [(p, p.detach().clone()) for _, *parameters in saved for p in parameters if p is not None]
+    inside = set(model.parameters())
+    stand_ins = [nn.Identity() for _ in folds]
+    for fold, stand_in in zip(folds, stand_ins, strict=True):
+        _fold_into_next(fold) if fold.behind else _fold_into_previous(fold)
+        replace_module(model, fold.norm, stand_in)
+    difference = None
+    if run is not None:
+        difference = _difference(before, evaluate(*run))
+        if not difference <= _tolerance(model):
+            _restore(model, folds, stand_ins, saved, values)
+            raise IncompatibleError(
+                f"folding BatchNorm changed the outputs by {difference:.1e} (relative), so the data flow is not what "
+                "the trace shows; the model was put back. Pass an input that takes the usual path as sample=."
+            )
+    if optimizer is not None:
+        kept = set(model.parameters())
+        added = [
+            (layer.bias, weight, "bias")
+            for layer, weight, bias in saved
+            if bias is None and isinstance(layer.bias, Parameter) and isinstance(weight, Parameter)
+        ]
+        rebind_optimizer(optimizer, removed=inside - kept, added=added)
+    return difference
+
+
+def _restore(
+    model: nn.Module,
+    folds: Sequence[Fold],
+    stand_ins: Sequence[nn.Module],
+    saved: Sequence[tuple[nn.Module, Parameter | None, Parameter | None]],
+    values: Sequence[tuple[Parameter, Tensor]],
+) -> None:
+    with torch.no_grad():
+        for parameter, value in values:
+            parameter.copy_(value)
+    for layer, _, bias in saved:
+        layer._parameters["bias"] = bias
+    for fold, stand_in in zip(folds, stand_ins, strict=True):
+        training = fold.norm.training
+        replace_module(model, stand_in, fold.norm)
+        fold.norm.train(training)
+
+
+def _scale_and_shift(norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """The affine map of a BatchNorm in eval mode, in float64 and with shape ``(channels,)``."""
+    assert isinstance(norm, _BatchNorm)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    scale = (norm.running_var.double() + norm.eps).rsqrt()
+    if norm.weight is not None:
+        scale = scale * norm.weight.double()
+    shift = -norm.running_mean.double() * scale
+    return scale, shift if norm.bias is None else shift + norm.bias.double()
+
+
+@torch.no_grad()
+def _fold_into_previous(fold: Fold) -> None:
+    layer, (scale, shift) = fold.layer, _scale_and_shift(fold.norm)
+    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    assert weight is not None
+    if isinstance(layer, _ConvTransposeNd):  # (in, out / groups, ...), channels of a group stand together
+        grouped = weight.double().unflatten(0, (layer.groups, -1))
+        factor = scale.view(layer.groups, 1, -1, *[1] * (weight.ndim - 2))
+        weight.copy_((grouped * factor).flatten(0, 1))
+    else:
+        weight.copy_(weight.double() * scale.view(-1, *[1] * (weight.ndim - 1)))
+    _set_bias(layer, shift if bias is None else bias.double() * scale + shift)
+
+
+@torch.no_grad()
+def _fold_into_next(fold: Fold) -> None:
+    layer, (scale, shift) = fold.layer, _scale_and_shift(fold.norm)
+    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    assert weight is not None
+    groups = layer.groups if isinstance(layer, _ConvNd) else 1
+    grouped = weight.double().unflatten(0, (groups, -1))
+    view = (groups, 1, -1, *[1] * (weight.ndim - 2))
+    constant = (grouped * shift.view(view)).flatten(2).sum(-1).flatten()
+    weight.copy_((grouped * scale.view(view)).flatten(0, 1))
+    _set_bias(layer, constant if bias is None else bias.double() + constant)
+
+
+def _set_bias(layer: nn.Module, value: Tensor) -> None:
+    bias, weight = layer._parameters["bias"], layer._parameters["weight"]
+    assert weight is not None
+    if bias is None:
+        layer._parameters["bias"] = Parameter(value.to(weight.dtype), requires_grad=weight.requires_grad)
+    else:
+        bias.copy_(value)
+
+
+def _difference(before: list[Tensor], after: list[Tensor]) -> float:
+    pairs = [(a.double(), b.double()) for a, b in zip(before, after, strict=True) if a.numel()]
+    largest = max((float(a.abs().max()) for a, _ in pairs), default=0.0)
+    change = max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
+    return change / largest if largest else change
+
+
+def _tolerance(model: nn.Module) -> float:
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return max([1e-3, *(64 * torch.finfo(kind).eps for kind in kinds)])
