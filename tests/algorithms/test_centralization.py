@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.models import batch_for, cnn, mlp
+from tests.support.ranks import run_ranks
+from tests.support.trajectories import snapshot
+from torchboost.algorithms.centralization import (
+    Centralization,
+    centralizable,
+    centralize_gradients,
+    depthwise_and_normalized,
+)
+from torchboost.core.algorithm import Target, attach_all
+from torchboost.core.normalized_linear import NormalizedLinear
+from torchboost.errors import NoEffectWarning
+
+
+class Zoo(nn.Module):
+    """One of every kind of layer that matters here; the names mislead on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias_bn = nn.Conv2d(3, 8, 3)
+        self.grouped = nn.Conv2d(8, 8, 3, groups=2)
+        self.pointwise = nn.Conv2d(8, 16, 1, bias=False)
+        self.conv = nn.Conv2d(16, 16, 3, groups=16)
+        self.wide = nn.Conv2d(4, 8, 3, groups=4)
+        self.mono = nn.Conv2d(1, 8, 3)
+        self.weight = nn.BatchNorm2d(16)
+        self.linear = nn.LayerNorm((4, 4))
+        self.gamma = nn.Linear(16, 8)
+        self.tokens = nn.Embedding(5, 8)
+        self.fc = NormalizedLinear(8, 4)
+
+
+def test_what_is_left_alone_follows_from_structure():
+    model = Zoo()
+    skip = depthwise_and_normalized(model)
+    centralised = {name for name, param in model.named_parameters() if param not in skip}
+    assert centralised == {
+        "bias_bn.weight", "grouped.weight", "pointwise.weight", "mono.weight", "gamma.weight", "tokens.weight"
+    }  # fmt: skip
+
+
+def test_a_parameter_without_owner_is_judged_by_its_axes():
+    assert centralizable(torch.ones(2, 2), None)
+    assert not centralizable(torch.ones(2), None)
+
+
+def test_the_sum_of_each_filter_stays_where_it_started():
+    model = cnn().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    before = {n: p.detach().flatten(1).sum(1) for n, p in model.named_parameters() if p.ndim > 1}
+    with centralize_gradients(optimizer):
+        for seed in range(3):
+            optimizer.zero_grad()
+            x, y = batch_for(model, torch.Generator().manual_seed(seed))
+            F.cross_entropy(model(x.double()), y).backward()
+            optimizer.step()
+    for name, sums in before.items():
+        torch.testing.assert_close(model.get_parameter(name).detach().flatten(1).sum(1), sums, atol=1e-12, rtol=0)
+
+
+def test_attach_skips_by_structure_and_adds_nothing_to_checkpoints():
+    model = Zoo()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    keys = optimizer.state_dict().keys()
+    attached = attach_all(Target(model, optimizer), [Centralization()])
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    moved = {n for (n, p), old in zip(model.named_parameters(), before, strict=True) if not torch.equal(p, old)}
+    skip = depthwise_and_normalized(model)
+    assert moved == {name for name, param in model.named_parameters() if param in skip}
+    assert optimizer.state_dict().keys() == keys
+    assert attached.state_dict() == {"gradient_centralization": {}}
+
+
+def test_nothing_to_centralise_warns():
+    model = nn.BatchNorm1d(3)
+    with pytest.warns(NoEffectWarning, match="no kernel or weight matrix among the 2 parameters"):
+        Centralization().attach(Target(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
+def train(model: nn.Module, plain: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> None:
+    for seed in range(3):
+        x, y = batch_for(plain, torch.Generator().manual_seed(seed))
+        part = slice(rank * len(x) // world, (rank + 1) * len(x) // world)
+        F.cross_entropy(model(x[part]), y[part]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = mlp()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def data_parallel() -> list[torch.Tensor]:
+    model, optimizer = build()
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    Centralization().attach(Target(wrapped, optimizer))
+    addresses = []
+    for seed in range(3):
+        x, y = batch_for(model, torch.Generator().manual_seed(seed))
+        half = len(x) // 2
+        part = slice(dist.get_rank() * half, (dist.get_rank() + 1) * half)
+        optimizer.zero_grad(set_to_none=False)
+        F.cross_entropy(wrapped(x[part]), y[part]).backward()
+        optimizer.step()
+        addresses.append([p.grad.data_ptr() for p in model.parameters()])
+    assert addresses[1] == addresses[2], "the gradients must stay views into the buckets"
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def sharded() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = mlp()
+    plain = copy.deepcopy(model)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    Centralization().attach(Target(model, optimizer))
+    train(model, plain, optimizer, dist.get_rank(), 2)
+    return [p.full_tensor().detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("work", [data_parallel, sharded])
+def test_two_ranks_equal_one_process(work):
+    model, optimizer = build()
+    Centralization().attach(Target(model, optimizer))
+    train(model, model, optimizer, 0, 1)
+    for rank in run_ranks(work, 2):
+        for got, want in zip(rank, model.parameters(), strict=True):
+            torch.testing.assert_close(got, want.detach())
+
+
+def test_off_is_bit_identical():
+    model, optimizer = build()
+    twin, plain = build()
+    centralize_gradients(optimizer, skip=list(model.parameters()))
+    train(model, model, optimizer, 0, 1)
+    train(twin, twin, plain, 0, 1)
+    assert snapshot(model) == snapshot(twin)
