@@ -49,7 +49,9 @@ class Probe:
         self.seen.append([grad.clone() for grad in gradients.grads])
 
 
-def build(kind: type[torch.optim.Optimizer] = torch.optim.Adam, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(
+    kind: type[torch.optim.Optimizer] = torch.optim.Adam, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(3)
     model = mlp()
     return model, kind(model.parameters(), lr=0.05, **options)

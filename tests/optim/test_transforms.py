@@ -114,7 +114,9 @@ def test_sparse_gradients_are_refused_where_they_have_no_meaning():
     table(torch.tensor([1])).sum().backward()
     given = Gradients([table.weight], [table.weight.grad], [{}], [{}])
     for transform in (Decay(0.1), ClipNorm(1.0), ClipValue(1.0)):
-        with pytest.raises(IncompatibleError, match=f"{type(transform).__name__} works on dense gradients.*sparse=False"):
+        with pytest.raises(
+            IncompatibleError, match=f"{type(transform).__name__} works on dense gradients.*sparse=False"
+        ):
             transform(given)
     entries = Gradients([table.weight], [torch.ones(6, 4).to_sparse()], [{}], [{}])
     with pytest.raises(IncompatibleError, match=r"shape \(6, 4\).*'skip'"):
