@@ -240,9 +240,10 @@ def _reduce(model: nn.Module, optimizer: Optimizer | None, settings: LessBatchNo
     else:
         rescaled = _drop(model, plan, optimizer, settings)
     if plan.head is not None:
-        head = NormalizedLinear.of(plan.head, multiplier=settings.head_multiplier)
+        head = NormalizedLinear.from_linear(plan.head)
+        nn.init.constant_(head.multiplier, settings.head_multiplier)
         replace_module(model, plan.head, head)
-        if optimizer is not None and isinstance(head.weight, nn.Parameter):
+        if optimizer is not None:
             rebind_optimizer(optimizer, added=[(head.multiplier, head.weight, "multiplier")])
     return _report(plan, rescaled, difference)
 
@@ -325,7 +326,7 @@ def _bare_ends(blocks: list[Block], gone: set[int]) -> dict[int, float]:
 
 def _head(flow: Dataflow, model: nn.Module, settings: LessBatchNorm) -> nn.Linear | None:
     """The last linear layer of the forward pass, where it is still to be normalised and can be replaced."""
-    layers = flow.instances(nn.Linear) if settings.normalize_head else []
+    layers = flow.instances((nn.Linear, NormalizedLinear)) if settings.normalize_head else []
     last = layers[-1].module if layers else None
     if not isinstance(last, nn.Linear) or type(last).forward is not nn.Linear.forward or last is model:
         return None

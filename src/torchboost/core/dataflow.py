@@ -14,11 +14,12 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 from torchboost.core.flow import Dataflow, FlowBuilder
+from torchboost.core.normalized_linear import NormalizedLinear
 from torchboost.core.structure import assume
 
 __all__ = ["evaluate", "runnable", "trace", "undisturbed"]
 
-LAYERS = (_ConvNd, nn.Linear, _BatchNorm)
+LAYERS = (_ConvNd, nn.Linear, NormalizedLinear, _BatchNorm)
 _ADDITIONS = frozenset({"add", "add_", "iadd", "__add__", "__iadd__", "__radd__"})
 _METADATA = frozenset({"size", "dim", "ndimension", "numel", "stride", "_assert", "is_floating_point", "is_contiguous"})
 _VIEWS = frozenset({"T", "mT", "data", "real"})

@@ -1,4 +1,4 @@
-"""A linear layer between normalised rows: the head that LessBN can put at the end of a network."""
+"""The fully normalised head: a linear layer of cosines. Stands in ``core`` because several algorithms recognise it."""
 
 from __future__ import annotations
 
@@ -6,32 +6,29 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn import functional as F
 
 __all__ = ["NormalizedLinear"]
 
-SMALLEST_SQUARE = 1e-4
+SMALLEST_NORM = 1e-2
 
 
-class NormalizedLinear(nn.Linear):
-    """Linear layer whose input and weight rows have length one, with a trainable factor.
+class NormalizedLinear(nn.Module):
+    """A last layer whose logits depend on directions only: ``multiplier * (x/|x| (w/|w|)^T + bias)``.
 
-    ``y = multiplier * (x^ w^T + bias)`` with ``v^ = v / sqrt(max(sum v^2, 1e-4))`` per row. Without bias every
-    output is a cosine, so its size does not depend on that of the features. Lengths are computed in at least
-    float32; the product follows autocast. Cost: two reductions more than ``nn.Linear``.
+    Input rows and weight rows are L2-normalised, so the logits are bounded and need no normalisation layer before them;
+    ``multiplier`` is a trainable factor of shape ``(1,)`` (FSDP2 shards no scalars). Norms below 0.01 count as 0.01.
+    Cost: one more pass over input and weight.
 
     Args:
-        in_features: Size of the last dimension of the input.
-        out_features: Size of the last dimension of the output.
-        bias: Whether there is a bias; it is multiplied as well.
-        multiplier: Start value of the factor, a parameter of shape ``(1,)``.
-
-    Example:
-        >>> import torch
-        >>> from torchboost.core.normalized_linear import NormalizedLinear
-        >>> NormalizedLinear(4, 3)(torch.randn(5, 4)).shape
-        torch.Size([5, 3])
+        in_features: Size of an input row.
+        out_features: Size of an output row.
+        bias: Whether a bias is added before the multiplication.
+        device: Where the parameters live.
+        dtype: Their type.
     """
+
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -39,30 +36,38 @@ class NormalizedLinear(nn.Linear):
         out_features: int,
         bias: bool = True,
         *,
-        multiplier: float = 1.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.multiplier = nn.Parameter(torch.full((1,), float(multiplier), device=device, dtype=dtype))
+        super().__init__()
+        linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = linear.weight
+        self.register_parameter("bias", linear.bias if bias else None)
+        self.multiplier = nn.Parameter(torch.ones(1, device=linear.weight.device, dtype=linear.weight.dtype))
 
     @classmethod
-    def of(cls, linear: nn.Linear, *, multiplier: float = 1.0) -> Self:
-        """Return the normalised form of a layer; it holds the very same weight and bias parameters."""
-        head = cls(linear.in_features, linear.out_features, bias=False, multiplier=multiplier, device="meta")
+    def from_linear(cls, linear: nn.Linear) -> Self:
+        """Build the normalised form of ``linear``; weight and bias are the same parameters, the multiplier is new."""
+        head = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            device=linear.weight.device,
+            dtype=linear.weight.dtype,
+        )
         head.weight = linear.weight
-        head.bias = linear.bias
-        weight = linear.weight
-        head.multiplier = nn.Parameter(torch.full((1,), float(multiplier), device=weight.device, dtype=weight.dtype))
-        return head
+        head.register_parameter("bias", linear.bias)
+        return head.train(linear.training)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map ``(..., in_features)`` to ``(..., out_features)``."""
-        product = functional.linear(_unit_rows(input), _unit_rows(self.weight), self.bias)
-        return product * self.multiplier.to(product.dtype)
+        cosines = F.linear(
+            F.normalize(x, dim=-1, eps=SMALLEST_NORM), F.normalize(self.weight, dim=-1, eps=SMALLEST_NORM)
+        )
+        return self.multiplier * (cosines if self.bias is None else cosines + self.bias)
 
-
-def _unit_rows(rows: Tensor) -> Tensor:
-    exact = rows if rows.dtype == torch.float64 else rows.float()
-    length = exact.square().sum(-1, keepdim=True).clamp_min(SMALLEST_SQUARE).sqrt()
-    return (exact / length).to(rows.dtype)
+    def extra_repr(self) -> str:
+        """Return the sizes, for ``repr``."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
