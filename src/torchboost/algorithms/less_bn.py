@@ -243,7 +243,7 @@ def _reduce(model: nn.Module, optimizer: Optimizer | None, settings: LessBatchNo
         head = NormalizedLinear.from_linear(plan.head)
         nn.init.constant_(head.multiplier, settings.head_multiplier)
         replace_module(model, plan.head, head)
-        if optimizer is not None:
+        if optimizer is not None and isinstance(head.weight, nn.Parameter):
             rebind_optimizer(optimizer, added=[(head.multiplier, head.weight, "multiplier")])
     return _report(plan, rescaled, difference)
 

@@ -161,9 +161,11 @@ def _trace_symbolically(model: nn.Module) -> Dataflow:
     arguments = inspect.signature(model.forward).parameters.values()
     # An optional argument left out is its default, not a tensor: "is None" would be false for a stand-in.
     defaults = {a.name: a.default for a in arguments if a.default is not a.empty}
+    with undisturbed(model):  # a symbolic trace runs the Python of forward, which may touch buffers
+        graph = _Tracer().trace(model, concrete_args=defaults)
     builder = FlowBuilder()
     known: dict[fx.Node, int] = {}
-    for node in _Tracer().trace(model, concrete_args=defaults).nodes:
+    for node in graph.nodes:
         inputs = [known[i] for i in node.all_input_nodes if i in known]
         if node.op == "placeholder":
             known[node] = builder.add("input", str(node.target))
@@ -172,7 +174,10 @@ def _trace_symbolically(model: nn.Module) -> Dataflow:
         elif node.op == "output":
             builder.add("output", "output", inputs)
         elif inputs and not _is_metadata(node):
-            known[node] = builder.operation(_function_name(node.target), inputs, _ADDITIONS)
+            name = _function_name(node.target)
+            known[node] = builder.operation(name, inputs, _ADDITIONS)
+            if name.endswith("_") and not name.endswith("__") and isinstance(node.args[0], fx.Node):
+                known[node.args[0]] = known[node]  # in place: whoever reads the tensor later reads the new value
     return builder.build("fx")
 
 
