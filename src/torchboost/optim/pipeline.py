@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -44,7 +44,6 @@ class Gradients:
     memory: list[dict[str, Any]]
 
 
-@runtime_checkable
 class GradientTransform(Protocol):
     """One link of the chain: called once per step, under ``no_grad``.
 
