@@ -26,6 +26,7 @@ __all__ = [
     "Verdict",
     "best_hand",
     "headline",
+    "promise_of",
     "stock_of",
     "summarise",
     "target_of",
@@ -110,6 +111,11 @@ def best_hand(report: BenchReport) -> Contestant | None:
     return min(hands, key=lambda c: c.step_seconds.mid, default=None)
 
 
+def promise_of(contestant: Contestant) -> Promise | None:
+    """Return what a level promises, also one with additions such as ``O1+compile``; None for everything else."""
+    return PROMISES.get(contestant.name.partition("+")[0]) if contestant.kind == "level" else None
+
+
 def _finals(contestant: Contestant) -> dict[int, float]:
     return {curve.seed: curve.metric[-1] for curve in contestant.curves if curve.metric}
 
@@ -133,7 +139,8 @@ def _difference(contestant: Contestant, stock: Contestant, sign: float, share: b
         return Difference(found.mid, found.low, found.high, judged.seeds, judged.margin)
     margin = None
     if share:
-        margin = PROMISES[contestant.name].drop if contestant.name in PROMISES else MARGIN
+        promise = promise_of(contestant)
+        margin = promise.drop if promise is not None else MARGIN
     ours, theirs = _finals(contestant), _finals(stock)
     seeds = [seed for seed in ours if seed in theirs]
     if not seeds:
@@ -233,10 +240,11 @@ def _metric(summary: Summary, name: str, share: bool) -> Verdict | None:
 
 def _promise(summary: Summary, share: bool) -> Verdict | None:
     name, found = summary.contestant.name, summary.difference
-    if summary.contestant.kind != "level" or name not in PROMISES or summary.stock is None:
+    promise = promise_of(summary.contestant)
+    if promise is None or summary.stock is None:
         return None
-    gain, margin = PROMISES[name].gain, found.margin if found else None
-    asked = f"{name} promises {100 * (gain - 1):.0f} % more speed"
+    gain, margin = promise.gain, found.margin if found else None
+    asked = f"{name.partition('+')[0]} promises {100 * (gain - 1):.0f} % more speed"
     if margin is not None:
         asked += f" for at most {wording.amount(margin, share=share)}"
     interval = summary.stock.interval

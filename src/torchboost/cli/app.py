@@ -1,0 +1,179 @@
+"""The commands that answer at once, and the way into the one that works for longer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from torchboost.cli.bench import bench
+from torchboost.cli.doctor import examine
+from torchboost.cli.output import fail, print_json, print_table, settings_of, summary_of, user_errors
+from torchboost.config import BoostConfig
+from torchboost.core.hardware import half_precision_is_fast
+from torchboost.errors import ConfigError
+from torchboost.plan import Plan, resolve
+from torchboost.registry import LEVELS, REGISTRY, Facts
+from torchboost.tuner.evidence import BenchReport
+from torchboost.tuner.report import markdown, print_report, write_html
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Faster training of PyTorch models within a stated accuracy budget, measured.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(bench)
+
+Json = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
+EVERYTHING = Facts(world_size=8, nodes=2, devices_per_node=4, half_precision=True, convolutional=True)
+
+
+@app.command()
+def levels(json: Json = False) -> None:
+    """Show what each level turns on, and what each algorithm is."""
+    table = {
+        level: {name: settings_of(REGISTRY[name].algorithm(**settings)) for name, settings in row.items()}
+        for level, row in LEVELS.items()
+    }
+    if json:
+        algorithms = [{"name": e.name, "summary": e.summary, "section": e.section} for e in REGISTRY.values()]
+        print_json({"levels": table, "algorithms": algorithms})
+        return
+    rows = []
+    for entry in REGISTRY.values():
+        marks = [_setting(table[level].get(entry.name)) for level in LEVELS]
+        rows.append([entry.name, *marks, entry.summary])
+    print_table(["algorithm", *LEVELS, "what it does"], rows)
+    typer.echo("A level leaves out what does not fit the model or the machine: see `torchboost explain`.")
+
+
+def _setting(settings: dict[str, Any] | None) -> str:
+    if settings is None:
+        return "-"
+    return ", ".join(f"{key}={value}" for key, value in settings.items()) or "on"
+
+
+@app.command()
+def check(
+    config: Annotated[str, typer.Argument(help="A JSON file, or - for standard input.", metavar="BOOST.JSON")],
+    json: Json = False,
+) -> None:
+    """Check a configuration: names, types, ranges, and the settings of every algorithm in it."""
+    try:
+        loaded = _load(config)
+        for level in LEVELS:
+            resolve(loaded, level, EVERYTHING)
+    except ConfigError as error:
+        if not json:
+            fail(str(error))
+        found = {"path": error.path, "found": error.found, "allowed": error.allowed, "hint": error.hint}
+        print_json({"valid": False, **found, "message": str(error)})
+        raise typer.Exit(1) from None
+    if json:
+        print_json({"valid": True, "config": loaded.model_dump(mode="json")})
+    else:
+        typer.echo(f"{config}: valid, mode {loaded.boost.mode}")
+
+
+def _load(config: str | None) -> BoostConfig:
+    if config == "-":
+        text = sys.stdin.read()
+        if not text.strip():
+            raise ConfigError("", found="nothing on standard input", allowed="a JSON object")
+        # Text that is no JSON object is a path to BoostConfig.load; here it can only be a mistake.
+        if not text.lstrip().startswith("{"):
+            found = f"text on standard input that starts with {text.lstrip()[:20]!r}"
+            raise ConfigError("", found=found, allowed="a JSON object")
+        return BoostConfig.load(text)
+    return BoostConfig.load(Path(config) if config is not None else None)
+
+
+@app.command()
+def explain(
+    config: Annotated[
+        str | None, typer.Argument(help="A JSON file, or - for standard input.", metavar="[BOOST.JSON]")
+    ] = None,
+    level: Annotated[str, typer.Option(help="O0, O1 or O2.")] = "O1",
+    nodes: Annotated[int, typer.Option(min=1, help="Number of machines.")] = 1,
+    device: Annotated[str, typer.Option(help="Type of the device that trains.")] = "cpu",
+    convolutional: Annotated[
+        bool | None, typer.Option("--conv/--no-conv", help="Whether the model has convolutions. Default: not known.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show what a level and a configuration turn on here, what they leave out, and why."""
+    with user_errors():
+        loaded = _load(config)
+        plan = Plan.of(level, loaded, _facts(loaded, nodes, device, convolutional))
+    if not json:
+        typer.echo(plan.explain())
+        return
+    on = [{"name": a.name, "summary": REGISTRY[a.name].summary, "settings": settings_of(a)} for a in plan.algorithms]
+    dropped = [{"name": d.name, "reason": d.reason} for d in plan.dropped]
+    print_json({"level": plan.level, "mode": plan.mode, "algorithms": on, "dropped": dropped})
+
+
+def _facts(config: BoostConfig, nodes: int, device: str, convolutional: bool | None) -> Facts:
+    try:
+        kind = torch.device(device)
+    except RuntimeError:
+        fail(f"--device: found {device!r}; allowed: a device of torch, such as cpu or cuda.")
+    here = config.common.device_number if nodes > 1 else 1
+    return Facts(
+        world_size=nodes * here,
+        nodes=nodes,
+        devices_per_node=here,
+        device=kind.type,
+        half_precision=half_precision_is_fast(kind),
+        convolutional=convolutional,
+    )
+
+
+@app.command()
+def report(
+    source: Annotated[Path, typer.Argument(help="A report that `torchboost bench` saved.", metavar="REPORT.JSON")],
+    html: Annotated[Path | None, typer.Option(help="Write one self-contained page to this file.")] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    json: Json = False,
+) -> None:
+    """Show a saved report again: as a table, as Markdown, as one HTML page."""
+    with user_errors():
+        loaded = BenchReport.load(source)
+        page = write_html(loaded, html) if html is not None else None
+    if json:
+        print_json({**summary_of(loaded), "html": str(page) if page else None})
+        return
+    if as_markdown:
+        typer.echo(markdown(loaded), nl=False)
+    elif page is None:
+        print_report(loaded)
+    if page is not None:
+        typer.echo(f"wrote {page}", err=as_markdown)
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Show versions, devices, threads, the speed of bfloat16, the state of the compiler and the extras installed."""
+    found = examine()
+    if json:
+        print_json(found)
+        return
+    rows = [[name, version or "not installed"] for name, version in found["versions"].items()]
+    rows += [
+        ["python", found["python"]],
+        ["platform", found["platform"]],
+        ["cores", str(found["cores"])],
+        ["threads of torch", str(found["threads"])],
+        ["GPUs", ", ".join(found["gpus"]) or "none"],
+    ]
+    rows += [[f"fast bfloat16, {kind}", "yes" if fast else "no"] for kind, fast in found["fast_bfloat16"].items()]
+    rows += [["torch.distributed", "yes" if found["distributed"] else "no"], ["torch.compile", found["compile"]]]
+    for extra, missing in found["extras"].items():
+        rows.append([f"extra {extra}", f"missing {', '.join(missing)}" if missing else "complete"])
+    print_table(["what", "found"], rows)

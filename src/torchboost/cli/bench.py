@@ -1,0 +1,110 @@
+"""``torchboost bench``: measure levels against the stock loop and the hand-tuned one, and write the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import torch
+import typer
+
+from torchboost.cli.factory import job_from
+from torchboost.cli.output import fail, print_json, summary_of, user_errors
+from torchboost.cli.progress import display
+from torchboost.tuner.evidence import BenchReport
+from torchboost.tuner.report import print_report, write_html
+from torchboost.workloads.bench import CONTESTANTS, run_bench
+from torchboost.workloads.contestants import Recipe
+from torchboost.workloads.jobs import Job, find_job
+
+__all__ = ["bench"]
+
+EARLY = ("", "data")
+"""Phases in which a ValueError is about what was asked for, not about the training."""
+
+
+def bench(
+    workload: Annotated[str, typer.Argument(help="A built-in workload, or path/to/train.py:make.")] = "digits",
+    data: Annotated[Path | None, typer.Option(help="Where the data lie, for workloads that need to be told.")] = None,
+    model: Annotated[str | None, typer.Option(help="Which model of the workload, such as resnet-basic.")] = None,
+    contestants: Annotated[
+        str, typer.Option(help="Names, comma-separated: stock, hand, O0, O1, O2, or with additions: hand+compile.")
+    ] = ",".join(CONTESTANTS),
+    pairs: Annotated[int, typer.Option(min=1, help="Interleaved rounds of step timing.")] = 20,
+    seeds: Annotated[int, typer.Option(min=0, help="Training runs per contestant; 0: step times only.")] = 3,
+    epochs: Annotated[int | None, typer.Option(min=0, help="Epochs per run. Default: the workload's.")] = None,
+    train_limit: Annotated[int | None, typer.Option(min=1, help="Only so many training samples.")] = None,
+    device: Annotated[str, typer.Option(help="Where to train: cpu, cuda, cuda:1, ...")] = "cpu",
+    out: Annotated[Path, typer.Option(help="Folder for report.json and report.html.")] = Path("out/bench"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the report in --out.")] = False,
+    html: Annotated[bool, typer.Option("--html/--no-html", help="Write report.html.")] = True,
+    json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
+) -> None:
+    """Measure how fast the levels train a workload and how well, against the stock and the hand-tuned loop."""
+    path = out / "report.json"
+    names = [name.strip() for name in contestants.split(",") if name.strip()]
+    with user_errors(), display() as shown:
+        try:
+            for name in names:
+                Recipe.parse(name)
+            report = run_bench(
+                _job(workload, model, epochs),
+                contestants=names,
+                pairs=pairs,
+                seeds=seeds,
+                epochs=epochs,
+                train_limit=train_limit,
+                data_path=data,
+                device=_device(device),
+                out=path,
+                resume=resume,
+                progress=shown,
+            )
+        except ValueError as error:
+            if shown.phase not in EARLY:
+                raise
+            fail(str(error))
+        except KeyboardInterrupt:
+            _interrupted(path)
+        report.save(path)
+        page = write_html(report, out / "report.html") if html else None
+    if json:
+        print_json({**summary_of(report), "report": str(path), "html": str(page) if page else None})
+        return
+    print_report(report)
+    for written in (path, page):
+        if written is not None:
+            typer.echo(f"wrote {written}")
+
+
+def _job(workload: str, model: str | None, epochs: int | None) -> Job:
+    if workload.rpartition(":")[0].endswith(".py"):
+        if model is not None:
+            raise ValueError(f"--model: found {model!r}; a factory brings its own model, leave it out.")
+        return job_from(workload, epochs=epochs)
+    if workload.endswith(".py"):
+        raise ValueError(f"found {workload!r} without a function; needed: {workload}:make.")
+    return find_job(workload if model is None else f"{workload}-{model}")
+
+
+def _device(device: str) -> torch.device:
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device: {device!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    return found
+
+
+def _interrupted(path: Path) -> NoReturn:
+    runs = 0
+    if path.exists():
+        runs = sum(len(contestant.curves) for contestant in BenchReport.load(path).contestants)
+        typer.echo(
+            f"\nStopped. {path} holds the step times and {runs} finished training runs; "
+            "repeat the command with --resume to go on from there.",
+            err=True,
+        )
+    else:
+        typer.echo("\nStopped before anything was measured; nothing was saved.", err=True)
+    raise typer.Exit(130)

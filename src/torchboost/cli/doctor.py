@@ -1,0 +1,75 @@
+"""What this machine and this environment offer to torchboost."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from typing import Any
+
+import torch
+
+from torchboost.core.hardware import half_precision_is_fast
+
+__all__ = ["compile_advice", "examine"]
+
+EXTRAS = {
+    "cli": ("typer", "rich"),
+    "report": ("matplotlib",),
+    "workloads": ("sklearn", "pyarrow", "PIL"),
+    "transformers": ("transformers", "accelerate"),
+}
+"""Extra -> modules it brings."""
+
+SHOWN = ("torchboost", "torch", "pydantic", "numpy", "safetensors")
+
+GOOD_SINCE = (2, 13)
+
+
+def examine() -> dict[str, Any]:
+    """Return versions, processor, devices, speed of bfloat16, the compiler's state, and which extras are there."""
+    devices = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+    kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: _version(name) for name in SHOWN},
+        "cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "gpus": devices,
+        "fast_bfloat16": {kind: half_precision_is_fast(kind) for kind in kinds},
+        "distributed": torch.distributed.is_available(),
+        "compile": compile_advice(torch.__version__),
+        "extras": {extra: _missing(modules) for extra, modules in EXTRAS.items()},
+    }
+
+
+def compile_advice(version: str) -> str:
+    """Say whether this torch has the compiler fault that matters here.
+
+    Affected versions reuse an old graph after ``requires_grad`` of a parameter changed, so that layers which
+    were frozen once never train again (pytorch issues 139476 and 162174).
+
+    Args:
+        version: Such as ``"2.13.0+cpu"``.
+    """
+    parts = version.split("+")[0].split(".")
+    numbers = tuple(int(part) for part in parts[:2] if part.isdigit())
+    if len(numbers) == 2 and numbers >= GOOD_SINCE:
+        return "good: recompiles when requires_grad changes (checked on 2.13.0)"
+    return (
+        "careful: older than 2.13.0, may reuse an old graph after requires_grad changed (seen on 2.9.1); "
+        "do not freeze layers of a compiled model, or update torch"
+    )
+
+
+def _missing(modules: tuple[str, ...]) -> list[str]:
+    return [module for module in modules if importlib.util.find_spec(module) is None]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,214 @@
+"""A user's own training as a benchmark job: ``make(seed) -> (model, optimizer, loss, batches)`` from a file."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from torchboost.errors import NoEffectWarning
+from torchboost.workloads.data import Data
+from torchboost.workloads.jobs import Job
+
+__all__ = ["Parts", "job_from"]
+
+RETURNS = "(model, optimizer, loss, batches) or (model, optimizer, loss, batches, evaluate)"
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Parts(NamedTuple):
+    """What a factory returns.
+
+    Args:
+        model: Trained; its output goes to ``loss``.
+        optimizer: Of its parameters.
+        loss: ``(outputs, targets) -> scalar``.
+        batches: ``(inputs, targets)`` pairs of one epoch; iterated again for every epoch.
+        evaluate: ``model -> metric``, higher is better; without it only step times are measured.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss: Callable[[Any, Any], Tensor]
+    batches: Iterable[Batch]
+    evaluate: Callable[[Callable[..., Any]], float] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Factory:
+    """Calls the user's function and checks what it returns; keeps the parts built last."""
+
+    make: Callable[[int], object]
+    last: dict[str, Parts] = field(default_factory=dict)
+    epochs: dict[int, Iterable[Batch]] = field(default_factory=dict)
+
+    def build(self, seed: int) -> Parts:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            found = self.make(seed)
+        self.last["parts"] = parts = _checked(found)
+        # A generator can be read once only, an epoch is needed many times.
+        spent = iter(parts.batches) is parts.batches
+        self.epochs[seed] = list(parts.batches) if spent else parts.batches
+        return parts
+
+    def batches(self, seed: int) -> Iterable[Batch]:
+        if seed not in self.epochs:
+            self.build(seed)
+        return self.epochs[seed]
+
+
+def _checked(found: object) -> Parts:
+    if not isinstance(found, tuple) or len(found) not in (4, 5):
+        what = f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
+        raise ValueError(f"the factory returned {what}; needed: {RETURNS}.")
+    parts = Parts(*found)
+    fitting = {
+        "model": isinstance(parts.model, nn.Module),
+        "optimizer": isinstance(parts.optimizer, Optimizer),
+        "loss": callable(parts.loss),
+        "batches": isinstance(parts.batches, Iterable),
+        "evaluate": parts.evaluate is None or callable(parts.evaluate),
+    }
+    for name, fits in fitting.items():
+        if not fits:
+            raise ValueError(f"the factory's {name} is a {type(getattr(parts, name)).__name__}; needed: {RETURNS}.")
+    return parts
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Batches:
+    """The factory's batches as a data set."""
+
+    factory: _Factory
+    count: int
+    samples: int
+    device: torch.device | str = "cpu"
+
+    def steps(self, batch: int) -> int:
+        return self.count
+
+    def train(self, batch: int, *, seed: int, epoch: int) -> Iterator[Batch]:
+        # A shuffling loader draws its order from the global generator: alike for every contestant.
+        torch.manual_seed(1_000_003 * seed + epoch)
+        for inputs, targets in itertools.islice(self.factory.batches(seed), self.count):
+            yield inputs.to(self.device), targets.to(self.device)
+
+    def test(self, batch: int) -> Iterator[Batch]:
+        raise NotImplementedError("a factory brings its own evaluate()")
+
+    def limited(self, count: int | None) -> Self:
+        if count is None or count >= self.samples:
+            return self
+        kept = max(1, self.count * count // self.samples)
+        return replace(self, count=kept, samples=self.samples * kept // self.count)
+
+    def to(self, device: torch.device | str) -> Self:
+        return replace(self, device=device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FactoryJob(Job):
+    factory: _Factory
+
+    def model(self, data: Data, seed: int) -> nn.Module:
+        return self.factory.build(seed).model
+
+    def schedule(self, optimizer: Optimizer, steps: int) -> LambdaLR:
+        return LambdaLR(optimizer, lambda step: 1.0)
+
+    def evaluate(self, predict: Callable[[Tensor], Tensor], data: Data) -> float:
+        evaluate = self.factory.last["parts"].evaluate
+        assert evaluate is not None
+        with torch.no_grad():
+            return float(evaluate(predict))
+
+
+def job_from(source: str, *, epochs: int | None = None) -> Job:
+    """Load a factory and describe it as a job with a constant learning rate.
+
+    Args:
+        source: ``path/to/train.py:make``.
+        epochs: What the user asked for. Without the factory's ``evaluate`` only 0, step times alone, is possible.
+
+    Raises:
+        ValueError: No such file or function, an error in the file, or the factory returns something else.
+    """
+    factory = _Factory(_function(source))
+    parts = factory.build(0)
+    sizes = [len(inputs) for inputs, _ in factory.batches(0)]
+    if not sizes:
+        raise ValueError("the factory's batches are empty; at least one batch is needed.")
+    if epochs and parts.evaluate is None:
+        raise ValueError(f"--epochs: found {epochs}, but the factory has no evaluate; needed: {RETURNS}.")
+    data = _Batches(factory=factory, count=len(sizes), samples=sum(sizes))
+
+    def load(path: object, limit: int | None) -> Data:
+        return data.limited(limit)
+
+    def optimizer(parameters: Iterable[nn.Parameter], **flags: Any) -> Optimizer:
+        return _with_flags(factory.last["parts"].optimizer, flags)
+
+    return _FactoryJob(
+        name=source,
+        title=Path(source.rpartition(":")[0]).name,
+        model_name=type(parts.model).__name__,
+        load=load,
+        build=lambda data: factory.build(0).model,
+        optimizer=optimizer,
+        loss=parts.loss,
+        batch=sizes[0],
+        epochs=0 if parts.evaluate is None else 1,
+        factory=factory,
+    )
+
+
+def _with_flags(optimizer: Optimizer, flags: dict[str, Any]) -> Optimizer:
+    if not flags:
+        return optimizer
+    kept = [{k: v for k, v in group.items() if k not in ("foreach", *flags)} for group in optimizer.param_groups]
+    try:
+        return type(optimizer)(kept, **flags)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    except TypeError:
+        names = ", ".join(flags)
+        warnings.warn(
+            f"{type(optimizer).__name__} has no setting {names}; used as it is.", NoEffectWarning, stacklevel=2
+        )
+        return optimizer
+
+
+def _function(source: str) -> Callable[[int], object]:
+    file, _, name = source.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"found no file at {file!r}; needed: a workload's name, or path/to/train.py:make.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{file!r} is not a Python file; needed: path/to/train.py:make.")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
+        where = f"{file}, line {lines[-1]}" if lines else file
+        raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(path.resolve().parent))
+    function = getattr(module, name, None)
+    if not callable(function):
+        names = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "none"
+        raise ValueError(f"{file} has no function {name!r}; there are: {names}.")
+    return function

@@ -1,0 +1,80 @@
+"""How commands answer: JSON or a table on standard output, one clear line on standard error when something is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import typer
+from pydantic import ValidationError
+
+from torchboost.errors import ConfigError, IncompatibleError
+from torchboost.tuner.evidence import BenchReport
+from torchboost.tuner.table import Table, plain
+from torchboost.tuner.verdict import headline, verdicts
+
+__all__ = ["fail", "print_json", "print_table", "settings_of", "summary_of", "user_errors"]
+
+
+def fail(message: str) -> NoReturn:
+    """Say what is wrong on standard error and end with exit code 1."""
+    typer.echo(f"Error: {message}", err=True)
+    raise typer.Exit(1)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Turn what a user can get wrong into one message and exit code 1; faults of ours keep their traceback."""
+    try:
+        yield
+    except (ConfigError, IncompatibleError) as error:
+        fail(str(error))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        fail(f"this is not a report of torchboost: {where}: {first['msg']}.")
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] == "torchboost":
+            raise
+        fail(f"{error}. `torchboost doctor` shows which extras are complete.")
+    except OSError as error:
+        what = f"{error.filename}: " if error.filename else ""
+        fail(f"{what}{error.strerror or error}")
+
+
+def print_json(data: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Print data as indented JSON; what JSON does not know is printed as text."""
+    typer.echo(json.dumps(data, indent=2, default=str, ensure_ascii=False))
+
+
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: drawn on a terminal, plain where output goes elsewhere."""
+    if not sys.stdout.isatty():
+        typer.echo(plain(Table(tuple(headings), tuple(tuple(row) for row in rows))))
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
+        table.add_column(Text(heading))
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)
+
+
+def summary_of(report: BenchReport) -> dict[str, Any]:
+    """Return what a report says: title, headline, and the sentences about every contestant."""
+    said = {name: [verdict._asdict() for verdict in group] for name, group in verdicts(report).items()}
+    return {"title": report.title, "headline": headline(report).text, "verdicts": said}
+
+
+def settings_of(algorithm: Any) -> dict[str, Any]:
+    """Return the settings of an algorithm by name."""
+    return {field.name: getattr(algorithm, field.name) for field in dataclasses.fields(algorithm) if field.init}
