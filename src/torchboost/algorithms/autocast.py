@@ -1,0 +1,134 @@
+"""Mixed precision: the forward pass of a model under autocast, without touching the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.errors import IncompatibleError
+
+__all__ = ["Autocast", "autocast_forward"]
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def autocast_forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Attachment:
+    """Run every forward of ``model`` under ``torch.autocast`` and give its outputs back in float32.
+
+    Matrix products and convolutions read ``dtype``; reductions that need it stay in float32; parameters,
+    gradients and optimizer state stay as they are. Each weight is cast once per forward (autocast's cache).
+    The loss is computed by the caller on float32 outputs, outside autocast.
+
+    ``forward`` of this one instance is covered by a function which calls the original. Forward hooks would be the
+    more modest means, but in a model compiled by ``nn.Module.compile()`` hooks of the root are compiled apart
+    from ``forward``, where entering autocast has no effect: the model would silently run in float32. A covered
+    ``forward`` is traced into the same graph, compiled before or after, in place or not, without graph breaks.
+
+    Args:
+        model: What the loop calls, wrapped or not. Attach to the wrapper (DDP, ``torch.compile``) where there is one.
+        dtype: ``torch.bfloat16``, or ``torch.float16``, which needs a ``GradScaler`` in the loop.
+
+    Returns:
+        Its ``remove()`` gives the original ``forward`` back.
+
+    Raises:
+        ValueError: ``dtype`` is neither bfloat16 nor float16.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 2)
+        >>> with autocast_forward(model):
+        ...     model(torch.randn(3, 4)).dtype
+        torch.float32
+    """
+    if dtype not in _HALF:
+        raise ValueError(f"autocast to {dtype}: allowed are torch.bfloat16 and torch.float16; pass one of them.")
+    device_type = next((p.device.type for p in model.parameters()), torch.get_default_device().type)
+    original = vars(model).get("forward")
+    of_class = type(model).forward
+    # Whoever covers this forward in turn keeps calling it after remove(): from then on it only passes through.
+    live = [True]
+
+    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if not live:
+            return of_class(self, *args, **kwargs) if original is None else original(*args, **kwargs)
+        with torch.autocast(device_type, dtype):
+            outputs = of_class(self, *args, **kwargs) if original is None else original(*args, **kwargs)
+        return _to_float32(outputs)
+
+    # Tools read the signature of forward, for instance to choose the columns of a data set.
+    cover = types.MethodType(functools.update_wrapper(forward, of_class), model)
+    model.forward = cover
+
+    def uncover() -> None:
+        live.clear()
+        if vars(model).get("forward") is not cover:
+            return
+        if original is None:
+            del model.forward
+        else:
+            model.forward = original
+
+    return Attachment(undo=uncover)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Autocast(Algorithm):
+    """Settings of :func:`autocast_forward`.
+
+    Args:
+        dtype: ``"bfloat16"``, or ``"float16"``, which needs a scaler in the target.
+    """
+
+    name: ClassVar[str] = "autocast"
+    traits: ClassVar[Traits] = Traits(order=30)
+
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bfloat16", "float16"):
+            raise ValueError(f"dtype={self.dtype!r}: allowed are 'bfloat16' and 'float16'; choose one of them.")
+
+    def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
+        """Say so when no parameter is in float32, the only precision that autocast lowers."""
+        if any(parameter.dtype is torch.float32 for parameter in model.parameters()):
+            return None
+        return "no parameter is in float32, there is nothing to lower"
+
+    def attach(self, target: Target) -> Attachment:
+        """Cover the forward of the model.
+
+        Raises:
+            IncompatibleError: float16 without a scaler: small gradients would vanish.
+        """
+        if self.dtype == "float16" and target.scaler is None:
+            raise IncompatibleError(
+                "autocast to float16 with Target.scaler=None: small gradients would become zero; pass "
+                "Target(..., scaler=torch.amp.GradScaler()) or choose dtype='bfloat16'."
+            )
+        return autocast_forward(target.model, getattr(torch, self.dtype))
+
+
+def _to_float32(outputs: Any) -> Any:
+    """Cast half-precision tensors inside nested containers; containers keep their type, other objects pass."""
+    if isinstance(outputs, Tensor):
+        return outputs.float() if outputs.dtype in _HALF else outputs
+    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
+        present = {f.name: _to_float32(getattr(outputs, f.name)) for f in dataclasses.fields(outputs) if f.init}
+        return dataclasses.replace(outputs, **present)
+    if isinstance(outputs, Mapping):
+        items = {key: _to_float32(value) for key, value in outputs.items()}
+        return items if type(outputs) is dict else type(outputs)(items)  # pyright: ignore[reportCallIssue]
+    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+        return type(outputs)(*map(_to_float32, outputs))
+    if isinstance(outputs, (list, tuple)):
+        return type(outputs)(map(_to_float32, outputs))
+    return outputs

@@ -1,0 +1,147 @@
+"""``torch.compile`` in place, reversible, with a count of the graphs it costs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.wrapping import unwrap, wrapper_of
+from torchboost.errors import IncompatibleError
+
+__all__ = ["Compile", "Compiled"]
+
+Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+
+
+class Compiled(Attachment):
+    """A compiled model; ``remove()`` makes its next call an ordinary one again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(undo=self._release)
+        self._model = model
+        self._compiled_call = model._compiled_call_impl
+        self._graphs_before = _graphs_of_process()
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled in this process since the model was handed to the compiler; grows with each recompilation."""
+        return max(0, _graphs_of_process() - self._graphs_before)
+
+    def _release(self) -> None:
+        if self._model._compiled_call_impl is self._compiled_call:
+            del self._model._compiled_call_impl
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compile(Algorithm):
+    """Compile the model in place (inside DDP where it is wrapped): same object, same ``state_dict`` keys.
+
+    The first call, and every call with a new situation (shape, ``train()`` against ``eval()``, another set of
+    ``requires_grad`` flags), compiles one more graph; after 8 of the same code torch falls back to eager.
+    ``Compiled.graphs`` counts them. The cost is seconds to minutes per graph.
+
+    Args:
+        mode: Of ``torch.compile``; None is its default.
+        dynamic: None specialises on shapes first and generalises on the second one; False always specialises.
+        fullgraph: Raise where the model cannot be one graph, instead of splitting it.
+        backend: ``"inductor"``; ``"eager"`` and ``"aot_eager"`` trace without generating code, for tests.
+    """
+
+    name: ClassVar[str] = "compile"
+    traits: ClassVar[Traits] = Traits(order=90)
+
+    mode: Mode | None = None
+    dynamic: bool | None = None
+    fullgraph: bool = False
+    backend: str = "inductor"
+
+    def __post_init__(self) -> None:
+        if self.mode is not None and self.backend != "inductor":
+            raise ValueError(f"mode={self.mode!r} with backend={self.backend!r}: only 'inductor' has modes; drop one.")
+
+    def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
+        """Say so when the model is compiled already."""
+        found = _compiled_part(model)
+        return f"the model is already compiled ({found})" if found else None
+
+    def attach(self, target: Target) -> Compiled:
+        """Hand the model to the compiler; it compiles at the first call.
+
+        Raises:
+            IncompatibleError: The model or a part of it is compiled already, the backend does not exist, there is
+                no C++ compiler for the code that inductor generates for CPUs, or the model is a sharded
+                ``nn.Sequential``.
+        """
+        model = target.model
+        found = _compiled_part(model)
+        if found:
+            raise IncompatibleError(
+                f"compile: the model is already compiled ({found}); leave out either this or the other compilation."
+            )
+        self._check_backend(model)
+        # The forward of DDP runs uncompiled in any case; inside it the compiler splits graphs at gradient buckets.
+        inner = unwrap(model)
+        if _is_library_code(inner) and wrapper_of(inner) == "fully_shard":
+            raise IncompatibleError(
+                f"compile: the sharded root is torch's own {type(inner).__mro__[2].__name__}, in which the hooks of "
+                "fully_shard leave no frame to compile; compile its blocks before sharding, or put it into a module "
+                "with its own forward."
+            )
+        options: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph, "backend": self.backend}
+        if self.mode is not None:
+            options["mode"] = self.mode
+        if _is_library_code(inner):
+            _compile_from_outside(inner, options)
+        else:
+            inner.compile(**options)
+        return Compiled(inner)
+
+    def _check_backend(self, model: nn.Module) -> None:
+        known = torch.compiler.list_backends(exclude_tags=())
+        if self.backend not in known:
+            allowed = ", ".join(known)
+            raise IncompatibleError(f"compile: backend={self.backend!r} does not exist here; allowed: {allowed}.")
+        on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+        compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "g++")
+        if self.backend == "inductor" and on_cpu and not (shutil.which(compiler) or shutil.which("clang++")):
+            raise IncompatibleError(
+                f"compile: inductor needs a C++ compiler on CPU and found no {compiler!r}; install one or set CXX."
+            )
+
+
+def _compiled_part(model: nn.Module) -> str | None:
+    """Name what of ``model`` is compiled already, or return None."""
+    for name, module in model.named_modules():
+        where = f"at '{name}'" if name else "as a whole"
+        if module._compiled_call_impl is not None:
+            return f"nn.Module.compile {where}"
+        if module is not unwrap(module) and hasattr(module, "_orig_mod"):
+            return f"torch.compile {where}"
+    return None
+
+
+def _is_library_code(model: nn.Module) -> bool:
+    """Whether ``forward`` is torch's own (``nn.Sequential``): the compiler skips such a frame when it comes first."""
+    return getattr(model.forward, "__func__", type(model).forward).__module__.split(".")[:2] == ["torch", "nn"]
+
+
+def _compile_from_outside(model: nn.Module, options: dict[str, Any]) -> None:
+    """``nn.Module.compile`` for a root whose own frame the compiler would skip, leaving the model uncompiled."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    model._compiled_call_impl = torch.compile(call, **options)
+
+
+def _graphs_of_process() -> int:
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]

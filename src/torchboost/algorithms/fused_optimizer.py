@@ -1,0 +1,215 @@
+"""The fused form of the user's own optimizer: one kernel updates all parameters."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.errors import IncompatibleError, NoEffectWarning
+
+__all__ = ["FusedOptimizer", "fuse"]
+
+# The most special class first: AdamW is an Adam.
+_FUSABLE: tuple[type[Optimizer], ...] = (AdamW, Adam, SGD, Adagrad)
+
+
+def fuse(optimizer: Optimizer) -> Attachment:
+    """Let ``torch.optim``'s SGD, Adam, AdamW or Adagrad update all parameters in one kernel.
+
+    Sets the ``fused`` flag of the param groups and of the defaults, as if the optimizer had been built with
+    ``fused=True``; it stays the same object. Results agree with the ordinary form up to float32 rounding.
+
+    Three faults of the fused kernels are kept away: they read memory in storage order, so state and gradients in
+    another memory format than their parameter would be mixed up (they are brought into line); fused SGD fails
+    when only some parameters have momentum yet, as after freezing (the missing buffers start at zero, which is
+    the same update); and under ``GradScaler`` it reads uninitialised memory when its first step overflows. The last
+    does not happen here because ``GradScaler`` is left to unscale gradients itself, as for any optimizer, at the
+    price of one more pass over the gradients; step hooks then see true gradients, too.
+
+    A loaded checkpoint keeps the optimizer fused. Sparse gradients switch their group back, with a warning.
+
+    Args:
+        optimizer: Groups that cannot be fused stay as they are: torch then picks foreach on GPUs by itself.
+
+    Returns:
+        Its ``remove()`` restores the flags.
+
+    Raises:
+        IncompatibleError: A group was built with ``differentiable=True``, which excludes fusing.
+
+    Warns:
+        NoEffectWarning: Some group cannot be fused; the message says why.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
+        >>> with fuse(optimizer):
+        ...     optimizer.param_groups[0]["fused"]
+        True
+    """
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise IncompatibleError(
+            f"fused_optimizer: {type(optimizer).__name__} was built with differentiable=True, which torch cannot fuse; "
+            "build it with differentiable=False or leave fused_optimizer out."
+        )
+    obstacles = [_obstacle(optimizer, group) for group in optimizer.param_groups]
+    if any(obstacles):
+        found = "; ".join(f"group {i}: {text}" for i, text in enumerate(obstacles) if text)
+        warnings.warn(f"fused_optimizer leaves as they are: {found}", NoEffectWarning, stacklevel=2)
+    if all(obstacles):
+        return Attachment()
+    return _Fusion(optimizer, [text is None for text in obstacles])
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedOptimizer(Algorithm):
+    """Settings of :func:`fuse`; there are none."""
+
+    name: ClassVar[str] = "fused_optimizer"
+    traits: ClassVar[Traits] = Traits(order=35)
+
+    def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
+        """Say why no param group can be fused."""
+        obstacles = [_obstacle(optimizer, group) for group in optimizer.param_groups]
+        return "; ".join(dict.fromkeys(text for text in obstacles if text)) if all(obstacles) else None
+
+    def attach(self, target: Target) -> Attachment:
+        """Fuse the optimizer of the target."""
+        return fuse(target.optimizer)
+
+
+class _Fusion(Attachment):
+    def __init__(self, optimizer: Optimizer, chosen: list[bool]) -> None:
+        super().__init__(undo=self._restore)
+        self._optimizer = optimizer
+        self._chosen = chosen
+        self._flags = [_flags(group) for group in optimizer.param_groups]
+        self._defaults = _flags(optimizer.defaults)
+        self._checks_before = "_need_device_dtype_check_for_fused" in vars(optimizer)
+        self._apply(optimizer)
+        if all(chosen):
+            optimizer.defaults |= _FUSED
+        self._handles.append(optimizer.register_step_pre_hook(self._prepare))
+        self._handles.append(optimizer.register_load_state_dict_post_hook(self._apply))
+
+    def _apply(self, optimizer: Optimizer) -> None:
+        """Set the flags; the param groups of a loaded checkpoint bring those it was written with."""
+        for group, chosen in zip(optimizer.param_groups, self._chosen, strict=False):
+            if chosen:
+                group |= _FUSED
+        for group in self._fused_groups():
+            for parameter in group["params"]:
+                _align_state(optimizer.state.get(parameter, {}), parameter)
+
+    def _fused_groups(self) -> Iterator[dict[str, Any]]:
+        return (group for group in self._optimizer.param_groups if group.get("fused"))
+
+    def _prepare(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for group in self._fused_groups():
+            moving = [p for p in group["params"] if p.grad is not None]
+            if any(p.grad.is_sparse for p in moving):
+                self._give_up(group)
+                continue
+            for p in moving:
+                if p.ndim > 1 and p.grad.stride() != p.stride():
+                    p.grad = _aligned(p.grad, p)
+            if group.get("momentum"):
+                _start_momentum(optimizer.state, moving)
+
+    def _give_up(self, group: dict[str, Any]) -> None:
+        index = next(i for i, other in enumerate(self._optimizer.param_groups) if other is group)
+        group |= self._flags[index] if index < len(self._flags) else self._defaults
+        if index < len(self._chosen):
+            self._chosen[index] = False
+        warnings.warn(
+            f"fused_optimizer: group {index} has sparse gradients, which no fused kernel reads; it goes on unfused.",
+            NoEffectWarning,
+            stacklevel=2,
+        )
+
+    def _restore(self) -> None:
+        optimizer = self._optimizer
+        fused = list(self._fused_groups())
+        for index, group in enumerate(optimizer.param_groups):
+            group |= self._flags[index] if index < len(self._flags) else self._defaults
+        optimizer.defaults |= self._defaults
+        for parameter in (p for group in fused for p in group["params"] if not group.get("capturable")):
+            state = optimizer.state.get(parameter, {})
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].cpu()
+        if not self._checks_before:
+            vars(optimizer).pop("_need_device_dtype_check_for_fused", None)
+
+
+_FUSED = {"fused": True, "foreach": None}
+
+
+def _flags(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: group[key] for key in _FUSED if key in group}
+
+
+def _obstacle(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
+    """Why torch cannot fuse this group, or None."""
+    kind = next((kind for kind in _FUSABLE if isinstance(optimizer, kind)), None)
+    name = type(optimizer).__name__
+    if kind is None or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(kind.step):
+        return f"{name} has no fused form in torch.optim (SGD, Adam, AdamW and Adagrad have)"
+    if group.get("fused"):
+        return f"{name} is already fused"
+    if group.get("differentiable"):
+        return f"{name} was built with differentiable=True, which excludes fusing"
+    if group.get("dampening"):
+        damping = group["dampening"]
+        return f"{name} has dampening={damping}, with which a fused step differs for parameters that start late"
+    if isinstance(group.get("weight_decay"), Tensor):
+        return f"{name} has a tensor as weight_decay; fused kernels take a float"
+    samples: dict[tuple[Any, ...], Tensor] = {}
+    for p in sorted(group["params"], key=Tensor.numel):
+        samples.setdefault((type(p), p.device, p.dtype), p)
+    return next((text for sample in samples.values() if (text := _probe(kind, sample))), None)
+
+
+def _probe(kind: type[Optimizer], sample: Tensor) -> str | None:
+    """Try one step on zeros: which devices, dtypes and sharded tensors work differs between versions of torch."""
+    try:
+        parameter = torch.zeros_like(sample).requires_grad_()
+        parameter.grad = torch.zeros_like(sample)
+        kind([parameter], lr=0.0, fused=True).step()  # pyright: ignore[reportCallIssue]
+    except RuntimeError as error:
+        what = f"{sample.dtype} {type(sample.data).__name__} on {sample.device}"
+        return f"{kind.__name__} cannot be fused for {what}: {str(error).splitlines()[0]}"
+    return None
+
+
+def _align_state(state: dict[str, Any], parameter: Tensor) -> None:
+    """Bring existing state into the form which the fused kernels take for granted."""
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        if key == "step":
+            state[key] = value.to(parameter.device, torch.float32)
+        elif value.shape == parameter.shape:
+            state[key] = _aligned(value, parameter)
+
+
+def _aligned(value: Tensor, parameter: Tensor) -> Tensor:
+    """Return ``value`` in the memory format of ``parameter``; strides of axes of length one mean nothing."""
+    axes = zip(parameter.shape, value.stride(), parameter.stride(), strict=True)
+    if all(a == b for size, a, b in axes if size > 1):
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, memory_format=torch.preserve_format).copy_(value)
+
+
+def _start_momentum(state: dict[Tensor, dict[str, Any]], parameters: list[Tensor]) -> None:
+    late = [p for p in parameters if state.get(p, {}).get("momentum_buffer") is None]
+    if 0 < len(late) < len(parameters):
+        for p in late:
+            state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)

@@ -1,0 +1,327 @@
+"""Fused steps equal ordinary ones, in every situation in which the fused kernels alone would not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.models import batch_for, cnn, mlp
+from tests.support.ranks import run_ranks
+from tests.support.trajectories import identical, train
+from torchboost.algorithms.fused_optimizer import FusedOptimizer, fuse
+from torchboost.core.algorithm import Target, attach_all
+from torchboost.errors import IncompatibleError, NoEffectWarning
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
+    "nesterov": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01, weight_decay=1e-3),
+    "amsgrad": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
+}
+
+
+def momentum(params: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def pair(make: Make, build: Callable[[], nn.Module] = mlp) -> tuple[Target, Target]:
+    model = build()
+    plain = copy.deepcopy(model)
+    return Target(model, make(model.parameters())), Target(plain, make(plain.parameters()))
+
+
+def assert_same(one: Target, other: Target, tolerance: float = 1e-6) -> None:
+    for p, q in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=tolerance)
+
+
+def step_on_equal_gradients(one: Target, other: Target) -> None:
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(2):
+        for p, q in zip(one.model.parameters(), other.model.parameters(), strict=True):
+            p.grad = torch.randn(p.shape, generator=generator)
+            q.grad = p.grad.clone()
+        one.optimizer.step()
+        other.optimizer.step()
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_fused_steps_equal_ordinary_steps(make: Make) -> None:
+    fused, plain = pair(make)
+    optimizer = fused.optimizer
+    attached = attach_all(fused, [FusedOptimizer()])
+    assert optimizer.param_groups[0]["fused"] is True
+    assert fused.optimizer is optimizer
+    train(fused, 5, 3)
+    train(plain, 5, 3)
+    assert_same(fused, plain)
+    attached.remove()
+    train(fused, 2, 4)
+    train(plain, 2, 4)
+    assert_same(fused, plain)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_removal_leaves_no_trace(make: Make) -> None:
+    one, other = pair(make)
+    before = set(vars(one.optimizer))
+    attached = attach_all(one, [FusedOptimizer()])
+    train(one, 1, 3)
+    attached.remove()
+    train(other, 1, 3)
+    assert set(vars(one.optimizer)) == before
+    assert not one.optimizer._optimizer_step_pre_hooks
+    assert not one.optimizer._optimizer_load_state_dict_post_hooks
+    assert one.optimizer.defaults == other.optimizer.defaults
+    mine, theirs = one.optimizer.state_dict(), other.optimizer.state_dict()
+    assert mine["param_groups"] == theirs["param_groups"]
+    assert [list(state) for state in mine["state"].values()] == [list(state) for state in theirs["state"].values()]
+
+
+def test_an_explicit_foreach_comes_back() -> None:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+    with fuse(optimizer):
+        assert (optimizer.param_groups[0]["fused"], optimizer.param_groups[0]["foreach"]) == (True, None)
+        F.cross_entropy(model(torch.randn(4, 8)), torch.arange(4)).backward()
+        optimizer.step()
+    assert (optimizer.param_groups[0]["fused"], optimizer.param_groups[0]["foreach"]) == (None, True)
+
+
+@pytest.mark.parametrize("unscale", [True, False])
+@pytest.mark.parametrize("name", ["nesterov", "adamw"])
+def test_under_a_scaler_with_overflow_in_the_first_step(name: str, unscale: bool) -> None:
+    fused, plain = pair(OPTIMIZERS[name])
+    seen: list[float] = []
+    fuse(fused.optimizer)
+    fused.optimizer.register_step_pre_hook(lambda *_: seen.append(fused.model[0].weight.grad.norm().item()))
+    plain.optimizer.register_step_pre_hook(lambda *_: seen.append(plain.model[0].weight.grad.norm().item()))
+    for target in (fused, plain):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(target.optimizer, 0.9)
+        generator = torch.Generator().manual_seed(0)
+        for factor in (float("inf"), 1.0, 1.0, float("nan"), 1.0):
+            x, y = batch_for(target.model, generator)
+            scaler.scale(F.cross_entropy(target.model(x), y) * factor).backward()
+            if unscale:
+                scaler.unscale_(target.optimizer)
+                nn.utils.clip_grad_norm_(target.model.parameters(), 0.5)
+            before = scaler.get_scale()
+            scaler.step(target.optimizer)
+            scaler.update()
+            if scaler.get_scale() == before:
+                scheduler.step()
+            target.optimizer.zero_grad()
+        assert scaler.get_scale() == 2.0**10
+        assert not hasattr(target.optimizer, "grad_scale")
+    assert_same(fused, plain)
+    assert len(seen) == 6
+    assert seen[:3] == pytest.approx(seen[3:], rel=1e-4)
+
+
+def test_parameters_that_start_late_join_with_the_right_momentum() -> None:
+    fused, plain = pair(momentum)
+    fuse(fused.optimizer)
+    for target in (fused, plain):
+        target.model[0].requires_grad_(False)
+        train(target, 2, 3)
+        target.model[0].requires_grad_(True)
+        train(target, 3, 4)
+    assert_same(fused, plain)
+
+
+def test_state_and_gradients_in_another_memory_format_are_brought_into_line() -> None:
+    fused, plain = pair(momentum, cnn)
+    for target in (fused, plain):
+        train(target, 2, 3)
+    fused.model.to(memory_format=torch.channels_last)
+    fuse(fused.optimizer)
+    step_on_equal_gradients(fused, plain)
+    assert_same(fused, plain)
+
+
+def test_a_checkpoint_of_an_unfused_run_keeps_the_optimizer_fused() -> None:
+    fused, plain = pair(OPTIMIZERS["adamw"], cnn)
+    train(plain, 3, 3)
+    fused.model.to(memory_format=torch.channels_last)
+    effect = fuse(fused.optimizer)
+    fused.model.load_state_dict(plain.model.state_dict())
+    fused.optimizer.load_state_dict(copy.deepcopy(plain.optimizer.state_dict()))
+    assert fused.optimizer.param_groups[0]["fused"] is True
+    kernel = fused.model[0].weight
+    assert fused.optimizer.state[kernel]["exp_avg"].stride() == kernel.stride()
+    step_on_equal_gradients(fused, plain)
+    assert_same(fused, plain)
+    effect.remove()
+    assert fused.optimizer.param_groups[0]["fused"] is None
+
+
+@pytest.mark.parametrize("name", ["nesterov", "adamw", "adagrad"])
+def test_resume_is_bit_identical(name: str) -> None:
+    def start() -> Target:
+        torch.manual_seed(1)
+        model = mlp()
+        target = Target(model, OPTIMIZERS[name](model.parameters()))
+        attach_all(target, [FusedOptimizer()])
+        return target
+
+    whole, first, second = start(), start(), start()
+    expected = train(whole, 3, 3) + train(whole, 3, 4)
+    train(first, 3, 3)
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    assert identical(train(second, 3, 4), expected[3:])
+
+
+def test_groups_added_later_are_fused_and_restored() -> None:
+    a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    optimizer = momentum([a])
+    effect = fuse(optimizer)
+    optimizer.add_param_group({"params": [b], "lr": 0.5})
+    assert optimizer.param_groups[1]["fused"] is True
+    a.grad, b.grad = torch.ones(3), torch.ones(2)
+    optimizer.step()
+    assert torch.equal(b.detach(), torch.full((2,), 0.5))
+    effect.remove()
+    assert [group["fused"] for group in optimizer.param_groups] == [None, None]
+
+
+def test_sparse_gradients_switch_their_group_back() -> None:
+    table, linear = nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2)
+    optimizer = torch.optim.SGD([{"params": table.parameters()}, {"params": linear.parameters()}], lr=0.1)
+    fuse(optimizer)
+    before = table.weight.detach().clone()
+    linear(table(torch.tensor([1, 3]))).sum().backward()
+    with pytest.warns(NoEffectWarning, match="group 0 has sparse gradients"):
+        optimizer.step()
+    assert [group["fused"] for group in optimizer.param_groups] == [None, True]
+    moved = (table.weight != before).any(1).tolist()
+    assert moved == [False, True, False, True, False]
+    optimizer.step()
+
+
+class Overridden(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Inherited(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda p: torch.optim.RMSprop(p), "RMSprop has no fused form"),
+        (lambda p: Overridden(p), "Overridden has no fused form"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5), r"dampening=0\.5"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, fused=True), "already fused"),
+        (lambda p: torch.optim.AdamW(p, weight_decay=torch.tensor(0.1)), "tensor as weight_decay"),
+    ],
+)
+def test_it_says_why_it_cannot_help(make: Make, reason: str) -> None:
+    model = mlp()
+    optimizer = make(model.parameters())
+    before = copy.deepcopy(optimizer.param_groups)
+    with pytest.warns(NoEffectWarning, match=reason):
+        effect = fuse(optimizer)
+    effect.remove()
+    assert [g.get("fused") for g in optimizer.param_groups] == [g.get("fused") for g in before]
+    assert FusedOptimizer().idle(model, optimizer) is not None
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_dtype_without_fused_kernel_is_named() -> None:
+    real, complex_ = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([{"params": [real]}, {"params": [complex_]}], lr=0.1)
+    with pytest.warns(NoEffectWarning, match=r"group 1: SGD cannot be fused for torch\.complex64 Tensor on cpu"):
+        effect = fuse(optimizer)
+    assert [group["fused"] for group in optimizer.param_groups] == [True, None]
+    assert optimizer.defaults["fused"] is None
+    effect.remove()
+
+
+def test_a_subclass_that_only_inherits_is_fused() -> None:
+    model = mlp()
+    optimizer = Inherited(model.parameters(), lr=0.1)
+    assert FusedOptimizer().idle(model, optimizer) is None
+
+
+def test_differentiable_is_refused_before_anything_changes() -> None:
+    optimizer = torch.optim.Adam(mlp().parameters(), differentiable=True)
+    with pytest.raises(IncompatibleError, match="Adam was built with differentiable=True"):
+        fuse(optimizer)
+    assert optimizer.param_groups[0]["fused"] is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it traces its optimizer
+def test_a_compiled_step_traces_the_preparation() -> None:
+    torch.compiler.reset()
+    fused, plain = pair(momentum)
+    fuse(fused.optimizer)
+    compiled = torch.compile(fused.optimizer.step, backend="eager")
+
+    def step(inputs: Tensor, labels: Tensor) -> None:
+        F.cross_entropy(fused.model(inputs), labels).backward()
+        compiled()
+        fused.optimizer.zero_grad()
+
+    train(step, 4, 3, model=fused.model)
+    train(plain, 4, 3)
+    assert_same(fused, plain)
+
+
+def test_settings_are_values() -> None:
+    assert eval(repr(FusedOptimizer())) == FusedOptimizer()
+    assert hash(FusedOptimizer()) == hash(FusedOptimizer())
+
+
+def _train_all_on_ranks() -> dict[str, list[float]]:
+    return {f"{kind} {name}": _train(kind, name) for kind in ("ddp", "fsdp") for name in ("nesterov", "adamw")}
+
+
+def _train(kind: str, name: str) -> list[float]:
+    torch.manual_seed(0)
+    model = mlp()
+    wrapped: nn.Module = model
+    if kind == "ddp":
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    elif kind == "fsdp":
+        fully_shard(model)
+    target = Target(wrapped, OPTIMIZERS[name](wrapped.parameters()))
+    if kind == "fsdp" and FusedOptimizer().idle(wrapped, target.optimizer):
+        assert name == "nesterov"  # this torch has no fused SGD for sharded parameters
+        with pytest.warns(NoEffectWarning, match="SGD cannot be fused for torch.float32 DTensor"):
+            fuse(target.optimizer)
+    elif kind != "single":
+        attach_all(target, [FusedOptimizer()])
+        assert target.optimizer.param_groups[0]["fused"] is True
+    rank = torch.distributed.get_rank() if kind != "single" else 0
+    for step in range(3):
+        inputs, labels = batch_for(model, torch.Generator().manual_seed(step), 8)
+        part = slice(None) if kind == "single" else slice(4 * rank, 4 * rank + 4)
+        F.cross_entropy(target.model(inputs[part]), labels[part]).backward()
+        target.optimizer.step()
+        target.optimizer.zero_grad()
+    full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in wrapped.parameters()]
+    return torch.cat([p.detach().flatten() for p in full]).tolist()
+
+
+@pytest.mark.dist
+def test_ranks_under_ddp_and_fsdp_train_like_one_unfused_process() -> None:
+    a, b = run_ranks(_train_all_on_ranks, 2)
+    assert a == b
+    for kind, weights in a.items():
+        torch.testing.assert_close(weights, _train("single", kind.split()[1]), rtol=0, atol=1e-5)

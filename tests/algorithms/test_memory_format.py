@@ -1,0 +1,247 @@
+"""Channels-last: only strides change, whatever belongs to a kernel follows, removal gives the old strides back."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.models import BottleneckNet, batch_for, cnn, mlp
+from tests.support.ranks import run_ranks
+from tests.support.trajectories import identical, train
+from torchboost.algorithms.memory_format import ChannelsLast, channels_last
+from torchboost.core.algorithm import Target, attach_all
+from torchboost.errors import IncompatibleError, NoEffectWarning
+
+LAST = torch.channels_last
+
+
+def sgd(model: nn.Module, **options: bool) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, **options)
+
+
+def strides(model: nn.Module) -> list[tuple[int, ...]]:
+    return [tensor.stride() for tensor in model.state_dict().values()]
+
+
+def batch(model: nn.Module, seed: int = 0) -> tuple[Tensor, Tensor]:
+    return batch_for(model, torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def largest_gap(a: nn.Module, b: nn.Module) -> float:
+    return max((p - q).abs().max().item() for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_the_model_computes_channels_last_and_the_same_values() -> None:
+    model = BottleneckNet()
+    plain = copy.deepcopy(model)
+    seen = []
+    model.stem.register_forward_hook(lambda module, args, output: seen.append(output.is_contiguous(memory_format=LAST)))
+    effect = channels_last(model)
+    inputs, _ = batch(model)
+    torch.testing.assert_close(model(inputs), plain(inputs), rtol=1e-5, atol=1e-6)
+    assert seen == [True]
+    assert all(m.weight.is_contiguous(memory_format=LAST) for m in model.modules() if isinstance(m, nn.Conv2d))
+    effect.remove()
+    model(inputs)
+    assert seen == [True, False]
+
+
+def test_training_agrees_with_contiguous_training() -> None:
+    model = cnn()
+    plain = copy.deepcopy(model)
+    train(Target(plain, sgd(plain)), 5, 3)
+    target = Target(model, sgd(model))
+    with attach_all(target, [ChannelsLast()]):
+        train(target, 5, 3)
+    assert largest_gap(model, plain) < 1e-5
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_momentum_that_exists_follows_its_kernel(fused: bool) -> None:
+    model = cnn()
+    plain = copy.deepcopy(model)
+    one, other = Target(model, sgd(model, fused=fused)), Target(plain, sgd(plain))
+    train(one, 2, 3)
+    train(other, 2, 3)
+    attached = attach_all(one, [ChannelsLast()])
+    kernels = [m.weight for m in model.modules() if isinstance(m, nn.Conv2d)]
+    assert all(one.optimizer.state[k]["momentum_buffer"].stride() == k.stride() for k in kernels)
+    train(one, 3, 4)
+    train(other, 3, 4)
+    assert largest_gap(model, plain) < 1e-5
+    attached.remove()
+    assert strides(model) == strides(plain)
+    assert all(one.optimizer.state[k]["momentum_buffer"].stride() == k.stride() for k in kernels)
+    train(one, 2, 5)
+    train(other, 2, 5)
+    assert largest_gap(model, plain) < 1e-5
+
+
+def test_a_gradient_that_exists_follows_its_kernel() -> None:
+    model = cnn()
+    inputs, labels = batch(model)
+    F.cross_entropy(model(inputs), labels).backward()
+    before = model[0].weight.grad.clone()
+    ChannelsLast().transform(model)
+    assert model[0].weight.grad.stride() == model[0].weight.stride()
+    assert torch.equal(model[0].weight.grad, before)
+
+
+def test_parameters_keep_identity_and_removal_leaves_no_trace() -> None:
+    model = BottleneckNet()
+    before, parameters = strides(model), list(model.parameters())
+    values = [p.detach().clone() for p in parameters]
+    algorithm = ChannelsLast()
+    assert algorithm.needs_transform(model)
+    attached = attach_all(Target(model, sgd(model)), [algorithm])
+    assert not algorithm.needs_transform(model)
+    assert strides(model) != before
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    attached.remove()
+    assert strides(model) == before
+    assert not model._forward_pre_hooks
+    assert all(torch.equal(p, v) for p, v in zip(parameters, values, strict=True))
+
+
+def test_the_function_gives_back_the_strides_that_were_there() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3))
+    model[0].to(memory_format=LAST)
+    model[1].weight.data = model[1].weight.data.transpose(2, 3)
+    before = strides(model)
+    effect = channels_last(model)
+    assert model[1].weight.is_contiguous(memory_format=LAST)
+    effect.remove()
+    assert strides(model) == before
+
+
+def test_volumes_use_the_three_dimensional_format_and_other_inputs_pass() -> None:
+    class Volumes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv3d(2, 4, 3)
+
+        def forward(self, x: Tensor, *, mask: Tensor, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return self.conv(x), mask, image
+
+    model = Volumes()
+    with channels_last(model):
+        mask, image = torch.ones(1, 2, 4, 4, 4, dtype=torch.bool), torch.ones(1, 2, 4, 4)
+        y, same_mask, same_image = model(torch.randn(3, 2, 4, 4, 4), mask=mask, image=image)
+        assert y.is_contiguous(memory_format=torch.channels_last_3d)
+        assert same_mask is mask
+        assert same_image is image
+
+
+def test_kernels_whose_formats_are_the_same_bytes_need_no_change() -> None:
+    pointwise = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1))
+    assert not ChannelsLast().needs_transform(pointwise)
+    with channels_last(pointwise):
+        assert pointwise[:1](torch.randn(1, 4, 5, 5)).shape == (1, 8, 5, 5)
+
+
+def test_a_computed_kernel_is_left_to_its_parametrisation() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)))
+    with channels_last(model):
+        assert model(torch.randn(1, 3, 5, 5)).is_contiguous(memory_format=LAST)
+
+
+def test_a_model_without_convolutions_is_refused_politely() -> None:
+    model = mlp()
+    assert "convolution" in (ChannelsLast().idle(model, sgd(model)) or "")
+    assert ChannelsLast().idle(cnn(), sgd(cnn())) is None
+    with pytest.warns(NoEffectWarning, match="Sequential has no 2-d or 3-d convolution"):
+        effect = channels_last(model)
+    effect.remove()
+    assert not model._forward_pre_hooks
+
+
+def test_a_wrapped_model_with_other_kernels_is_refused_before_anything_changes() -> None:
+    model = cnn()
+    before = strides(model)
+    model.compile(backend="eager")
+    with pytest.raises(IncompatibleError, match=r"nn\.Module\.compile; call it on the bare model"):
+        channels_last(model)
+    assert strides(model) == before
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_it_compiles_without_graph_breaks(backend: str, in_place: bool) -> None:
+    torch.compiler.reset()
+    model = BottleneckNet()
+    inputs, _ = batch(model)
+    expected = model(inputs)
+    with channels_last(model):
+        call = model
+        if in_place:
+            model.compile(backend=backend, fullgraph=True)
+        else:
+            call = torch.compile(model, backend=backend, fullgraph=True)
+        torch.testing.assert_close(call(inputs), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_resume_is_bit_identical() -> None:
+    def start() -> Target:
+        torch.manual_seed(1)
+        model = cnn()
+        target = Target(model, sgd(model))
+        attach_all(target, [ChannelsLast()])
+        return target
+
+    whole, first, second = start(), start(), start()
+    expected = train(whole, 3, 3) + train(whole, 3, 4)
+    train(first, 3, 3)
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    assert identical(train(second, 3, 4), expected[3:])
+
+
+def test_settings_are_values() -> None:
+    assert ChannelsLast() == ChannelsLast()
+    assert eval(repr(ChannelsLast())) == ChannelsLast()
+    assert hash(ChannelsLast()) == hash(ChannelsLast())
+
+
+def _train_all_on_ranks() -> list[list[float]]:
+    return [_train("ddp"), _train("fsdp")]
+
+
+def _train(kind: str) -> list[float]:
+    torch.manual_seed(0)
+    model = cnn()
+    for module in model:
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 0.0
+    model.eval()
+    if kind == "ddp":
+        ChannelsLast().transform(model)
+        wrapped: nn.Module = DistributedDataParallel(model)
+    else:
+        wrapped = fully_shard(model) if kind == "fsdp" else model
+    target = Target(wrapped, sgd(wrapped))
+    attached = attach_all(target, [ChannelsLast()])
+    rank = torch.distributed.get_rank() if kind != "single" else 0
+    for step in range(3):
+        inputs, labels = batch_for(model, torch.Generator().manual_seed(step), 8)
+        part = slice(None) if kind == "single" else slice(4 * rank, 4 * rank + 4)
+        F.cross_entropy(target.model(inputs[part]), labels[part]).backward()
+        target.optimizer.step()
+        target.optimizer.zero_grad()
+    attached.remove()
+    full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in wrapped.parameters()]
+    return torch.cat([p.detach().flatten() for p in full]).tolist()
+
+
+@pytest.mark.dist
+def test_ranks_under_ddp_and_fsdp_train_like_one_process() -> None:
+    a, b = run_ranks(_train_all_on_ranks, 2)
+    assert a == b
+    for weights in a:
+        torch.testing.assert_close(weights, _train("single"), rtol=0, atol=1e-5)
