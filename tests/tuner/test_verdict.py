@@ -35,6 +35,25 @@ def test_a_faster_hand_tuned_loop_is_admitted():
     assert headline(made).text.endswith("but a hand-tuned loop is faster still.")
 
 
+def test_an_undecided_metric_is_in_the_headline_and_loses_to_a_proven_one():
+    undecided = contestant("O1", "level", 0.02, stock=0.05, seeds=1)
+    assert headline(report(STOCK, undecided)).text.endswith("Whether its accuracy holds is not decided.")
+    proven = contestant("O2", "level", 0.03, stock=0.05)
+    assert headline(report(STOCK, undecided, proven)).text.startswith("O2 trains 1.67")
+
+
+def test_no_difference_to_the_hand_tuned_loop_is_not_called_equal():
+    hand = ("hand", 0.02)
+    tuned = contestant("hand", "hand", 0.02, stock=0.05)
+    made = report(STOCK, tuned, contestant("O1", "level", 0.02, stock=0.05, hand=hand))
+    assert headline(made).text.endswith("; no difference to the best hand-tuned one was shown.")
+
+
+def test_a_level_with_additions_keeps_its_promise():
+    made = report(STOCK, contestant("O1+compile", "level", 0.016, stock=0.05))
+    assert ("good", "O1 promises 20 % more speed for at most 0.5 points: kept here.") in said(made, "O1+compile")
+
+
 def test_nothing_gained_is_said():
     made = report(STOCK, contestant("O1", "level", 0.0499, stock=0.05), contestant("O2", "level", 0.06, stock=0.05))
     assert headline(made).text == "Nothing measured here is worth turning on."

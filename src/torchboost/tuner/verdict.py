@@ -209,7 +209,8 @@ def _speed(name: str, ratio: Ratio, baseline: str) -> Verdict:
         return Verdict("bad", f"{name} gains less than 3 % on {baseline}: {shown}. Not worth it here.")
     text = f"{name} shows no speed difference to {baseline}: {shown}."
     if ratio.detectable is not None:
-        text += f" A gain of {100 * ratio.detectable:.2g} % or more would most likely have shown."
+        percent = 100 * ratio.detectable
+        text += f" A gain of {percent:.{0 if percent >= 10 else 1}f} % or more would most likely have shown."
     return Verdict("open", text)
 
 
@@ -295,26 +296,35 @@ def verdicts(report: BenchReport) -> dict[str, list[Verdict]]:
 
 
 def headline(report: BenchReport) -> Verdict:
-    """Return the one sentence to remember: the fastest contestant whose metric is not shown to be worse."""
+    """Return the one sentence to remember: the fastest contestant whose metric held, else whose metric is undecided."""
     share = wording.is_share(report)
+    paying = [s for s in summarise(report) if s.contestant.kind in ("level", "algorithm") and _pays(s.stock)]
+    heard = {s.contestant.name: _metric(s, report.metric_name, share) for s in paying}
+    tones = {name: "good" if verdict is None else verdict.tone for name, verdict in heard.items()}
+    for tone in ("good", "open"):
+        found = [s for s in paying if tones[s.contestant.name] == tone]
+        if found:
+            return _headline_of(max(found, key=_speed_against_stock), report.metric_name, proven=tone == "good")
+    return Verdict("bad", "Nothing measured here is worth turning on.")
 
-    def acceptable(summary: Summary) -> bool:
-        if summary.stock is None or summary.stock.interval.low <= 1 or summary.stock.interval.mid < MIN_GAIN:
-            return False
-        heard = _metric(summary, report.metric_name, share)
-        return heard is None or heard.tone != "bad"
 
-    found = [s for s in summarise(report) if s.contestant.kind in ("level", "algorithm") and acceptable(s)]
-    if not found:
-        return Verdict("bad", "Nothing measured here is worth turning on.")
-    best = max(found, key=lambda s: s.stock.interval.mid if s.stock else 0.0)
-    assert best.stock is not None
-    text = f"{best.contestant.name} trains {wording.ratio(best.stock.interval.mid)} as fast as the stock loop"
-    if best.hand is None:
-        return Verdict("good", f"{text}.")
-    against = best.hand.interval
-    if against.low > 1:
-        return Verdict("good", f"{text} and {wording.ratio(against.mid)} as fast as the best hand-tuned one.")
-    if against.high < 1:
-        return Verdict("open", f"{text}, but a hand-tuned loop is faster still.")
-    return Verdict("good", f"{text}, level with the best hand-tuned one.")
+def _pays(ratio: Ratio | None) -> bool:
+    return ratio is not None and ratio.interval.low > 1 and ratio.interval.mid >= MIN_GAIN
+
+
+def _speed_against_stock(summary: Summary) -> float:
+    return summary.stock.interval.mid if summary.stock else 0.0
+
+
+def _headline_of(summary: Summary, metric: str, *, proven: bool) -> Verdict:
+    text = f"{summary.contestant.name} trains {wording.ratio(_speed_against_stock(summary))} as fast as the stock loop"
+    against = summary.hand.interval if summary.hand else None
+    if against is not None and against.low > 1:
+        text += f" and {wording.ratio(against.mid)} as fast as the best hand-tuned one"
+    elif against is not None and against.high < 1:
+        text += ", but a hand-tuned loop is faster still"
+    elif against is not None:
+        text += "; no difference to the best hand-tuned one was shown"
+    if not proven:
+        return Verdict("open", f"{text}. Whether its {metric} holds is not decided.")
+    return Verdict("open" if against is not None and against.high < 1 else "good", f"{text}.")

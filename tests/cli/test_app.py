@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.support.reports import winning_report
+from torchboost.cli import main
+from torchboost.cli.app import app
+from torchboost.registry import LEVELS, REGISTRY
+
+COMMANDS = ("bench", "levels", "check", "explain", "report", "doctor")
+
+
+def run(*words: str, stdin: str | None = None):
+    return CliRunner().invoke(app, list(words), input=stdin)
+
+
+def answer(*words: str):
+    result = run(*words)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return winning_report().save(tmp_path / "report.json")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "--json" in result.output
+
+
+def test_levels():
+    found = answer("levels", "--json")
+    assert list(found["levels"]) == list(LEVELS)
+    assert [a["name"] for a in found["algorithms"]] == list(REGISTRY)
+    shown = run("levels").stdout
+    assert all(name in shown for name in [*LEVELS, *REGISTRY])
+
+
+def test_check_accepts(tmp_path):
+    path = tmp_path / "boost.json"
+    path.write_text('{"boost": {"mode": "manual", "less_bn": true}}')
+    assert run("check", str(path)).stdout.endswith("valid, mode manual\n")
+    assert answer("check", str(path), "--json")["config"]["boost"]["less_bn"] is True
+    assert run("check", "-", stdin="{}").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"bost": {}}', "Did you mean 'boost'?"),
+        ('{"extra": {"less_bnn": true}}', "extra.less_bnn"),
+        ('{"extra": {"channels_last": {"speed": 1}}}', "extra.channels_last.speed"),
+        ("[]", "text on standard input"),
+        ("", "nothing on standard input"),
+    ],
+)
+def test_check_refuses_with_one_message(text, said):
+    result = run("check", "-", stdin=text)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: ")
+    assert said in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_check_refuses_in_json_too(tmp_path):
+    result = run("check", str(tmp_path / "none.json"), "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["valid"] is False
+
+
+def test_explain():
+    shown = run("explain", "--level", "O1", "--no-conv").stdout
+    assert "the model has no convolution" in shown
+    found = answer("explain", "--level", "O1", "--no-conv", "--nodes", "2", "--json")
+    assert "channels_last" in [d["name"] for d in found["dropped"]]
+    assert {a["name"] for a in found["algorithms"]}.isdisjoint(d["name"] for d in found["dropped"])
+    assert answer("explain", "--level", "O0", "--json")["algorithms"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("explain", "--level", "O9"), 1, "Did you mean"),
+        (("explain", "--device", "toaster"), 1, "--device"),
+        (("explain", "--nodes", "0"), 2, "nodes"),
+        (("explain", "none.json"), 1, "no file at"),
+        (("report", "none.json"), 1, "none.json: No such file"),
+        (("nonsense",), 2, "nonsense"),
+    ],
+)
+def test_errors_are_short(words, code, said):
+    result = run(*words)
+    assert result.exit_code == code
+    assert said in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_report(saved, tmp_path):
+    assert "O1 promises 20 % more speed" in run("report", str(saved)).stdout
+    assert run("report", str(saved), "--markdown").stdout.startswith("## A small benchmark")
+    page = tmp_path / "deep" / "page.html"
+    assert answer("report", str(saved), "--html", str(page), "--json")["html"] == str(page)
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert run("report", str(saved), "--html", str(page)).stdout == f"wrote {page}\n"
+
+
+def test_report_refuses_other_files(tmp_path):
+    for text in ("not json", '{"format": 2}', "[]"):
+        path = tmp_path / "report.json"
+        path.write_text(text)
+        result = run("report", str(path))
+        assert result.exit_code == 1
+        assert "this is not a report of torchboost" in result.stderr
+
+
+def test_doctor():
+    found = answer("doctor", "--json")
+    assert found["versions"]["torch"]
+    assert "torch.compile" in run("doctor").stdout
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else real(name))
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 1
+    assert "needs rich" in capsys.readouterr().err
+
+
+def test_the_check_for_the_extra_imports_nothing(monkeypatch):
+    def refuse(name, *rest, **more):
+        if name in ("typer", "rich"):
+            raise AssertionError(name)
+        return real(name, *rest, **more)
+
+    real = builtins.__import__
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(SystemExit):
+        main()

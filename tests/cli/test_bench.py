@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+import textwrap
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.cli.test_factory import GOOD
+from tests.support.reports import winning_report
+from torchboost.cli.app import app
+from torchboost.tuner.evidence import BenchReport
+
+
+def run(*words: str):
+    return CliRunner().invoke(app, ["bench", *words])
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The arguments of every benchmark asked for; none is run."""
+    seen = []
+
+    def pretend(job, **options):
+        seen.append({"job": job, **options})
+        options["progress"]("training", 1, 2, "O1")
+        return winning_report()
+
+    monkeypatch.setattr("torchboost.cli.bench.run_bench", pretend)
+    return seen
+
+
+def test_defaults_and_what_is_written(calls, tmp_path):
+    result = run("--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert calls[0]["job"].name.startswith("digits")
+    assert calls[0]["contestants"] == ["stock", "hand", "O1", "O2"]
+    assert calls[0]["out"] == tmp_path / "report.json"
+    assert result.stdout.endswith(f"wrote {tmp_path / 'report.json'}\nwrote {tmp_path / 'report.html'}\n")
+    assert "training: 1 of 2 (O1)" in result.stderr
+    assert BenchReport.load(tmp_path / "report.json") == winning_report()
+
+
+def test_json_answers_on_standard_output_alone(calls, tmp_path):
+    result = run("cifar10", "--model", "vgg", "--json", "--no-html", "--out", str(tmp_path))
+    found = json.loads(result.stdout)
+    assert found["html"] is None
+    assert found["report"] == str(tmp_path / "report.json")
+    assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
+    assert calls[0]["job"].name == "cifar10-vgg"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("digit-sums",), "digits"),
+        (("digits", "--contestants", "stock,O7"), "O7"),
+        (("digits", "--device", "toaster"), "--device"),
+        (("none.py:make",), "found no file"),
+        (("train.py",), "train.py:make"),
+        (("none.py:make", "--model", "x"), "brings its own model"),
+    ],
+)
+def test_errors_before_anything_runs(words, said, tmp_path):
+    result = run(*words, "--out", str(tmp_path))
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: ")
+    assert said in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_faults_while_training_are_not_hidden(monkeypatch, tmp_path):
+    def fail(job, **options):
+        options["progress"]("training", 0, 1)
+        raise ValueError("inside the training")
+
+    monkeypatch.setattr("torchboost.cli.bench.run_bench", fail)
+    assert isinstance(run("--out", str(tmp_path)).exception, ValueError)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_interrupted(monkeypatch, tmp_path, saved):
+    def stop(job, **options):
+        if saved:
+            winning_report().save(options["out"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torchboost.cli.bench.run_bench", stop)
+    result = run("--out", str(tmp_path))
+    assert result.exit_code == 130
+    assert ("24 finished training runs; repeat the command with --resume" in result.stderr) is saved
+    assert ("nothing was saved" in result.stderr) is not saved
+
+
+def test_a_factory_of_the_user_end_to_end(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(GOOD))
+    words = (
+        "--contestants",
+        "stock,O0",
+        "--pairs",
+        "3",
+        "--seeds",
+        "2",
+        "--epochs",
+        "2",
+        "--out",
+        str(tmp_path / "out"),
+    )
+    result = run(f"{path}:make", *words)
+    assert result.exit_code == 0, result.output
+    made = BenchReport.load(tmp_path / "out" / "report.json")
+    stock, level = made.contestants
+    # Level O0 changes nothing: the same numbers, seed by seed.
+    assert [c.metric for c in stock.curves] == [c.metric for c in level.curves]
+    assert [c.train_loss for c in stock.curves] == [c.train_loss for c in level.curves]
+    again = run(f"{path}:make", *words, "--resume", "--json")
+    assert again.exit_code == 0, again.output
+    assert BenchReport.load(tmp_path / "out" / "report.json").contestants == made.contestants
+    assert torch.isfinite(torch.tensor(stock.step_seconds.mid))

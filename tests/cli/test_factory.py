@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+import torch
+
+from torchboost.cli.factory import job_from
+from torchboost.errors import NoEffectWarning
+
+GOOD = """
+    import torch
+    from torch import nn
+
+    def make(seed):
+        x = torch.arange(40.0).reshape(20, 2) / 40
+        y = (x.sum(1) > 1).long()
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(
+            [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}], lr=0.1, momentum=0.9
+        )
+        data = torch.utils.data.TensorDataset(x, y)
+        loader = torch.utils.data.DataLoader(data, batch_size=5, shuffle=True)
+        return model, optimizer, nn.functional.cross_entropy, loader, lambda m: (m(x).argmax(1) == y).float().mean()
+
+    def without(seed):
+        return make(seed)[:4]
+
+    def once(seed):
+        *first, batches, evaluate = make(seed)
+        return (*first, ((a, b) for a, b in batches), evaluate)
+
+    def wrong(seed):
+        return 3
+
+    def swapped(seed):
+        model, optimizer, loss, batches, evaluate = make(seed)
+        return optimizer, model, loss, batches
+
+    def empty(seed):
+        return (*make(seed)[:3], [])
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(GOOD))
+    return path
+
+
+def test_a_factory_becomes_a_job(file):
+    job = job_from(f"{file}:make")
+    data = job.load(None, None)
+    assert (job.batch, job.epochs, data.steps(job.batch), data.samples) == (5, 1, 4, 20)
+    model = job.model(data, 7)
+    optimizer = job.optimizer(model.parameters())
+    assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
+    for inputs, targets in data.train(5, seed=7, epoch=0):
+        job.loss(model(inputs), targets).backward()
+    optimizer.step()
+    assert 0.0 <= job.evaluate(model, data) <= 1.0
+
+
+def test_seeds_fix_weights_and_order(file):
+    job = job_from(f"{file}:make")
+    data = job.load(None, None)
+    assert torch.equal(job.model(data, 3).weight, job.model(data, 3).weight)
+    assert not torch.equal(job.model(data, 3).weight, job.model(data, 4).weight)
+    first, again, later = (torch.cat([x for x, _ in data.train(5, seed=3, epoch=e)]) for e in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, later)
+
+
+def test_flags_keep_the_groups_of_the_user(file):
+    job = job_from(f"{file}:make")
+    model = job.model(job.load(None, None), 0)
+    fused = job.optimizer(model.parameters(), fused=True)
+    assert type(fused) is torch.optim.SGD
+    assert [(g["lr"], g["momentum"], g["fused"]) for g in fused.param_groups] == [(0.5, 0.9, True), (0.1, 0.9, True)]
+    with pytest.warns(NoEffectWarning, match="SGD has no setting turbo"):
+        assert "turbo" not in job.optimizer(model.parameters(), turbo=True).defaults
+
+
+def test_generators_are_kept_for_the_next_epoch(file):
+    data = job_from(f"{file}:once").load(None, None)
+    assert [len(list(data.train(5, seed=0, epoch=e))) for e in range(3)] == [4, 4, 4]
+
+
+def test_fewer_samples(file):
+    data = job_from(f"{file}:make").load(None, 11)
+    assert (data.samples, data.steps(5), len(list(data.train(5, seed=0, epoch=0)))) == (10, 2, 2)
+    assert data.limited(1).steps(5) == 1
+
+
+def test_without_evaluate_only_step_times(file):
+    assert job_from(f"{file}:without").epochs == 0
+    with pytest.raises(ValueError, match="has no evaluate"):
+        job_from(f"{file}:without", epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("wrong", "returned int"),
+        ("swapped", "model is a SGD"),
+        ("empty", "batches are empty"),
+        ("gone", "has no function 'gone'; there are: make, without"),
+    ],
+)
+def test_what_does_not_fit_is_named(file, name, said):
+    with pytest.raises(ValueError, match=said):
+        job_from(f"{file}:{name}")
+
+
+def test_faults_in_the_file_are_located(tmp_path):
+    with pytest.raises(ValueError, match="found no file"):
+        job_from(f"{tmp_path / 'none.py'}:make")
+    path = tmp_path / "broken.py"
+    path.write_text("import torch\nraise KeyError('x')\n")
+    with pytest.raises(ValueError, match=r"broken.py, line 2: KeyError: 'x'"):
+        job_from(f"{path}:make")

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import typer
+
+from tests.support.reports import winning_report
+from torchboost.algorithms.memory_format import ChannelsLast
+from torchboost.cli import output
+from torchboost.errors import ConfigError, IncompatibleError
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("a.b", found="1", allowed="2"),
+        IncompatibleError("one cannot work with the other"),
+        FileNotFoundError(2, "No such file or directory", "x.json"),
+        ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow"),
+        ImportError("needs pyarrow"),
+    ],
+)
+def test_errors_of_the_user_end_with_one_line(error, capsys):
+    with pytest.raises(typer.Exit) as stopped, output.user_errors():
+        raise error
+    assert stopped.value.exit_code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("Error: ")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [KeyError("ours"), ModuleNotFoundError("x", name="torchboost.gone")])
+def test_faults_of_ours_keep_their_traceback(error):
+    with pytest.raises(type(error)), output.user_errors():
+        raise error
+
+
+def test_json_prints_what_json_does_not_know(capsys):
+    output.print_json({"dtype": torch.bfloat16})
+    assert json.loads(capsys.readouterr().out) == {"dtype": "torch.bfloat16"}
+
+
+def test_tables_are_plain_without_a_terminal(capsys):
+    output.print_table(["a", "b"], [["1", "[red]x"]])
+    assert capsys.readouterr().out.splitlines()[-1] == "1  [red]x"
+
+
+def test_tables_on_a_terminal_take_no_markup_from_data(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    output.print_table(["a", "b"], [["1", "[red]x"]])
+    assert "[red]x" in capsys.readouterr().out
+
+
+def test_settings_and_summary():
+    assert output.settings_of(ChannelsLast()) == {}
+    found = output.summary_of(winning_report())
+    assert found["headline"].startswith("O2 trains")
+    assert found["verdicts"]["O1"][0]["tone"] == "good"
