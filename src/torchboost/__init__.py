@@ -1,1 +1,102 @@
-"""torchboost: faster training of PyTorch models within a stated accuracy budget."""
+"""torchboost: faster training of PyTorch models within a stated accuracy budget, measured on the user's own model.
+
+Names load on first use, so that importing the package costs next to nothing beside torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchboost.algorithms.autocast import Autocast, autocast_forward
+    from torchboost.algorithms.centralization import Centralization, centralize_gradients
+    from torchboost.algorithms.compilation import Compile
+    from torchboost.algorithms.fused_optimizer import FusedOptimizer, fuse
+    from torchboost.algorithms.less_bn import LessBatchNorm, reduce_batch_norm
+    from torchboost.algorithms.memory_format import ChannelsLast, channels_last
+    from torchboost.compat.auto_boost import AutoBoost
+    from torchboost.compat.cells import BoostTrainOneStepCell, WithLoss
+    from torchboost.compat.process import OptimizerProcess, ParameterProcess
+    from torchboost.compat.wrappers import LessBN
+    from torchboost.config import BoostConfig
+    from torchboost.core.algorithm import Algorithm, Attached, Attachment, Target, Traits, attach_all
+    from torchboost.core.folding import fold_batch_norms
+    from torchboost.core.step import StepOutput, TrainStep
+    from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning
+    from torchboost.optim.pipeline import GradientPipeline
+    from torchboost.plan import Plan, boost
+    from torchboost.registry import LEVELS, REGISTRY, Facts
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LEVELS",
+    "REGISTRY",
+    "Algorithm",
+    "Attached",
+    "Attachment",
+    "AutoBoost",
+    "Autocast",
+    "BoostConfig",
+    "BoostTrainOneStepCell",
+    "Centralization",
+    "ChannelsLast",
+    "Compile",
+    "ConfigError",
+    "Facts",
+    "FusedOptimizer",
+    "GradientPipeline",
+    "IncompatibleError",
+    "LessBN",
+    "LessBatchNorm",
+    "NoEffectWarning",
+    "OptimizerProcess",
+    "ParameterProcess",
+    "Plan",
+    "StepOutput",
+    "Target",
+    "TrainStep",
+    "Traits",
+    "WithLoss",
+    "attach_all",
+    "autocast_forward",
+    "boost",
+    "centralize_gradients",
+    "channels_last",
+    "fold_batch_norms",
+    "fuse",
+    "reduce_batch_norm",
+]
+
+_HOMES = {
+    "torchboost.algorithms.autocast": ("Autocast", "autocast_forward"),
+    "torchboost.algorithms.centralization": ("Centralization", "centralize_gradients"),
+    "torchboost.algorithms.compilation": ("Compile",),
+    "torchboost.algorithms.fused_optimizer": ("FusedOptimizer", "fuse"),
+    "torchboost.algorithms.less_bn": ("LessBatchNorm", "reduce_batch_norm"),
+    "torchboost.algorithms.memory_format": ("ChannelsLast", "channels_last"),
+    "torchboost.compat.auto_boost": ("AutoBoost",),
+    "torchboost.compat.cells": ("BoostTrainOneStepCell", "WithLoss"),
+    "torchboost.compat.process": ("OptimizerProcess", "ParameterProcess"),
+    "torchboost.compat.wrappers": ("LessBN",),
+    "torchboost.config": ("BoostConfig",),
+    "torchboost.core.algorithm": ("Algorithm", "Attached", "Attachment", "Target", "Traits", "attach_all"),
+    "torchboost.core.folding": ("fold_batch_norms",),
+    "torchboost.core.step": ("StepOutput", "TrainStep"),
+    "torchboost.errors": ("ConfigError", "IncompatibleError", "NoEffectWarning"),
+    "torchboost.optim.pipeline": ("GradientPipeline",),
+    "torchboost.plan": ("Plan", "boost"),
+    "torchboost.registry": ("Facts", "LEVELS", "REGISTRY"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'torchboost' has no attribute '{name}'")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
