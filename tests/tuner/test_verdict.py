@@ -22,6 +22,13 @@ def test_headline_names_the_fastest_that_keeps_its_accuracy():
     assert found.text.replace("\N{MULTIPLICATION SIGN}", "x") == said
 
 
+def test_a_wide_interval_stands_in_the_headline():
+    made = report(STOCK, contestant("O1", "level", 0.02, stock=0.05, spread=0.4))
+    assert headline(made).text.startswith(
+        "O1 trains 1.50\N{MULTIPLICATION SIGN} to 3.50\N{MULTIPLICATION SIGN} as fast"
+    )
+
+
 def test_fast_but_inaccurate_does_not_win():
     made = report(STOCK, contestant("O1", "level", 0.04, stock=0.05), contestant("O2", "level", 0.01, 0.5, stock=0.05))
     assert headline(made).text.startswith("O1 trains 1.25")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,13 +48,13 @@ def levels(json: Json = False) -> None:
         return
     rows = []
     for entry in REGISTRY.values():
-        marks = [_setting(table[level].get(entry.name)) for level in LEVELS]
+        marks = [_setting(row.get(entry.name)) for row in LEVELS.values()]
         rows.append([entry.name, *marks, entry.summary])
     print_table(["algorithm", *LEVELS, "what it does"], rows)
     typer.echo("A level leaves out what does not fit the model or the machine: see `torchboost explain`.")
 
 
-def _setting(settings: dict[str, Any] | None) -> str:
+def _setting(settings: Mapping[str, Any] | None) -> str:
     if settings is None:
         return "-"
     return ", ".join(f"{key}={value}" for key, value in settings.items()) or "on"

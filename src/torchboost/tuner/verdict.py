@@ -39,6 +39,9 @@ MARGIN = 0.005
 MIN_GAIN = 1.03
 """A contestant that is less than 3 % faster is not worth its complication."""
 
+COARSE = 0.2
+"""A headline gives both ends of a ratio whose interval is wider than this share of it."""
+
 Tone = Literal["good", "bad", "open"]
 
 
@@ -316,11 +319,19 @@ def _speed_against_stock(summary: Summary) -> float:
     return summary.stock.interval.mid if summary.stock else 0.0
 
 
+def _times(interval: Interval) -> str:
+    """One figure, or both ends where one figure would pretend to more than was found."""
+    if interval.high < interval.low * (1 + COARSE):
+        return wording.ratio(interval.mid)
+    return f"{wording.ratio(interval.low)} to {wording.ratio(interval.high)}"
+
+
 def _headline_of(summary: Summary, metric: str, *, proven: bool) -> Verdict:
-    text = f"{summary.contestant.name} trains {wording.ratio(_speed_against_stock(summary))} as fast as the stock loop"
+    assert summary.stock is not None
+    text = f"{summary.contestant.name} trains {_times(summary.stock.interval)} as fast as the stock loop"
     against = summary.hand.interval if summary.hand else None
     if against is not None and against.low > 1:
-        text += f" and {wording.ratio(against.mid)} as fast as the best hand-tuned one"
+        text += f" and {_times(against)} as fast as the best hand-tuned one"
     elif against is not None and against.high < 1:
         text += ", but a hand-tuned loop is faster still"
     elif against is not None:
