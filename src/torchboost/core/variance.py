@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,10 +25,11 @@ _ONE_SIDED = frozenset(
 def rescale_layers(flow: Dataflow, targets: Mapping[int, float], removed: Collection[int] = ()) -> list[nn.Module]:
     """Scale weights, by one number per layer, so that layers put out activations of a given mean square.
 
-    The mean square is followed from the input, taken as 1: times ``mean_filter(sum w^2)`` through a layer (weights
-    are drawn independently with mean zero), half behind a one-sided activation such as ReLU, that of scale and
-    shift behind a BatchNorm, summed by an addition, unchanged by anything else. No data is needed, so all ranks
-    get the same weights. Limits: an estimate; correlations between branches are left out.
+    Mean and variance are followed from the input, taken as 0 and 1: a layer gives mean 0 and its input's mean
+    square times ``mean_filter(sum w^2)`` (weights are drawn independently with mean zero), a BatchNorm those of its
+    scale and shift, an addition sums both, a one-sided activation such as ReLU gives those of a rectified normal
+    variable, anything else changes nothing. No data is needed, so all ranks get the same weights. Limits: an
+    estimate; correlations between branches are left out.
 
     Args:
         flow: The data flow.
@@ -36,25 +39,53 @@ def rescale_layers(flow: Dataflow, targets: Mapping[int, float], removed: Collec
     Returns:
         The layers that were changed, in execution order.
     """
-    squares: list[float] = []
+    known: list[_Moments] = []
     changed: list[nn.Module] = []
     for node in flow.nodes:
-        incoming = [squares[source] for source in node.inputs]
-        square = sum(incoming) if node.kind == "add" else max(incoming, default=1.0)
+        moments = _joined(node, [known[source] for source in node.inputs])
         module = node.module
         if isinstance(module, WEIGHTED) and isinstance(module._parameters.get("weight"), nn.Parameter):
-            square *= _gain(module)
+            square = moments.square * _gain(module)
             target = targets.get(node.index)
             if target is not None and square > 0:
                 module._parameters["weight"].mul_((target / square) ** 0.5)  # pyright: ignore[reportOptionalMemberAccess]
                 changed.append(module)
                 square = target
+            moments = _Moments(0.0, square)
         elif isinstance(module, _BatchNorm):
-            square = square if node.index in removed else _of_norm(module)
+            moments = moments if node.index in removed else _of_norm(module)
         elif _is_one_sided(node):
-            square /= 2
-        squares.append(square)
+            moments = _rectified(moments)
+        known.append(moments)
     return changed
+
+
+class _Moments(NamedTuple):
+    mean: float
+    variance: float
+
+    @property
+    def square(self) -> float:
+        return self.mean**2 + self.variance
+
+
+def _joined(node: Node, incoming: list[_Moments]) -> _Moments:
+    if node.kind == "add":
+        return _Moments(sum(m.mean for m in incoming), sum(m.variance for m in incoming))
+    return max(incoming, key=lambda m: m.square, default=_Moments(0.0, 1.0))
+
+
+def _rectified(moments: _Moments) -> _Moments:
+    """Moments of ``max(x, 0)`` for a normal ``x``."""
+    mean, deviation = moments.mean, moments.variance**0.5
+    if not deviation:
+        return moments
+    ratio = mean / deviation
+    above = (1 + math.erf(ratio / math.sqrt(2))) / 2  # probability of x > 0
+    density = math.exp(-(ratio**2) / 2) / math.sqrt(2 * math.pi)
+    rectified = mean * above + deviation * density
+    square = moments.square * above + mean * deviation * density
+    return _Moments(rectified, max(square - rectified**2, 0.0))
 
 
 def _gain(layer: nn.Module) -> float:
@@ -70,11 +101,11 @@ def _gain(layer: nn.Module) -> float:
     return total / weight.shape[0]
 
 
-def _of_norm(norm: _BatchNorm) -> float:
-    square = 1.0
-    if norm.weight is not None and not norm.weight.is_meta:
-        square = float(norm.weight.float().square().mean()) + float(norm.bias.float().square().mean())
-    return square
+def _of_norm(norm: _BatchNorm) -> _Moments:
+    if norm.weight is None or norm.weight.is_meta:
+        return _Moments(0.0, 1.0)
+    mean, spread = float(norm.bias.float().mean()), float(norm.bias.float().var(correction=0))
+    return _Moments(mean, float(norm.weight.float().square().mean()) + spread)
 
 
 def _is_one_sided(node: Node) -> bool:

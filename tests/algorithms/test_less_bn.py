@@ -1,0 +1,507 @@
+"""BatchNorm goes where it is not needed, in networks of every kind; what it did lives on where it was trained."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tests.support.conv_nets import (
+    Basic,
+    ForeignNames,
+    InvertedResidual,
+    PreActNet,
+    RefusesTracing,
+    names_of_norms,
+    train_a_little,
+    vgg,
+)
+from torchboost.algorithms.less_bn import LessBatchNorm, reduce_batch_norm
+from torchboost.core.algorithm import Target, attach_all
+from torchboost.core.normalized_linear import NormalizedLinear
+from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.workloads.models import VGG, BasicBlock, Bottleneck, ResNet
+
+
+def outputs(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    was = model.training
+    with torch.no_grad():
+        out = model.eval()(x)
+    model.train(was)
+    return out
+
+
+def resnet(*layers: int, block=Basic) -> nn.Sequential:
+    """A stem, stages of basic blocks with torchvision's names, and a head; images (n, 3, 16, 16)."""
+    modules, width = [nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()], 4
+    for index, count in enumerate(layers):
+        for position in range(count):
+            outside = 4 * 2**index
+            modules.append(block(width, outside, 2 if index and not position else 1))
+            width = outside
+    return nn.Sequential(*modules, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 4))
+
+
+class Renamed(nn.Module):
+    """Any network under attribute names that say the opposite."""
+
+    def __init__(self, inner: nn.Sequential):
+        super().__init__()
+        for index, module in enumerate(inner):
+            setattr(self, f"bn{index}_fc_shortcut", module)
+
+    def forward(self, x):
+        for module in self.children():
+            x = module(x)
+        return x
+
+
+# --- what goes and what stays -------------------------------------------------------------------------------------
+
+
+def test_basic_blocks():
+    model = resnet(2, 2)
+    report = reduce_batch_norm(model)
+    assert report.removed == ("3.bn1", "4.bn1", "5.downsample.1", "5.bn1", "6.bn1")
+    assert names_of_norms(model) == ["1", "3.bn2", "4.bn2", "5.bn2", "6.bn2"]
+    assert report.kept["1"] == "the first of the network"
+    assert model(torch.randn(2, 3, 16, 16)).shape == (2, 4)
+
+
+def test_bottleneck_blocks_with_and_without_the_shortcut():
+    model = ResNet(Bottleneck, [1, 2], width=4)
+    assert len(reduce_batch_norm(model, dry_run=True).removed) == 8
+    report = reduce_batch_norm(model, keep_shortcut=True)
+    assert len(report.removed) == 6
+    assert report.kept["stages.0.0.downsample.1"] == "in a shortcut (keep_shortcut)"
+
+
+def test_pre_activation_blocks():
+    model = PreActNet()
+    report = reduce_batch_norm(model)
+    assert report.removed == ("blocks.0.bn1", "blocks.2.bn1")
+    assert names_of_norms(model) == ["blocks.0.bn2", "blocks.1.bn1", "blocks.1.bn2", "blocks.2.bn2", "norm"]
+
+
+def test_inverted_residuals_with_and_without_skip():
+    blocks = [InvertedResidual(4, 4), InvertedResidual(4, 6, 2), InvertedResidual(6, 8, 2), InvertedResidual(8, 8)]
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.SiLU(), *blocks)
+    reduce_batch_norm(model)
+    assert names_of_norms(model) == ["1", "3.project.1", "4.project.1", "5.project.1", "6.project.1"]
+
+
+@pytest.mark.parametrize(("every", "left"), [(1, 7), (2, 4), (3, 3), (4, 3), (100, 2)], ids=lambda value: str(value))
+def test_plain_stacks(every, left):
+    model = vgg()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if every == 1 else "error", NoEffectWarning)
+        report = reduce_batch_norm(model, keep_every=every)
+    assert len(names_of_norms(model)) == left
+    assert {"1", "21"} <= set(names_of_norms(model))
+    assert len(report.removed) == 7 - left
+
+
+def test_the_vgg_of_the_workloads():
+    model = VGG(width=4)
+    assert len(reduce_batch_norm(model).removed) == 3
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_fewer_norms_than_blocks():
+    model = resnet(3, 3)
+    report = reduce_batch_norm(model, blocks_per_norm=2)
+    assert names_of_norms(model) == ["1", "4.bn2", "6.bn2", "8.bn2"]
+    assert len(report.rescaled) == len(report.removed) == 10
+
+
+@pytest.mark.parametrize("build", [lambda: resnet(2, 2), vgg], ids=["residual", "plain"])
+def test_names_play_no_part(build):
+    model = build()
+    plain, renamed = reduce_batch_norm(model, dry_run=True), reduce_batch_norm(Renamed(build()), dry_run=True)
+    told = [name.replace("bn", "", 1).replace("_fc_shortcut", "") for name in renamed.removed]
+    assert told == list(plain.removed)
+    assert reduce_batch_norm(ForeignNames(), dry_run=True).removed == ("main", "linear")
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.SyncBatchNorm])
+def test_kinds_of_batch_norm(norm):
+    assert len(reduce_batch_norm(vgg(norm=norm), dry_run=True).removed) == 3
+
+
+def test_one_and_three_dimensions():
+    for sides, conv, norm in ((1, nn.Conv1d, nn.BatchNorm1d), (3, nn.Conv3d, nn.BatchNorm3d)):
+        layers = [m for _ in range(3) for m in (conv(2, 2, 1), norm(2), nn.ReLU())]
+        report = reduce_batch_norm(nn.Sequential(*layers))
+        assert (report.removed, sides) == (("4",), sides)
+    mlp = nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())])
+    assert reduce_batch_norm(mlp).removed == ("4",)
+
+
+def test_what_cannot_go_says_why():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.first = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+            self.a, self.b, self.c = (nn.Conv2d(3, 3, 1) for _ in range(3))
+            self.norm, self.last, self.idle = nn.BatchNorm2d(3), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            x = self.first(self.stem(x)).relu()
+            y = self.norm(self.a(x)).relu()
+            return x + self.last(self.c(self.norm(self.b(y)).relu()))
+
+    model = Shared()
+    with pytest.warns(NoEffectWarning):
+        report = reduce_batch_norm(model)
+    assert report.kept["norm"] == "it is used 2 times"
+    assert report.kept["idle"] == "the traced pass does not reach it"
+
+    class Own(nn.BatchNorm2d):
+        def forward(self, input):
+            return super().forward(input).relu()
+
+    with pytest.warns(NoEffectWarning):
+        assert "own forward" in reduce_batch_norm(vgg((2,), norm=Own), keep_every=9).kept["4"]
+
+
+def test_a_module_under_two_names_goes_from_both():
+    model = vgg()
+    outer = nn.ModuleDict({"net": model, "again": nn.ModuleList([model[4]])})
+    outer.forward = lambda x: model(x)
+    assert len(reduce_batch_norm(outer).removed) == 3
+    stack = nn.Sequential(*[m for _ in range(3) for m in (nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU())])
+    stack[3].bonus = stack[4]
+    reduce_batch_norm(stack)
+    assert isinstance(stack[4], nn.Identity)
+    assert stack[3].bonus is stack[4]
+
+
+def test_where_nothing_can_be_traced_the_module_tree_decides():
+    model = RefusesTracing()
+    report = reduce_batch_norm(model)
+    assert report.traced == "structure"
+    assert names_of_norms(model) == ["bn1", "layers.0.bn2", "layers.1.bn2", "layers.2.bn2"]
+    sample = (torch.randn(2, 3, 8, 8), torch.tensor(1.0))
+    run = reduce_batch_norm(RefusesTracing(), sample=sample)
+    assert (run.traced, set(run.removed)) == ("run", set(report.removed))
+
+
+# --- from scratch -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: vgg((4, 4, 4), 32),
+        lambda: ResNet(BasicBlock, [3, 3, 3], width=32),
+        lambda: ResNet(Bottleneck, [3, 3], width=16),
+    ],
+    ids=["plain", "basic", "bottleneck"],
+)
+def test_activations_keep_their_size(build):
+    model = build()
+    report = reduce_batch_norm(model, blocks_per_norm=3, keep_every=12)
+    assert not report.folded
+    assert report.largest_difference is None
+    found = []
+    for name in report.rescaled:
+        layer = model.get_submodule(name)
+        layer.register_forward_hook(lambda m, i, out: found.append(float(out.detach().square().mean())))
+    model(torch.randn(16, 3, 32, 32))
+    assert len(found) == len(report.removed)
+    smallest = 1 / 9 if isinstance(model, ResNet) else 1
+    assert smallest / 4 < min(found)
+    assert max(found) < 4
+
+
+def test_the_draw_of_the_weights_stays_and_only_their_size_changes():
+    model = resnet(2, 2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    report = reduce_batch_norm(model)
+    assert set(report.rescaled) == {"3.conv1", "4.conv1", "5.conv1", "5.downsample.0", "6.conv1"}
+    for name, parameter in model.named_parameters():
+        ratio = parameter.detach() / before[name]
+        changed = name.removesuffix(".weight") in report.rescaled
+        if changed:
+            torch.testing.assert_close(ratio, ratio.flatten()[0].expand_as(ratio))
+            assert ratio.flatten()[0] != 1
+        else:
+            assert torch.equal(parameter, before[name])
+
+
+def test_weights_can_be_kept():
+    model = resnet(2, 2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert reduce_batch_norm(model, init="keep").rescaled == ()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("build", [lambda: resnet(2, 2), vgg, PreActNet], ids=["residual", "plain", "preact"])
+def test_the_reduced_network_learns(build):
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    reduce_batch_norm(model, optimizer)
+    x, y = torch.randn(16, 3, 16, 16), torch.arange(16) % 4
+    losses = []
+    for _ in range(60):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.6 * losses[0]
+
+
+# --- trained ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"keep_shortcut": True}, {"blocks_per_norm": 3, "keep_every": 5}])
+@pytest.mark.parametrize(
+    "build",
+    [lambda: resnet(2, 2), vgg, ForeignNames, lambda: ResNet(Bottleneck, [2, 2], width=4)],
+    ids=["residual", "plain", "names", "bottleneck"],
+)
+def test_a_trained_network_computes_the_same(build, settings):
+    model = build()
+    train_a_little(model)
+    x = torch.randn(8, 3, 16, 16)
+    before = outputs(model, x)
+    report = reduce_batch_norm(model, **settings)
+    assert report.removed
+    assert report.folded
+    assert report.rescaled == ()
+    assert report.largest_difference <= 1e-4
+    assert (outputs(model, x) - before).abs().max() / before.abs().max() <= 1e-4
+    assert "eval mode" in str(report)
+
+
+def test_eval_mode_stays_eval_mode():
+    model = vgg()
+    train_a_little(model)
+    reduce_batch_norm(model.eval())
+    assert not any(m.training for m in model.modules())
+
+
+def test_a_trained_norm_with_nothing_in_front_stays():
+    model = PreActNet()
+    train_a_little(model)
+    with pytest.warns(NoEffectWarning):
+        report = reduce_batch_norm(model)
+    assert "no convolution" in report.kept["blocks.2.bn1"]
+
+
+def test_trained_but_not_traceable_stays():
+    model = RefusesTracing()
+    nn.init.ones_(model.bn1.running_mean)
+    with pytest.warns(NoEffectWarning):
+        report = reduce_batch_norm(model)
+    assert "sample=" in report.kept["layers.0.bn1"]
+
+
+# --- optimizer ----------------------------------------------------------------------------------------------------
+
+
+def test_the_optimizer_follows():
+    model = resnet(2, 2)
+    optimizer = train_a_little(model)
+    group, weight = optimizer.param_groups[0], model[3].conv1.weight
+    reduce_batch_norm(model, optimizer, normalize_head=True)
+    assert optimizer.param_groups[0] is group
+    assert set(group["params"]) == set(model.parameters())
+    assert len(group["params"]) == len(set(group["params"]))
+    assert set(optimizer.state) <= set(model.parameters())
+    assert weight in optimizer.state
+    at = next(i for i, p in enumerate(group["params"]) if p is weight)
+    assert group["params"][at + 1] is model[3].conv1.bias
+    F.cross_entropy(model(torch.randn(4, 3, 16, 16)), torch.arange(4)).backward()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_new_parameters_join_the_group_of_their_weight():
+    model = vgg()
+    train_a_little(model)
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}])
+    reduce_batch_norm(model, optimizer)
+    assert [len(g["params"]) for g in optimizer.param_groups] == [9 + 3, 16 - 6]
+    assert model[3].bias in set(optimizer.param_groups[0]["params"])
+
+
+# --- head ---------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_last_linear_layer_of_the_pass_is_normalised():
+    class Early(nn.Module):
+        """Registers its head first."""
+
+        def __init__(self):
+            super().__init__()
+            self.head, self.body, self.inner = nn.Linear(4, 3), vgg()[:-3], nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+        def forward(self, x):
+            return self.head(self.inner(self.body(x)))
+
+    model = Early()
+    weight, bias = model.head.weight, model.head.bias
+    report = reduce_batch_norm(model, normalize_head=True, head_multiplier=8.0)
+    assert report.head == "head"
+    assert isinstance(model.head, NormalizedLinear)
+    assert (model.head.weight is weight, model.head.bias is bias, model.head.multiplier.item()) == (True, True, 8.0)
+    assert sum(isinstance(m, NormalizedLinear) for m in model.modules()) == 1
+    assert type(model.inner[0]) is nn.Linear
+    assert not LessBatchNorm(normalize_head=True).needs_transform(model)
+
+
+def test_a_head_without_batch_norm_and_a_network_without_head():
+    assert reduce_batch_norm(nn.Sequential(nn.Linear(3, 3)), normalize_head=True).head == "0"
+    with pytest.warns(NoEffectWarning, match="no linear layer"):
+        reduce_batch_norm(nn.Sequential(nn.Conv2d(3, 3, 1)), normalize_head=True)
+    with pytest.warns(NoEffectWarning):
+        reduce_batch_norm(nn.Linear(3, 3), normalize_head=True)
+
+
+# --- manners ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_dry_run_tells_the_same_and_changes_nothing(trained):
+    model = resnet(2, 2)
+    if trained:
+        train_a_little(model)
+    before, modules = copy.deepcopy(model.state_dict()), list(model.modules())
+    dry = reduce_batch_norm(model, normalize_head=True, dry_run=True)
+    assert list(model.modules()) == modules
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert dry == reduce_batch_norm(model, normalize_head=True)
+    assert f"{len(dry.removed)} of {len(dry.found)}" in str(dry)
+
+
+@pytest.mark.parametrize(
+    ("build", "settings"),
+    [
+        (lambda: resnet(3, 3), {}),
+        (lambda: resnet(3, 3), {"blocks_per_norm": 2}),
+        (lambda: vgg((3, 3, 2)), {"keep_every": 3}),
+        (PreActNet, {"keep_shortcut": True}),
+    ],
+)
+def test_twice_is_once(build, settings):
+    model, algorithm = build(), LessBatchNorm(**settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert algorithm.needs_transform(model)
+    assert algorithm.idle(model, optimizer) is None
+    algorithm.transform(model, optimizer)
+    assert not algorithm.needs_transform(model)
+    assert "BatchNorm" in algorithm.idle(model, optimizer)
+    train_a_little(model)
+    assert not algorithm.needs_transform(model)
+    attach_all(Target(model, optimizer), [algorithm])
+    wrapped = torch.compile(model, backend="eager")
+    attach_all(Target(wrapped, optimizer), [algorithm])
+
+
+def test_nothing_to_do_warns():
+    for model in (nn.Sequential(nn.Linear(2, 2)), nn.BatchNorm1d(3), vgg((1,))):
+        with pytest.warns(NoEffectWarning, match="nothing was changed"):
+            report = reduce_batch_norm(model)
+        assert report.removed == ()
+    assert "no BatchNorm" in LessBatchNorm().idle(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters()))
+
+
+def test_wrapped_models_are_refused_with_the_way_out():
+    compiled_in_place = resnet(2)
+    compiled_in_place.compile(backend="eager")
+    for model in (torch.compile(resnet(2), backend="eager"), nn.DataParallel(resnet(2)), compiled_in_place):
+        before = names_of_norms(model)
+        with pytest.raises(IncompatibleError, match="on the bare model first"):
+            reduce_batch_norm(model)
+        assert names_of_norms(model) == before
+
+
+def test_arguments_are_checked():
+    with pytest.raises(ValueError, match=r"keep_every.*0"):
+        reduce_batch_norm(vgg(), keep_every=0)
+    with pytest.raises(ValueError, match=r"blocks_per_norm.*-1"):
+        LessBatchNorm(blocks_per_norm=-1)
+    with pytest.raises(ValueError, match=r"init.*'zero'"):
+        reduce_batch_norm(vgg(), init="zero")
+    with pytest.raises(TypeError, match="found str"):
+        reduce_batch_norm("vgg")
+
+
+def test_settings_are_values():
+    settings = LessBatchNorm(normalize_head=True, keep_every=3)
+    assert eval(repr(settings)) == settings
+    assert len({settings, LessBatchNorm(normalize_head=True, keep_every=3)}) == 1
+    assert not LessBatchNorm.traits.reversible
+    assert LessBatchNorm.traits.order == 10
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.keep_every = 4
+
+
+def test_the_reduced_network_can_be_copied_saved_and_compiled(tmp_path):
+    model = resnet(2, 2)
+    reduce_batch_norm(model, normalize_head=True)
+    again = resnet(2, 2)
+    reduce_batch_norm(again, normalize_head=True)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    again.load_state_dict(torch.load(tmp_path / "model.pt"))
+    x = torch.randn(2, 3, 16, 16)
+    expected = outputs(model, x)
+    assert torch.equal(outputs(again, x), expected)
+    assert torch.equal(outputs(copy.deepcopy(model), x), expected)
+    torch.testing.assert_close(outputs(torch.compile(again, backend="eager"), x), expected)
+
+
+# --- networks written by others -----------------------------------------------------------------------------------
+
+
+def foreign(kind: str, **settings) -> nn.Module:
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(num_labels=4, **settings)
+    return getattr(transformers, f"{kind}ForImageClassification")(config)
+
+
+RESNET18 = {"layer_type": "basic", "depths": [2, 2, 2, 2], "embedding_size": 8, "hidden_sizes": [8, 16, 32, 64]}
+RESNET50 = {"embedding_size": 8, "hidden_sizes": [32, 64, 128, 256]}
+REGNET = {"embedding_size": 8, "hidden_sizes": [16, 32, 64, 128], "groups_width": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "norms", "removed", "with_shortcut"),
+    [
+        ("ResNet", RESNET50, 53, 36, 32),  # 16 blocks of 3, 4 projections, stem: 16 * 2 + 4 go
+        ("ResNet", RESNET18, 20, 11, 8),  # 8 blocks of 2, 3 projections, stem: 8 + 3 go
+        ("RegNet", REGNET | {"layer_type": "x"}, 71, 48, 44),  # 22 blocks of 3, 4 projections, stem: 44 + 4 go
+        ("RegNet", REGNET | {"layer_type": "y"}, 71, 48, 44),  # the same with squeeze-and-excitation
+        ("MobileNetV2", {"depth_multiplier": 0.35}, 52, 33, 33),  # 16 blocks of 3 and a stem of 3: 32 + 1 go
+    ],
+    ids=["resnet50", "resnet18", "regnetx", "regnety", "mobilenetv2"],
+)
+def test_networks_nobody_here_wrote(kind, settings, norms, removed, with_shortcut):
+    model = foreign(kind, **settings)
+    scratch = reduce_batch_norm(model, keep_shortcut=True, dry_run=True)
+    assert (len(scratch.found), len(scratch.removed)) == (norms, with_shortcut)
+    optimizer = train_a_little(model, size=64, steps=6)
+    assert reduce_batch_norm(copy.deepcopy(model).double()).largest_difference <= 1e-9
+    x = torch.randn(4, 3, 64, 64)
+    with torch.no_grad():
+        before = model.eval()(x).logits
+        report = reduce_batch_norm(model, optimizer)
+        difference = (model(x).logits - before).abs().max() / before.abs().max()
+    assert len(report.removed) == removed
+    assert report.traced == "run"
+    assert report.largest_difference <= 1e-4
+    assert difference <= 1e-4
+    assert sum(isinstance(m, _BatchNorm) for m in model.modules()) == norms - removed
+    assert set(optimizer.param_groups[0]["params"]) == set(model.parameters())

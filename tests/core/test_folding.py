@@ -1,0 +1,203 @@
+"""Folding leaves the function in eval mode as it is, or leaves the model as it is."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrizations
+
+from tests.support.conv_nets import ForeignNames, InvertedResidual, PreActNet, RefusesTracing, train_a_little, vgg
+from torchboost.core.folding import fold_batch_norms
+from torchboost.errors import IncompatibleError
+
+
+def shaken(model: nn.Module) -> nn.Module:
+    """Give every BatchNorm statistics and an affine map that matter; eval mode."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            nn.init.uniform_(module.running_mean, -1, 1)
+            nn.init.uniform_(module.running_var, 0.3, 3)
+            if module.weight is not None:
+                nn.init.uniform_(module.weight, -2, 2)
+                nn.init.uniform_(module.bias, -1, 1)
+    return model.eval()
+
+
+def norms(model: nn.Module) -> int:
+    return sum(isinstance(m, _BatchNorm) for m in model.modules())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (nn.Conv1d, {}),
+        (nn.Conv2d, {"groups": 2}),
+        (nn.Conv2d, {"groups": 4, "padding": 1, "padding_mode": "reflect"}),
+        (nn.Conv3d, {"stride": 2, "dilation": 2}),
+        (nn.ConvTranspose1d, {}),
+        (nn.ConvTranspose2d, {"groups": 2, "stride": 2, "output_padding": 1}),
+        (nn.ConvTranspose3d, {"groups": 4}),
+    ],
+)
+def test_folds_behind_every_kind_of_convolution(kind, options, bias):
+    sides = int(kind.__name__[-2])
+    norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[sides - 1]
+    model = shaken(nn.Sequential(kind(4, 8, 3, bias=bias, **options), norm(8), nn.ReLU()).double())
+    x = torch.randn(2, 4, *[9] * sides, dtype=torch.float64)
+    before = model(x)
+    report = fold_batch_norms(model, sample=x)
+    assert report.folded == ("1",)
+    assert report.largest_difference < 1e-12
+    torch.testing.assert_close(model(x), before)
+
+
+@pytest.mark.parametrize(
+    ("layer", "exact"),
+    [
+        (nn.Conv2d(4, 6, 3), True),
+        (nn.Conv2d(4, 6, 3, groups=2, bias=False), True),
+        (nn.Conv2d(4, 6, 3, padding=1), False),
+        (nn.Conv2d(4, 6, 3, padding="same"), False),
+        (nn.Conv2d(4, 6, 3, padding="valid"), True),
+        (nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), True),
+        (nn.ConvTranspose2d(4, 6, 3), False),
+    ],
+)
+def test_folds_in_front_of_a_convolution_only_where_exact(layer, exact):
+    model = shaken(nn.Sequential(nn.ReLU(), nn.BatchNorm2d(4), layer, nn.ReLU()))
+    x = torch.randn(2, 4, 8, 8)
+    before = model(x)
+    report = fold_batch_norms(model, sample=x)
+    assert report.folded == (("1",) if exact else ())
+    assert exact or "no convolution" in report.kept["1"]
+    torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
+
+
+def test_both_sides_of_one_layer_and_linear_layers():
+    model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 7, bias=False), nn.BatchNorm1d(7, affine=False), nn.Tanh())
+    optimizer = torch.optim.SGD(shaken(model).parameters(), lr=0.1)
+    weight, x = model[1].weight, torch.randn(3, 5)
+    before = model(x)
+    assert fold_batch_norms(model, optimizer).folded == ("0", "2")
+    torch.testing.assert_close(model(x), before)
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(weight), id(model[1].bias)]
+
+
+@pytest.mark.parametrize(
+    ("build", "gone"),
+    [(vgg, 7), (ForeignNames, 4), (PreActNet, 3), (lambda: InvertedResidual(3, 3), 3)],
+    ids=["vgg", "residual", "preact", "inverted"],
+)
+def test_folds_networks_that_were_trained_a_little(build, gone):
+    model = nn.Sequential(build(), nn.AdaptiveAvgPool2d(1), nn.Flatten()) if build.__name__ == "<lambda>" else build()
+    train_a_little(model)
+    x = torch.randn(4, 3, 16, 16)
+    before, total = model.eval()(x), norms(model)
+    report = fold_batch_norms(model, sample=x)
+    assert len(report.folded) == gone == total - norms(model)
+    assert report.largest_difference < 1e-4
+    assert (model(x) - before).abs().max() / before.abs().max() < 1e-4
+    assert fold_batch_norms(model).folded == ()
+
+
+class _Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return self.norm(self.conv(self.norm(self.conv(x))))
+
+
+class _Leaks(_Twice):
+    def forward(self, x):
+        y = self.conv(x)
+        return self.norm(y) + y
+
+
+class _Activated(nn.BatchNorm2d):
+    def forward(self, input):
+        return super().forward(input).relu()
+
+
+def _tied():
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1), nn.ReLU())
+    model[2].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (_Twice(), "used 2 times"),
+        (_Leaks(), "also used elsewhere"),
+        (nn.Sequential(nn.Conv2d(3, 3, 1), _Activated(3)), "own forward"),
+        (nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, track_running_stats=False)), "no running statistics"),
+        (nn.Sequential(parametrizations.weight_norm(nn.Conv2d(3, 3, 1)), nn.BatchNorm2d(3)), "computes its weight"),
+        (_tied(), "shares its weight"),
+        (nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.BatchNorm2d(3)), "no convolution"),
+        (RefusesTracing(), "could not be traced"),
+    ],
+)
+def test_says_why_a_layer_stays(model, reason):
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            nn.init.uniform_(module.running_mean)
+    before = copy.deepcopy(model.eval().state_dict())
+    report = fold_batch_norms(model)
+    assert report.folded == ()
+    assert all(reason in text for text in report.kept.values())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_training_mode_stays():
+    model = shaken(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
+    model[1].train()
+    assert "training mode" in fold_batch_norms(model).kept["1"]
+
+
+def test_nothing_to_fold_is_no_warning():
+    report = fold_batch_norms(nn.Linear(2, 2))
+    assert (report.folded, report.largest_difference) == ((), None)
+    assert "0 of 0" in str(report)
+
+
+def test_puts_everything_back_where_the_trace_was_wrong():
+    class Fickle(nn.Module):
+        """Takes another path once its convolution has a bias."""
+
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            return self.norm(self.conv(x)) if self.conv.bias is None else x
+
+    model = shaken(Fickle())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before, parameters = copy.deepcopy(model.state_dict()), list(model.parameters())
+    with pytest.raises(IncompatibleError, match="put back"):
+        fold_batch_norms(model, optimizer)
+    assert isinstance(model.norm, nn.BatchNorm2d)
+    assert not model.norm.training
+    assert model.conv.bias is None
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, parameters))
+
+
+def test_refuses_a_wrapped_model():
+    with pytest.raises(IncompatibleError, match="DataParallel"):
+        fold_batch_norms(nn.DataParallel(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))))
+
+
+def test_half_precision():
+    model = shaken(nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())).bfloat16()
+    report = fold_batch_norms(model)
+    assert report.folded == ("1",)
+    assert model[0].bias.dtype == torch.bfloat16
+    assert report.largest_difference < 0.05
