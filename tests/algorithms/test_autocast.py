@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import pickle
+import types
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.models import BottleneckNet, TinyGPT, batch_for, cnn, mlp
 from tests.support.ranks import run_ranks
 from tests.support.trajectories import identical, train
-from torchboost.algorithms.autocast import Autocast, autocast_forward
+from torchboost.algorithms.autocast import Autocast, autocast_forward, uncover_copy
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.errors import IncompatibleError
 
@@ -363,3 +364,26 @@ def test_ranks_under_ddp_and_fsdp_train_like_one_process() -> None:
     assert a == b
     for weights in a:
         torch.testing.assert_close(weights, _train("single"), rtol=0, atol=1e-3)
+
+
+def test_a_copy_is_uncovered_and_the_original_stays_covered():
+    model = nn.Linear(4, 2)
+    with autocast_forward(model):
+        fast = copy.deepcopy(model)
+        uncover_copy(fast)
+        x = torch.randn(3, 4)
+        assert "forward" not in vars(fast)
+        assert torch.equal(fast(x), F.linear(x, model.weight, model.bias))
+        assert not torch.equal(model(x), fast(x))
+
+
+def test_a_copy_keeps_a_forward_of_the_users_own():
+    model = nn.Linear(4, 2)
+    model.forward = types.MethodType(lambda self, x: 2 * F.linear(x, self.weight), model)
+    with autocast_forward(model):
+        fast = copy.deepcopy(model)
+    uncover_copy(fast)
+    with torch.no_grad():
+        fast.weight.zero_()
+    assert torch.equal(fast(torch.ones(1, 4)), torch.zeros(1, 2))
+    assert model(torch.ones(1, 4)).abs().sum() > 0

@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.errors import IncompatibleError
 
-__all__ = ["Autocast", "autocast_forward"]
+__all__ = ["Autocast", "autocast_forward", "uncover_copy"]
 
 _HALF = (torch.bfloat16, torch.float16)
+_COVERED = "forward_under_autocast"
+"""Entry of the covering function's own dictionary that holds the forward it covers."""
 
 
 def autocast_forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Attachment:
@@ -65,7 +67,9 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> A
         return _to_float32(outputs)
 
     # Tools read the signature of forward, for instance to choose the columns of a data set.
-    cover = types.MethodType(functools.update_wrapper(forward, of_class), model)
+    covering = functools.update_wrapper(forward, of_class)
+    vars(covering)[_COVERED] = original
+    cover = types.MethodType(covering, model)
     model.forward = cover
 
     def uncover() -> None:
@@ -78,6 +82,21 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> A
             model.forward = original
 
     return Attachment(undo=uncover)
+
+
+def uncover_copy(model: nn.Module) -> None:
+    """Let a deep copy of a covered model compute in the precision of its parameters again.
+
+    The attachment belongs to the model that was copied; its ``remove()`` does not reach the copy.
+    """
+    for module in model.modules():
+        covering = getattr(getattr(vars(module).get("forward"), "__func__", None), "__dict__", {})
+        if _COVERED in covering:
+            original = covering[_COVERED]
+            del module.forward
+            if original is not None:
+                bound = isinstance(original, types.MethodType)
+                module.forward = types.MethodType(original.__func__, module) if bound else original
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchboost.algorithms.autocast import uncover_copy
 from torchboost.algorithms.memory_format import ChannelsLast, channels_last
 from torchboost.config import BoostConfig, ConfigSource
-from torchboost.core.algorithm import Attached, Attachment, Target
+from torchboost.core.algorithm import Attached, Target
 from torchboost.core.folding import fold_batch_norms
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError
@@ -86,7 +87,8 @@ class AutoBoost:
             raise TypeError(f"network must be a torch.nn.Module, found {type(network).__name__}.")
         if not self.plan.algorithms and not self.plan.dropped:
             return network
-        fast = _without_attachments(copy.deepcopy(unwrap(network))).eval()
+        fast = copy.deepcopy(unwrap(network)).eval()
+        uncover_copy(fast)
         fold_batch_norms(fast)
         if ChannelsLast().needs_transform(fast):
             channels_last(fast)
@@ -102,13 +104,3 @@ def _check_pair(network: nn.Module, optimizer: Optimizer) -> None:
         raise TypeError(f"network must be a torch.nn.Module, found {type(network).__name__}.")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, found {type(optimizer).__name__}.")
-
-
-def _without_attachments(network: nn.Module) -> nn.Module:
-    """Drop the hooks of training attachments that a copy of the network brought along."""
-    for module in network.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key, hook in list(hooks.items()):
-                if isinstance(getattr(hook, "__self__", None), Attachment):
-                    del hooks[key]
-    return network

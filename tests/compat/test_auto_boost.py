@@ -1,0 +1,227 @@
+"""AutoBoost: the pair in a loop of the user's own, independence, eval, bad input."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import torchboost
+from torchboost import AutoBoost, ConfigError, IncompatibleError, Target, TrainStep
+from torchboost.optim.pipeline import GradientPipeline
+from torchboost.optim.transforms import ClipNorm
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for i, o in ((3, 8), (8, 8), (8, 8)):
+        layers += [nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def batches(n: int):
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(8, 3, 8, 8, generator=generator), torch.randint(0, 4, (8,), generator=generator)) for _ in range(n)
+    ]
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+def test_o0_is_bit_identical_to_the_raw_loop_over_20_steps():
+    raw, ours = net(), net()
+    raw_optimizer, (ours, optimizer) = sgd(raw), AutoBoost("O0").network_auto_process_train(ours, sgd(ours))
+    for x, y in batches(20):
+        for model, opt in ((raw, raw_optimizer), (ours, optimizer)):
+            opt.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+    assert same(raw, ours)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_pair_in_an_unmodified_loop_equals_train_step(level):
+    """LambdaLR, GradScaler and clipping, all the user's own lines."""
+    kept = AutoBoost(level)
+    model = net()
+    user_optimizer = sgd(model)
+    model, optimizer = kept.network_auto_process_train(model, user_optimizer)
+    assert optimizer is user_optimizer
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=5)
+    for x, y in batches(12):
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+
+    other = net()
+    other_optimizer = sgd(other)
+    GradientPipeline(ClipNorm(0.5)).attach(other_optimizer)
+    booster = AutoBoost(level)
+    booster.network_auto_process_train(other, other_optimizer)
+    other_scheduler = torch.optim.lr_scheduler.LambdaLR(other_optimizer, lambda step: 0.9**step)
+    target = Target(other, other_optimizer, torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=5))
+    step = TrainStep(target, lambda x, y: F.cross_entropy(other(x), y), attached=booster.attached)
+    for x, y in batches(12):
+        step(x, y)
+        other_scheduler.step()
+    assert kept.plan.algorithms == booster.plan.algorithms != ()
+    assert same(model, other)
+
+
+def test_objects_are_independent():
+    first, second = AutoBoost("O1"), AutoBoost("O2")
+    assert (first.level, second.level) == ("O1", "O2")
+    AutoBoost("O0", {"boost": {"mode": "enable_all"}})
+    assert AutoBoost("O0").plan.algorithms == ()
+    assert first.plan != second.plan
+
+
+def test_remove_leaves_the_optimizer_bare():
+    booster = AutoBoost("O1")
+    model, optimizer = booster.network_auto_process_train(net(), sgd(model := net()))[0], None
+    del model, optimizer
+    model = net()
+    optimizer = sgd(model)
+    booster.network_auto_process_train(model, optimizer)
+    booster.attached.remove()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+
+
+def test_config_as_path_and_text(tmp_path):
+    document = {"extra": {"channels_last": False}}
+    path = tmp_path / "boost.json"
+    path.write_text(json.dumps(document))
+    plans = [AutoBoost("O1", source).plan for source in (document, str(path), path, json.dumps(document))]
+    assert all(plan == plans[0] for plan in plans)
+    assert AutoBoost("O1", "").plan != plans[0]
+
+
+@pytest.mark.parametrize(
+    ("level", "config", "match"),
+    [
+        ("O9", "", r"level: found 'O9'.*O0, O1, O2"),
+        ("O1", {"boost": {"mode": "autom"}}, r"boost\.mode"),
+        ("O1", {"les_bn": {}}, r"les_bn.*less_bn"),
+        ("O1", {"less_bn": {"fn_flg": True}}, r"less_bn\.fn_flg.*fn_flag"),
+        ("O1", {"less_bn": {"fn_flag": "yes"}}, r"less_bn\.fn_flag"),
+        ("O1", {"grad_freeze": {"freeze_p": 1.5}}, r"grad_freeze\.freeze_p"),
+        ("O1", "{not json", r"JSON"),
+        ("O1", "no/such/file.json", r"no/such/file\.json"),
+    ],
+)
+def test_bad_configurations(level, config, match):
+    with pytest.raises(ConfigError, match=match):
+        AutoBoost(level, config)
+
+
+def test_wrong_types():
+    with pytest.raises(TypeError, match="network must be"):
+        AutoBoost("O1").network_auto_process_train("net", sgd(net()))
+    with pytest.raises(TypeError, match="optimizer must be"):
+        AutoBoost("O1").network_auto_process_train(net(), "sgd")
+    with pytest.raises(TypeError, match="network must be"):
+        AutoBoost("O1").network_auto_process_eval(3)
+
+
+def test_network_without_batch_norm_is_said():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(2))
+    model(torch.zeros(1, 3, 8, 8))
+    booster = AutoBoost("O1")
+    booster.network_auto_process_train(model, sgd(model))
+    assert "BatchNorm" in dict(booster.plan.dropped)["less_bn"]
+    assert "BatchNorm" in booster.explain()
+
+
+def test_compiled_network_is_refused():
+    model = net()
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(IncompatibleError, match=r"torch\.compile.*bare network"):
+        AutoBoost("O1").network_auto_process_train(compiled, sgd(model))
+
+
+def test_network_in_ddp_is_refused(monkeypatch):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = net()
+        wrapped = DistributedDataParallel(model)
+        with pytest.raises(IncompatibleError, match="DistributedDataParallel"):
+            AutoBoost("O1").network_auto_process_train(wrapped, sgd(model))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class TestEval:
+    def trained(self) -> nn.Sequential:
+        model, optimizer = net(), None
+        optimizer = sgd(model)
+        for x, y in batches(10):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        return model
+
+    def test_folds_and_keeps_the_outputs(self):
+        model = self.trained()
+        fast = AutoBoost("O1").network_auto_process_eval(model)
+        x = batches(1)[0][0]
+        expected = model.eval()(x)
+        with torch.no_grad():
+            found = fast(x)
+        assert ((found - expected).abs().max() / expected.abs().max()).item() <= 1e-4
+        assert not any(isinstance(m, nn.BatchNorm2d) for m in fast.modules())
+        assert any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
+
+    def test_copy_of_a_boosted_network_computes_in_full_precision_and_training_goes_on(self):
+        model = net()
+        booster = AutoBoost("O1")
+        model, optimizer = booster.network_auto_process_train(model, sgd(model))
+        for x, y in batches(5):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        fast = booster.network_auto_process_eval(model)
+        x, y = batches(1)[0]
+        with torch.no_grad():
+            found = fast(x)
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+        booster.attached.remove()
+        expected = model.eval()(x)
+        assert ((found - expected).abs().max() / expected.abs().max()).item() <= 1e-4
+
+    def test_o0_returns_the_network_itself(self):
+        model = net()
+        assert AutoBoost("O0").network_auto_process_eval(model) is model
+
+
+def test_explain_names_everything():
+    booster = AutoBoost("O1")
+    model = net()
+    booster.network_auto_process_train(model, sgd(model))
+    text = booster.explain()
+    assert all(a.name in text for a in booster.plan.algorithms)
+    assert all(d.reason in text for d in booster.plan.dropped)
+    assert "level O1" in text
+
+
+def test_public_names():
+    for name in ("AutoBoost", "OptimizerProcess", "ParameterProcess", "LessBN", "BoostTrainOneStepCell", "WithLoss"):
+        assert hasattr(torchboost, name)

@@ -1,0 +1,229 @@
+"""Every registered algorithm against every promise that all of them make."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import torchboost
+from tests.support.ranks import run_ranks
+from torchboost import REGISTRY, Algorithm, Attached, Target, TrainStep, attach_all
+
+# Dynamo itself looks at .grad of intermediate tensors.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+FAST_TO_BUILD: dict[str, dict[str, Any]] = {"compile": {"backend": "eager"}}
+NAMES = sorted(REGISTRY)
+
+
+class Block(nn.Module):
+    """A residual block with two BatchNorms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(8, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.body(x) + x)
+
+
+def build(seed: int = 0) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    stem = [nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+    model = nn.Sequential(*stem, Block(), Block(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def batches(n: int, seed: int = 5) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    g = torch.Generator().manual_seed(seed)
+    return [(torch.randn(8, 3, 8, 8, generator=g), torch.randint(0, 4, (8,), generator=g)) for _ in range(n)]
+
+
+def algorithm(name: str) -> Algorithm:
+    return REGISTRY[name].algorithm(**FAST_TO_BUILD.get(name, {}))
+
+
+def start(name: str, seed: int = 0) -> tuple[Target, Attached]:
+    target = Target(*build(seed))
+    return target, attach_all(target, [algorithm(name)])
+
+
+def train(target: Target, data: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for x, y in data:
+        F.cross_entropy(target.model(x), y).backward()
+        target.optimizer.step()
+        target.optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {k: v.detach().clone() for k, v in model.state_dict().items()}
+
+
+def identical(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(v, b[k]) for k, v in a.items())
+
+
+def hooks(module: Any) -> list[int]:
+    return [len(value) for key, value in sorted(vars(module).items()) if key.endswith("_hooks") and value is not None]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_are_values(name):
+    value = algorithm(name)
+    assert value == algorithm(name)
+    assert hash(value) == hash(algorithm(name))
+    assert eval(repr(value), {name: getattr(torchboost, name) for name in torchboost.__all__}) == value
+    settings = json.loads(json.dumps(dataclasses.asdict(value)))
+    assert type(value)(**settings) == value
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        value.name = "other"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_own_loop_equals_train_step(name):
+    target, _ = start(name)
+    train(target, batches(5))
+    other, attached = start(name)
+    step = TrainStep(other, lambda x, y: F.cross_entropy(other.model(x), y), attached=attached)
+    for x, y in batches(5):
+        step(x, y)
+    assert identical(weights(target.model), weights(other.model))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_resume_in_mid_run_is_bit_identical(name):
+    data = batches(6)
+    target, attached = start(name)
+    train(target, data[:3])
+    saved = copy.deepcopy((target.model.state_dict(), target.optimizer.state_dict(), attached.state_dict()))
+    train(target, data[3:])
+
+    again, reattached = start(name, seed=9)
+    again.model.load_state_dict(saved[0])
+    again.optimizer.load_state_dict(saved[1])
+    reattached.load_state_dict(saved[2])
+    train(again, data[3:])
+    assert identical(weights(target.model), weights(again.model))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_remove_leaves_no_trace(name):
+    model, optimizer = build()
+    modules_before = [hooks(m) for m in model.modules()]
+    strides_before = [p.stride() for p in model.parameters()]
+    groups_before = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    optimizer_before = hooks(optimizer)
+    attached = attach_all(Target(model, optimizer), [algorithm(name)])
+    train(Target(model, optimizer), batches(2))
+    attached.remove()
+    assert hooks(optimizer) == optimizer_before
+    assert all(m._compiled_call_impl is None for m in model.modules())
+    assert [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] == groups_before
+    if REGISTRY[name].algorithm.traits.reversible:
+        assert [hooks(m) for m in model.modules()] == modules_before
+        assert [p.stride() for p in model.parameters()] == strides_before
+        plain, plain_optimizer = build()
+        plain.load_state_dict(model.state_dict())
+        plain_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(Target(model, optimizer), batches(2, seed=8))
+        train(Target(plain, plain_optimizer), batches(2, seed=8))
+        assert identical(weights(model), weights(plain))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_optimizer_stays_the_users_under_scheduler_and_scaler(name):
+    model, optimizer = build()
+    target = Target(model, optimizer)
+    attach_all(target, [algorithm(name)])
+    assert target.optimizer is optimizer
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    reference, _ = start(name)
+    reference_scheduler = torch.optim.lr_scheduler.LambdaLR(reference.optimizer, lambda step: 0.5**step)
+    for x, y in batches(4):
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scheduler.step()
+        train(reference, [(x, y)])
+        reference_scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 16)
+    for key, value in weights(reference.model).items():
+        torch.testing.assert_close(model.state_dict()[key], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "compile"])
+def test_compiled_model_trains_alike(name):
+    eager, _ = start(name)
+    compiled, _ = start(name)
+    train(eager, batches(3))
+    compiled.model.compile(backend="eager")
+    train(compiled, batches(3))
+    for key, value in weights(eager.model).items():
+        torch.testing.assert_close(compiled.model.state_dict()[key], value, rtol=1e-5, atol=1e-6)
+
+
+def _distributed(name: str, how: str) -> dict[str, torch.Tensor]:
+    model, _ = build()
+    chosen = algorithm(name)
+    # FSDP2 shards contiguous parameters only, so a change of memory format comes after it, surgery before.
+    if chosen.needs_transform(model) and (how == "ddp" or not chosen.traits.reversible):
+        chosen.transform(model)
+    if how == "ddp":
+        wrapped: nn.Module = DistributedDataParallel(model)
+    else:
+        for block in model:
+            if any(True for _ in block.parameters()):
+                fully_shard(block)
+        wrapped = fully_shard(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    target = Target(wrapped, optimizer)
+    attached = attach_all(target, [chosen])
+    rank = dist.get_rank()
+    train(target, [(x[rank * 4 : rank * 4 + 4], y[rank * 4 : rank * 4 + 4]) for x, y in batches(3)])
+    attached.remove()
+    parameters = {n: p.detach() for n, p in model.named_parameters()}
+    return {n: p.full_tensor() if hasattr(p, "full_tensor") else p.clone() for n, p in parameters.items()}
+
+
+def _all_distributed(how: str) -> dict[str, dict[str, torch.Tensor] | str]:
+    found: dict[str, dict[str, torch.Tensor] | str] = {}
+    for name in NAMES:
+        try:
+            found[name] = _distributed(name, how)
+        except torchboost.IncompatibleError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_two_ranks_agree(how):
+    first, second = run_ranks(_all_distributed, 2, how)
+    start_weights = dict(build()[0].named_parameters())
+    for name in NAMES:
+        if isinstance(first[name], str):
+            assert "call" in first[name] or "use" in first[name]
+            assert first[name] == second[name]
+            continue
+        assert identical(first[name], second[name])
+        assert all(torch.isfinite(v).all() for v in first[name].values())
+        assert any(not torch.equal(v, start_weights[k]) for k, v in first[name].items() if k in start_weights)

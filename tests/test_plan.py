@@ -1,0 +1,198 @@
+"""The rule book: levels, modes, precedence, settings, reasons."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import torchboost
+from torchboost import ConfigError, Facts, IncompatibleError, Plan, Target, boost
+from torchboost.config import BoostConfig
+from torchboost.plan import resolve
+from torchboost.registry import LEVELS, REGISTRY
+
+FAST = Facts(half_precision=True, convolutional=True)
+
+
+def names(plan: Plan) -> set[str]:
+    return {a.name for a in plan.algorithms}
+
+
+def reasons(plan: Plan) -> dict[str, str]:
+    return dict(plan.dropped)
+
+
+def small_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    block = [nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()]
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), *block, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    )
+
+
+def test_o0_is_empty():
+    plan = Plan.of("O0", facts=FAST)
+    assert plan.algorithms == ()
+    assert plan.dropped == ()
+    assert "training is unchanged" in plan.explain()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_auto_takes_the_level_row(level):
+    plan = Plan.of(level, facts=FAST)
+    assert names(plan) | set(reasons(plan)) == set(LEVELS[level])
+    built = {a.name: a for a in plan.algorithms}
+    for name, settings in LEVELS[level].items():
+        for key, value in settings.items():
+            assert getattr(built[name], key) == value
+
+
+def test_algorithms_come_in_attach_order():
+    orders = [a.traits.order for a in Plan.of("O2", facts=FAST).algorithms]
+    assert orders == sorted(orders)
+
+
+def test_resolve_is_pure():
+    config = BoostConfig.load({"extra": {"compile": True}})
+    assert resolve(config, "O1", FAST) == resolve(config, "O1", FAST)
+    assert hash(resolve(config, "O1", FAST)) == hash(resolve(config, "O1", FAST))
+
+
+def test_auto_ignores_the_switches():
+    assert names(Plan.of("O0", {"boost": {"less_bn": True}}, FAST)) == set()
+
+
+def test_manual_takes_the_switches_with_the_reference_defaults():
+    plan = Plan.of("O2", {"boost": {"mode": "manual", "less_bn": True}}, FAST)
+    assert names(plan) == {"less_bn", "gradient_centralization"}
+    less_bn = next(a for a in plan.algorithms if a.name == "less_bn")
+    assert less_bn.normalize_head is True
+
+
+def test_manual_flags_are_honoured():
+    config = {"boost": {"mode": "manual", "less_bn": True}, "less_bn": {"fn_flag": False, "gc_flag": False}}
+    plan = Plan.of("O1", config, FAST)
+    assert names(plan) == {"less_bn"}
+    assert plan.algorithms[0].normalize_head is False
+
+
+def test_auto_flags_the_user_wrote_override_the_level():
+    plan = Plan.of("O1", {"less_bn": {"gc_flag": False, "fn_flag": True}}, FAST)
+    assert "gradient_centralization" not in names(plan)
+    assert next(a for a in plan.algorithms if a.name == "less_bn").normalize_head is True
+
+
+def test_disable_all_beats_everything():
+    plan = Plan.of("O2", {"boost": {"mode": "disable_all"}, "extra": {"compile": True}}, FAST)
+    assert plan.algorithms == ()
+
+
+def test_enable_all_takes_the_registry_and_names_what_is_missing():
+    plan = Plan.of("O0", {"boost": {"mode": "enable_all"}}, FAST)
+    assert names(plan) == set(REGISTRY)
+    assert reasons(plan)["adasum"] == "not part of this version of torchboost"
+
+
+def test_what_is_not_there_is_dropped_with_a_reason():
+    plan = Plan.of("O1", {"boost": {"mode": "manual", "grad_freeze": True}}, FAST)
+    assert plan.algorithms == ()
+    assert "grad_freeze" in reasons(plan)
+    assert "grad_freeze" in plan.explain()
+
+
+def test_extra_turns_levers_off_on_and_sets_them():
+    plan = Plan.of("O1", {"extra": {"channels_last": False, "compile": {"backend": "eager"}}}, FAST)
+    assert "channels_last" not in names(plan) | set(reasons(plan))
+    assert next(a for a in plan.algorithms if a.name == "compile").backend == "eager"
+
+
+def test_facts_rule_out_with_a_reason():
+    plan = Plan.of("O1", facts=Facts(half_precision=False, convolutional=False))
+    left_out = reasons(plan)
+    assert "bfloat16" in left_out["autocast"]
+    assert "no convolution" in left_out["channels_last"]
+    assert "convolutional networks only" in left_out["gradient_centralization"]
+    assert "extra.compile" in left_out["compile"]
+
+
+def test_asking_by_name_overrides_unproven_but_not_unusable():
+    slow = Facts(half_precision=False, convolutional=False)
+    plan = Plan.of("O1", {"extra": {"gradient_centralization": True, "autocast": True}}, slow)
+    assert "gradient_centralization" in names(plan)
+    assert "autocast" in reasons(plan)
+
+
+@pytest.mark.parametrize(
+    ("level", "config", "path", "hint"),
+    [
+        ("O9", None, "level", "O0"),
+        ("o1", None, "level", "O1"),
+        ("O1", {"extra": {"chanels_last": True}}, "extra.chanels_last", "channels_last"),
+        ("O1", {"extra": {"compile": {"bakend": "eager"}}}, "extra.compile.bakend", "backend"),
+        ("O1", {"extra": {"less_bn": {"keep_every": "two"}}}, "extra.less_bn.keep_every", "integer"),
+        ("O1", {"extra": {"less_bn": {"keep_every": 0}}}, "extra.less_bn", "keep_every"),
+    ],
+)
+def test_bad_input_names_the_path(level, config, path, hint):
+    with pytest.raises(ConfigError) as caught:
+        Plan.of(level, config, FAST)
+    assert caught.value.path == path
+    assert hint in str(caught.value)
+
+
+def test_transform_refuses_a_wrapped_model_unchanged():
+    model = small_net()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    model.compile(backend="eager")
+    plan = Plan.of("O1", facts=FAST)
+    with pytest.raises(IncompatibleError, match="bare model"):
+        plan.transform(model)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_transform_twice_is_harmless():
+    model = small_net()
+    plan = Plan.of("O1", facts=FAST)
+    plan.transform(model)
+    after = {k: v.clone() for k, v in model.state_dict().items()}
+    plan.transform(model)
+    assert all(torch.equal(v, after[k]) for k, v in model.state_dict().items())
+
+
+def test_fit_lists_what_would_change_nothing():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 3))
+    plan = Plan.of("O1", facts=FAST).fit(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "BatchNorm" in reasons(plan)["less_bn"]
+
+
+def test_boost_trains_and_can_be_removed():
+    model = small_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    step = boost(model, optimizer, F.cross_entropy, level="O1")
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(16, 3, 8, 8, generator=generator), torch.randint(0, 3, (16,), generator=generator)
+    losses = [step(x, y).loss.item() for _ in range(30)]
+    assert losses[-1] < 0.9 * losses[0]
+    assert step.target.optimizer is optimizer
+    step.attached.remove()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_boost_without_loss_fn_takes_the_models_own_loss():
+    network = torchboost.WithLoss(nn.Linear(4, 2), F.cross_entropy)
+    step = boost(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    assert step(torch.randn(8, 4), torch.randint(0, 2, (8,))).loss.ndim == 0
+
+
+def test_plan_in_the_own_loop():
+    model = small_net()
+    plan = Plan.of("O1", facts=FAST)
+    plan.transform(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    attached = plan.attach(Target(model, optimizer))
+    F.cross_entropy(model(torch.randn(4, 3, 8, 8)), torch.zeros(4, dtype=torch.long)).backward()
+    optimizer.step()
+    attached.remove()
