@@ -169,6 +169,7 @@ def test_settings_are_values() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself
 def test_generated_code_trains_like_eager() -> None:
     torch.manual_seed(1)
     plain = target_of(cnn())
