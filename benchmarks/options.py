@@ -1,0 +1,80 @@
+"""What every benchmark script is told, and how it reports."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchboost.registry import REGISTRY
+from torchboost.tuner.evidence import BenchReport
+from torchboost.tuner.table import plain, result_table
+
+SYSTEM = ("channels_last", "autocast", "fused_optimizer", "compile")
+"""Algorithms that the hand-tuned loop already contains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    out: Path = Path(__file__).parent / "results"
+    data: Path | None = None
+    text: Path | None = None
+    smoke: bool = False
+    resume: bool = False
+    compiled: bool = True
+    shown: dict[str, float] = field(default_factory=dict)
+
+    def file(self, claim: str, part: str) -> Path:
+        return self.out / f"{claim}-{part}{'-smoke' if self.smoke else ''}.json"
+
+    def path_for(self, job_name: str) -> Path | None:
+        return self.text if job_name.startswith("text") else self.data
+
+    def progress(self, phase: str, done: int, total: int, note: str = "") -> None:
+        """Write a line when a phase begins or ends, and at most every ten seconds in between."""
+        now = time.monotonic()
+        if 0 < done < total and now - self.shown.get(phase, 0.0) < 10:
+            return
+        self.shown[phase] = now
+        print(f"  {phase} {done}/{total} {note}".rstrip(), file=sys.stderr, flush=True)
+
+
+Measure = Callable[[Options], list[Path]]
+
+
+def single_algorithms() -> list[str]:
+    """Name contestants with one algorithm alone: system levers on the stock loop, all others on the hand-tuned one."""
+    system = [f"stock+{name}" for name in REGISTRY if name in SYSTEM and name != "compile"]
+    return system + [f"hand+{name}" for name in REGISTRY if name not in SYSTEM]
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--out", type=Path, default=Options().out, help="folder for the results (default: %(default)s)")
+    made.add_argument("--data", type=Path, help="folder with CIFAR-10 as train.parquet, test.parquet; default: the Hub")
+    made.add_argument("--text", type=Path, help="a UTF-8 text file; default: a text that ships with Python")
+    made.add_argument(
+        "--smoke", action="store_true", help="a few steps of everything: checks the script, proves nothing"
+    )
+    made.add_argument("--resume", action="store_true", help="keep what earlier runs left in the results folder")
+    made.add_argument("--no-compile", dest="compiled", action="store_false", help="leave out torch.compile")
+    made.add_argument("--json", action="store_true", help="print the reports as one JSON object instead of tables")
+    return made
+
+
+def run(measures: Sequence[Measure], arguments: argparse.Namespace) -> None:
+    names = ("out", "data", "text", "smoke", "resume", "compiled")
+    options = Options(**{name: getattr(arguments, name) for name in names})
+    paths = [path for measure in measures for path in measure(options)]
+    reports = {path.name: BenchReport.load(path) for path in paths}
+    if arguments.json:
+        print(json.dumps({name: report.model_dump(mode="json") for name, report in reports.items()}))
+        return
+    for path, report in zip(paths, reports.values(), strict=True):
+        print(f"\n{report.title} ({path})\n\n{plain(result_table(report))}")
+        for note in report.notes:
+            print(f"note: {note}")

@@ -1,0 +1,122 @@
+"""Claim: level O0 costs under one percent of a step. The raw loop against the same loop through torchboost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from options import Options, parser, run
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchboost.core.algorithm import Target
+from torchboost.plan import Plan, boost
+from torchboost.tuner.evidence import AlgorithmRow, BenchReport, Contestant
+from torchboost.tuner.statistics import bootstrap_median
+from torchboost.tuner.stopwatch import Comparison, compare, environment
+from torchboost.workloads.models import Bottleneck, ResNet
+
+Step = Callable[[], object]
+
+
+def raw(model: nn.Module, inputs: Tensor, labels: Tensor) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def step() -> None:
+        loss = F.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def attached(model: nn.Module, inputs: Tensor, labels: Tensor) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    Plan.of("O0").attach(Target(model, optimizer))
+
+    def step() -> None:
+        loss = F.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def train_step(model: nn.Module, inputs: Tensor, labels: Tensor) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    step = boost(model, optimizer, F.cross_entropy, level="O0")
+    return lambda: step(inputs, labels)
+
+
+def resnet() -> nn.Module:
+    return ResNet(Bottleneck, [3, 4, 6, 3], width=16)
+
+
+def toy() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+# Name -> model, shape of a batch, calls per sample, rounds.
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {
+    "resnet": (resnet, (64, 3, 32, 32), 1, 40),
+    "toy": (toy, (16, 32), 200, 60),
+}
+WAYS = {"stock": raw, "O0 attached": attached, "O0 TrainStep": train_step}
+
+
+def measure(options: Options) -> list[Path]:
+    return [measure_case(name, options) for name in CASES]
+
+
+def measure_case(name: str, options: Options) -> Path:
+    make, shape, calls, pairs = CASES[name]
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(shape, generator=generator)
+    labels = torch.randint(10, (shape[0],), generator=generator)
+    steps = {}
+    for way, build in WAYS.items():
+        torch.manual_seed(0)
+        steps[way] = build(make(), inputs, labels)
+    found = compare(
+        steps,
+        baselines=["stock"],
+        pairs=3 if options.smoke else pairs,
+        calls=5 if options.smoke and calls > 1 else calls,
+        progress=options.progress,
+    )
+    report = BenchReport(
+        title=f"Cost of doing nothing: {name}",
+        workload=f"overhead-{name}",
+        model=name,
+        parameters=sum(p.numel() for p in make().parameters()),
+        batch=shape[0],
+        metric_name="none",
+        environment=environment(),
+        contestants=[contestant(way, found) for way in WAYS],
+        notes=["ratio below 1: slower than the raw loop"],
+    )
+    return report.save(options.file("overhead", name))
+
+
+def contestant(way: str, found: Comparison) -> Contestant:
+    stock = way == "stock"
+    differences = zip(found.samples[way], found.samples["stock"], strict=True)
+    extra = bootstrap_median([1e6 * (own - base) for own, base in differences])
+    note = f"{extra.mid:.1f} microseconds per step more than stock (95 %: {extra.low:.1f} to {extra.high:.1f})"
+    return Contestant(
+        name=way,
+        kind="stock" if stock else "level",
+        algorithms=[] if stock else [AlgorithmRow(name="O0", settings="nothing attached")],
+        step_seconds=found.step_seconds(way),
+        samples=found.samples[way],
+        ratios=found.ratios(way),
+        warmup_seconds=found.warmup_seconds[way],
+        notes=[] if stock else [note],
+    )
+
+
+if __name__ == "__main__":
+    run([measure], parser(__doc__).parse_args())

@@ -1,0 +1,31 @@
+"""Run the benchmarks behind the claims of torchboost; without a name, all that need no GPU."""
+
+from __future__ import annotations
+
+import accuracy
+import gpu
+import overhead
+import step_time
+from options import parser, run
+
+CLAIMS = {
+    "overhead": overhead.measure,
+    "step_time": step_time.measure,
+    "accuracy": accuracy.measure,
+    "gpu": gpu.measure,
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    made = parser(__doc__)
+    made.add_argument("claim", nargs="*", help=f"any of {', '.join(CLAIMS)}")
+    arguments = made.parse_args(argv)
+    unknown = [name for name in arguments.claim if name not in CLAIMS]
+    if unknown:
+        made.error(f"found no claim {', '.join(unknown)}; there are {', '.join(CLAIMS)}")
+    names = arguments.claim or [name for name in CLAIMS if name != "gpu"]
+    run([CLAIMS[name] for name in names], arguments)
+
+
+if __name__ == "__main__":
+    main()

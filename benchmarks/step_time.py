@@ -1,0 +1,37 @@
+"""Claim: a level saves so much of a training step, against the stock loop and the best loop by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from options import Options, parser, run, single_algorithms
+
+from torchboost.workloads.bench import run_bench
+from torchboost.workloads.jobs import find_job
+
+JOBS = ("cifar10-resnet-bottleneck", "cifar10-resnet-basic", "cifar10-vgg", "text-gpt")
+
+
+def measure(options: Options) -> list[Path]:
+    by_hand = ["hand", "hand+compile"] if options.compiled else ["hand"]
+    paths = []
+    for name in JOBS:
+        job = find_job(name)
+        out = options.file("step_time", name)
+        run_bench(
+            job,
+            contestants=["stock", *by_hand, "O1", "O2", *single_algorithms()],
+            pairs=2 if options.smoke else 30,
+            epochs=0,
+            train_limit=8 * job.batch,
+            data_path=options.path_for(name),
+            out=out,
+            resume=options.resume,
+            progress=options.progress,
+        )
+        paths.append(out)
+    return paths
+
+
+if __name__ == "__main__":
+    run([measure], parser(__doc__).parse_args())
