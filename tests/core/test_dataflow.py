@@ -188,6 +188,18 @@ def test_evaluate_returns_every_tensor():
     assert [float(t) for t in evaluate(Many(), torch.zeros(1))] == [0, 1, 2]
 
 
+def test_evaluate_computes_in_full_precision_and_leaves_the_switches():
+    model, x = nn.Linear(64, 64), torch.randn(64, 64)
+    expected = model.double()(x.double())
+    before = (torch.backends.cudnn.conv.fp32_precision, torch.get_float32_matmul_precision())
+    with torch.autocast("cpu", torch.bfloat16):
+        (got,) = evaluate(model.float(), x)
+        assert torch.is_autocast_enabled("cpu")
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    assert (torch.backends.cudnn.conv.fp32_precision, torch.get_float32_matmul_precision()) == before
+
+
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [(nn.Conv1d(5, 4, 3), 3), (nn.Conv2d(5, 4, 3), 4), (nn.Conv3d(5, 4, 3), 5), (nn.Linear(5, 4), 2)],

@@ -27,7 +27,7 @@ def test_projections_are_recognised_before_or_behind_the_main_branch():
             super().__init__(4, 8, 2)
             shortcut = self.downsample
             del self.downsample
-            inner = {name: child for name, child in self.named_children()}
+            inner = dict(self.named_children())
             for name in inner:
                 delattr(self, name)
             self.shortcut = shortcut

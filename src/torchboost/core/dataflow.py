@@ -73,8 +73,8 @@ def runnable(model: nn.Module, sample: Any = None) -> tuple[nn.Module, Any] | No
 
 
 def evaluate(network: nn.Module, sample: Any) -> list[Tensor]:
-    """Return all output tensors of one undisturbed forward pass in eval mode."""
-    with undisturbed(network):
+    """Return all output tensors of one undisturbed forward pass in eval mode, in the full precision of its types."""
+    with undisturbed(network), _full_precision(network):
         return [tensor.detach().clone() for tensor in _tensors(_call(network, sample))]
 
 
@@ -101,6 +101,23 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 module._buffers[name] = buffer
                 if not buffer.is_meta and not torch.equal(buffer, value):
                     buffer.copy_(value)
+
+
+@contextmanager
+def _full_precision(model: nn.Module) -> Iterator[None]:
+    """No autocast, and no TF32 or bfloat16 inside float32 products: two passes differ by what the networks differ."""
+    cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
+    backends: list[Any] = [cudnn.conv, torch.backends.cuda.matmul, mkldnn.conv, mkldnn.matmul]
+    before = [backend.fp32_precision for backend in backends]
+    kind = next((p.device.type for p in model.parameters()), "cpu")
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        with torch.autocast(kind, enabled=False) if kind != "meta" else nullcontext():
+            yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 def _uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
