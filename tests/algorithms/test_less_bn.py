@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from tests.support.conv_nets import (
-    Basic,
     ForeignNames,
     InvertedResidual,
     PreActNet,
     RefusesTracing,
     names_of_norms,
+    outputs,
+    resnet,
     train_a_little,
     vgg,
 )
@@ -27,25 +27,6 @@ from torchboost.core.algorithm import Target, attach_all
 from torchboost.core.normalized_linear import NormalizedLinear
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.workloads.models import VGG, BasicBlock, Bottleneck, ResNet
-
-
-def outputs(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    was = model.training
-    with torch.no_grad():
-        out = model.eval()(x)
-    model.train(was)
-    return out
-
-
-def resnet(*layers: int, block=Basic) -> nn.Sequential:
-    """A stem, stages of basic blocks with torchvision's names, and a head; images (n, 3, 16, 16)."""
-    modules, width = [nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()], 4
-    for index, count in enumerate(layers):
-        for position in range(count):
-            outside = 4 * 2**index
-            modules.append(block(width, outside, 2 if index and not position else 1))
-            width = outside
-    return nn.Sequential(*modules, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 4))
 
 
 class Renamed(nn.Module):
@@ -60,9 +41,6 @@ class Renamed(nn.Module):
         for module in self.children():
             x = module(x)
         return x
-
-
-# --- what goes and what stays -------------------------------------------------------------------------------------
 
 
 def test_basic_blocks():
@@ -192,9 +170,6 @@ def test_where_nothing_can_be_traced_the_module_tree_decides():
     assert (run.traced, set(run.removed)) == ("run", set(report.removed))
 
 
-# --- from scratch -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "build",
     [
@@ -258,87 +233,6 @@ def test_the_reduced_network_learns(build):
     assert losses[-1] < 0.6 * losses[0]
 
 
-# --- trained ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("settings", [{}, {"keep_shortcut": True}, {"blocks_per_norm": 3, "keep_every": 5}])
-@pytest.mark.parametrize(
-    "build",
-    [lambda: resnet(2, 2), vgg, ForeignNames, lambda: ResNet(Bottleneck, [2, 2], width=4)],
-    ids=["residual", "plain", "names", "bottleneck"],
-)
-def test_a_trained_network_computes_the_same(build, settings):
-    model = build()
-    train_a_little(model)
-    x = torch.randn(8, 3, 16, 16)
-    before = outputs(model, x)
-    report = reduce_batch_norm(model, **settings)
-    assert report.removed
-    assert report.folded
-    assert report.rescaled == ()
-    assert report.largest_difference <= 1e-4
-    assert (outputs(model, x) - before).abs().max() / before.abs().max() <= 1e-4
-    assert "eval mode" in str(report)
-
-
-def test_eval_mode_stays_eval_mode():
-    model = vgg()
-    train_a_little(model)
-    reduce_batch_norm(model.eval())
-    assert not any(m.training for m in model.modules())
-
-
-def test_a_trained_norm_with_nothing_in_front_stays():
-    model = PreActNet()
-    train_a_little(model)
-    with pytest.warns(NoEffectWarning):
-        report = reduce_batch_norm(model)
-    assert "no convolution" in report.kept["blocks.2.bn1"]
-
-
-def test_trained_but_not_traceable_stays():
-    model = RefusesTracing()
-    nn.init.ones_(model.bn1.running_mean)
-    with pytest.warns(NoEffectWarning):
-        report = reduce_batch_norm(model)
-    assert "sample=" in report.kept["layers.0.bn1"]
-
-
-# --- optimizer ----------------------------------------------------------------------------------------------------
-
-
-def test_the_optimizer_follows():
-    model = resnet(2, 2)
-    optimizer = train_a_little(model)
-    group, weight = optimizer.param_groups[0], model[3].conv1.weight
-    reduce_batch_norm(model, optimizer, normalize_head=True)
-    assert optimizer.param_groups[0] is group
-    assert set(group["params"]) == set(model.parameters())
-    assert len(group["params"]) == len(set(group["params"]))
-    assert set(optimizer.state) <= set(model.parameters())
-    assert weight in optimizer.state
-    at = next(i for i, p in enumerate(group["params"]) if p is weight)
-    assert group["params"][at + 1] is model[3].conv1.bias
-    F.cross_entropy(model(torch.randn(4, 3, 16, 16)), torch.arange(4)).backward()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer.step()
-    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
-
-
-def test_new_parameters_join_the_group_of_their_weight():
-    model = vgg()
-    train_a_little(model)
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim == 1]
-    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}])
-    reduce_batch_norm(model, optimizer)
-    assert [len(g["params"]) for g in optimizer.param_groups] == [9 + 3, 16 - 6]
-    assert model[3].bias in set(optimizer.param_groups[0]["params"])
-
-
-# --- head ---------------------------------------------------------------------------------------------------------
-
-
 def test_only_the_last_linear_layer_of_the_pass_is_normalised():
     class Early(nn.Module):
         """Registers its head first."""
@@ -367,9 +261,6 @@ def test_a_head_without_batch_norm_and_a_network_without_head():
         reduce_batch_norm(nn.Sequential(nn.Conv2d(3, 3, 1)), normalize_head=True)
     with pytest.warns(NoEffectWarning):
         reduce_batch_norm(nn.Linear(3, 3), normalize_head=True)
-
-
-# --- manners ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -460,48 +351,3 @@ def test_the_reduced_network_can_be_copied_saved_and_compiled(tmp_path):
     assert torch.equal(outputs(again, x), expected)
     assert torch.equal(outputs(copy.deepcopy(model), x), expected)
     torch.testing.assert_close(outputs(torch.compile(again, backend="eager"), x), expected)
-
-
-# --- networks written by others -----------------------------------------------------------------------------------
-
-
-def foreign(kind: str, **settings) -> nn.Module:
-    import transformers
-
-    config = getattr(transformers, f"{kind}Config")(num_labels=4, **settings)
-    return getattr(transformers, f"{kind}ForImageClassification")(config)
-
-
-RESNET18 = {"layer_type": "basic", "depths": [2, 2, 2, 2], "embedding_size": 8, "hidden_sizes": [8, 16, 32, 64]}
-RESNET50 = {"embedding_size": 8, "hidden_sizes": [32, 64, 128, 256]}
-REGNET = {"embedding_size": 8, "hidden_sizes": [16, 32, 64, 128], "groups_width": 8}
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "norms", "removed", "with_shortcut"),
-    [
-        ("ResNet", RESNET50, 53, 36, 32),  # 16 blocks of 3, 4 projections, stem: 16 * 2 + 4 go
-        ("ResNet", RESNET18, 20, 11, 8),  # 8 blocks of 2, 3 projections, stem: 8 + 3 go
-        ("RegNet", REGNET | {"layer_type": "x"}, 71, 48, 44),  # 22 blocks of 3, 4 projections, stem: 44 + 4 go
-        ("RegNet", REGNET | {"layer_type": "y"}, 71, 48, 44),  # the same with squeeze-and-excitation
-        ("MobileNetV2", {"depth_multiplier": 0.35}, 52, 33, 33),  # 16 blocks of 3 and a stem of 3: 32 + 1 go
-    ],
-    ids=["resnet50", "resnet18", "regnetx", "regnety", "mobilenetv2"],
-)
-def test_networks_nobody_here_wrote(kind, settings, norms, removed, with_shortcut):
-    model = foreign(kind, **settings)
-    scratch = reduce_batch_norm(model, keep_shortcut=True, dry_run=True)
-    assert (len(scratch.found), len(scratch.removed)) == (norms, with_shortcut)
-    optimizer = train_a_little(model, size=64, steps=6)
-    assert reduce_batch_norm(copy.deepcopy(model).double()).largest_difference <= 1e-9
-    x = torch.randn(4, 3, 64, 64)
-    with torch.no_grad():
-        before = model.eval()(x).logits
-        report = reduce_batch_norm(model, optimizer)
-        difference = (model(x).logits - before).abs().max() / before.abs().max()
-    assert len(report.removed) == removed
-    assert report.traced == "run"
-    assert report.largest_difference <= 1e-4
-    assert difference <= 1e-4
-    assert sum(isinstance(m, _BatchNorm) for m in model.modules()) == norms - removed
-    assert set(optimizer.param_groups[0]["params"]) == set(model.parameters())

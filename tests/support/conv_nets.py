@@ -14,6 +14,8 @@ __all__ = [
     "PreActNet",
     "RefusesTracing",
     "names_of_norms",
+    "outputs",
+    "resnet",
     "train_a_little",
     "vgg",
 ]
@@ -51,6 +53,17 @@ class Basic(nn.Module):
         out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
         out += identity
         return self.relu(out)
+
+
+def resnet(*layers: int) -> nn.Sequential:
+    """A stem, stages of basic blocks with torchvision's names, and a head; images (n, 3, 16, 16)."""
+    modules, width = [nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()], 4
+    for index, count in enumerate(layers):
+        for position in range(count):
+            outside = 4 * 2**index
+            modules.append(Basic(width, outside, 2 if index and not position else 1))
+            width = outside
+    return nn.Sequential(*modules, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 4))
 
 
 class ForeignNames(nn.Module):
@@ -140,6 +153,15 @@ class RefusesTracing(nn.Module):
 def names_of_norms(model: nn.Module) -> list[str]:
     """Return the names of the BatchNorms that are left."""
     return [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+
+
+def outputs(model: nn.Module, x: Tensor) -> Tensor:
+    """Return what the model returns in eval mode, without gradients; its mode stays."""
+    was = model.training
+    with torch.no_grad():
+        out = model.eval()(x)
+    model.train(was)
+    return out
 
 
 def train_a_little(model: nn.Module, size: int = 16, steps: int = 3) -> torch.optim.Optimizer:

@@ -1,0 +1,189 @@
+"""LessBN on trained networks, on networks written by others, on optimizers in use and on several ranks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tests.support.conv_nets import (
+    ForeignNames,
+    PreActNet,
+    RefusesTracing,
+    names_of_norms,
+    outputs,
+    resnet,
+    train_a_little,
+    vgg,
+)
+from tests.support.ranks import run_ranks
+from torchboost.algorithms.less_bn import LessBatchNorm, reduce_batch_norm
+from torchboost.core.algorithm import Target, attach_all
+from torchboost.errors import NoEffectWarning
+from torchboost.workloads.models import Bottleneck, ResNet
+
+
+@pytest.mark.parametrize("settings", [{}, {"keep_shortcut": True}, {"blocks_per_norm": 3, "keep_every": 5}])
+@pytest.mark.parametrize(
+    "build",
+    [lambda: resnet(2, 2), vgg, ForeignNames, lambda: ResNet(Bottleneck, [2, 2], width=4)],
+    ids=["residual", "plain", "names", "bottleneck"],
+)
+def test_a_trained_network_computes_the_same(build, settings):
+    model = build()
+    train_a_little(model)
+    x = torch.randn(8, 3, 16, 16)
+    before = outputs(model, x)
+    report = reduce_batch_norm(model, **settings)
+    assert report.removed
+    assert report.folded
+    assert report.rescaled == ()
+    assert report.largest_difference <= 1e-4
+    assert (outputs(model, x) - before).abs().max() / before.abs().max() <= 1e-4
+    assert "eval mode" in str(report)
+
+
+def test_eval_mode_stays_eval_mode():
+    model = vgg()
+    train_a_little(model)
+    reduce_batch_norm(model.eval())
+    assert not any(m.training for m in model.modules())
+
+
+def test_a_trained_norm_with_nothing_in_front_stays():
+    model = PreActNet()
+    train_a_little(model)
+    with pytest.warns(NoEffectWarning):
+        report = reduce_batch_norm(model)
+    assert "no convolution" in report.kept["blocks.2.bn1"]
+
+
+def test_trained_but_not_traceable_stays():
+    model = RefusesTracing()
+    nn.init.ones_(model.bn1.running_mean)
+    with pytest.warns(NoEffectWarning):
+        report = reduce_batch_norm(model)
+    assert "sample=" in report.kept["layers.0.bn1"]
+
+
+def test_the_optimizer_follows():
+    model = resnet(2, 2)
+    optimizer = train_a_little(model)
+    group, weight = optimizer.param_groups[0], model[3].conv1.weight
+    reduce_batch_norm(model, optimizer, normalize_head=True)
+    assert optimizer.param_groups[0] is group
+    assert set(group["params"]) == set(model.parameters())
+    assert len(group["params"]) == len(set(group["params"]))
+    assert set(optimizer.state) <= set(model.parameters())
+    assert weight in optimizer.state
+    at = next(i for i, p in enumerate(group["params"]) if p is weight)
+    assert group["params"][at + 1] is model[3].conv1.bias
+    F.cross_entropy(model(torch.randn(4, 3, 16, 16)), torch.arange(4)).backward()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_new_parameters_join_the_group_of_their_weight():
+    model = vgg()
+    train_a_little(model)
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}])
+    reduce_batch_norm(model, optimizer)
+    assert [len(g["params"]) for g in optimizer.param_groups] == [9 + 3, 16 - 6]
+    assert model[3].bias in set(optimizer.param_groups[0]["params"])
+
+
+class Branching(nn.Module):
+    """Only a run shows its flow; a symbolic trace fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = resnet(2, 2)
+
+    def forward(self, x):
+        return self.body(x) if x.abs().sum() > 0 else self.body(-x)
+
+
+def _trains_on_ranks(wrapper: str) -> tuple[int, list[torch.Tensor]]:
+    """Transform the bare model, wrap it, attach, train; needs_transform must see that nothing is left."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, algorithm = Branching(), LessBatchNorm()
+    algorithm.transform(model)
+    bare = model
+    if wrapper == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        fully_shard(model)
+        assert isinstance(model, FSDPModule)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    attach_all(Target(model, optimizer), [algorithm])
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        x = torch.randn(4, 3, 16, 16, generator=generator)
+        F.cross_entropy(model(x), torch.randint(4, (4,), generator=generator)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [p.full_tensor() if wrapper == "fsdp" else p for p in model.parameters()]
+    dist.barrier()
+    return len(names_of_norms(bare)), [w.detach().clone() for w in weights]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_two_ranks_agree_and_the_wrapped_model_is_left_alone(wrapper):
+    (norms, first), (_, second) = run_ranks(_trains_on_ranks, 2, wrapper)
+    assert norms == 5
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def foreign(kind: str, **settings) -> nn.Module:
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(num_labels=4, **settings)
+    return getattr(transformers, f"{kind}ForImageClassification")(config)
+
+
+RESNET18 = {"layer_type": "basic", "depths": [2, 2, 2, 2], "embedding_size": 8, "hidden_sizes": [8, 16, 32, 64]}
+RESNET50 = {"embedding_size": 8, "hidden_sizes": [32, 64, 128, 256]}
+REGNET = {"embedding_size": 8, "hidden_sizes": [16, 32, 64, 128], "groups_width": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "norms", "removed", "with_shortcut"),
+    [
+        ("ResNet", RESNET50, 53, 36, 32),  # 16 blocks of 3, 4 projections, stem: 16 * 2 + 4 go
+        ("ResNet", RESNET18, 20, 11, 8),  # 8 blocks of 2, 3 projections, stem: 8 + 3 go
+        ("RegNet", REGNET | {"layer_type": "x"}, 71, 48, 44),  # 22 blocks of 3, 4 projections, stem: 44 + 4 go
+        ("RegNet", REGNET | {"layer_type": "y"}, 71, 48, 44),  # the same with squeeze-and-excitation
+        ("MobileNetV2", {"depth_multiplier": 0.35}, 52, 33, 33),  # 16 blocks of 3 and a stem of 3: 32 + 1 go
+    ],
+    ids=["resnet50", "resnet18", "regnetx", "regnety", "mobilenetv2"],
+)
+def test_networks_nobody_here_wrote(kind, settings, norms, removed, with_shortcut):
+    model = foreign(kind, **settings)
+    scratch = reduce_batch_norm(model, keep_shortcut=True, dry_run=True)
+    assert (len(scratch.found), len(scratch.removed)) == (norms, with_shortcut)
+    optimizer = train_a_little(model, size=64, steps=6)
+    assert reduce_batch_norm(copy.deepcopy(model).double()).largest_difference <= 1e-9
+    x = torch.randn(4, 3, 64, 64)
+    with torch.no_grad():
+        before = model.eval()(x).logits
+        report = reduce_batch_norm(model, optimizer)
+        difference = (model(x).logits - before).abs().max() / before.abs().max()
+    assert len(report.removed) == removed
+    assert report.traced == "run"
+    assert report.largest_difference <= 1e-4
+    assert difference <= 1e-4
+    assert sum(isinstance(m, _BatchNorm) for m in model.modules()) == norms - removed
+    assert set(optimizer.param_groups[0]["params"]) == set(model.parameters())
