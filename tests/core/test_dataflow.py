@@ -88,6 +88,14 @@ def test_a_sample_that_does_not_fit_is_refused():
         runnable(ForeignNames(), torch.randn(2, 5, 8, 8))
 
 
+def test_a_lazy_module_must_have_run():
+    model = nn.Sequential(nn.LazyConv2d(3, 1), nn.LazyBatchNorm2d())
+    with pytest.raises(ValueError, match=r"'0\.weight'.*one batch first"):
+        trace(model)
+    model(torch.randn(2, 3, 4, 4))
+    assert trace(model).traced == "fx"
+
+
 def test_looks_into_a_network_that_returns_its_loss():
     class WithLoss(nn.Module):
         def __init__(self):

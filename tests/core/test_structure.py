@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from tests.support.conv_nets import Basic, RefusesTracing, vgg
+from tests.support.conv_nets import Basic, InvertedResidual, RefusesTracing, vgg
 from torchboost.core.structure import assume
 from torchboost.workloads.models import Bottleneck, ResNet
 
@@ -44,6 +44,11 @@ def test_projections_are_recognised_before_or_behind_the_main_branch():
 def test_counts_the_blocks_of_a_bottleneck_network():
     flow = assume(ResNet(Bottleneck, [1, 2, 1], width=4), is_leaf)
     assert sum(n.kind == "add" for n in flow.nodes) == 4
+
+
+def test_squeeze_and_excitation_does_not_hide_a_block():
+    flow = assume(nn.Sequential(InvertedResidual(4, 4), InvertedResidual(4, 8, 2)), is_leaf)
+    assert sum(n.kind == "add" for n in flow.nodes) == 1
 
 
 def test_plain_stacks_stay_plain():

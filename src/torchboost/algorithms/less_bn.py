@@ -16,7 +16,7 @@ from torchboost.core.algorithm import Algorithm, Traits
 from torchboost.core.dataflow import trace
 from torchboost.core.flow import Dataflow
 from torchboost.core.folding import Fold, fold_obstacle, fold_pairs, is_plain_norm, shared_weights
-from torchboost.core.norm_roles import WEIGHTED, Block, reasons_to_stay, residual_blocks
+from torchboost.core.norm_roles import WEIGHTED, Block, Keep, reasons_to_stay, residual_blocks
 from torchboost.core.normalized_linear import NormalizedLinear
 from torchboost.core.surgery import rebind_optimizer, replace_module
 from torchboost.core.variance import rescale_layers
@@ -72,12 +72,14 @@ class LessBNReport:
 
 @dataclass(frozen=True, kw_only=True)
 class LessBatchNorm(Algorithm):
-    """Train with fewer BatchNorm layers: only the last one of every residual branch stays, and the stem's.
+    """Train with fewer BatchNorm layers: only one of every residual branch stays, and the stem's.
 
     See :func:`reduce_batch_norm`, which does the work, for mechanism and cost.
 
     Args:
         normalize_head: Replace the last linear layer by one between normalised rows.
+        keep: Which BatchNorm of a residual branch stays: the ``"last"``, as in the reference, or the ``"narrowest"``,
+            which costs least.
         keep_shortcut: Keep the BatchNorms of the shortcuts.
         keep_every: In plain stacks keep one of so many.
         blocks_per_norm: Keep a BatchNorm only in one of so many residual blocks.
@@ -95,6 +97,7 @@ class LessBatchNorm(Algorithm):
     traits: ClassVar[Traits] = Traits(order=10, reversible=False)
 
     normalize_head: bool = False
+    keep: Keep = "last"
     keep_shortcut: bool = False
     keep_every: int = 2
     blocks_per_norm: int = 1
@@ -105,8 +108,9 @@ class LessBatchNorm(Algorithm):
         for name in ("keep_every", "blocks_per_norm"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}; 1 is the mildest setting.")
-        if self.init not in get_args(Init):
-            raise ValueError(f"init must be one of {', '.join(get_args(Init))}; found {self.init!r}.")
+        for name, kind in (("keep", Keep), ("init", Init)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}; found {getattr(self, name)!r}.")
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Say why nothing would be removed; None where something would be."""
@@ -120,6 +124,7 @@ class LessBatchNorm(Algorithm):
 
     def transform(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         """Do it; see :func:`reduce_batch_norm` for errors and warnings."""
+        _check(model)
         _reduce(model, optimizer, self, None)
 
 
@@ -128,6 +133,7 @@ def reduce_batch_norm(
     optimizer: Optimizer | None = None,
     *,
     normalize_head: bool = False,
+    keep: Keep = "last",
     keep_shortcut: bool = False,
     keep_every: int = 2,
     blocks_per_norm: int = 1,
@@ -161,11 +167,14 @@ def reduce_batch_norm(
             the weight they belong to.
         normalize_head: Replace the last linear layer of the forward pass by
             :class:`~torchboost.core.normalized_linear.NormalizedLinear`; it keeps its parameters.
+        keep: ``"narrowest"`` keeps, instead of the last BatchNorm of a residual branch, the one over the fewest
+            channels (of several the last): in a bottleneck a quarter of the cost. The branch then ends
+            without one, see ``blocks_per_norm`` for how it starts.
         keep_shortcut: Keep the BatchNorms of the shortcuts.
         keep_every: In plain stacks keep one of so many.
         blocks_per_norm: Above 1, only one of so many consecutive residual blocks keeps its BatchNorm; blocks with
-            a projection and the last block keep theirs. In untrained networks a branch left without any starts
-            at ``1 / sqrt(number of residual blocks)`` of unit scale.
+            a projection and the last block keep theirs. In untrained networks a branch that no longer ends in one
+            starts at ``1 / sqrt(number of residual blocks)`` of unit scale.
         init: ``"keep"`` leaves the weights of an untrained network as they are.
         head_multiplier: Start value of the head's trainable factor.
         sample: Input of a forward pass (tensor, tuple or dict); guessed from the first layer where missing.
@@ -194,12 +203,14 @@ def reduce_batch_norm(
     """
     settings = LessBatchNorm(
         normalize_head=normalize_head,
+        keep=keep,
         keep_shortcut=keep_shortcut,
         keep_every=keep_every,
         blocks_per_norm=blocks_per_norm,
         init=init,
         head_multiplier=head_multiplier,
     )
+    _check(model)
     if dry_run:
         return _reduce(copy.deepcopy(model), None, settings, sample)
     return _reduce(model, optimizer, settings, sample)
@@ -220,14 +231,6 @@ class _Plan(NamedTuple):
 
 
 def _reduce(model: nn.Module, optimizer: Optimizer | None, settings: LessBatchNorm, sample: Any) -> LessBNReport:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}.")
-    wrapper = wrapper_of(model)
-    if wrapper is not None:
-        raise IncompatibleError(
-            f"less_bn changes the modules of the model, but it is already wrapped by {wrapper}; "
-            "call reduce_batch_norm (or plan.transform) on the bare model first, then wrap it."
-        )
     plan = _plan(model, settings, sample)
     if not plan.changes:
         wanted = " and no linear layer to normalise" if settings.normalize_head else ""
@@ -246,6 +249,17 @@ def _reduce(model: nn.Module, optimizer: Optimizer | None, settings: LessBatchNo
         if optimizer is not None and isinstance(head.weight, nn.Parameter):
             rebind_optimizer(optimizer, added=[(head.multiplier, head.weight, "multiplier")])
     return _report(plan, rescaled, difference)
+
+
+def _check(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}.")
+    wrapper = wrapper_of(model)
+    if wrapper is not None:
+        raise IncompatibleError(
+            f"less_bn changes the modules of the model, but it is already wrapped by {wrapper}; "
+            "call reduce_batch_norm (or plan.transform) on the bare model first, then wrap it."
+        )
 
 
 def _report(plan: _Plan, rescaled: tuple[str, ...] = (), difference: float | None = None) -> LessBNReport:
@@ -277,6 +291,7 @@ def _plan(model: nn.Module, settings: LessBatchNorm, sample: Any) -> _Plan:
     reasons = reasons_to_stay(
         flow,
         blocks,
+        keep=settings.keep,
         keep_shortcut=settings.keep_shortcut,
         keep_every=settings.keep_every,
         blocks_per_norm=settings.blocks_per_norm,
@@ -315,12 +330,12 @@ def _reason(flow: Dataflow, norm: _BatchNorm, reasons: Mapping[int, str | None])
 
 
 def _bare_ends(blocks: list[Block], gone: set[int]) -> dict[int, float]:
-    """Last layers of branches that lose all of their BatchNorms -> variance that they should start with."""
+    """Last layers of branches whose sum is no longer normalised -> variance that they should start with."""
     return {
         layers[-1]: 1 / len(blocks)
         for block in blocks
         for layers, norms in zip(block.mains, block.norms, strict=True)
-        if norms and gone.issuperset(norms)
+        if norms and (gone.issuperset(norms) or (norms[-1] in gone and norms[-1] > layers[-1]))
     }
 
 

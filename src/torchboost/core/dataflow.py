@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from torchboost.core.flow import Dataflow, FlowBuilder
@@ -38,8 +39,11 @@ def trace(model: nn.Module, *, sample: Any = None) -> Dataflow:
         sample: Input of one forward pass: a tensor, a tuple of positional or a dict of keyword arguments.
 
     Raises:
-        ValueError: ``sample`` was needed and the model does not run on it.
+        ValueError: ``sample`` was needed and the model does not run on it, or a lazy module was never run.
     """
+    lazy = next((n for n, t in [*model.named_parameters(), *model.named_buffers()] if is_lazy(t)), None)
+    if lazy is not None:
+        raise ValueError(f"found '{lazy}' of a lazy module without a shape; run the model on one batch first.")
     networks = list(_networks(model))
     for network in networks:
         try:

@@ -57,7 +57,12 @@ def _residual(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]] | Non
     inner = [m for m in block.modules() if m is not block]
     if any(_residual(m) is not None for m in inner):
         return None
-    convolutions = [m for m in inner if isinstance(m, _ConvNd)]
+    every = [m for m in inner if isinstance(m, _ConvNd)]
+    normalised = [c for c in every if _width_behind(inner, c) == c.out_channels]  # leaves out squeeze-and-excitation
+    return _split(inner, normalised) or _split(inner, every)
+
+
+def _split(inner: list[nn.Module], convolutions: Sequence[_ConvNd]) -> tuple[list[nn.Module], list[nn.Module]] | None:
     if len(convolutions) < 2:
         return None
     for projection in (convolutions[-1], convolutions[0]):
@@ -66,6 +71,12 @@ def _residual(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]] | Non
             return _without(inner, projection)
     same = convolutions[0].in_channels == convolutions[-1].out_channels and _stride(convolutions) == 1
     return (inner, []) if same and _fit(convolutions) else None
+
+
+def _width_behind(modules: list[nn.Module], convolution: _ConvNd) -> int | None:
+    """Channels of the normalisation registered right behind a convolution, if there is one."""
+    behind = modules[modules.index(convolution) + 1 :][:1]
+    return getattr(behind[0], "num_features", None) if behind else None
 
 
 def _projects(candidate: _ConvNd, others: Sequence[_ConvNd]) -> bool:
@@ -82,9 +93,7 @@ def _projects(candidate: _ConvNd, others: Sequence[_ConvNd]) -> bool:
 def _without(modules: list[nn.Module], projection: _ConvNd) -> tuple[list[nn.Module], list[nn.Module]]:
     """Take a projection and the normalisation registered right behind it out of a block."""
     at = modules.index(projection)
-    behind = modules[at + 1 : at + 2]
-    width = getattr(behind[0], "num_features", None) if behind else None
-    length = 2 if width == projection.out_channels else 1
+    length = 2 if _width_behind(modules, projection) == projection.out_channels else 1
     return modules[:at] + modules[at + length :], modules[at : at + length]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvTransposeNd
 
@@ -44,11 +44,12 @@ def rescale_layers(flow: Dataflow, targets: Mapping[int, float], removed: Collec
     for node in flow.nodes:
         moments = _joined(node, [known[source] for source in node.inputs])
         module = node.module
-        if isinstance(module, WEIGHTED) and isinstance(module._parameters.get("weight"), nn.Parameter):
-            square = moments.square * _gain(module)
+        weight = module._parameters.get("weight") if isinstance(module, WEIGHTED) else None
+        if module is not None and weight is not None:
+            square = moments.square * _gain(module, weight)
             target = targets.get(node.index)
             if target is not None and square > 0:
-                module._parameters["weight"].mul_((target / square) ** 0.5)  # pyright: ignore[reportOptionalMemberAccess]
+                weight.mul_((target / square) ** 0.5)
                 changed.append(module)
                 square = target
             moments = _Moments(0.0, square)
@@ -88,9 +89,7 @@ def _rectified(moments: _Moments) -> _Moments:
     return _Moments(rectified, max(square - rectified**2, 0.0))
 
 
-def _gain(layer: nn.Module) -> float:
-    weight = layer._parameters["weight"]
-    assert weight is not None
+def _gain(layer: nn.Module, weight: Tensor) -> float:
     if weight.is_meta:
         return 0.0
     total = float(weight.float().square().sum())
