@@ -78,7 +78,8 @@ def run_bench(
     First the step times: all contestants in this process, interleaved, on the same batches. Then, for every
     seed, each contestant trains the same number of epochs from the same weights on the same batches; the
     metric is taken on the test set after each epoch, outside the clock. The first step of a training run
-    (allocation, kernel choice, compiling) is booked under set-up, for everyone alike.
+    (allocation, kernel choice) is booked under set-up, for everyone alike. Graphs compiled while timing are
+    found again by the runs of the same process, so the price of compiling stands in ``warmup_seconds``.
 
     Args:
         job: What to train.
