@@ -127,9 +127,8 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
         raise ConfigError("level", found=repr(level), allowed=", ".join(LEVELS), hint=nearest(str(level), LEVELS))
     for name in config.extra:
         if name not in REGISTRY:
-            raise ConfigError(
-                f"extra.{name}", found="no algorithm of that name", allowed=", ".join(REGISTRY), hint=nearest(name, REGISTRY)
-            )
+            allowed, hint = ", ".join(REGISTRY), nearest(name, REGISTRY)
+            raise ConfigError(f"extra.{name}", found="no algorithm of that name", allowed=allowed, hint=hint)
     wanted = _wanted(config, level)
     reasons = {name: _objection(name, wanted, config, facts) for name in wanted}
     dropped = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)

@@ -159,8 +159,10 @@ _SYSTEM: dict[str, Mapping[str, Any]] = {"channels_last": {}, "autocast": {}, "f
 LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "O0": MappingProxyType({}),
-        "O1": MappingProxyType({**_SYSTEM, "less_bn": {}, "gradient_centralization": {}}),
-        "O2": MappingProxyType({**_SYSTEM, "less_bn": {"blocks_per_norm": 2}, "gradient_centralization": {}}),
+        "O1": MappingProxyType({**_SYSTEM, "less_bn": {"keep": "narrowest"}, "gradient_centralization": {}}),
+        "O2": MappingProxyType(
+            {**_SYSTEM, "less_bn": {"keep": "narrowest", "blocks_per_norm": 2}, "gradient_centralization": {}}
+        ),
     }
 )
-"""Level -> algorithm -> settings that differ from the algorithm's own; chosen by measurement, see ``docs/levels.md``."""
+"""Level -> algorithm -> settings that differ from its own; chosen by measurement, see ``docs/levels.md``."""

@@ -22,6 +22,7 @@ from tests.support.conv_nets import (
     train_a_little,
     vgg,
 )
+from tests.support.models import BottleneckNet
 from torchboost.algorithms.less_bn import LessBatchNorm, reduce_batch_norm
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.core.normalized_linear import NormalizedLinear
@@ -89,6 +90,28 @@ def test_the_vgg_of_the_workloads():
     model = VGG(width=4)
     assert len(reduce_batch_norm(model).removed) == 3
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_the_narrowest_norm_of_a_bottleneck_can_stay_instead_of_the_last():
+    torch.manual_seed(0)
+    model = BottleneckNet()
+    norms = names_of_norms(model)
+    report = reduce_batch_norm(model, keep="narrowest")
+    assert [name for name in norms if name not in report.removed][1:] == [n for n in norms if n.endswith("bn2")]
+    ends = [m.conv3 for m in model.modules() if hasattr(m, "conv3")]
+    for end in ends:  # half of the mean square gets through the ReLU in front; the branch starts at 1 / blocks
+        assert float(end.weight.detach().square().sum((1, 2, 3)).mean() / 2) == pytest.approx(1 / len(ends), rel=1e-3)
+    assert not LessBatchNorm(keep="narrowest").needs_transform(model)
+
+
+def test_a_wrapped_model_counts_as_done_where_something_was_removed():
+    fresh, done = vgg(), vgg()
+    reduce_batch_norm(done)
+    for model in (fresh, done):
+        model.compile(backend="eager")
+    assert LessBatchNorm().needs_transform(fresh)
+    assert not LessBatchNorm().needs_transform(done)
+    assert not LessBatchNorm().needs_transform(torch.compile(nn.Linear(2, 2), backend="eager"))
 
 
 def test_fewer_norms_than_blocks():

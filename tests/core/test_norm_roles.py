@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from tests.support.conv_nets import Basic, ForeignNames, InvertedResidual, PreActNet, vgg
+from tests.support.models import BottleneckNet
 from torchboost.core.dataflow import trace
 from torchboost.core.norm_roles import plain_stacks, reasons_to_stay, residual_blocks
 
@@ -85,7 +86,7 @@ def test_a_linear_end_closes_a_stack():
 
 def kept(model, **settings):
     flow = trace(model)
-    default = {"keep_shortcut": False, "keep_every": 2, "blocks_per_norm": 1}
+    default = {"keep": "last", "keep_shortcut": False, "keep_every": 2, "blocks_per_norm": 1}
     reasons = reasons_to_stay(flow, residual_blocks(flow), **default | settings)
     return {flow.nodes[i].label: r for i, r in sorted(reasons.items())}
 
@@ -110,3 +111,14 @@ def test_keep_every_counts_from_the_end():
 def test_flow_of_an_untouched_tensor_is_stable():
     torch.manual_seed(0)
     assert kept(ForeignNames()) == kept(ForeignNames())
+
+
+def test_the_narrowest_of_a_branch_stays_where_asked():
+    model = BottleneckNet()
+    blocks = sorted(name for name, reason in kept(model).items() if reason == "the last of its residual branch")
+    reasons = kept(model, keep="narrowest")
+    narrow = sorted(name for name, reason in reasons.items() if reason == "the narrowest of its residual branch")
+    assert [name[-3:] for name in blocks] == ["bn3", "bn3"]
+    assert [name[-3:] for name in narrow] == ["bn2", "bn2"]
+    assert all(reasons[name] is None for name in blocks)
+    assert kept(nn.Sequential(Basic(3, 3)), keep="narrowest").keys() == kept(nn.Sequential(Basic(3, 3))).keys()

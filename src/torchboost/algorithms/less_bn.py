@@ -18,9 +18,9 @@ from torchboost.core.flow import Dataflow
 from torchboost.core.folding import Fold, fold_obstacle, fold_pairs, is_plain_norm, shared_weights
 from torchboost.core.norm_roles import WEIGHTED, Block, Keep, reasons_to_stay, residual_blocks
 from torchboost.core.normalized_linear import NormalizedLinear
-from torchboost.core.surgery import rebind_optimizer, replace_module
+from torchboost.core.surgery import RemovedNorm, rebind_optimizer, replace_module
 from torchboost.core.variance import rescale_layers
-from torchboost.core.wrapping import unwrap, wrapper_of
+from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
 __all__ = ["LessBNReport", "LessBatchNorm", "reduce_batch_norm"]
@@ -119,8 +119,16 @@ class LessBatchNorm(Algorithm):
         return None if self.needs_transform(model) else "the model has no BatchNorm left that can go"
 
     def needs_transform(self, model: nn.Module) -> bool:
-        """Whether something is left to remove or the head is still to be normalised. Traces the model."""
-        return _plan(unwrap(model), self, None).changes
+        """Whether something is left to remove or the head is still to be normalised.
+
+        Traces a bare model. One that is wrapped or sharded cannot be run for that: it counts as done where
+        something was removed from it.
+        """
+        if wrapper_of(model) is None:
+            return _plan(model, self, None).changes
+        modules = list(model.modules())
+        done = any(isinstance(m, (RemovedNorm, NormalizedLinear)) for m in modules)
+        return not done and any(isinstance(m, _BatchNorm) for m in modules)
 
     def transform(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         """Do it; see :func:`reduce_batch_norm` for errors and warnings."""
@@ -369,7 +377,7 @@ def _drop(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, settings: 
         targets |= {layer: variance for layer, variance in plan.bare_ends.items() if layer in targets}
         rescaled = tuple(plan.names[module] for module in rescale_layers(flow, targets, gone))
     for norm in plan.removed:
-        replace_module(model, norm, nn.Identity())
+        replace_module(model, norm, RemovedNorm())
     if optimizer is not None:
         rebind_optimizer(optimizer, removed=before - set(model.parameters()))
     return rescaled

@@ -8,7 +8,7 @@ removed and checkpointed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar, Protocol, Self
@@ -55,24 +55,52 @@ class Traits:
 class Scaler(Protocol):
     """The part of ``torch.amp.GradScaler`` that a training step uses."""
 
-    def scale(self, outputs: Tensor) -> Tensor: ...
-    def unscale_(self, optimizer: Optimizer) -> None: ...
-    def step(self, optimizer: Optimizer, *args: Any) -> float | None: ...
-    def update(self) -> None: ...
-    def get_scale(self) -> float: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+    def scale(self, outputs: Tensor) -> Tensor:
+        """Return the loss times the scale."""
+        ...
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale, in place, and look for overflow."""
+        ...
+
+    def step(self, optimizer: Optimizer, *args: Any) -> float | None:
+        """Step the optimizer unless a gradient overflowed."""
+        ...
+
+    def update(self) -> None:
+        """Choose the scale of the next step."""
+        ...
+
+    def get_scale(self) -> float:
+        """Return the scale."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        ...
 
 
 class MicroSteps(Protocol):
-    """Several backward passes per update; the loop asks it when the window is full."""
+    """Several backward passes per update; ``ready`` says that the window of ``steps`` passes is full."""
 
     steps: int
     ready: bool
 
-    def micro_step(self) -> AbstractContextManager[None]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+    def micro_step(self) -> AbstractContextManager[None]:
+        """Return the context of one forward and backward pass."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        ...
 
 
 @dataclass(slots=True)
@@ -99,7 +127,9 @@ class Target:
 class Removable(Protocol):
     """Whatever a registration returns: ``torch.utils.hooks.RemovableHandle``, an attachment."""
 
-    def remove(self) -> None: ...
+    def remove(self) -> None:
+        """Undo the registration."""
+        ...
 
 
 class Attachment:
@@ -137,7 +167,7 @@ class Attachment:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, trace: TracebackType | None) -> None:
         self.remove()
 
 
@@ -219,7 +249,7 @@ class Attached:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, trace: TracebackType | None) -> None:
         self.remove()
 
 
@@ -238,14 +268,9 @@ def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> Attached:
     for algorithm in chosen:
         if algorithm.needs_transform(target.model):
             algorithm.transform(target.model, target.optimizer)
-    live: list[Attachment] = []
-    try:
-        for algorithm in chosen:
-            live.append(algorithm.attach(target))
-    except BaseException:
-        for attachment in reversed(live):
-            attachment.remove()
-        raise
+    with ExitStack() as undo:
+        live = [undo.enter_context(algorithm.attach(target)) for algorithm in chosen]
+        undo.pop_all()
     return Attached(chosen, live)
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torchboost.core.dataflow import evaluate, runnable, trace
 from torchboost.core.flow import Dataflow
 from torchboost.core.norm_roles import WEIGHTED
-from torchboost.core.surgery import rebind_optimizer, replace_module
+from torchboost.core.surgery import RemovedNorm, rebind_optimizer, replace_module
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError
 
@@ -202,7 +202,7 @@ def fold_pairs(
     saved = [(layer, layer._parameters["weight"], layer._parameters["bias"]) for layer in layers]
     values = [(p, p.detach().clone()) for _, *parameters in saved for p in parameters if p is not None]
     inside = set(model.parameters())
-    stand_ins = [nn.Identity() for _ in folds]
+    stand_ins = [RemovedNorm() for _ in folds]
     for fold, stand_in in zip(folds, stand_ins, strict=True):
         _fold_into_next(fold) if fold.behind else _fold_into_previous(fold)
         replace_module(model, fold.norm, stand_in)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import nn
 from torch.nn.modules import padding, pooling
@@ -12,7 +12,9 @@ from torch.nn.modules.conv import _ConvNd
 
 from torchboost.core.flow import Branches, Dataflow, Node
 
-__all__ = ["WEIGHTED", "Block", "Stack", "plain_stacks", "reasons_to_stay", "residual_blocks"]
+__all__ = ["WEIGHTED", "Block", "Keep", "Stack", "plain_stacks", "reasons_to_stay", "residual_blocks"]
+
+Keep = Literal["last", "narrowest"]
 
 WEIGHTED = (_ConvNd, nn.Linear)
 _TRANSPARENT = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -209,18 +211,19 @@ def _bends_nothing(node: Node) -> bool:
 
 
 def reasons_to_stay(
-    flow: Dataflow, blocks: list[Block], *, keep_shortcut: bool, keep_every: int, blocks_per_norm: int
+    flow: Dataflow, blocks: list[Block], *, keep: Keep, keep_shortcut: bool, keep_every: int, blocks_per_norm: int
 ) -> dict[int, str | None]:
     """Say for every BatchNorm node with a place in a block or stack why it is needed; None where it is not.
 
     Args:
         flow: The data flow.
         blocks: Its residual blocks.
+        keep: Which one of a residual branch stays: the last, or the one over the fewest channels (of several the last).
         keep_shortcut: Whether shortcuts keep theirs.
         keep_every: Layers per BatchNorm in plain stacks.
         blocks_per_norm: Blocks per BatchNorm where neither width nor resolution changes.
     """
-    reasons = _block_reasons(blocks, keep_shortcut, blocks_per_norm)
+    reasons = _block_reasons(flow, blocks, keep, keep_shortcut, blocks_per_norm)
     first = next((node.index for node in flow.instances(_BatchNorm)), None)
     stem = None if first in reasons else first
     for stack in plain_stacks(flow, blocks):
@@ -238,7 +241,9 @@ def reasons_to_stay(
     return reasons
 
 
-def _block_reasons(blocks: list[Block], keep_shortcut: bool, blocks_per_norm: int) -> dict[int, str | None]:
+def _block_reasons(
+    flow: Dataflow, blocks: list[Block], keep: Keep, keep_shortcut: bool, blocks_per_norm: int
+) -> dict[int, str | None]:
     reasons: dict[int, str | None] = {}
     since = 0
     for block in blocks:
@@ -246,7 +251,15 @@ def _block_reasons(blocks: list[Block], keep_shortcut: bool, blocks_per_norm: in
         due = since >= blocks_per_norm or block.projects or block is blocks[-1]
         since = 0 if due else since
         for norms in block.norms:
-            reasons.update(dict.fromkeys(norms[:-1]))
-            reasons.update(dict.fromkeys(norms[-1:], "the last of its residual branch" if due else None))
+            reasons.update(dict.fromkeys(norms))
+            if due and norms:
+                stays = norms[-1] if keep == "last" else min(reversed(norms), key=lambda norm: _channels(flow, norm))
+                reasons[stays] = f"the {keep} of its residual branch"
         reasons.update(dict.fromkeys(block.shortcut_norms, "in a shortcut (keep_shortcut)" if keep_shortcut else None))
     return reasons
+
+
+def _channels(flow: Dataflow, norm: int) -> int:
+    module = flow.nodes[norm].module
+    assert isinstance(module, _BatchNorm)
+    return module.num_features

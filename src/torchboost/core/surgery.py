@@ -10,7 +10,11 @@ from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-__all__ = ["Rebinding", "rebind_optimizer", "replace_module"]
+__all__ = ["Rebinding", "RemovedNorm", "rebind_optimizer", "replace_module"]
+
+
+class RemovedNorm(nn.Identity):
+    """Stands where a normalisation layer was; its type tells, also in a wrapped or sharded model, that one is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
