@@ -43,10 +43,19 @@ class Block(nn.Module):
         return F.relu(self.body(x) + x)
 
 
-def build(seed: int = 0) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+class Net(nn.Sequential):
+    """A root with a forward of its own: hooks of FSDP2 on torch's own Sequential leave no frame to compile."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            input = layer(input)
+        return input
+
+
+def build(seed: int = 0) -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     stem = [nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
-    model = nn.Sequential(*stem, Block(), Block(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    model = Net(*stem, Block(), Block(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
@@ -221,8 +230,8 @@ def test_two_ranks_agree(how):
     start_weights = dict(build()[0].named_parameters())
     for name in NAMES:
         if isinstance(first[name], str):
-            assert "call" in first[name] or "use" in first[name]
             assert first[name] == second[name]
+            assert "; " in first[name], "an error says what to do"
             continue
         assert identical(first[name], second[name])
         assert all(torch.isfinite(v).all() for v in first[name].values())
