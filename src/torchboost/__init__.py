@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torchboost.algorithms.centralization import Centralization, centralize_gradients
     from torchboost.algorithms.compilation import Compile
     from torchboost.algorithms.fused_optimizer import FusedOptimizer, fuse
+    from torchboost.algorithms.host_memory import HostMemory, retain_host_memory
     from torchboost.algorithms.less_bn import LessBatchNorm, reduce_batch_norm
     from torchboost.algorithms.memory_format import ChannelsLast, channels_last
     from torchboost.compat.auto_boost import AutoBoost
@@ -47,6 +48,7 @@ __all__ = [
     "Facts",
     "FusedOptimizer",
     "GradientPipeline",
+    "HostMemory",
     "IncompatibleError",
     "LessBN",
     "LessBatchNorm",
@@ -67,6 +69,7 @@ __all__ = [
     "fold_batch_norms",
     "fuse",
     "reduce_batch_norm",
+    "retain_host_memory",
 ]
 
 _HOMES = {
@@ -74,6 +77,7 @@ _HOMES = {
     "torchboost.algorithms.centralization": ("Centralization", "centralize_gradients"),
     "torchboost.algorithms.compilation": ("Compile",),
     "torchboost.algorithms.fused_optimizer": ("FusedOptimizer", "fuse"),
+    "torchboost.algorithms.host_memory": ("HostMemory", "retain_host_memory"),
     "torchboost.algorithms.less_bn": ("LessBatchNorm", "reduce_batch_norm"),
     "torchboost.algorithms.memory_format": ("ChannelsLast", "channels_last"),
     "torchboost.compat.auto_boost": ("AutoBoost",),

@@ -152,9 +152,9 @@ def _wanted(config: BoostConfig, level: str) -> list[str]:
     }[mode]
     wanted = dict.fromkeys(chosen)
     for entry in REGISTRY.values():
-        if entry.name not in wanted:
+        if entry.name not in wanted or not entry.brings:
             continue
-        section = getattr(config, entry.section, None)
+        section = getattr(config, entry.section)
         for key, brought in entry.brings.items():
             decided = mode != "auto" or key in section.model_fields_set
             if decided and getattr(section, key):

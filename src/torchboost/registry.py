@@ -14,6 +14,7 @@ from torchboost.algorithms.autocast import Autocast
 from torchboost.algorithms.centralization import Centralization
 from torchboost.algorithms.compilation import Compile
 from torchboost.algorithms.fused_optimizer import FusedOptimizer
+from torchboost.algorithms.host_memory import HostMemory
 from torchboost.algorithms.less_bn import LessBatchNorm
 from torchboost.algorithms.memory_format import ChannelsLast
 from torchboost.core.algorithm import Algorithm
@@ -114,6 +115,10 @@ def _needs_fast_half(facts: Facts) -> str | None:
     return f"this {facts.device} does not compute faster in bfloat16 (needs AVX512-BF16, AMX or CUDA 8.0)"
 
 
+def _needs_host_tensors(facts: Facts) -> str | None:
+    return None if facts.device == "cpu" else f"torch manages the memory of a {facts.device} itself"
+
+
 def _centralization_unproven(facts: Facts) -> str | None:
     return "measured on convolutional networks only" if facts.convolutional is False else None
 
@@ -147,6 +152,11 @@ _ENTRIES = (
         summary="computes the forward and backward pass in bfloat16",
         unusable=_needs_fast_half,
     ),
+    Entry(
+        algorithm=HostMemory,
+        summary="keeps freed host memory in the process",
+        unusable=_needs_host_tensors,
+    ),
     Entry(algorithm=FusedOptimizer, summary="updates all parameters in one kernel"),
     Entry(algorithm=Compile, summary="compiles the model with torch.compile", unproven=_compile_unproven),
 )
@@ -154,7 +164,9 @@ _ENTRIES = (
 REGISTRY: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
 """Every algorithm under its JSON name."""
 
-_SYSTEM: dict[str, Mapping[str, Any]] = {"channels_last": {}, "autocast": {}, "fused_optimizer": {}, "compile": {}}
+_SYSTEM: dict[str, Mapping[str, Any]] = {
+    name: {} for name in ("host_memory", "channels_last", "autocast", "fused_optimizer", "compile")
+}
 
 LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {

@@ -42,6 +42,8 @@ class Traits:
         reversible: Whether ``remove()`` leaves the model as it was before.
         unused_parameters: Whether some parameters get no gradient on some steps.
         replaces_optimizer: Whether ``attach`` puts another optimizer into the target.
+        process_wide: Whether the effect reaches beyond the target, so that loops measured in one process must take
+            turns with it.
         excludes: Names of algorithms that cannot work together with this one.
     """
 
@@ -49,6 +51,7 @@ class Traits:
     reversible: bool = True
     unused_parameters: bool = False
     replaces_optimizer: bool = False
+    process_wide: bool = False
     excludes: frozenset[str] = frozenset()
 
 

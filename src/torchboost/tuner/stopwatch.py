@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -163,6 +163,7 @@ def compare(
     confidence: float = 0.95,
     clock: Clock | None = None,
     progress: Progress | None = None,
+    within: Mapping[str, Callable[[], AbstractContextManager[object]]] | None = None,
 ) -> Comparison:
     """Time several callables against each other in one process.
 
@@ -181,6 +182,9 @@ def compare(
         confidence: Of the intervals, two-sided.
         clock: Wall clock by default; pass ``Clock.of(device)`` for a GPU.
         progress: Told about every contestant warmed and every round timed.
+        within: Name -> what holds for the whole process while that contestant runs, such as a setting of the memory
+            allocator. Where any contestant has one, each sample is preceded by one call off the clock, so that
+            everyone runs in a process that has settled to its own setting.
 
     Raises:
         ValueError: No contestants, an unknown baseline, or ``pairs`` or ``calls`` below 1; nothing was called.
@@ -188,10 +192,12 @@ def compare(
     _check(contestants, baselines, pairs, calls)
     clock = clock if clock is not None else Clock()
     tell = progress if progress is not None else _silent
+    settings = {name: (within or {}).get(name, nullcontext) for name in contestants}
     warm, unsettled = {}, []
     for done, (name, call) in enumerate(contestants.items()):
         tell("warm-up", done, len(contestants), name)
-        warm[name], settled = _warm_up(call, warmup if warmup is not None else Warmup(), clock)
+        with settings[name]():
+            warm[name], settled = _warm_up(call, warmup if warmup is not None else Warmup(), clock)
         if not settled:
             unsettled.append(name)
     tell("warm-up", len(contestants), len(contestants))
@@ -201,7 +207,10 @@ def compare(
             tell("timing", done, pairs)
             gc.collect(0)
             for name in order:
-                samples[name].append(_sample(contestants[name], calls, clock))
+                with settings[name]():
+                    if within:
+                        contestants[name]()
+                    samples[name].append(_sample(contestants[name], calls, clock))
     tell("timing", pairs, pairs)
     return Comparison(
         samples=samples,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -200,6 +201,7 @@ def _timed(
         warmup=warmup,
         clock=settings.clock,
         progress=settings.progress,
+        within={name: loop.within for name, loop in loops.items() if loop.within is not contextlib.nullcontext},
     )
     earlier = {contestant.name: contestant for contestant in report.contestants}
     found = []
@@ -250,29 +252,23 @@ def _curve(name: str, seed: int, settings: _Settings, done: int, total: int) -> 
     setup, watch = Stopwatch(settings.clock), Stopwatch(settings.clock)
     with setup:
         loop = settings.loop(name, seed, settings.steps)
-    epochs, seconds, train_loss, metric = [], [], [], []
+    curve = Curve(seed=seed, epochs=[], seconds=[], train_loss=[], metric=[])
     losses: list[Tensor] = []
-    for epoch in range(settings.epochs):
-        settings.progress("training", done + epoch, total, f"{name}, seed {seed}, epoch {epoch + 1}")
-        batches = settings.data.train(settings.job.batch, seed=seed, epoch=epoch)
-        if epoch == 0:
-            with setup:
-                losses.append(loop.step(*next(batches)))
-        with watch:
-            for inputs, targets in batches:
-                losses.append(loop.step(inputs, targets))
-        epochs.append(epoch + 1.0)
-        seconds.append(watch.seconds)
-        train_loss.append(_smoothed(losses))
-        metric.append(_evaluated(loop, settings))
-    return Curve(
-        seed=seed,
-        epochs=epochs,
-        seconds=seconds,
-        train_loss=train_loss,
-        metric=metric,
-        setup_seconds=setup.seconds,
-    )
+    with loop.within():
+        for epoch in range(settings.epochs):
+            settings.progress("training", done + epoch, total, f"{name}, seed {seed}, epoch {epoch + 1}")
+            batches = settings.data.train(settings.job.batch, seed=seed, epoch=epoch)
+            if epoch == 0:
+                with setup:
+                    losses.append(loop.step(*next(batches)))
+            with watch:
+                for inputs, targets in batches:
+                    losses.append(loop.step(inputs, targets))
+            curve.epochs.append(epoch + 1.0)
+            curve.seconds.append(watch.seconds)
+            curve.train_loss.append(_smoothed(losses))
+            curve.metric.append(_evaluated(loop, settings))
+    return curve.model_copy(update={"setup_seconds": setup.seconds})
 
 
 def _evaluated(loop: Loop, settings: _Settings) -> float:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.core.algorithm import Target
+from torchboost.core.algorithm import Algorithm, Target, attach_all
 from torchboost.core.hardware import half_precision_is_fast
 from torchboost.errors import nearest
 from torchboost.plan import Plan
@@ -99,6 +99,7 @@ class Loop:
         step: ``(inputs, targets) -> loss``: forward, backward, update, schedule.
         predict: ``inputs -> outputs`` without compiling anew; put ``model`` into evaluation mode first.
         model: What is trained.
+        within: Enters what holds for the whole process while this loop steps.
         algorithms: What is attached.
         dropped: What was asked for and left out.
         notes: What else there is to say.
@@ -107,6 +108,7 @@ class Loop:
     step: Callable[[Tensor, Tensor], Tensor]
     predict: Callable[[Tensor], Tensor]
     model: nn.Module
+    within: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     algorithms: list[AlgorithmRow] = field(default_factory=list)
     dropped: list[DroppedRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -156,8 +158,10 @@ def build_loop(
         algorithms = [AlgorithmRow(name=a.name, settings=repr(a)) for a in plan.algorithms]
         dropped = [DroppedRow(name=d.name, reason=d.reason) for d in plan.dropped]
     notes = _prepare_by_hand(model, recipe) if by_hand else []
+    process_wide: list[Algorithm] = []
     if plan is not None:
-        plan.attach(target)
+        process_wide = [a for a in plan.algorithms if a.traits.process_wide]
+        attach_all(target, (a for a in plan.algorithms if not a.traits.process_wide))
         if target.accumulator is not None:
             raise ValueError("the plan accumulates gradients; the loops of a benchmark update after every batch.")
     body = _hand_body if by_hand else _plain_body
@@ -165,6 +169,7 @@ def build_loop(
         step=body(job, target, steps, device),
         predict=model.forward if recipe.compiled_by_hand else target.model,
         model=model,
+        within=(lambda: attach_all(target, process_wide)) if process_wide else contextlib.nullcontext,
         algorithms=algorithms,
         dropped=dropped,
         notes=notes,
