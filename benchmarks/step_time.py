@@ -9,6 +9,9 @@ from options import Options, parser, run, single_algorithms
 from torchboost.workloads.bench import run_bench
 from torchboost.workloads.jobs import find_job
 
+PLANNED_STEPS = 65_536
+"""Length of run that the levels plan for: the default of the reference's configuration."""
+
 JOBS = ("cifar10-resnet-bottleneck", "cifar10-resnet-basic", "cifar10-vgg", "text-gpt")
 
 
@@ -23,6 +26,7 @@ def measure(options: Options) -> list[Path]:
             contestants=["stock", *by_hand, "O1", "O2", *single_algorithms()],
             pairs=2 if options.smoke else 30,
             epochs=0,
+            total_steps=PLANNED_STEPS,
             train_limit=8 * job.batch,
             data_path=options.path_for(name),
             out=out,

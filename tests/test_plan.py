@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ from torchboost.config import BoostConfig
 from torchboost.plan import resolve
 from torchboost.registry import LEVELS, REGISTRY
 
-FAST = Facts(half_precision=True, convolutional=True)
+FAST = Facts(half_precision=True, convolutional=True, total_steps=65536)
 
 
 def names(plan: Plan) -> set[str]:
@@ -117,6 +119,27 @@ def test_facts_rule_out_with_a_reason():
     assert "extra.compile" in left_out["compile"]
 
 
+@pytest.mark.parametrize(
+    ("facts", "config", "reason"),
+    [
+        (Facts(convolutional=True), {}, "say how many in grad_freeze.total_steps"),
+        (Facts(convolutional=True, total_steps=100), {}, "100 steps do not repay"),
+        (Facts(convolutional=True), {"grad_freeze": {"total_steps": 100}}, "100 steps do not repay"),
+        (Facts(convolutional=True, total_steps=100), {"grad_freeze": {"total_steps": 9000}}, None),
+        (Facts(convolutional=True, total_steps=9000), {}, None),
+        (Facts(convolutional=True), {"extra": {"compile": True}}, None),
+        (Facts(convolutional=False, total_steps=9000), {}, "convolutional networks only"),
+        (Facts(convolutional=True, total_steps=9000, device="cuda"), {}, "not measured on cuda"),
+    ],
+)
+def test_compile_must_be_repaid_by_the_planned_steps(facts, config, reason):
+    plan = Plan.of("O1", config, facts)
+    if reason is None:
+        assert "compile" in names(plan)
+    else:
+        assert reason in reasons(plan)["compile"]
+
+
 def test_asking_by_name_overrides_unproven_but_not_unusable():
     slow = Facts(half_precision=False, convolutional=False)
     plan = Plan.of("O1", {"extra": {"gradient_centralization": True, "autocast": True}}, slow)
@@ -189,7 +212,7 @@ def test_boost_without_loss_fn_takes_the_models_own_loss():
 
 def test_plan_in_the_own_loop():
     model = small_net()
-    plan = Plan.of("O1", facts=FAST)
+    plan = Plan.of("O1", facts=replace(FAST, total_steps=100))
     plan.transform(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     attached = plan.attach(Target(model, optimizer))

@@ -119,6 +119,7 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     displace others; what these facts rule out is dropped; the rest is built and sorted by attach order.
     Settings of an algorithm: the level's row, overridden by the keys the user wrote in the reference's
     section, overridden by ``extra``. Outside mode auto the section's defaults take the place of the level's row.
+    ``grad_freeze.total_steps``, where the user wrote it, is the length of the run for every algorithm.
 
     Raises:
         ConfigError: Unknown level, unknown name or setting under ``extra``, or a setting of wrong type or range.
@@ -129,6 +130,8 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
         if name not in REGISTRY:
             allowed, hint = ", ".join(REGISTRY), nearest(name, REGISTRY)
             raise ConfigError(f"extra.{name}", found="no algorithm of that name", allowed=allowed, hint=hint)
+    if "total_steps" in config.grad_freeze.model_fields_set:
+        facts = replace(facts, total_steps=config.grad_freeze.total_steps)
     wanted = _wanted(config, level)
     reasons = {name: _objection(name, wanted, config, facts) for name in wanted}
     dropped = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)

@@ -37,6 +37,7 @@ class Facts:
         device: Type of the device that trains: ``"cpu"``, ``"cuda"``, ...
         half_precision: Whether the device computes faster in bfloat16 than in float32.
         convolutional: Whether the model has convolutions; None where no model was looked at.
+        total_steps: Training steps planned; None where nobody said.
         loop: Who owns the training loop.
     """
 
@@ -46,13 +47,16 @@ class Facts:
     device: str = "cpu"
     half_precision: bool = False
     convolutional: bool | None = None
+    total_steps: int | None = None
     loop: Loop = "torchboost"
 
     @classmethod
-    def measure(cls, model: nn.Module | None = None, *, loop: Loop = "torchboost") -> Facts:
+    def measure(
+        cls, model: nn.Module | None = None, *, total_steps: int | None = None, loop: Loop = "torchboost"
+    ) -> Facts:
         """Look at the process group, the hardware and, where given, the model.
 
-        Without a model the device is the default device of torch.
+        Without a model the device is the default device of torch. ``total_steps`` is handed on as it is.
         """
         topology = Topology.current()
         device, convolutional = torch.get_default_device(), None
@@ -66,6 +70,7 @@ class Facts:
             device=device.type,
             half_precision=half_precision_is_fast(device),
             convolutional=convolutional,
+            total_steps=total_steps,
             loop=loop,
         )
 
@@ -123,10 +128,21 @@ def _centralization_unproven(facts: Facts) -> str | None:
     return "measured on convolutional networks only" if facts.convolutional is False else None
 
 
+COMPILE_REPAID = 5_000
+"""Steps after which compiling a convolutional network on CPU has paid for itself (``docs/levels.md``)."""
+
+
 def _compile_unproven(facts: Facts) -> str | None:
-    if facts.device == "cpu":
-        return "on CPU its gain rarely repays the minute it takes; ask for it with extra.compile (docs/levels.md)"
-    return "its cost against its gain is not measured on this device yet; ask for it with extra.compile"
+    ask = "ask for it with extra.compile"
+    if facts.device != "cpu":
+        return f"its cost against its gain is not measured on {facts.device} yet; {ask}"
+    if facts.convolutional is False:
+        return f"measured on convolutional networks only; {ask}"
+    if facts.total_steps is None:
+        return f"pays from about {COMPILE_REPAID:,} steps on; say how many in grad_freeze.total_steps, or {ask}"
+    if facts.total_steps < COMPILE_REPAID:
+        return f"{facts.total_steps:,} steps do not repay the compiler, about {COMPILE_REPAID:,} do; or {ask}"
+    return None
 
 
 _ENTRIES = (

@@ -52,7 +52,7 @@ def test_pages_are_faulted_once_and_again_after_remove():
 
 def test_another_c_library_is_said(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(IncompatibleError, match="glibc.*leave it out"):
+    with pytest.raises(IncompatibleError, match=r"glibc.*leave it out"):
         retain_host_memory()
     model = nn.Linear(2, 2)
     assert "glibc" in HostMemory().idle(model, torch.optim.SGD(model.parameters(), lr=0.1))

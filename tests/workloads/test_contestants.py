@@ -57,7 +57,7 @@ class Halved(Algorithm):
         return Attachment(target.optimizer.register_step_pre_hook(halve))
 
 
-def halving_planner(level: str, added: Sequence[str], model: nn.Module, optimizer: Optimizer) -> Plan:
+def halving_planner(level: str, added: Sequence[str], model: nn.Module, optimizer: Optimizer, total_steps: int) -> Plan:
     return Plan(level=level, mode="manual", algorithms=(Halved(),), dropped=(Dropped("less_bn", "not today"),))
 
 
@@ -146,7 +146,7 @@ def test_levels_and_additions_go_through_the_planner() -> None:
 def test_the_planner_gets_the_base_of_an_addition_as_level_o0() -> None:
     seen: list[tuple[str, tuple[str, ...]]] = []
 
-    def planner(level: str, added: Sequence[str], model: nn.Module, optimizer: Optimizer) -> Plan:
+    def planner(level: str, added: Sequence[str], model: nn.Module, optimizer: Optimizer, total_steps: int) -> Plan:
         seen.append((level, tuple(added)))
         return Plan(level=level, mode="auto", algorithms=())
 
@@ -158,13 +158,13 @@ def test_the_planner_gets_the_base_of_an_addition_as_level_o0() -> None:
 def test_the_real_planner_knows_levels_and_single_algorithms() -> None:
     model = tiny_model(None)
     optimizer = tiny_job().optimizer(model.parameters())
-    assert plan_for("O0", (), model, optimizer).algorithms == ()
-    single = plan_for("O0", ("gradient_centralization",), model, optimizer)
+    assert plan_for("O0", (), model, optimizer, 8).algorithms == ()
+    single = plan_for("O0", ("gradient_centralization",), model, optimizer, 8)
     assert [a.name for a in single.algorithms] == ["gradient_centralization"]
-    level = plan_for("O1", (), model, optimizer)
+    level = plan_for("O1", (), model, optimizer, 8)
     assert {a.name for a in level.algorithms} | {d.name for d in level.dropped} >= {"less_bn", "channels_last"}
     with pytest.raises(ValueError, match="no_such_thing"):
-        plan_for("O0", ("no_such_thing",), model, optimizer)
+        plan_for("O0", ("no_such_thing",), model, optimizer, 8)
 
 
 def test_a_plan_with_accumulation_is_refused() -> None:
@@ -188,7 +188,7 @@ def test_a_plan_with_accumulation_is_refused() -> None:
             target.accumulator = Accumulator()
             return Attachment()
 
-    def planner(level: str, added: Sequence[str], model: nn.Module, optimizer: Optimizer) -> Plan:
+    def planner(level: str, added: Sequence[str], model: nn.Module, optimizer: Optimizer, total_steps: int) -> Plan:
         return Plan(level=level, mode="manual", algorithms=(Accumulating(),))
 
     with pytest.raises(ValueError, match="accumulates gradients"):

@@ -35,6 +35,7 @@ class _Settings:
     job: Job
     data: Data
     epochs: int
+    total_steps: int | None
     device: torch.device
     clock: Clock
     planner: Planner
@@ -51,6 +52,7 @@ class _Settings:
             self.data,
             seed=seed,
             steps=steps,
+            total_steps=self.total_steps or self.steps or steps,
             device=self.device,
             planner=self.planner,
         )
@@ -64,6 +66,7 @@ def run_bench(
     calls: int = 1,
     seeds: int = 3,
     epochs: int | None = None,
+    total_steps: int | None = None,
     train_limit: int | None = None,
     data_path: str | Path | None = None,
     device: torch.device | str = "cpu",
@@ -89,6 +92,7 @@ def run_bench(
         calls: Steps per sample.
         seeds: Training runs per contestant, from the seeds 0, 1, ...
         epochs: Per run; the job's by default. 0 measures step times only.
+        total_steps: Length of the run that the levels plan for; that of the curves by default.
         train_limit: Only the first so many training samples.
         data_path: Where the data lie, for jobs that need to be told.
         device: Where to train.
@@ -113,6 +117,7 @@ def run_bench(
         job=job,
         data=data,
         epochs=job.epochs if epochs is None else epochs,
+        total_steps=total_steps,
         device=device,
         clock=clock if clock is not None else Clock.of(device),
         planner=planner,

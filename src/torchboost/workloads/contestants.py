@@ -44,8 +44,10 @@ Kind = Literal["stock", "hand", "level", "algorithm"]
 class Planner(Protocol):
     """Chooses the algorithms of a contestant."""
 
-    def __call__(self, level: str, added: Sequence[str], model: nn.Module, optimizer: Optimizer) -> Plan:
-        """Return the plan of ``level`` with the algorithms ``added``."""
+    def __call__(
+        self, level: str, added: Sequence[str], model: nn.Module, optimizer: Optimizer, total_steps: int
+    ) -> Plan:
+        """Return the plan of ``level`` with the algorithms ``added`` for a run of ``total_steps``."""
         ...
 
 
@@ -114,9 +116,9 @@ class Loop:
     notes: list[str] = field(default_factory=list)
 
 
-def plan_for(level: str, added: Sequence[str], model: nn.Module, optimizer: Optimizer) -> Plan:
+def plan_for(level: str, added: Sequence[str], model: nn.Module, optimizer: Optimizer, total_steps: int) -> Plan:
     """Return the plan of ``level`` and the algorithms ``added``, without those that find nothing to do."""
-    facts = Facts.measure(model, loop="own")
+    facts = Facts.measure(model, total_steps=total_steps, loop="own")
     return Plan.of(level, {"extra": dict.fromkeys(added, True)}, facts).fit(model, optimizer)
 
 
@@ -127,6 +129,7 @@ def build_loop(
     *,
     seed: int,
     steps: int,
+    total_steps: int | None = None,
     device: torch.device | str = "cpu",
     planner: Planner = plan_for,
 ) -> Loop:
@@ -138,6 +141,7 @@ def build_loop(
         data: Of the job, on ``device``.
         seed: Of the weights.
         steps: Length of the schedule.
+        total_steps: Steps that must repay what an algorithm costs at the start; ``steps`` by default.
         device: Where the model lies.
         planner: Chooses the algorithms of levels and additions.
 
@@ -153,7 +157,9 @@ def build_loop(
     dropped: list[DroppedRow] = []
     plan = None
     if recipe.kind in ("level", "algorithm"):
-        plan = planner("O0" if recipe.kind == "algorithm" else recipe.base, recipe.planned, model, optimizer)
+        plan = planner(
+            "O0" if recipe.kind == "algorithm" else recipe.base, recipe.planned, model, optimizer, total_steps or steps
+        )
         plan.transform(model, optimizer)
         algorithms = [AlgorithmRow(name=a.name, settings=repr(a)) for a in plan.algorithms]
         dropped = [DroppedRow(name=d.name, reason=d.reason) for d in plan.dropped]
