@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -62,3 +64,8 @@ def test_every_algorithm_has_a_card_that_names_its_settings(name):
 def test_every_card_belongs_to_an_algorithm():
     cards = {card.stem for card in (DOCS / "algorithms").glob("*.md")} - {"index"}
     assert cards <= set(REGISTRY)
+
+
+def test_the_tables_show_the_results():
+    done = subprocess.run([sys.executable, ROOT / "benchmarks" / "tables.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

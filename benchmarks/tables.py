@@ -1,0 +1,97 @@
+"""Write the tables of docs/levels.md from the level table and the result files; ``--check`` only compares."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from torchboost.registry import LEVELS, REGISTRY
+from torchboost.tuner.evidence import BenchReport, Contestant
+from torchboost.tuner.table import Table, result_table
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "levels.md"
+BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def rows(table: Table) -> str:
+    lines = ["| " + " | ".join(table.headings) + " |", "|" + " --- |" * len(table.headings)]
+    return "\n".join([*lines, *("| " + " | ".join(cell or " " for cell in row) + " |" for row in table.rows)])
+
+
+def levels() -> str:
+    def cell(level: str, name: str) -> str:
+        if name not in LEVELS[level]:
+            return ""
+        return ", ".join(f"`{key}={value!r}`" for key, value in LEVELS[level][name].items()) or "on"
+
+    body = [
+        (f"[{name}](algorithms/{name}.md)", entry.summary, *(cell(level, name) for level in LEVELS))
+        for name, entry in REGISTRY.items()
+    ]
+    return rows(Table(headings=("algorithm", "what it does", *LEVELS), rows=tuple(body)))
+
+
+def origin(report: BenchReport, path: Path) -> str:
+    env = report.environment
+    trained = f", {report.epochs} epochs of {report.train_samples:,} samples" if report.epochs else ""
+    return (
+        f"{report.title}: {report.parameters:,} parameters, batch {report.batch}{trained}. "
+        f"{env.processor}, {env.threads} threads, {env.device}, torch {env.torch}, "
+        f"commit {env.commit or 'unknown'}, {env.date}. Raw samples: `benchmarks/results/{path.name}`."
+    )
+
+
+def times(path: Path) -> str:
+    report = BenchReport.load(path)
+    return f"{rows(result_table(report))}\n\n{origin(report, path)}"
+
+
+def accuracy(path: Path) -> str:
+    report = BenchReport.load(path)
+
+    def row(contestant: Contestant) -> tuple[str, ...]:
+        finals = [curve.metric[-1] for curve in contestant.curves]
+        mean = 100 * sum(finals) / len(finals)
+        seeds = ", ".join(f"{100 * final:.1f}" for final in finals)
+        quality = next(iter(contestant.quality), None)
+        if quality is None:
+            return (contestant.name, f"{mean:.2f}", seeds, "", "", "")
+        low, mid = 100 * quality.difference.low, 100 * quality.difference.mid
+        verdict = "yes" if quality.passed else "not shown"
+        within = f"{verdict} ({100 * quality.margin:g})"
+        return (contestant.name, f"{mean:.2f}", seeds, f"{mid:+.2f}", f"{low:+.2f}", within)
+
+    head = ("contestant", "accuracy, %", "per seed", "against stock, points", "at worst (95 %)", "within the margin")
+    table = Table(headings=head, rows=tuple(row(c) for c in report.contestants if c.curves))
+    return f"{rows(table)}\n\n{origin(report, path)}"
+
+
+MAKERS: dict[str, Callable[[Path], str]] = {"step_time": times, "overhead": times, "accuracy": accuracy, "gpu": times}
+
+
+def block(name: str) -> str:
+    if name == "levels":
+        return levels()
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return "Not measured yet."
+    return MAKERS[name.split("-")[0]](path)
+
+
+def page(text: str) -> str:
+    return BLOCK.sub(lambda match: f"{match[1]}{block(match['name'])}\n{match[3]}", text)
+
+
+if __name__ == "__main__":
+    made = argparse.ArgumentParser(description=__doc__)
+    made.add_argument("--check", action="store_true", help="fail where the page and the results differ")
+    before = PAGE.read_text(encoding="utf-8")
+    after = page(before)
+    if made.parse_args().check:
+        sys.exit(0 if after == before else f"{PAGE} does not show the results: run python benchmarks/tables.py")
+    PAGE.write_text(after, encoding="utf-8")
