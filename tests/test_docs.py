@@ -67,5 +67,6 @@ def test_every_card_belongs_to_an_algorithm():
 
 
 def test_the_tables_show_the_results():
-    done = subprocess.run([sys.executable, ROOT / "benchmarks" / "tables.py", "--check"], capture_output=True, text=True)
+    command = [sys.executable, ROOT / "benchmarks" / "tables.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.less_bn import LessBNReport, reduce_batch_norm
+from torchboost.core.norm_roles import Keep
 
 __all__ = ["LessBN"]
 
@@ -21,6 +22,7 @@ class LessBN(nn.Module):
     Args:
         network: Changed in place, then passed through to.
         fn_flag: Replace the last linear layer by one between normalised rows.
+        keep: Which BatchNorm of a residual branch stays, the ``"last"`` or the ``"narrowest"``.
         keep_shortcut: Keep the BatchNorms of the shortcuts.
         keep_every: In plain stacks keep one of so many.
         blocks_per_norm: Keep a BatchNorm only in one of so many residual blocks.
@@ -47,6 +49,7 @@ class LessBN(nn.Module):
         network: nn.Module,
         fn_flag: bool = False,
         *,
+        keep: Keep = "last",
         keep_shortcut: bool = False,
         keep_every: int = 2,
         blocks_per_norm: int = 1,
@@ -58,6 +61,7 @@ class LessBN(nn.Module):
             network,
             optimizer,
             normalize_head=fn_flag,
+            keep=keep,
             keep_shortcut=keep_shortcut,
             keep_every=keep_every,
             blocks_per_norm=blocks_per_norm,

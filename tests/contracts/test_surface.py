@@ -1,0 +1,69 @@
+"""The public surface: a change of it is a change of this snapshot, made on purpose.
+
+``python -m tests.contracts.test_surface`` writes the snapshot anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import torchboost
+from torchboost.cli.app import app
+from torchboost.config import BoostConfig
+
+SNAPSHOT = Path(__file__).with_name("surface.json")
+
+
+def signature(value: Any) -> Any:
+    if not callable(value):
+        return type(value).__name__
+    if not inspect.isclass(value):
+        return str(inspect.signature(value))
+    methods = {
+        name: str(inspect.signature(member))
+        for name, member in inspect.getmembers(value, callable)
+        if not name.startswith("_") and getattr(member, "__module__", "").startswith("torchboost")
+    }
+    try:
+        return {"()": str(inspect.signature(value)), **methods}
+    except ValueError:  # built-in constructors have none
+        return methods
+
+
+def surface() -> dict[str, Any]:
+    commands = typer.main.get_command(app).commands
+    return {
+        "names": {name: signature(getattr(torchboost, name)) for name in sorted(torchboost.__all__)},
+        "levels": {level: {name: dict(s) for name, s in row.items()} for level, row in torchboost.LEVELS.items()},
+        "schema": BoostConfig.model_json_schema(),
+        "commands": {
+            name: sorted(option for parameter in command.params for option in parameter.opts)
+            for name, command in sorted(commands.items())
+        },
+    }
+
+
+def test_the_surface_is_the_one_agreed_on():
+    expected = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
+    found = json.loads(json.dumps(surface()))
+    for part, entries in expected.items():
+        assert found[part] == entries, f"{part} changed; if on purpose: python -m tests.contracts.test_surface"
+    assert found.keys() == expected.keys()
+
+
+def test_every_public_name_loads_from_its_home_and_no_other():
+    homes = [name for names in torchboost._HOMES.values() for name in names]
+    assert sorted(homes) == sorted(torchboost.__all__)
+    assert set(torchboost.__all__) <= set(dir(torchboost))
+    for home, names in torchboost._HOMES.items():
+        values = [getattr(torchboost, name) for name in names]
+        assert {value.__module__ for value in values if callable(value)} <= {home}
+
+
+if __name__ == "__main__":
+    SNAPSHOT.write_text(json.dumps(surface(), indent=1) + "\n", encoding="utf-8")
