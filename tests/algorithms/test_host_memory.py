@@ -44,10 +44,10 @@ def test_pages_are_faulted_once_and_again_after_remove():
     """In a process of its own, as the setting is the process's."""
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
     stock, kept, again = map(int, done.stdout.split())
-    pages = 136 * 2**20 // resource.getpagesize()
-    assert stock > pages // 2
-    assert kept < pages // 100
-    assert again > pages // 4
+    mapped = 40 * 2**20 // resource.getpagesize()  # glibc maps blocks above 32 MiB anew each time
+    assert stock >= mapped
+    assert kept < mapped // 100
+    assert again >= mapped
 
 
 def test_another_c_library_is_said(monkeypatch):
