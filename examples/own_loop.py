@@ -1,0 +1,42 @@
+"""A level in a loop of your own: the loop stays as it was, and everything can be taken away again."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+import torchboost
+from torchboost.workloads.data import digits
+from torchboost.workloads.models import Bottleneck, ResNet
+
+
+def main(epochs: int = 3) -> float:
+    torch.manual_seed(0)
+    data = digits(16)
+    steps = epochs * data.steps(32)
+    model = ResNet(Bottleneck, [2, 2, 2], width=16, classes=10, in_channels=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+    booster = torchboost.AutoBoost("O1", {"grad_freeze": {"total_steps": steps}})
+    model, optimizer = booster.network_auto_process_train(model, optimizer)
+    print(booster.explain())
+
+    for epoch in range(epochs):
+        for images, labels in data.train(32, seed=0, epoch=epoch):
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+
+    fast = booster.network_auto_process_eval(model)
+    with torch.no_grad():
+        right = sum(int((fast(x).argmax(1) == y).sum()) for x, y in data.test(100))
+    print(f"{right} of {len(data.test_labels)} test images right")
+    booster.attached.remove()
+    return right / len(data.test_labels)
+
+
+if __name__ == "__main__":
+    main()

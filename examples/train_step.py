@@ -1,0 +1,47 @@
+"""The shortest way in, with loss scaling, clipping and a checkpoint in mid-run."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+import torchboost
+from torchboost.core.step import TrainStep
+from torchboost.optim.transforms import ClipNorm
+
+
+def start() -> tuple[torch.nn.Module, torch.optim.Optimizer, TrainStep]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torchboost.GradientPipeline(ClipNorm(1.0)).attach(optimizer)
+    step = torchboost.boost(model, optimizer, F.cross_entropy, level="O1")
+    step.target.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    return model, optimizer, step
+
+
+def main() -> bool:
+    inputs, labels = torch.randn(64, 8), torch.randint(0, 4, (64,))
+    model, optimizer, step = start()
+    for _ in range(10):
+        loss, overflow, scale = step(inputs, labels)
+    print(f"loss {loss:.3f}, overflow {bool(overflow)}, scale {scale:.0f}")
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoint.pt"
+        torch.save([model.state_dict(), optimizer.state_dict(), step.state_dict()], path)
+        again, again_optimizer, again_step = start()
+        for part, state in zip((again, again_optimizer, again_step), torch.load(path), strict=True):
+            part.load_state_dict(state)
+    for some_step in (step, again_step):
+        some_step(inputs, labels)
+    same = all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    print(f"resumed run equals the undisturbed one bit for bit: {same}")
+    return same
+
+
+if __name__ == "__main__":
+    main()
