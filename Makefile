@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.torchboost-stamp
@@ -47,10 +48,12 @@ docs: setup
 check: lint type layers test docs
 
 bench: setup
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/tables.py
 
 bench-gpu: setup
-	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python benchmarks/gpu.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/tables.py
 
 package: setup
 	$(BIN)/python -m build --outdir dist

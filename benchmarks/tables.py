@@ -48,7 +48,9 @@ def origin(report: BenchReport, path: Path) -> str:
 
 def times(path: Path) -> str:
     report = BenchReport.load(path)
-    return f"{rows(result_table(report))}\n\n{origin(report, path)}"
+    said = [f"- {c.name}: {note}" for c in report.contestants for note in c.notes if not note.startswith("by hand")]
+    notes = "\n".join([*said, ""]) if said else ""
+    return f"{rows(result_table(report))}\n\n{notes}\n{origin(report, path)}".replace("\n\n\n", "\n\n")
 
 
 def accuracy(path: Path) -> str:
