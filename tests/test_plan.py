@@ -15,7 +15,7 @@ from torchboost.config import BoostConfig
 from torchboost.plan import resolve
 from torchboost.registry import LEVELS, REGISTRY
 
-FAST = Facts(half_precision=True, convolutional=True, total_steps=65536)
+FAST = Facts(half_precision=True, convolutions=53, total_steps=65536)
 
 
 def names(plan: Plan) -> set[str]:
@@ -111,7 +111,7 @@ def test_extra_turns_levers_off_on_and_sets_them():
 
 
 def test_facts_rule_out_with_a_reason():
-    plan = Plan.of("O1", facts=Facts(half_precision=False, convolutional=False))
+    plan = Plan.of("O1", facts=Facts(half_precision=False, convolutions=0))
     left_out = reasons(plan)
     assert "bfloat16" in left_out["autocast"]
     assert "no convolution" in left_out["channels_last"]
@@ -122,14 +122,15 @@ def test_facts_rule_out_with_a_reason():
 @pytest.mark.parametrize(
     ("facts", "config", "reason"),
     [
-        (Facts(convolutional=True), {}, "say how many in grad_freeze.total_steps"),
-        (Facts(convolutional=True, total_steps=100), {}, "100 steps do not repay"),
-        (Facts(convolutional=True), {"grad_freeze": {"total_steps": 100}}, "100 steps do not repay"),
-        (Facts(convolutional=True, total_steps=100), {"grad_freeze": {"total_steps": 9000}}, None),
-        (Facts(convolutional=True, total_steps=9000), {}, None),
-        (Facts(convolutional=True), {"extra": {"compile": True}}, None),
-        (Facts(convolutional=False, total_steps=9000), {}, "convolutional networks only"),
-        (Facts(convolutional=True, total_steps=9000, device="cuda"), {}, "not measured on cuda"),
+        (Facts(convolutions=53), {}, "say how many in grad_freeze.total_steps"),
+        (Facts(convolutions=53, total_steps=100), {}, "100 steps do not repay"),
+        (Facts(convolutions=53), {"grad_freeze": {"total_steps": 100}}, "100 steps do not repay"),
+        (Facts(convolutions=53, total_steps=100), {"grad_freeze": {"total_steps": 9000}}, None),
+        (Facts(convolutions=53, total_steps=9000), {}, None),
+        (Facts(convolutions=53), {"extra": {"compile": True}}, None),
+        (Facts(convolutions=0, total_steps=9000), {}, "50 convolutions or more"),
+        (Facts(convolutions=20, total_steps=9000), {}, "50 convolutions or more"),
+        (Facts(convolutions=53, total_steps=9000, device="cuda"), {}, "not measured on cuda"),
     ],
 )
 def test_compile_must_be_repaid_by_the_planned_steps(facts, config, reason):
@@ -141,7 +142,7 @@ def test_compile_must_be_repaid_by_the_planned_steps(facts, config, reason):
 
 
 def test_asking_by_name_overrides_unproven_but_not_unusable():
-    slow = Facts(half_precision=False, convolutional=False)
+    slow = Facts(half_precision=False, convolutions=0)
     plan = Plan.of("O1", {"extra": {"gradient_centralization": True, "autocast": True}}, slow)
     assert "gradient_centralization" in names(plan)
     assert "autocast" in reasons(plan)

@@ -41,7 +41,7 @@ def test_tables_are_read_only():
 
 
 def test_measure_looks_at_the_model():
-    assert Facts.measure(nn.Linear(2, 2)).convolutional is False
-    assert Facts.measure(nn.Sequential(nn.Conv1d(2, 2, 1))).convolutional is True
+    assert Facts.measure(nn.Linear(2, 2)).convolutions == 0
+    assert Facts.measure(nn.Sequential(nn.Conv1d(2, 2, 1))).convolutions == 1
     bare = Facts.measure()
-    assert (bare.convolutional, bare.device, bare.world_size, bare.nodes) == (None, "cpu", 1, 1)
+    assert (bare.convolutions, bare.device, bare.world_size, bare.nodes) == (None, "cpu", 1, 1)

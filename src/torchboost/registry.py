@@ -36,7 +36,7 @@ class Facts:
         devices_per_node: Ranks on one node.
         device: Type of the device that trains: ``"cpu"``, ``"cuda"``, ...
         half_precision: Whether the device computes faster in bfloat16 than in float32.
-        convolutional: Whether the model has convolutions; None where no model was looked at.
+        convolutions: Number of convolutions in the model; None where no model was looked at.
         total_steps: Training steps planned; None where nobody said.
         loop: Who owns the training loop.
     """
@@ -46,7 +46,7 @@ class Facts:
     devices_per_node: int = 1
     device: str = "cpu"
     half_precision: bool = False
-    convolutional: bool | None = None
+    convolutions: int | None = None
     total_steps: int | None = None
     loop: Loop = "torchboost"
 
@@ -59,17 +59,17 @@ class Facts:
         Without a model the device is the default device of torch. ``total_steps`` is handed on as it is.
         """
         topology = Topology.current()
-        device, convolutional = torch.get_default_device(), None
+        device, convolutions = torch.get_default_device(), None
         if model is not None:
             device = next((p.device for p in model.parameters()), device)
-            convolutional = any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
+            convolutions = sum(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
         return cls(
             world_size=topology.world_size,
             nodes=topology.nodes,
             devices_per_node=topology.devices_per_node,
             device=device.type,
             half_precision=half_precision_is_fast(device),
-            convolutional=convolutional,
+            convolutions=convolutions,
             total_steps=total_steps,
             loop=loop,
         )
@@ -111,7 +111,7 @@ class Entry:
 
 
 def _needs_convolutions(facts: Facts) -> str | None:
-    return "the model has no convolution" if facts.convolutional is False else None
+    return "the model has no convolution" if facts.convolutions == 0 else None
 
 
 def _needs_fast_half(facts: Facts) -> str | None:
@@ -125,23 +125,24 @@ def _needs_host_tensors(facts: Facts) -> str | None:
 
 
 def _centralization_unproven(facts: Facts) -> str | None:
-    return "measured on convolutional networks only" if facts.convolutional is False else None
+    return "measured on convolutional networks only" if facts.convolutions == 0 else None
 
 
-COMPILE_REPAID = 5_000
-"""Steps after which compiling a convolutional network on CPU has paid for itself (``docs/levels.md``)."""
+# Where compiling paid on CPU, and after how many steps (docs/levels.md): deep networks of small layers, not shallow ones.
+COMPILE_CONVOLUTIONS = 50
+COMPILE_STEPS = 5_000
 
 
 def _compile_unproven(facts: Facts) -> str | None:
     ask = "ask for it with extra.compile"
     if facts.device != "cpu":
         return f"its cost against its gain is not measured on {facts.device} yet; {ask}"
-    if facts.convolutional is False:
-        return f"measured on convolutional networks only; {ask}"
+    if facts.convolutions is not None and facts.convolutions < COMPILE_CONVOLUTIONS:
+        return f"on CPU it paid only in networks of {COMPILE_CONVOLUTIONS} convolutions or more; {ask}"
     if facts.total_steps is None:
-        return f"pays from about {COMPILE_REPAID:,} steps on; say how many in grad_freeze.total_steps, or {ask}"
-    if facts.total_steps < COMPILE_REPAID:
-        return f"{facts.total_steps:,} steps do not repay the compiler, about {COMPILE_REPAID:,} do; or {ask}"
+        return f"pays from about {COMPILE_STEPS:,} steps on; say how many in grad_freeze.total_steps, or {ask}"
+    if facts.total_steps < COMPILE_STEPS:
+        return f"{facts.total_steps:,} steps do not repay the compiler, about {COMPILE_STEPS:,} do; or {ask}"
     return None
 
 

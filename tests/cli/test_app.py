@@ -78,9 +78,9 @@ def test_check_refuses_in_json_too(tmp_path):
 
 
 def test_explain():
-    shown = run("explain", "--level", "O1", "--no-conv").stdout
+    shown = run("explain", "--level", "O1", "--convolutions", "0").stdout
     assert "the model has no convolution" in shown
-    found = answer("explain", "--level", "O1", "--no-conv", "--nodes", "2", "--json")
+    found = answer("explain", "--level", "O1", "--convolutions", "0", "--nodes", "2", "--json")
     assert "channels_last" in [d["name"] for d in found["dropped"]]
     assert {a["name"] for a in found["algorithms"]}.isdisjoint(d["name"] for d in found["dropped"])
     assert answer("explain", "--level", "O0", "--json")["algorithms"] == []

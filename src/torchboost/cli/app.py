@@ -32,7 +32,7 @@ app = typer.Typer(
 app.command()(bench)
 
 Json = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
-EVERYTHING = Facts(world_size=8, nodes=2, devices_per_node=4, half_precision=True, convolutional=True)
+EVERYTHING = Facts(world_size=8, nodes=2, devices_per_node=4, half_precision=True, convolutions=53)
 
 
 @app.command()
@@ -103,15 +103,15 @@ def explain(
     level: Annotated[str, typer.Option(help="O0, O1 or O2.")] = "O1",
     nodes: Annotated[int, typer.Option(min=1, help="Number of machines.")] = 1,
     device: Annotated[str, typer.Option(help="Type of the device that trains.")] = "cpu",
-    convolutional: Annotated[
-        bool | None, typer.Option("--conv/--no-conv", help="Whether the model has convolutions. Default: not known.")
+    convolutions: Annotated[
+        int | None, typer.Option(min=0, help="Number of convolutions in the model. Default: not known.")
     ] = None,
     json: Json = False,
 ) -> None:
     """Show what a level and a configuration turn on here, what they leave out, and why."""
     with user_errors():
         loaded = _load(config)
-        plan = Plan.of(level, loaded, _facts(loaded, nodes, device, convolutional))
+        plan = Plan.of(level, loaded, _facts(loaded, nodes, device, convolutions))
     if not json:
         typer.echo(plan.explain())
         return
@@ -120,7 +120,7 @@ def explain(
     print_json({"level": plan.level, "mode": plan.mode, "algorithms": on, "dropped": dropped})
 
 
-def _facts(config: BoostConfig, nodes: int, device: str, convolutional: bool | None) -> Facts:
+def _facts(config: BoostConfig, nodes: int, device: str, convolutions: int | None) -> Facts:
     try:
         kind = torch.device(device)
     except RuntimeError:
@@ -132,7 +132,7 @@ def _facts(config: BoostConfig, nodes: int, device: str, convolutional: bool | N
         devices_per_node=here,
         device=kind.type,
         half_precision=half_precision_is_fast(kind),
-        convolutional=convolutional,
+        convolutions=convolutions,
     )
 
 
