@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import accuracy
 import gpu
+import host_memory
 import overhead
 import step_time
 from options import parser, run
@@ -11,6 +12,7 @@ from options import parser, run
 CLAIMS = {
     "overhead": overhead.measure,
     "step_time": step_time.measure,
+    "host_memory": host_memory.measure,
     "accuracy": accuracy.measure,
     "gpu": gpu.measure,
 }

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchboost.registry import LEVELS, REGISTRY
-from torchboost.tuner.evidence import BenchReport, Contestant
+from torchboost.tuner.evidence import BenchReport, Contestant, Interval
 from torchboost.tuner.table import Table, result_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,7 +73,28 @@ def accuracy(path: Path) -> str:
     return f"{rows(table)}\n\n{origin(report, path)}"
 
 
-MAKERS: dict[str, Callable[[Path], str]] = {"step_time": times, "overhead": times, "accuracy": accuracy, "gpu": times}
+def alone(path: Path) -> str:
+    report = BenchReport.load(path)
+
+    def row(contestant: Contestant) -> tuple[str, ...]:
+        ratio = next((measure(r.interval) for r in contestant.ratios), "")
+        return (contestant.name, f"{1e3 * contestant.step_seconds.mid:.1f} ms", ratio)
+
+    def measure(interval: Interval) -> str:
+        return f"{interval.mid:.2f}x ({interval.low:.2f} to {interval.high:.2f})"
+
+    head = ("contestant", "time per step", "against the same loop without it")
+    table = Table(headings=head, rows=tuple(row(c) for c in report.contestants))
+    return f"{rows(table)}\n\n{origin(report, path)}"
+
+
+MAKERS: dict[str, Callable[[Path], str]] = {
+    "step_time": times,
+    "overhead": times,
+    "accuracy": accuracy,
+    "gpu": times,
+    "host_memory": alone,
+}
 
 
 def block(name: str) -> str:

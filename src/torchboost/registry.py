@@ -128,7 +128,7 @@ def _centralization_unproven(facts: Facts) -> str | None:
     return "measured on convolutional networks only" if facts.convolutions == 0 else None
 
 
-# Where compiling paid on CPU, and after how many steps (docs/levels.md): deep networks of small layers, not shallow ones.
+# Where compiling paid on CPU, and after how many steps (docs/levels.md): deep networks, not shallow ones.
 COMPILE_CONVOLUTIONS = 50
 COMPILE_STEPS = 5_000
 
