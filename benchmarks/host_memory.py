@@ -45,7 +45,7 @@ def measure(options: Options) -> list[Path]:
     job = find_job(JOB)
     names = {f"{base}{'+host_memory' if keep else ''}": (base, keep) for base in BASES for keep in (False, True)}
     samples: dict[str, list[float]] = {name: [] for name in names}
-    rounds = 2 if options.smoke else 10
+    rounds = 2 if options.smoke else 8
     for done in range(rounds):
         options.progress("processes", done, rounds)
         for name, (base, keep) in sorted(names.items(), reverse=bool(done % 2)):
