@@ -47,9 +47,13 @@ Measure = Callable[[Options], list[Path]]
 
 
 def single_algorithms() -> list[str]:
-    """Name contestants with one algorithm alone: system levers on the stock loop, all others on the hand-tuned one."""
+    """Name contestants with one algorithm alone: system levers on the stock loop, all others on the hand-tuned one.
+
+    What changes the whole process is measured in processes of its own (``host_memory.py``).
+    """
     system = [f"stock+{name}" for name in REGISTRY if name in SYSTEM and name != "compile"]
-    return system + [f"hand+{name}" for name in REGISTRY if name not in SYSTEM]
+    others = [name for name, entry in REGISTRY.items() if not entry.algorithm.traits.process_wide]
+    return system + [f"hand+{name}" for name in others if name not in SYSTEM]
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -182,7 +182,7 @@ REGISTRY: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in
 """Every algorithm under its JSON name."""
 
 _SYSTEM: dict[str, Mapping[str, Any]] = {
-    name: {} for name in ("host_memory", "channels_last", "autocast", "fused_optimizer", "compile")
+    name: {} for name in ("channels_last", "autocast", "fused_optimizer", "compile")
 }
 
 LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
