@@ -26,8 +26,9 @@ def retain_host_memory() -> Attachment:
 
     On a CPU every activation and gradient is host memory. glibc returns large freed blocks to the operating system;
     the next step may get them back as fresh pages, and each first touch of a page is a fault that costs about a
-    microsecond. How often that happens depends on how the heap lies: measure. This sets two parameters of ``mallopt(3)``: never trim the heap
-    (``M_TRIM_THRESHOLD``) and no mappings of their own for large blocks (``M_MMAP_MAX``). Numbers do not change.
+    microsecond. How often that happens depends on how the heap lies: measure. This sets two parameters of
+    ``mallopt(3)``: never trim the heap (``M_TRIM_THRESHOLD``) and no mappings of their own for large blocks
+    (``M_MMAP_MAX``). Numbers do not change.
 
     The setting is the process's: it acts on everything that calls ``malloc``, and the first ``remove()`` ends it for
     all attachments. Cost: the process keeps its peak memory until then. Memory of GPUs, which torch manages
