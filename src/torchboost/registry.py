@@ -190,7 +190,7 @@ LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "O0": MappingProxyType({}),
         "O1": MappingProxyType({**_SYSTEM, "less_bn": {"keep": "narrowest"}, "gradient_centralization": {}}),
         "O2": MappingProxyType(
-            {**_SYSTEM, "less_bn": {"keep": "narrowest", "blocks_per_norm": 2}, "gradient_centralization": {}}
+            {**_SYSTEM, "less_bn": {"keep": "narrowest", "blocks_per_norm": 8}, "gradient_centralization": {}}
         ),
     }
 )
