@@ -1,4 +1,4 @@
-"""A level in a loop of your own: the loop stays as it was, and everything can be taken away again."""
+"""A level in a loop of your own: the loop stays as it was, and hooks can be taken away again."""
 
 from __future__ import annotations
 

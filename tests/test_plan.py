@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchboost
+from tests.support.conv_nets import vgg
 from torchboost import ConfigError, Facts, IncompatibleError, Plan, Target, boost
 from torchboost.config import BoostConfig
 from torchboost.plan import resolve
@@ -63,7 +64,45 @@ def test_resolve_is_pure():
 
 
 def test_auto_ignores_the_switches():
-    assert names(Plan.of("O0", {"boost": {"less_bn": True}}, FAST)) == set()
+    plan = Plan.of("O0", {"boost": {"less_bn": True}}, FAST)
+    assert names(plan) == set()
+    assert "reads no switches; use mode manual" in reasons(plan)["less_bn"]
+    assert reasons(Plan.of("O1", {"boost": {"less_bn": True}}, FAST)).get("less_bn") is None
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"boost": {"adasum": True}}, "adasum"),
+        ({"grad_accumulation": {"grad_accumulation_step": 4}}, "grad_accumulation"),
+        ({"grad_freeze": {"freeze_type": 0, "total_steps": 9}}, "grad_freeze"),
+    ],
+)
+def test_auto_lists_what_it_was_asked_for_in_vain(config, name):
+    assert reasons(Plan.of("O1", config, FAST))[name] == "not part of this version of torchboost"
+    assert "grad_freeze" not in reasons(Plan.of("O1", {"grad_freeze": {"total_steps": 9}}, FAST))
+
+
+def test_flags_bring_along_what_extra_did_not_decide():
+    on = {"less_bn": {"gc_flag": True}, "extra": {"less_bn": True}}
+    assert names(Plan.of("O0", on, FAST)) == {"less_bn", "gradient_centralization"}
+    off = {"less_bn": {"gc_flag": True}, "extra": {"less_bn": True, "gradient_centralization": False}}
+    assert names(Plan.of("O0", off, FAST)) == {"less_bn"}
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "allowed"),
+    [
+        ("less_bn", "keep_every", "2", "an integer"),
+        ("less_bn", "keep", 3, "'last', 'narrowest'"),
+        ("less_bn", "keep_shortcut", "yes", "true or false"),
+        ("compile", "dynamic", 1, "true or false or null"),
+    ],
+)
+def test_settings_are_allowed_in_the_words_of_json(name, key, value, allowed):
+    with pytest.raises(ConfigError) as caught:
+        Plan.of("O0", {"extra": {name: {key: value}}}, FAST)
+    assert caught.value.allowed == allowed
 
 
 def test_manual_takes_the_switches_with_the_reference_defaults():
@@ -220,3 +259,34 @@ def test_plan_in_the_own_loop():
     F.cross_entropy(model(torch.randn(4, 3, 8, 8)), torch.zeros(4, dtype=torch.long)).backward()
     optimizer.step()
     attached.remove()
+
+
+def test_a_refused_plan_leaves_the_model_as_it_was():
+    config = {"extra": {"less_bn": True, "autocast": {"dtype": "float16"}}}
+    model = vgg()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    target = Target(model, optimizer)
+    keys, held = list(model.state_dict()), len(optimizer.param_groups[0]["params"])
+    with pytest.raises(IncompatibleError, match="float16 without a scaler"):
+        Plan.of("O0", config, FAST).attach(target)
+    assert list(model.state_dict()) == keys
+    assert len(optimizer.param_groups[0]["params"]) == held
+    target.scaler = torch.amp.GradScaler("cpu")
+    Plan.of("O0", config, FAST).attach(target).remove()
+    assert list(model.state_dict()) != keys
+
+
+def test_boost_takes_a_scaler():
+    model = nn.Linear(4, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    step = boost(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, scaler=scaler)
+    assert step(torch.randn(8, 4), torch.randint(0, 2, (8,))).loss_scale == 8
+
+
+def test_a_wrapped_model_without_anything_to_remove_attaches():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+    plan = Plan.of("O0", {"extra": {"less_bn": True}}, FAST)
+    plan.transform(model)
+    wrapped = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert list(plan.attach(Target(wrapped, optimizer))) == ["less_bn"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.config import BoostConfig, BoostSwitches, ConfigSource
-from torchboost.core.algorithm import Algorithm, Attached, Target, attach_all
+from torchboost.core.algorithm import Algorithm, Attached, Scaler, Target, attach_all
 from torchboost.core.step import TrainStep
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import ConfigError, IncompatibleError, nearest
@@ -21,6 +21,7 @@ from torchboost.registry import LEVELS, REGISTRY, Entry, Facts
 __all__ = ["Dropped", "Plan", "boost", "resolve"]
 
 SWITCHES = tuple(name for name in BoostSwitches.model_fields if name != "mode")
+NOT_HERE = "not part of this version of torchboost"
 
 
 class Dropped(NamedTuple):
@@ -135,6 +136,7 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     wanted = _wanted(config, level)
     reasons = {name: _objection(name, wanted, config, facts) for name in wanted}
     dropped = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)
+    dropped += _unread(config, wanted)
     built = [
         _build(REGISTRY[name], _settings(REGISTRY[name], config, level))
         for name, reason in reasons.items()
@@ -154,28 +156,45 @@ def _wanted(config: BoostConfig, level: str) -> list[str]:
         "enable_all": [*SWITCHES, *(name for name in REGISTRY if name not in SWITCHES)],
     }[mode]
     wanted = dict.fromkeys(chosen)
-    for entry in REGISTRY.values():
-        if entry.name not in wanted or not entry.brings:
-            continue
-        section = getattr(config, entry.section)
-        for key, brought in entry.brings.items():
-            decided = mode != "auto" or key in section.model_fields_set
-            if decided and getattr(section, key):
-                wanted[brought] = None
-            elif decided:
-                wanted.pop(brought, None)
     for name, setting in config.extra.items():
         if setting is False:
             wanted.pop(name, None)
         else:
             wanted[name] = None
+    for entry in REGISTRY.values():
+        if entry.name not in wanted or not entry.brings:
+            continue
+        section = getattr(config, entry.section)
+        for key, brought in entry.brings.items():
+            decided = brought not in config.extra and (mode != "auto" or key in section.model_fields_set)
+            if decided and getattr(section, key):
+                wanted[brought] = None
+            elif decided:
+                wanted.pop(brought, None)
     return list(wanted)
+
+
+def _unread(config: BoostConfig, wanted: list[str]) -> tuple[Dropped, ...]:
+    """List what mode auto, which goes by the level, was told in vain."""
+    if config.boost.mode != "auto":
+        return ()
+    unread = {}
+    for name in SWITCHES:
+        if name in wanted:
+            continue
+        section = getattr(config, name, None)
+        written = section.model_fields_set - {"total_steps"} if section is not None else set()
+        if name not in REGISTRY and (written or getattr(config.boost, name)):
+            unread[name] = NOT_HERE
+        elif getattr(config.boost, name):
+            unread[name] = "mode auto goes by the level and reads no switches; use mode manual, or extra"
+    return tuple(Dropped(name, reason) for name, reason in unread.items())
 
 
 def _objection(name: str, wanted: list[str], config: BoostConfig, facts: Facts) -> str | None:
     entry = REGISTRY.get(name)
     if entry is None:
-        return "not part of this version of torchboost"
+        return NOT_HERE
     winner = next((w for w in wanted if w in REGISTRY and name in REGISTRY[w].displaces), None)
     if winner is not None:
         return f"{winner} is on, which stands alone"
@@ -205,11 +224,23 @@ def _build(entry: Entry, settings: Mapping[str, Any]) -> Algorithm:
         try:
             TypeAdapter(hints[key]).validate_python(value, strict=True)
         except ValidationError as error:
-            raise ConfigError(path, found=repr(value), allowed=str(hints[key]), hint=error.errors()[0]["msg"]) from None
+            hint = error.errors()[0]["msg"]
+            raise ConfigError(path, found=repr(value), allowed=_in_words(hints[key]), hint=hint) from None
     try:
         return entry.algorithm(**settings)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"extra.{entry.name}", found=repr(dict(settings)), allowed=str(error)) from None
+
+
+def _in_words(hint: Any) -> str:
+    """Say in the terms of JSON what a type allows."""
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(repr(choice) for choice in typing.get_args(hint))
+    parts = typing.get_args(hint)
+    if parts:
+        return " or ".join(_in_words(part) for part in parts)
+    words = {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}
+    return words.get(hint, str(hint))
 
 
 def boost(
@@ -219,6 +250,7 @@ def boost(
     *,
     level: str = "O0",
     config: ConfigSource | None = None,
+    scaler: Scaler | None = None,
 ) -> TrainStep:
     """The shortest way in: resolve a plan for this model, attach it, return the training step.
 
@@ -228,6 +260,7 @@ def boost(
         loss_fn: Called as ``loss_fn(model(*inputs[:-1]), inputs[-1])``; without it the model returns the loss.
         level: ``"O0"`` changes nothing, ``"O1"`` keeps the accuracy, ``"O2"`` may cost up to 3 points.
         config: Overrides, see :meth:`Plan.of`.
+        scaler: A ``GradScaler``; the step scales, unscales and updates it. Autocast to float16 needs one.
 
     Returns:
         The step; call it with the inputs of a batch. ``step.attached.remove()`` takes everything away again.
@@ -240,7 +273,7 @@ def boost(
         >>> loss, overflow, scale = step(torch.randn(8, 4), torch.randint(0, 2, (8,)))
     """
     plan = Plan.of(level, config, Facts.measure(model)).fit(model, optimizer)
-    target = Target(model, optimizer)
+    target = Target(model, optimizer, scaler)
     attached = plan.attach(target)
     if loss_fn is None:
         return TrainStep(target, lambda *inputs: target.model(*inputs), attached=attached)

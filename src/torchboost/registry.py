@@ -117,7 +117,10 @@ def _needs_convolutions(facts: Facts) -> str | None:
 def _needs_fast_half(facts: Facts) -> str | None:
     if facts.half_precision:
         return None
-    return f"this {facts.device} does not compute faster in bfloat16 (needs AVX512-BF16, AMX or CUDA 8.0)"
+    return (
+        f"this {facts.device} does not compute faster in bfloat16 (needs AVX512-BF16, AMX or a CUDA GPU of compute "
+        "capability 8.0 or newer)"
+    )
 
 
 def _needs_host_tensors(facts: Facts) -> str | None:

@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.models import BottleneckNet, TinyGPT, batch_for, cnn, mlp
 from tests.support.ranks import run_ranks
 from tests.support.trajectories import identical, train
+from tests.support.wrapped import Kind, all_weights, train_share, wrap
 from torchboost.algorithms.autocast import Autocast, autocast_forward, uncover_copy
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.errors import IncompatibleError
@@ -270,7 +269,7 @@ def test_float16_under_a_scaler_trains_and_skips_an_overflow() -> None:
 
 def test_float16_without_a_scaler_is_refused_before_anything_changes() -> None:
     model = mlp()
-    with pytest.raises(IncompatibleError, match=r"Target\.scaler=None.*GradScaler"):
+    with pytest.raises(IncompatibleError, match=r"without a scaler.*GradScaler"):
         Autocast(dtype="float16").attach(Target(model, sgd(model)))
     assert "forward" not in vars(model)
 
@@ -333,29 +332,16 @@ def _train_all_on_ranks() -> list[list[float]]:
     return [_train("ddp"), _train("fsdp")]
 
 
-def _train(kind: str) -> list[float]:
+def _train(kind: Kind) -> list[float]:
     torch.manual_seed(0)
     model = mlp()
-    wrapped: nn.Module = model
-    if kind == "ddp":
-        wrapped = DistributedDataParallel(model)
-    elif kind == "fsdp":
-        fully_shard(model)
+    wrapped = wrap(model, kind)
     target = Target(wrapped, sgd(wrapped))
     attached = attach_all(target, [Autocast()])
-    rank = torch.distributed.get_rank() if kind != "single" else 0
-    for step in range(3):
-        inputs, labels = batch_for(model, torch.Generator().manual_seed(step), 8)
-        part = slice(None) if kind == "single" else slice(4 * rank, 4 * rank + 4)
-        outputs = target.model(inputs[part])
-        assert outputs.dtype is torch.float32
-        F.cross_entropy(outputs, labels[part]).backward()
-        target.optimizer.step()
-        target.optimizer.zero_grad()
+    assert {outputs.dtype for outputs in train_share(target, model)} == {torch.float32}
     attached.remove()
     assert "forward" not in vars(wrapped)
-    full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in wrapped.parameters()]
-    return torch.cat([p.detach().flatten() for p in full]).tolist()
+    return all_weights(wrapped)
 
 
 @pytest.mark.dist

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.models import BottleneckNet, TinyGPT, batch_for, cnn, mlp
 from tests.support.ranks import run_ranks
 from tests.support.trajectories import identical, train
+from tests.support.wrapped import Kind, all_weights, train_share, wrap
 from torchboost.algorithms.compilation import Compile
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.errors import IncompatibleError
@@ -190,30 +190,19 @@ def _train_all_on_ranks() -> list[list[float]]:
     return [_train("ddp"), _train("fsdp")]
 
 
-def _train(kind: str) -> list[float]:
+def _train(kind: Kind) -> list[float]:
     torch.manual_seed(0)
     model = TinyGPT()
-    wrapped: nn.Module = model
-    if kind == "ddp":
-        wrapped = DistributedDataParallel(model)
-    elif kind == "fsdp":
-        fully_shard(model)
+    wrapped = wrap(model, kind)
     target = target_of(wrapped)
-    if kind != "single":
-        compiled = Compile(backend="aot_eager").attach(target)
-    rank = torch.distributed.get_rank() if kind != "single" else 0
-    for step in range(3):
-        inputs, labels = batch_for(model, torch.Generator().manual_seed(step), 8)
-        part = slice(None) if kind == "single" else slice(4 * rank, 4 * rank + 4)
-        F.cross_entropy(target.model(inputs[part]), labels[part]).backward()
-        target.optimizer.step()
-        target.optimizer.zero_grad()
-    if kind != "single":
+    if kind == "single":
+        train_share(target, model)
+        return all_weights(wrapped)
+    with Compile(backend="aot_eager").attach(target) as compiled:
+        train_share(target, model)
         assert compiled.graphs >= 1
-        compiled.remove()
-        assert all(module._compiled_call_impl is None for module in wrapped.modules())
-    full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in wrapped.parameters()]
-    return torch.cat([p.detach().flatten() for p in full]).tolist()
+    assert all(module._compiled_call_impl is None for module in wrapped.modules())
+    return all_weights(wrapped)
 
 
 @pytest.mark.dist

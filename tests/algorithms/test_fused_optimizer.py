@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.models import batch_for, cnn, mlp
 from tests.support.ranks import run_ranks
 from tests.support.trajectories import identical, train
+from tests.support.wrapped import Kind, all_weights, train_share, wrap
 from torchboost.algorithms.fused_optimizer import FusedOptimizer, fuse
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
@@ -288,18 +287,17 @@ def test_settings_are_values() -> None:
     assert hash(FusedOptimizer()) == hash(FusedOptimizer())
 
 
+SPREAD: tuple[Kind, ...] = ("ddp", "fsdp")
+
+
 def _train_all_on_ranks() -> dict[str, list[float]]:
-    return {f"{kind} {name}": _train(kind, name) for kind in ("ddp", "fsdp") for name in ("nesterov", "adamw")}
+    return {f"{kind} {name}": _train(kind, name) for kind in SPREAD for name in ("nesterov", "adamw")}
 
 
-def _train(kind: str, name: str) -> list[float]:
+def _train(kind: Kind, name: str) -> list[float]:
     torch.manual_seed(0)
     model = mlp()
-    wrapped: nn.Module = model
-    if kind == "ddp":
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    elif kind == "fsdp":
-        fully_shard(model)
+    wrapped = wrap(model, kind, gradient_as_bucket_view=True)
     target = Target(wrapped, OPTIMIZERS[name](wrapped.parameters()))
     if kind == "fsdp" and FusedOptimizer().idle(wrapped, target.optimizer):
         assert name == "nesterov"  # this torch has no fused SGD for sharded parameters
@@ -308,15 +306,8 @@ def _train(kind: str, name: str) -> list[float]:
     elif kind != "single":
         attach_all(target, [FusedOptimizer()])
         assert target.optimizer.param_groups[0]["fused"] is True
-    rank = torch.distributed.get_rank() if kind != "single" else 0
-    for step in range(3):
-        inputs, labels = batch_for(model, torch.Generator().manual_seed(step), 8)
-        part = slice(None) if kind == "single" else slice(4 * rank, 4 * rank + 4)
-        F.cross_entropy(target.model(inputs[part]), labels[part]).backward()
-        target.optimizer.step()
-        target.optimizer.zero_grad()
-    full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in wrapped.parameters()]
-    return torch.cat([p.detach().flatten() for p in full]).tolist()
+    train_share(target, model)
+    return all_weights(wrapped)
 
 
 @pytest.mark.dist

@@ -7,13 +7,12 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.models import BottleneckNet, batch_for, cnn, mlp
 from tests.support.ranks import run_ranks
 from tests.support.trajectories import identical, train
+from tests.support.wrapped import Kind, all_weights, train_share, wrap
 from torchboost.algorithms.memory_format import ChannelsLast, channels_last
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
@@ -213,7 +212,7 @@ def _train_all_on_ranks() -> list[list[float]]:
     return [_train("ddp"), _train("fsdp")]
 
 
-def _train(kind: str) -> list[float]:
+def _train(kind: Kind) -> list[float]:
     torch.manual_seed(0)
     model = cnn()
     for module in model:
@@ -222,21 +221,12 @@ def _train(kind: str) -> list[float]:
     model.eval()
     if kind == "ddp":
         ChannelsLast().transform(model)
-        wrapped: nn.Module = DistributedDataParallel(model)
-    else:
-        wrapped = fully_shard(model) if kind == "fsdp" else model
+    wrapped = wrap(model, kind)
     target = Target(wrapped, sgd(wrapped))
     attached = attach_all(target, [ChannelsLast()])
-    rank = torch.distributed.get_rank() if kind != "single" else 0
-    for step in range(3):
-        inputs, labels = batch_for(model, torch.Generator().manual_seed(step), 8)
-        part = slice(None) if kind == "single" else slice(4 * rank, 4 * rank + 4)
-        F.cross_entropy(target.model(inputs[part]), labels[part]).backward()
-        target.optimizer.step()
-        target.optimizer.zero_grad()
+    train_share(target, model)
     attached.remove()
-    full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in wrapped.parameters()]
-    return torch.cat([p.detach().flatten() for p in full]).tolist()
+    return all_weights(wrapped)
 
 
 @pytest.mark.dist

@@ -93,6 +93,17 @@ def test_interrupted(monkeypatch, tmp_path, saved):
     assert ("nothing was saved" in result.stderr) is not saved
 
 
+def test_interrupted_before_anything_was_saved_over_an_earlier_report(monkeypatch, tmp_path):
+    winning_report().save(tmp_path / "report.json")
+
+    def stop(job, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torchboost.cli.bench.run_bench", stop)
+    assert "that of an earlier run" in run("--out", str(tmp_path)).stderr
+    assert "24 finished training runs" in run("--out", str(tmp_path), "--resume").stderr
+
+
 def test_a_factory_of_the_user_end_to_end(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(GOOD))

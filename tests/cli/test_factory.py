@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 import textwrap
 
 import pytest
@@ -120,3 +121,26 @@ def test_faults_in_the_file_are_located(tmp_path):
     path.write_text("import torch\nraise KeyError('x')\n")
     with pytest.raises(ValueError, match=r"broken.py, line 2: KeyError: 'x'"):
         job_from(f"{path}:make")
+
+
+def test_a_file_runs_as_a_program_would(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr("sys.modules", {**sys.modules})
+    (tmp_path / "beside.py").write_text("FACTOR = 0.5\n")
+    extra = """
+    from dataclasses import dataclass
+
+    @dataclass
+    class Settings:
+        lr: float = 0.1
+
+    def late(seed):
+        from beside import FACTOR
+        *first, batches, evaluate = make(seed)
+        return (*first, batches, lambda m: FACTOR * Settings().lr)
+    """
+    path = tmp_path / "train.py"
+    path.write_text("from __future__ import annotations\n" + textwrap.dedent(GOOD) + textwrap.dedent(extra))
+    job = job_from(f"{path}:late")
+    data = job.load(None, None)
+    assert job.evaluate(job.model(data, 0), data) == 0.05

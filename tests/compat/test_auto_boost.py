@@ -92,6 +92,37 @@ def test_objects_are_independent():
     assert first.plan != second.plan
 
 
+def test_boosting_a_network_again_takes_the_first_away():
+    network = net()
+    optimizer = sgd(network)
+    booster = AutoBoost("O1")
+    booster.network_auto_process_train(network, optimizer)
+    hooks = len(optimizer._optimizer_step_pre_hooks)
+    first = booster.attached
+    booster.network_auto_process_train(network, optimizer)
+    assert len(optimizer._optimizer_step_pre_hooks) == hooks
+    assert len(first) == 0
+    booster.attached.remove()
+    assert not optimizer._optimizer_step_pre_hooks
+    other = net()
+    booster.network_auto_process_train(network, optimizer)
+    kept = booster.attached
+    booster.network_auto_process_train(other, sgd(other))
+    assert len(kept) > 0
+
+
+def test_float16_trains_with_the_scaler_of_the_loop():
+    network = net()
+    scaler = torch.amp.GradScaler("cpu")
+    booster = AutoBoost("O0", {"extra": {"autocast": {"dtype": "float16"}}})
+    if not booster.plan.algorithms:
+        pytest.skip("autocast needs hardware that is fast in half precision")
+    with pytest.raises(IncompatibleError, match="scaler="):
+        booster.network_auto_process_train(network, sgd(network))
+    booster.network_auto_process_train(network, sgd(network), scaler=scaler)
+    assert "autocast" in booster.attached
+
+
 def test_remove_leaves_the_optimizer_bare():
     booster = AutoBoost("O1")
     model, optimizer = booster.network_auto_process_train(net(), sgd(model := net()))[0], None

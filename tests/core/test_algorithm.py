@@ -67,6 +67,12 @@ class Refuse(Algorithm):
         raise IncompatibleError("refuses")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Check(Refuse):
+    def check(self, target: Target) -> None:
+        raise IncompatibleError("checked")
+
+
 def make_target() -> Target:
     model = nn.Sequential(nn.Linear(3, 2))
     return Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -127,6 +133,13 @@ def test_refusal_removes_what_was_attached_before():
     with pytest.raises(IncompatibleError, match="refuses"):
         attach_all(target, [Count(), Refuse()])
     assert not target.optimizer._optimizer_step_post_hooks
+
+
+def test_what_can_be_checked_is_refused_before_a_transform():
+    target = make_target()
+    with pytest.raises(IncompatibleError, match="checked"):
+        attach_all(target, [Widen(), Check()])
+    assert not hasattr(target.model, "wide")
 
 
 def test_conflicts_are_refused_before_anything_changes():

@@ -201,3 +201,13 @@ def test_half_precision():
     assert report.folded == ("1",)
     assert model[0].bias.dtype == torch.bfloat16
     assert report.largest_difference < 0.05
+
+
+def test_a_diverged_network_is_said_to_be_one():
+    model = vgg()
+    train_a_little(model)
+    next(model.parameters()).data.fill_(float("nan"))
+    norms = sum(isinstance(module, _BatchNorm) for module in model.modules())
+    with pytest.raises(ValueError, match="NaN or infinities"):
+        fold_batch_norms(model.eval())
+    assert sum(isinstance(module, _BatchNorm) for module in model.modules()) == norms

@@ -130,3 +130,11 @@ def test_state_round_trip_and_mismatch():
     bare = TrainStep(Target(model, optimizer), lambda x, y: F.cross_entropy(model(x), y))
     with pytest.raises(ValueError, match="same scaler and accumulation"):
         bare.load_state_dict(saved)
+
+
+def test_a_loss_that_is_no_tensor_is_refused_unchanged():
+    model, optimizer = make()
+    step = TrainStep(Target(model, optimizer), lambda x, y: {"logits": model(x)})
+    with pytest.raises(TypeError, match=r"a dict; .*pass a loss_fn"):
+        step(*batches(1)[0])
+    assert same(model, make()[0])

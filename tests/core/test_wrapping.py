@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
+from tests.support.ranks import run_ranks
 from torchboost.core.wrapping import unwrap, wrapper_of
 
 
@@ -19,6 +22,15 @@ def test_compiled_module_object():
     compiled = torch.compile(model, backend="eager")
     assert wrapper_of(compiled) == "torch.compile"
     assert unwrap(compiled) is model
+
+
+def _sharded_the_old_way() -> str | None:
+    return wrapper_of(nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))))
+
+
+@pytest.mark.dist
+def test_fsdp1_inside():
+    assert run_ranks(_sharded_the_old_way, 2) == ["FullyShardedDataParallel"] * 2
 
 
 def test_module_compiled_in_place():

@@ -49,6 +49,12 @@ def test_an_undecided_metric_is_in_the_headline_and_loses_to_a_proven_one():
     assert headline(report(STOCK, undecided, proven)).text.startswith("O2 trains 1.67")
 
 
+def test_a_metric_that_nobody_measured_is_not_called_good():
+    made = report(STOCK.model_copy(update={"curves": []}), contestant("O1", "level", 0.02, stock=0.05, seeds=0))
+    assert headline(made).tone == "open"
+    assert headline(made).text.endswith("Whether its accuracy holds is not decided.")
+
+
 def test_no_difference_to_the_hand_tuned_loop_is_not_called_equal():
     hand = ("hand", 0.02)
     tuned = contestant("hand", "hand", 0.02, stock=0.05)

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tests.workloads.test_contestants import halving_planner, tiny_job
+from torchboost.algorithms.compilation import Compile
+from torchboost.plan import Plan
 from torchboost.tuner.evidence import BenchReport, Contestant, Curve
 from torchboost.tuner.stopwatch import Clock, Warmup
 from torchboost.workloads import bench
@@ -195,3 +198,21 @@ def test_progress_covers_every_phase_and_reaches_each_total() -> None:
 def test_smoothed_loss_is_corrected_for_its_start() -> None:
     assert bench._smoothed([torch.tensor(3.0)] * 5) == pytest.approx(3.0)
     assert bench._smoothed([torch.tensor(0.0), torch.tensor(1.0)]) == pytest.approx(0.05 / (0.05 * 0.95 + 0.05))
+
+
+def test_evaluation_gets_a_module_and_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bool, int]] = []
+
+    def evaluate(self: object, predict: torch.nn.Module, data: Any) -> float:
+        before = counters["stats"]["unique_graphs"]
+        predict(next(data.test(8))[0])
+        seen.append((predict.training, counters["stats"]["unique_graphs"] - before))
+        return 0.5
+
+    def planner(level: str, added: Any, model: Any, optimizer: Any, total_steps: int) -> Plan:
+        return Plan(level=level, mode="auto", algorithms=(Compile(backend="eager"),))
+
+    job = replace(tiny_job(), epochs=1)
+    monkeypatch.setattr(type(job), "evaluate", evaluate)
+    run_bench(job, contestants=["stock", "stock+compile"], pairs=1, seeds=1, warmup=QUICK, planner=planner)
+    assert seen == [(False, 0)] * 2

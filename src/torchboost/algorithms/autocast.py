@@ -122,17 +122,22 @@ class Autocast(Algorithm):
             return None
         return "no parameter is in float32, there is nothing to lower"
 
+    def check(self, target: Target) -> None:
+        """Refuse float16 without a scaler: small gradients would vanish."""
+        if self.dtype == "float16" and target.scaler is None:
+            raise IncompatibleError(
+                "autocast to float16 without a scaler: small gradients would become zero; pass "
+                "scaler=torch.amp.GradScaler() to boost(...), network_auto_process_train(...) or Target(...), or "
+                "choose dtype='bfloat16'."
+            )
+
     def attach(self, target: Target) -> Attachment:
         """Cover the forward of the model.
 
         Raises:
-            IncompatibleError: float16 without a scaler: small gradients would vanish.
+            IncompatibleError: float16 without a scaler.
         """
-        if self.dtype == "float16" and target.scaler is None:
-            raise IncompatibleError(
-                "autocast to float16 with Target.scaler=None: small gradients would become zero; pass "
-                "Target(..., scaler=torch.amp.GradScaler()) or choose dtype='bfloat16'."
-            )
+        self.check(target)
         return autocast_forward(target.model, getattr(torch, self.dtype))
 
 

@@ -71,6 +71,23 @@ class Compile(Algorithm):
         found = _compiled_part(model)
         return f"the model is already compiled ({found})" if found else None
 
+    def check(self, target: Target) -> None:
+        """Refuse what :meth:`attach` lists."""
+        model = target.model
+        found = _compiled_part(model)
+        if found:
+            raise IncompatibleError(
+                f"compile: the model is already compiled ({found}); leave out either this or the other compilation."
+            )
+        self._check_backend(model)
+        inner = unwrap(model)
+        if _is_library_code(inner) and wrapper_of(inner) == "fully_shard":
+            raise IncompatibleError(
+                f"compile: the sharded root is torch's own {type(inner).__mro__[2].__name__}, in which the hooks of "
+                "fully_shard leave no frame to compile; compile its blocks before sharding, or put it into a module "
+                "with its own forward."
+            )
+
     def attach(self, target: Target) -> Compiled:
         """Hand the model to the compiler; it compiles at the first call.
 
@@ -79,21 +96,9 @@ class Compile(Algorithm):
                 no C++ compiler for the code that inductor generates for CPUs, or the model is a sharded
                 ``nn.Sequential``.
         """
-        model = target.model
-        found = _compiled_part(model)
-        if found:
-            raise IncompatibleError(
-                f"compile: the model is already compiled ({found}); leave out either this or the other compilation."
-            )
-        self._check_backend(model)
+        self.check(target)
         # The forward of DDP runs uncompiled in any case; inside it the compiler splits graphs at gradient buckets.
-        inner = unwrap(model)
-        if _is_library_code(inner) and wrapper_of(inner) == "fully_shard":
-            raise IncompatibleError(
-                f"compile: the sharded root is torch's own {type(inner).__mro__[2].__name__}, in which the hooks of "
-                "fully_shard leave no frame to compile; compile its blocks before sharding, or put it into a module "
-                "with its own forward."
-            )
+        inner = unwrap(target.model)
         options: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph, "backend": self.backend}
         if self.mode is not None:
             options["mode"] = self.mode

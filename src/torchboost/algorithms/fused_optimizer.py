@@ -55,11 +55,7 @@ def fuse(optimizer: Optimizer) -> Attachment:
         ...     optimizer.param_groups[0]["fused"]
         True
     """
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise IncompatibleError(
-            f"fused_optimizer: {type(optimizer).__name__} was built with differentiable=True, which torch cannot fuse; "
-            "build it with differentiable=False or leave fused_optimizer out."
-        )
+    _refuse_differentiable(optimizer)
     obstacles = [_obstacle(optimizer, group) for group in optimizer.param_groups]
     if any(obstacles):
         found = "; ".join(f"group {i}: {text}" for i, text in enumerate(obstacles) if text)
@@ -81,9 +77,21 @@ class FusedOptimizer(Algorithm):
         obstacles = [_obstacle(optimizer, group) for group in optimizer.param_groups]
         return "; ".join(dict.fromkeys(text for text in obstacles if text)) if all(obstacles) else None
 
+    def check(self, target: Target) -> None:
+        """Refuse an optimizer that was built with ``differentiable=True``."""
+        _refuse_differentiable(target.optimizer)
+
     def attach(self, target: Target) -> Attachment:
         """Fuse the optimizer of the target."""
         return fuse(target.optimizer)
+
+
+def _refuse_differentiable(optimizer: Optimizer) -> None:
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise IncompatibleError(
+            f"fused_optimizer: {type(optimizer).__name__} was built with differentiable=True, which torch cannot fuse; "
+            "build it with differentiable=False or leave fused_optimizer out."
+        )
 
 
 class _Fusion(Attachment):

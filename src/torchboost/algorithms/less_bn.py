@@ -20,7 +20,7 @@ from torchboost.core.norm_roles import WEIGHTED, Block, Keep, reasons_to_stay, r
 from torchboost.core.normalized_linear import NormalizedLinear
 from torchboost.core.surgery import RemovedNorm, rebind_optimizer, replace_module
 from torchboost.core.variance import rescale_layers
-from torchboost.core.wrapping import wrapper_of
+from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
 __all__ = ["LessBNReport", "LessBatchNorm", "reduce_batch_norm"]
@@ -121,12 +121,13 @@ class LessBatchNorm(Algorithm):
     def needs_transform(self, model: nn.Module) -> bool:
         """Whether something is left to remove or the head is still to be normalised.
 
-        Traces a bare model. One that is wrapped or sharded cannot be run for that: it counts as done where
-        something was removed from it.
+        Traces the bare model, inside a wrapper too. One that is sharded or compiled in place cannot be run for that:
+        it counts as done where something was removed from it.
         """
-        if wrapper_of(model) is None:
-            return _plan(model, self, None).changes
-        modules = list(model.modules())
+        inner = unwrap(model)
+        if wrapper_of(inner) is None:
+            return _plan(inner, self, None).changes
+        modules = list(inner.modules())
         done = any(isinstance(m, (RemovedNorm, NormalizedLinear)) for m in modules)
         return not done and any(isinstance(m, _BatchNorm) for m in modules)
 

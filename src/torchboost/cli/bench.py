@@ -42,6 +42,7 @@ def bench(
 ) -> None:
     """Measure how fast the levels train a workload and how well, against the stock and the hand-tuned loop."""
     path = out / "report.json"
+    before = None if resume else _written(path)
     names = [name.strip() for name in contestants.split(",") if name.strip()]
     with user_errors(), display() as shown:
         try:
@@ -65,7 +66,7 @@ def bench(
                 raise
             fail(str(error))
         except KeyboardInterrupt:
-            _interrupted(path)
+            _interrupted(path, before)
         report.save(path)
         page = write_html(report, out / "report.html") if html else None
     if json:
@@ -96,9 +97,15 @@ def _device(device: str) -> torch.device:
     return found
 
 
-def _interrupted(path: Path) -> NoReturn:
-    runs = 0
-    if path.exists():
+def _written(path: Path) -> int | None:
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
+def _interrupted(path: Path, before: int | None) -> NoReturn:
+    """Say what there is to go on from; ``before``: when an earlier report was written, None where this run resumed."""
+    if path.exists() and _written(path) == before:
+        typer.echo(f"\nStopped before anything was saved; {path} is that of an earlier run.", err=True)
+    elif path.exists():
         runs = sum(len(contestant.curves) for contestant in BenchReport.load(path).contestants)
         typer.echo(
             f"\nStopped. {path} holds the step times and {runs} finished training runs; "

@@ -16,7 +16,6 @@ __all__ = ["compile_advice", "examine"]
 
 EXTRAS = {
     "cli": ("typer", "rich"),
-    "report": ("matplotlib",),
     "workloads": ("sklearn", "pyarrow", "PIL"),
     "transformers": ("transformers", "accelerate"),
 }

@@ -194,19 +194,21 @@ def _function(source: str) -> Callable[[int], object]:
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"found no file at {file!r}; needed: a workload's name, or path/to/train.py:make.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"torchboost_factory_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{file!r} is not a Python file; needed: path/to/train.py:make.")
     module = importlib.util.module_from_spec(spec)
+    # As if the file were run: imports beside it work, also later inside the function, and dataclasses find it.
     sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
         where = f"{file}, line {lines[-1]}" if lines else file
-        raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
-    finally:
         sys.path.remove(str(path.resolve().parent))
+        del sys.modules[spec.name]
+        raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
         names = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "none"

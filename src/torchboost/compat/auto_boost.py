@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torchboost.algorithms.autocast import uncover_copy
 from torchboost.algorithms.memory_format import ChannelsLast, channels_last
 from torchboost.config import BoostConfig, ConfigSource
-from torchboost.core.algorithm import Attached, Target
+from torchboost.core.algorithm import Attached, Scaler, Target
 from torchboost.core.folding import fold_batch_norms
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError
@@ -46,20 +46,27 @@ class AutoBoost:
         self.level = level
         self.plan = Plan.of(level, self._config)
         self.attached = Attached()
+        self._boosted: nn.Module | None = None
 
-    def network_auto_process_train(self, network: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    def network_auto_process_train(
+        self, network: nn.Module, optimizer: Optimizer, *, scaler: Scaler | None = None
+    ) -> tuple[nn.Module, Optimizer]:
         """Boost a pair in place and return it; the loop that trains it stays as it was.
 
         ``.plan`` then says what was chosen for this pair, ``.attached`` is what was attached: its ``remove()``
-        takes it away, its ``state_dict()`` belongs into the checkpoint.
+        takes it away (BatchNorms that went stay away), its ``state_dict()`` belongs into the checkpoint. A second call
+        for the same network takes away what the first one attached.
 
         Args:
-            network: A bare module; DDP, FSDP2 and compile come after this call.
+            network: A bare module, on the device it will train on; DDP and compile come after this call. For FSDP2,
+                which replaces the parameters, use :meth:`Plan.transform` and :meth:`Plan.attach`.
             optimizer: Any ``torch.optim.Optimizer`` over the network's parameters.
+            scaler: The ``GradScaler`` of the loop, which scales and steps as before; float16 needs one.
 
         Raises:
             TypeError: Not a module, or not an optimizer.
-            IncompatibleError: The network is already wrapped and some algorithm must change its modules.
+            IncompatibleError: The network is already wrapped and the plan is not empty, or an algorithm cannot work
+                on this pair; nothing was changed.
         """
         _check_pair(network, optimizer)
         wrapper = wrapper_of(network)
@@ -68,8 +75,11 @@ class AutoBoost:
                 f"the network is already wrapped by {wrapper}; call network_auto_process_train on the bare network, "
                 "then wrap what it returns."
             )
+        if network is self._boosted:
+            self.attached.remove()
         self.plan = Plan.of(self.level, self._config, Facts.measure(network, loop="own")).fit(network, optimizer)
-        self.attached = self.plan.attach(Target(network, optimizer))
+        self.attached = self.plan.attach(Target(network, optimizer, scaler))
+        self._boosted = network
         return network, optimizer
 
     def network_auto_process_eval(self, network: nn.Module) -> nn.Module:
@@ -78,14 +88,16 @@ class AutoBoost:
         Every BatchNorm that directly follows a convolution or a linear layer is folded into it, exactly, and
         convolutional networks are stored channels-last. The copy is in eval mode and computes in the precision
         of its parameters; its outputs equal those of ``network.eval()`` within 1e-4 relative in float32.
-        Cost: one copy of the parameters. At level O0 or in mode disable_all the network is returned as it is.
+        Cost: one copy of the parameters. Where the configuration asks for nothing (level O0, mode disable_all) the
+        network is returned as it is.
 
         Raises:
             TypeError: Not a module.
+            ValueError: The network computes NaN or infinities, as one that diverged.
         """
         if not isinstance(network, nn.Module):
             raise TypeError(f"network must be a torch.nn.Module, found {type(network).__name__}.")
-        if not self.plan.algorithms and not self.plan.dropped:
+        if not self.plan.algorithms and (self.level == "O0" or self._config.boost.mode != "auto"):
             return network
         fast = copy.deepcopy(unwrap(network)).eval()
         uncover_copy(fast)

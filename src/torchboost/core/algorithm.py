@@ -196,6 +196,9 @@ class Algorithm:
             optimizer: Rebound to parameters that were replaced; None where it does not exist yet.
         """
 
+    def check(self, target: Target) -> None:
+        """Raise :class:`IncompatibleError` where :meth:`attach` would; called before anything is changed."""
+
     def attach(self, target: Target) -> Attachment:
         """Hook into a loop that is about to run."""
         return Attachment()
@@ -259,15 +262,18 @@ class Attached:
 def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> Attached:
     """Sort by ``traits.order``, check conflicts and the wrapping of the model, transform where needed, attach.
 
-    Either everything is attached or nothing is: when one algorithm refuses, those before it are removed.
+    Either everything is attached or nothing is: every algorithm may refuse before the first one changes anything,
+    and should one fail later, those before it are removed.
 
     Raises:
-        IncompatibleError: Two algorithms exclude each other, one appears twice, or a model that is already
-            wrapped still needs a transformation.
+        IncompatibleError: Two algorithms exclude each other, one appears twice, one cannot work on this target, or a
+            model that is already wrapped still needs a transformation.
     """
     chosen = sorted(algorithms, key=lambda algorithm: algorithm.traits.order)
     _check_conflicts(chosen)
     _check_wrapping(target.model, chosen)
+    for algorithm in chosen:
+        algorithm.check(target)
     for algorithm in chosen:
         if algorithm.needs_transform(target.model):
             algorithm.transform(target.model, target.optimizer)

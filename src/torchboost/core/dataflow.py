@@ -43,7 +43,9 @@ def trace(model: nn.Module, *, sample: Any = None) -> Dataflow:
     """
     lazy = next((n for n, t in [*model.named_parameters(), *model.named_buffers()] if is_lazy(t)), None)
     if lazy is not None:
-        raise ValueError(f"found '{lazy}' of a lazy module without a shape; run the model on one batch first.")
+        raise ValueError(
+            f"found '{lazy}' of a lazy module without a shape; run model.eval() on one batch first, then model.train()."
+        )
     networks = list(_networks(model))
     for network in networks:
         try:

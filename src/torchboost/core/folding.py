@@ -194,10 +194,12 @@ def fold_pairs(
 
     Raises:
         IncompatibleError: The outputs differ by more than rounding; the model is as it was before.
-        ValueError: The model does not run on ``sample``.
+        ValueError: The model does not run on ``sample``, or computes NaN or infinities.
     """
     run = runnable(model, sample)
     before = evaluate(*run) if run is not None else []
+    if not all(bool(torch.isfinite(outputs).all()) for outputs in before):
+        raise ValueError("the model computes NaN or infinities, as one that diverged; BatchNorm was left as it is.")
     layers = dict.fromkeys(fold.layer for fold in folds)
     saved = [(layer, layer._parameters["weight"], layer._parameters["bias"]) for layer in layers]
     values = [(p, p.detach().clone()) for _, *parameters in saved for p in parameters if p is not None]

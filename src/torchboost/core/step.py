@@ -62,6 +62,7 @@ class TrainStep:
             *inputs: Handed to the loss function as they are.
 
         Raises:
+            TypeError: The loss is not a tensor; nothing was changed.
             ValueError: The loss is not a single number; nothing was changed.
         """
         accumulator = self.target.accumulator
@@ -101,6 +102,11 @@ class TrainStep:
 
     def _forward_backward(self, inputs: tuple[Any, ...], window: int) -> Tensor:
         loss = self._loss(*inputs)
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"the loss is a {type(loss).__name__}; a training step needs a tensor of shape (): pass a loss_fn that "
+                "makes one of what the model returns."
+            )
         if loss.numel() != 1:
             raise ValueError(
                 f"the loss has shape {tuple(loss.shape)}; a training step needs a single number: "

@@ -19,6 +19,8 @@ def wrapper_of(model: nn.Module) -> str | None:
     if _is_instance(model, "torch._dynamo", "OptimizedModule"):
         return "torch.compile"
     for module in model.modules():
+        if _is_instance(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
+            return "FullyShardedDataParallel"
         if _is_instance(module, "torch.distributed.fsdp", "FSDPModule"):
             return "fully_shard"
         if module._compiled_call_impl is not None:

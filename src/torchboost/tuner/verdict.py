@@ -303,7 +303,7 @@ def headline(report: BenchReport) -> Verdict:
     share = wording.is_share(report)
     paying = [s for s in summarise(report) if s.contestant.kind in ("level", "algorithm") and _pays(s.stock)]
     heard = {s.contestant.name: _metric(s, report.metric_name, share) for s in paying}
-    tones = {name: "good" if verdict is None else verdict.tone for name, verdict in heard.items()}
+    tones = {name: "open" if verdict is None else verdict.tone for name, verdict in heard.items()}
     for tone in ("good", "open"):
         found = [s for s in paying if tones[s.contestant.name] == tone]
         if found:

@@ -99,7 +99,7 @@ class Loop:
 
     Args:
         step: ``(inputs, targets) -> loss``: forward, backward, update, schedule.
-        predict: ``inputs -> outputs`` without compiling anew; put ``model`` into evaluation mode first.
+        predict: What maps inputs to outputs; put it into evaluation mode first.
         model: What is trained.
         within: Enters what holds for the whole process while this loop steps.
         algorithms: What is attached.
@@ -108,7 +108,7 @@ class Loop:
     """
 
     step: Callable[[Tensor, Tensor], Tensor]
-    predict: Callable[[Tensor], Tensor]
+    predict: nn.Module
     model: nn.Module
     within: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     algorithms: list[AlgorithmRow] = field(default_factory=list)
@@ -173,7 +173,7 @@ def build_loop(
     body = _hand_body if by_hand else _plain_body
     return Loop(
         step=body(job, target, steps, device),
-        predict=model.forward if recipe.compiled_by_hand else target.model,
+        predict=target.model,
         model=model,
         within=(lambda: attach_all(target, process_wide)) if process_wide else contextlib.nullcontext,
         algorithms=algorithms,
