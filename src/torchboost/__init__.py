@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from torchboost.algorithms.autocast import Autocast, autocast_forward
     from torchboost.algorithms.centralization import Centralization, centralize_gradients
     from torchboost.algorithms.compilation import Compile
+    from torchboost.algorithms.freeze import BlockFreeze, freeze_blocks
     from torchboost.algorithms.fused_optimizer import FusedOptimizer, fuse
     from torchboost.algorithms.host_memory import HostMemory, retain_host_memory
     from torchboost.algorithms.less_bn import LessBatchNorm, reduce_batch_norm
     from torchboost.algorithms.memory_format import ChannelsLast, channels_last
     from torchboost.compat.auto_boost import AutoBoost
     from torchboost.compat.cells import BoostTrainOneStepCell, WithLoss
+    from torchboost.compat.freeze import FreezeOpt, GradientFreeze, freeze_cell
     from torchboost.compat.process import OptimizerProcess, ParameterProcess
     from torchboost.compat.wrappers import LessBN
     from torchboost.config import BoostConfig
@@ -39,6 +41,7 @@ __all__ = [
     "Attachment",
     "AutoBoost",
     "Autocast",
+    "BlockFreeze",
     "BoostConfig",
     "BoostTrainOneStepCell",
     "Centralization",
@@ -46,7 +49,9 @@ __all__ = [
     "Compile",
     "ConfigError",
     "Facts",
+    "FreezeOpt",
     "FusedOptimizer",
+    "GradientFreeze",
     "GradientPipeline",
     "HostMemory",
     "IncompatibleError",
@@ -67,6 +72,8 @@ __all__ = [
     "centralize_gradients",
     "channels_last",
     "fold_batch_norms",
+    "freeze_blocks",
+    "freeze_cell",
     "fuse",
     "reduce_batch_norm",
     "retain_host_memory",
@@ -76,12 +83,14 @@ _HOMES = {
     "torchboost.algorithms.autocast": ("Autocast", "autocast_forward"),
     "torchboost.algorithms.centralization": ("Centralization", "centralize_gradients"),
     "torchboost.algorithms.compilation": ("Compile",),
+    "torchboost.algorithms.freeze": ("BlockFreeze", "freeze_blocks"),
     "torchboost.algorithms.fused_optimizer": ("FusedOptimizer", "fuse"),
     "torchboost.algorithms.host_memory": ("HostMemory", "retain_host_memory"),
     "torchboost.algorithms.less_bn": ("LessBatchNorm", "reduce_batch_norm"),
     "torchboost.algorithms.memory_format": ("ChannelsLast", "channels_last"),
     "torchboost.compat.auto_boost": ("AutoBoost",),
     "torchboost.compat.cells": ("BoostTrainOneStepCell", "WithLoss"),
+    "torchboost.compat.freeze": ("FreezeOpt", "GradientFreeze", "freeze_cell"),
     "torchboost.compat.process": ("OptimizerProcess", "ParameterProcess"),
     "torchboost.compat.wrappers": ("LessBN",),
     "torchboost.config": ("BoostConfig",),

@@ -138,7 +138,7 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     dropped = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)
     dropped += _unread(config, wanted)
     built = [
-        _build(REGISTRY[name], _settings(REGISTRY[name], config, level))
+        _build(REGISTRY[name], _settings(REGISTRY[name], config, level, facts))
         for name, reason in reasons.items()
         if reason is None
     ]
@@ -202,13 +202,18 @@ def _objection(name: str, wanted: list[str], config: BoostConfig, facts: Facts) 
     return entry.unusable(facts) or (None if asked_for else entry.unproven(facts))
 
 
-def _settings(entry: Entry, config: BoostConfig, level: str) -> dict[str, Any]:
+def _settings(entry: Entry, config: BoostConfig, level: str, facts: Facts) -> dict[str, Any]:
     auto = config.boost.mode == "auto"
     settings = dict(LEVELS[level].get(entry.name, {})) if auto else {}
     if entry.section:
         section = getattr(config, entry.section)
         written = section.model_fields_set if auto else entry.words
-        settings |= {ours: getattr(section, key) for key, ours in entry.words.items() if key in written}
+        for key, ours in entry.words.items():
+            if key in written:
+                value = getattr(section, key)
+                settings[ours] = entry.values.get(key, {}).get(value, value)
+    known = {ours: getattr(facts, fact) for fact, ours in entry.facts.items()}
+    settings |= {ours: value for ours, value in known.items() if value is not None}
     extra = config.extra.get(entry.name, True)
     return settings | extra if isinstance(extra, dict) else settings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from torchboost.algorithms.autocast import Autocast
 from torchboost.algorithms.centralization import Centralization
 from torchboost.algorithms.compilation import Compile
+from torchboost.algorithms.freeze import BlockFreeze, Pattern
 from torchboost.algorithms.fused_optimizer import FusedOptimizer
 from torchboost.algorithms.host_memory import HostMemory
 from torchboost.algorithms.less_bn import LessBatchNorm
@@ -88,6 +89,8 @@ class Entry:
         summary: One line for people.
         section: Section of the reference's JSON that holds its settings; empty where the reference has none.
         words: Key of that section -> name of our setting.
+        values: Key of that section -> what its values are called here, where they differ.
+        facts: Fact -> setting that takes its value where it is known and nobody sets it.
         brings: Key of that section -> algorithm which that key switches on and off together with this one.
         unusable: Why these facts rule the algorithm out, or None.
         unproven: Why a level should leave it out on these facts although it would work; asking for it by
@@ -99,6 +102,8 @@ class Entry:
     summary: str
     section: str = ""
     words: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)
     brings: Mapping[str, str] = field(default_factory=dict)
     unusable: Callable[[Facts], str | None] = _never
     unproven: Callable[[Facts], str | None] = _never
@@ -149,6 +154,12 @@ def _compile_unproven(facts: Facts) -> str | None:
     return None
 
 
+def _freeze_unproven(facts: Facts) -> str | None:
+    if facts.total_steps is None:
+        return "it must know the length of the run: say how many updates in grad_freeze.total_steps"
+    return None
+
+
 _ENTRIES = (
     Entry(
         algorithm=LessBatchNorm,
@@ -176,6 +187,22 @@ _ENTRIES = (
         algorithm=HostMemory,
         summary="keeps freed host memory in the process",
         unusable=_needs_host_tensors,
+    ),
+    Entry(
+        algorithm=BlockFreeze,
+        summary="stops training the first blocks while the others go on",
+        section="grad_freeze",
+        words=MappingProxyType(
+            {
+                "param_groups": "groups",
+                "freeze_type": "pattern",
+                "freeze_p": "full_share",
+                "total_steps": "total_steps",
+            }
+        ),
+        values=MappingProxyType({"freeze_type": dict(enumerate(get_args(Pattern)))}),
+        facts=MappingProxyType({"total_steps": "total_steps"}),
+        unproven=_freeze_unproven,
     ),
     Entry(algorithm=FusedOptimizer, summary="updates all parameters in one kernel"),
     Entry(algorithm=Compile, summary="compiles the model with torch.compile", unproven=_compile_unproven),

@@ -22,7 +22,10 @@ from torchboost import REGISTRY, Algorithm, Attached, Target, TrainStep, attach_
 # Dynamo itself looks at .grad of intermediate tensors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
-FAST_TO_BUILD: dict[str, dict[str, Any]] = {"compile": {"backend": "eager"}}
+FAST_TO_BUILD: dict[str, dict[str, Any]] = {
+    "compile": {"backend": "eager"},
+    "grad_freeze": {"groups": 3, "full_share": 0.3, "total_steps": 12},
+}
 NAMES = sorted(REGISTRY)
 
 

@@ -159,6 +159,9 @@ class Attachment:
                 "load the checkpoint with the algorithms it was written with."
             )
 
+    def observe(self, loss: Tensor) -> None:
+        """Be told the loss of an update, of shape ``()``; ``TrainStep`` does so, a loop of one's own may."""
+
     def remove(self) -> None:
         """Take the effect away. A second call does nothing."""
         while self._handles:
@@ -209,6 +212,7 @@ class Attached:
 
     def __init__(self, algorithms: Iterable[Algorithm] = (), attachments: Iterable[Attachment] = ()) -> None:
         self._entries = {a.name: (a, live) for a, live in zip(algorithms, attachments, strict=True)}
+        self._observers = [a for _, a in self._entries.values() if type(a).observe is not Attachment.observe]
 
     def __getitem__(self, name: str) -> Attachment:
         return self._entries[name][1]
@@ -221,6 +225,11 @@ class Attached:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def observe(self, loss: Tensor) -> None:
+        """Tell the loss of an update to the attachments that want it; call it before ``optimizer.step()``."""
+        for live in self._observers:
+            live.observe(loss)
 
     def describe(self) -> str:
         """Return one line per algorithm, in the order in which the hooks fire."""
@@ -251,6 +260,7 @@ class Attached:
         for _, live in reversed(self._entries.values()):
             live.remove()
         self._entries = {}
+        self._observers = []
 
     def __enter__(self) -> Self:
         return self

@@ -18,7 +18,7 @@ from torchboost.core.flow import Dataflow, FlowBuilder
 from torchboost.core.normalized_linear import NormalizedLinear
 from torchboost.core.structure import assume
 
-__all__ = ["evaluate", "runnable", "trace", "undisturbed"]
+__all__ = ["evaluate", "is_leaf", "runnable", "trace", "undisturbed"]
 
 LAYERS = (_ConvNd, nn.Linear, NormalizedLinear, _BatchNorm)
 _ADDITIONS = frozenset({"add", "add_", "iadd", "__add__", "__iadd__", "__radd__"})
@@ -58,7 +58,7 @@ def trace(model: nn.Module, *, sample: Any = None) -> Dataflow:
         except Exception as error:
             if sample is not None:
                 raise ValueError(f"the model does not run on the sample: {error}") from error
-    return assume(model, _is_leaf)
+    return assume(model, is_leaf)
 
 
 def runnable(model: nn.Module, sample: Any = None) -> tuple[nn.Module, Any] | None:
@@ -167,7 +167,7 @@ def _guesses(model: nn.Module) -> Iterator[Tensor]:
         yield noise.to(weight.device, weight.dtype)
 
 
-def _is_leaf(module: nn.Module) -> bool:
+def is_leaf(module: nn.Module) -> bool:
     """Modules that become one node. Everything else is looked into."""
     if isinstance(module, LAYERS):
         return True
@@ -177,7 +177,7 @@ def _is_leaf(module: nn.Module) -> bool:
 
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return _is_leaf(m)
+        return is_leaf(m)
 
 
 def _trace_symbolically(model: nn.Module) -> Dataflow:
@@ -218,7 +218,7 @@ def _trace_run(model: nn.Module, sample: Any) -> Dataflow:
     recorder = _Recorder()
     handles = []
     for name, module in model.named_modules():
-        if _is_leaf(module):
+        if is_leaf(module):
             handles += recorder.watch(name, module)
     try:
         with undisturbed(model):

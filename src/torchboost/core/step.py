@@ -120,6 +120,7 @@ class TrainStep:
 
     def _update(self, loss: Tensor) -> StepOutput:
         optimizer, scaler = self.target.optimizer, self.target.scaler
+        self.attached.observe(loss)
         if scaler is None:
             optimizer.step()
             optimizer.zero_grad()

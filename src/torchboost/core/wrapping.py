@@ -7,7 +7,7 @@ import sys
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-__all__ = ["unwrap", "wrapper_of"]
+__all__ = ["is_compiled", "unwrap", "wrapper_of"]
 
 
 def wrapper_of(model: nn.Module) -> str | None:
@@ -37,6 +37,14 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = model.get_submodule("_orig_mod")
         else:
             return model
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether ``model`` or a part of it is compiled, in place or by a wrapper."""
+    return any(
+        module._compiled_call_impl is not None or _is_instance(module, "torch._dynamo", "OptimizedModule")
+        for module in model.modules()
+    )
 
 
 def _is_instance(module: nn.Module, package: str, name: str) -> bool:

@@ -1,0 +1,288 @@
+"""Gradient freezing: train only the later blocks of a network on a schedule, and skip the backward pass of the rest."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar, Literal, get_args
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchboost.core import freeze_schedule
+from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.blocks import blocks_of, group_starts
+from torchboost.core.freezing import Freezing, Norms, Prefix, check_freezable, prefixes_of
+from torchboost.core.plasticity import Plasticity
+from torchboost.core.wrapping import is_compiled
+from torchboost.errors import NoEffectWarning
+
+__all__ = ["BlockFreeze", "GuidedFreezing", "Pattern", "compiled_prefixes", "freeze_blocks"]
+
+Pattern = Literal["continuous", "interval", "progressive", "guided"]
+
+
+def compiled_prefixes() -> int:
+    """Return how many different prefixes a compiled model can afford: 3 at torch's limit of 8 graphs.
+
+    Each set of flags is one graph for training and, as guards look at ``requires_grad`` under ``no_grad`` too, one for
+    evaluation; a last batch of another size adds one to each kind. Past ``torch._dynamo.config.recompile_limit`` torch
+    falls back to eager for good.
+    """
+    from torch._dynamo import config
+
+    return max(2, (config.recompile_limit - 2) // 2)
+
+
+class GuidedFreezing(Freezing):
+    """A :class:`~torchboost.core.freezing.Freezing` that decides by what it measures.
+
+    Args:
+        plasticity: Decides after each window.
+        window: Updates per window.
+        start: Update from which groups may be frozen.
+        most: Largest number of frozen groups.
+
+    See the others at :class:`~torchboost.core.freezing.Freezing`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        prefixes: Sequence[Prefix],
+        plasticity: Plasticity,
+        *,
+        window: int,
+        start: int,
+        most: int,
+        norms: Norms,
+    ) -> None:
+        self.plasticity = plasticity
+        self._window, self._start, self._most = window, start, most
+        super().__init__(model, optimizer, prefixes, lambda step: self.index, norms=norms)
+
+    def observe(self, loss: Tensor) -> None:
+        """Take note of the loss of an update; without it, nothing that is frozen is ever trained again."""
+        self.plasticity.observe(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return step, index and all that was measured (a copy of the weights)."""
+        return {**super().state_dict(), "index": self.index, "plasticity": self.plasticity.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint.
+
+        Raises:
+            ValueError: The checkpoint is of another model or other groups; nothing was changed.
+        """
+        super().load_state_dict(state)
+        self.plasticity.load_state_dict(state["plasticity"])
+
+    def _index_of(self, state: Mapping[str, Any]) -> int:
+        index = state.get("index", 0)
+        if not 0 <= index < len(self._prefixes):
+            raise ValueError(f"the checkpoint froze {index} groups, there are {len(self._prefixes)} here.")
+        return index
+
+    def _after_update(self, *_: Any) -> None:
+        self.step += 1
+        if self.step < self._start:
+            return
+        if self.step == self._start:
+            self.plasticity.begin()
+        elif (self.step - self._start) % self._window == 0:
+            self._apply(min(self.plasticity.decide(self.index), self._most))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFreeze(Algorithm):
+    """Train only the blocks from the k-th group on, with k changing from update to update.
+
+    The reference's ``freeze_p`` is ``full_share`` here: the share of updates that train everything. Patterns:
+
+    - ``"continuous"`` (type 0): a stretch of full training, then 1, 2, ... groups frozen, over and over.
+    - ``"interval"`` (type 1): at random updates a random number of groups, small numbers likeliest.
+    - ``"progressive"`` (type 2): full training first, then groups are frozen for good from the front, on FreezeOut's
+      cubic schedule, at the few moments that save most.
+    - ``"guided"`` (type 3): after full training, one leading group after the other is frozen when it changes no
+      more than the average of those that train; everything trains again when the loss rises.
+
+    Where forward : backward is 1 : 2, freezing blocks worth the share f of a step saves at most 2 f / 3 of it.
+
+    Args:
+        groups: Number of groups the blocks are divided into; at most one per block.
+        pattern: See above.
+        full_share: Share of updates that train everything, 0 or more and below 1.
+        total_steps: Updates of the whole run.
+        norms: Whether BatchNorms of frozen blocks go on updating their statistics (``"update"``, as in the reference)
+            or run in eval mode (``"eval"``).
+        prefixes: Most different numbers of frozen groups, full training included; each is one graph of a compiled
+            model. By default 3 for a compiled model (see :func:`compiled_prefixes`), 7 for a progressive pattern,
+            else no limit.
+        costs: Share of the computation in each block, for the progressive pattern; equal by default. See
+            :func:`torchboost.core.blocks.block_costs`.
+        step_seconds: Time of a full step, and
+        recompile_seconds: of a compilation: the progressive pattern leaves out moments that do not repay one.
+        threshold: Guided: freeze what moves less than so many times the average.
+        tolerance: Guided: share by which the loss may rise above its lowest window mean.
+    """
+
+    name: ClassVar[str] = "grad_freeze"
+    # After compilation, which it must know about; its hook comes after all others that look at gradients.
+    traits: ClassVar[Traits] = Traits(order=95, unused_parameters=True)
+
+    groups: int = 10
+    pattern: Pattern = "interval"
+    full_share: float = 0.7
+    total_steps: int = 65536
+    norms: Norms = "update"
+    prefixes: int | None = None
+    costs: tuple[float, ...] | None = None
+    step_seconds: float = 0.0
+    recompile_seconds: float = 0.0
+    threshold: float = 1.0
+    tolerance: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.pattern not in get_args(Pattern):
+            raise ValueError(f"pattern={self.pattern!r}: allowed are {', '.join(map(repr, get_args(Pattern)))}.")
+        if self.norms not in ("update", "eval"):
+            raise ValueError(f"norms={self.norms!r}: allowed are 'update' and 'eval'.")
+        if not 0 <= self.full_share < 1:
+            raise ValueError(
+                f"full_share={self.full_share}: a share of updates that train everything, 0 or more and below 1; "
+                "1 would never freeze: leave the algorithm out instead."
+            )
+        for name in ("groups", "total_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: an integer of 1 or more.")
+        if self.prefixes is not None and self.prefixes < 2:
+            raise ValueError(f"prefixes={self.prefixes}: 2 or more (full training and one other), or None.")
+        if self.costs is not None:
+            object.__setattr__(self, "costs", tuple(self.costs))
+            if not all(cost >= 0 for cost in self.costs) or not sum(self.costs):
+                raise ValueError(f"costs={self.costs}: one number of 0 or more for each block, not all 0.")
+
+    def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
+        """Say so where there is one block only, which can never be frozen."""
+        return "the model is a single block, which always trains" if len(blocks_of(model)) < 2 else None
+
+    def check(self, target: Target) -> None:
+        """Refuse what :func:`torchboost.core.freezing.check_freezable` refuses."""
+        check_freezable(target.model)
+
+    def attach(self, target: Target) -> Attachment:
+        """Freeze what the schedule says for the first update, and follow it from then on.
+
+        Raises:
+            IncompatibleError: The wrapper or the compiler of the model cannot follow.
+            ValueError: ``costs`` are not one per block.
+        """
+        return freeze_blocks(target.model, target.optimizer, self, seed=target.seed)
+
+    def schedule(self, costs: Sequence[float], *, seed: int = 0, prefixes: int | None = None) -> Callable[[int], int]:
+        """Return the number of frozen groups as a function of the update, for every pattern but the guided one.
+
+        Args:
+            costs: Share of the computation in each group.
+            seed: Of the interval pattern; the same on all ranks.
+            prefixes: Most different numbers, 0 included; None is no limit.
+        """
+        if self.pattern == "progressive":
+            return freeze_schedule.progressive(
+                costs,
+                self.full_share,
+                self.total_steps,
+                switches=(prefixes or 7) - 1,
+                step_seconds=self.step_seconds,
+                recompile_seconds=self.recompile_seconds,
+            )
+        if self.pattern == "continuous":
+            sequence = freeze_schedule.continuous(len(costs), self.full_share, self.total_steps)
+        else:
+            sequence = freeze_schedule.interval(len(costs), self.full_share, self.total_steps, seed)
+        if prefixes is not None:
+            sequence = freeze_schedule.snapped(sequence, prefixes)
+        return freeze_schedule.Repeated(tuple(sequence))
+
+
+def freeze_blocks(
+    model: nn.Module, optimizer: Optimizer, settings: BlockFreeze | None = None, *, seed: int = 0
+) -> Freezing:
+    """Freeze leading blocks of a network in a loop of your own, which stays as it is.
+
+    Args:
+        model: What the loop calls; under DDP built with ``find_unused_parameters=True``. Compile it before.
+        optimizer: Over the parameters of the model.
+        settings: See :class:`BlockFreeze`.
+        seed: Of the random pattern; the same on all ranks.
+
+    Returns:
+        The live effect: ``step``, ``index``, ``frozen``; ``state_dict()`` belongs into the checkpoint, ``remove()``
+        trains everything again.
+
+    Raises:
+        IncompatibleError: The wrapper or the compiler of the model cannot follow.
+        ValueError: ``costs`` are not one per block.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(8)))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> settings = BlockFreeze(pattern="progressive", groups=8, full_share=0.5, total_steps=1000)
+        >>> freezing = freeze_blocks(model, optimizer, settings)
+    """
+    settings = settings if settings is not None else BlockFreeze()
+    blocks = blocks_of(model)
+    if settings.costs is not None and len(settings.costs) != len(blocks):
+        raise ValueError(
+            f"costs: found {len(settings.costs)}, the model has {len(blocks)} blocks "
+            f"({', '.join(block.name for block in blocks)}); give one for each."
+        )
+    starts = group_starts(len(blocks), settings.groups)
+    if len(starts) < min(2, settings.groups):
+        warnings.warn(
+            "grad_freeze: the model is a single block, nothing will be frozen.", NoEffectWarning, stacklevel=2
+        )
+    elif len(starts) < settings.groups and settings.pattern in ("continuous", "interval"):
+        warnings.warn(
+            f"grad_freeze: {settings.groups} groups were asked for, the model has {len(blocks)} blocks; there are "
+            f"{len(starts)} groups.",
+            NoEffectWarning,
+            stacklevel=2,
+        )
+    check_freezable(model)
+    prefixes = prefixes_of(blocks, starts)
+    if settings.pattern == "guided":
+        return _guided(model, optimizer, settings, prefixes)
+    shares = settings.costs or (1 / len(blocks),) * len(blocks)
+    costs = [sum(shares[a:b]) for a, b in zip(starts, [*starts[1:], len(blocks)], strict=True)]
+    limit = settings.prefixes or (compiled_prefixes() if is_compiled(model) else None)
+    return Freezing(
+        model,
+        optimizer,
+        prefixes,
+        settings.schedule(costs, seed=seed, prefixes=limit),
+        norms=settings.norms,
+    )
+
+
+def _guided(
+    model: nn.Module, optimizer: Optimizer, settings: BlockFreeze, prefixes: tuple[Prefix, ...]
+) -> GuidedFreezing:
+    limit = (settings.prefixes or (compiled_prefixes() if is_compiled(model) else len(prefixes))) - 1
+    # One group per window: the windows that are left reach the last group at the end of the run.
+    steps = min(limit, len(prefixes) - 1)
+    # Of all groups, the last one too: what changes less than the average is judged against them.
+    groups = [[p for p in after.parameters if p not in set(before.parameters)] for before, after in pairwise(prefixes)]
+    inside = {p for group in groups for p in group}
+    groups.append([p for p in model.parameters() if p not in inside])
+    start = round(settings.full_share * settings.total_steps)
+    window = max(1, (settings.total_steps - start) // (len(prefixes) + 1))
+    plasticity = Plasticity(groups, threshold=settings.threshold, tolerance=settings.tolerance)
+    return GuidedFreezing(
+        model, optimizer, prefixes, plasticity, window=window, start=start, most=steps, norms=settings.norms
+    )

@@ -1,0 +1,357 @@
+"""The reference's names for gradient freezing, over :mod:`torchboost.algorithms.freeze`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchboost.algorithms.freeze import BlockFreeze, Pattern, freeze_blocks
+from torchboost.core.blocks import group_starts
+from torchboost.core.freeze_schedule import Repeated
+from torchboost.core.freezing import Freezing, Prefix
+from torchboost.errors import NoEffectWarning
+
+__all__ = ["FreezeOpt", "GradientFreeze", "freeze_cell"]
+
+_PATTERNS = get_args(Pattern)
+_DEFAULT_GROUPS = 10
+_LEAST = 3
+"""A unit is closed, as in the reference, when it holds so many parameters and another matrix or kernel follows."""
+
+
+class GradientFreeze:
+    """Freezes leading groups of a network's parameters, at random or periodic updates.
+
+    Args:
+        param_groups: Number of groups, or the groups themselves: lists of parameters, each holding what trains at its
+            index, the first one all.
+        freeze_type: 0 continuous, 1 interval, 2 progressive, 3 guided; see :class:`torchboost.BlockFreeze`.
+        freeze_p: The share of updates that train *everything*, 0 or more and below 1 (the reference's documentation
+            calls it the probability of freezing; its code does this).
+        total_steps: Updates of the whole run.
+        seed: Of type 1; the sequence is that of the reference under ``numpy.random.seed(seed)``.
+
+    Attributes:
+        freezing: After :meth:`freeze_generate`, the live effect; its ``state_dict()`` belongs into the checkpoint.
+
+    Raises:
+        TypeError: ``param_groups`` is neither a number nor a list of lists of parameters.
+        ValueError: A number out of range.
+
+    Example:
+        >>> import torch, torchboost
+        >>> network = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
+        >>> optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        >>> freeze = torchboost.GradientFreeze(3, freeze_type=1, freeze_p=0.7, total_steps=1000)
+        >>> network, optimizer = freeze.freeze_generate(network, optimizer)
+    """
+
+    def __init__(
+        self,
+        param_groups: int | Sequence[Sequence[nn.Parameter]],
+        freeze_type: int,
+        freeze_p: float,
+        total_steps: int,
+        *,
+        seed: int = 0,
+    ) -> None:
+        self._groups = None if isinstance(param_groups, int) else _explicit(param_groups)
+        count = param_groups if isinstance(param_groups, int) else len(param_groups)
+        _check(count, freeze_type, freeze_p, total_steps)
+        self._count, self._type, self._share, self._steps, self._seed = count, freeze_type, freeze_p, total_steps, seed
+        self.freezing: Freezing | None = None
+
+    def freeze_generate(self, network: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        """Attach the freezing to a pair and return it, the same two objects; the loop stays as it was.
+
+        There is one optimizer with one set of moments, where the reference builds one per group. A second call
+        removes what the first one attached.
+
+        Raises:
+            TypeError: ``optimizer`` is no optimizer.
+            IncompatibleError: See :func:`torchboost.freeze_blocks`.
+        """
+        _check_optimizer(optimizer)
+        if self.freezing is not None:
+            self.freezing.remove()
+        if self._type > 1 and self._groups is None:
+            settings = BlockFreeze(
+                groups=self._count, pattern=_PATTERNS[self._type], full_share=self._share, total_steps=self._steps
+            )
+            self.freezing = freeze_blocks(network, optimizer, settings, seed=self._seed)
+            return network, optimizer
+        groups = self._groups or self.split_parameters_groups(network, self._count)
+        sequence = self.generate_freeze_index_sequence(len(groups), self._type, self._share, self._steps)
+        self.freezing = Freezing(network, optimizer, _prefixes(groups), Repeated(tuple(sequence)))
+        return network, optimizer
+
+    def generate_freeze_index_sequence(
+        self, parameter_groups_number: int, freeze_strategy: int, freeze_p: float, total_steps: int
+    ) -> list[int]:
+        """Return the index for each update; index k trains group k, that is all but the first k groups.
+
+        Args:
+            parameter_groups_number: Number of groups; with one, all entries are 0.
+            freeze_strategy: 0, 1 or 2.
+            freeze_p: The share of updates that train everything.
+            total_steps: The list has ``int(1.01 * total_steps)`` entries, type 0 whole periods of at least so many.
+
+        Raises:
+            ValueError: A number out of range, or type 3, which is decided while training.
+        """
+        _check(parameter_groups_number, freeze_strategy, freeze_p, total_steps)
+        pattern = _PATTERNS[freeze_strategy]
+        if pattern == "guided":
+            raise ValueError("freeze_strategy=3 is decided while training and has no sequence; use freeze_generate.")
+        settings = BlockFreeze(pattern=pattern, full_share=freeze_p, total_steps=total_steps)
+        schedule = settings.schedule([1 / parameter_groups_number] * parameter_groups_number, seed=self._seed)
+        if isinstance(schedule, Repeated):
+            return list(schedule.indices)
+        return [schedule(step) for step in range(int(total_steps * 1.01))]
+
+    def split_parameters_groups(self, net: nn.Module, freeze_para_groups_number: int) -> list[list[nn.Parameter]]:
+        """Return for each index the parameters that train, in order of registration; the first list is all of them.
+
+        A new unit begins at a matrix or kernel when the open one holds three parameters or more; vectors (biases,
+        normalisations) join the open unit, by their shape where the reference looks for "bn" and "bias" in names.
+        With fewer units than groups there are as many groups as units, where the reference silently freezes nothing.
+        :class:`torchboost.BlockFreeze` cuts by modules in execution order instead, which saves more.
+
+        Raises:
+            ValueError: The number is below 1.
+        """
+        if freeze_para_groups_number < 1:
+            raise ValueError(f"freeze_para_groups_number: found {freeze_para_groups_number}; 1 or more.")
+        return _split(list(net.parameters()), freeze_para_groups_number)
+
+
+class FreezeOpt(Optimizer):
+    """An optimizer whose updates follow a strategy of freezing: ``opt`` itself, with one set of moments.
+
+    It shares the parameter groups and the state of ``opt``; schedulers and scalers may drive either. The learning rate
+    follows the updates, not those of one group.
+
+    Args:
+        opt: Any ``torch.optim.Optimizer``.
+        train_parameter_groups: Lists of parameters; the k-th holds what trains at index k, the first one all. By
+            default ten nested groups of the optimizer's parameters.
+        train_strategy: Index for each update, repeated when used up: a list or tuple of integers, or a 1-D tensor of
+            int32. By default every group in turn.
+
+    Attributes:
+        freezing: The live effect.
+
+    Raises:
+        TypeError: ``opt`` is no optimizer; groups or strategy are of another type.
+        ValueError: A strategy without groups, an index without a group, a parameter that ``opt`` does not have, or a
+            tensor of other shape or dtype.
+
+    Example:
+        >>> import torch, torchboost
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> groups = [list(net.parameters()), list(net[1].parameters())]
+        >>> optimizer = torchboost.FreezeOpt(torch.optim.SGD(net.parameters(), lr=0.1), groups, [0, 1])
+    """
+
+    def __init__(
+        self,
+        opt: Optimizer,
+        train_parameter_groups: Sequence[Sequence[nn.Parameter]] | None = None,
+        train_strategy: Sequence[int] | Tensor | None = None,
+    ) -> None:
+        _check_optimizer(opt)
+        if train_strategy is not None and train_parameter_groups is None:
+            raise ValueError("train_strategy: found one without train_parameter_groups; its indices need groups.")
+        known = [p for group in opt.param_groups for p in group["params"]]
+        given = train_parameter_groups
+        groups = _split(known, _DEFAULT_GROUPS) if given is None else _explicit(given)
+        strangers = sum(p not in set(known) for group in groups for p in group)
+        if strangers:
+            raise ValueError(
+                f"train_parameter_groups: found {strangers} parameters that opt does not update; drop them."
+            )
+        strategy = _strategy(train_strategy, len(groups))
+        super().__init__(opt.param_groups, opt.defaults)
+        self.opt = opt
+        self.groups = groups
+        self.state = opt.state
+        self.freezing = Freezing(None, opt, _prefixes(groups), Repeated(strategy))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update what trains, then freeze what the strategy says for the next update."""
+        return self.opt.step(closure) if closure is not None else self.opt.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of ``opt``, loadable by it, and the position in the strategy under ``"freezing"``."""
+        return {**self.opt.state_dict(), "freezing": self.freezing.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a checkpoint of this class, or of ``opt`` alone, which starts the strategy anew."""
+        rest = {key: value for key, value in state_dict.items() if key != "freezing"}
+        if "freezing" in state_dict:
+            self.freezing.load_state_dict(state_dict["freezing"])
+        self.opt.load_state_dict(rest)
+        self.param_groups, self.state = self.opt.param_groups, self.opt.state
+
+
+def freeze_cell(
+    reducer_flag: bool,
+    network: nn.Module,
+    optimizer: FreezeOpt,
+    sens: float,
+    grad: Any = None,
+    use_grad_accumulation: bool = False,
+    mean: bool | None = None,
+    degree: int | None = None,
+    max_accumulation_step: int = 1,
+) -> tuple[Callable[..., Tensor], ...]:
+    """Return one training step for each group of a :class:`FreezeOpt`; step k trains group k and returns the loss.
+
+    Args:
+        reducer_flag: Sum the gradients over all ranks, for a network that is not wrapped.
+        network: Returns the loss, a tensor of shape ``()``.
+        optimizer: Its own strategy is overruled by the choice of the step.
+        sens: Multiplies the gradients; it is not divided out again.
+        grad: Not used: autograd takes the place of the reference's gradient operator.
+        use_grad_accumulation: Update after every ``max_accumulation_step`` calls of one step only.
+        mean: Divide the sum by ``degree``.
+        degree: Number of ranks; that of the process group by default.
+        max_accumulation_step: Calls per update, whose gradients are averaged.
+
+    Raises:
+        TypeError: ``optimizer`` is no :class:`FreezeOpt`.
+        ValueError: ``max_accumulation_step`` is below 1.
+    """
+    if not isinstance(optimizer, FreezeOpt):
+        raise TypeError(
+            f"optimizer: found {type(optimizer).__name__}; wrap it: FreezeOpt(optimizer, groups, strategy)."
+        )
+    if max_accumulation_step < 1:
+        raise ValueError(f"max_accumulation_step: found {max_accumulation_step}; 1 or more.")
+    window = max_accumulation_step if use_grad_accumulation else 1
+    divisor = (degree or dist.get_world_size()) if reducer_flag and mean else 1
+    return tuple(
+        _GroupStep(network, optimizer, index, sens=sens, window=window, reduced=reducer_flag, divisor=divisor)
+        for index in range(len(optimizer.groups))
+    )
+
+
+class _GroupStep:
+    """A training step of one group; its gradients stay its own until the window is full."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        optimizer: FreezeOpt,
+        index: int,
+        *,
+        sens: float,
+        window: int,
+        reduced: bool,
+        divisor: int,
+    ) -> None:
+        self._network, self._optimizer, self._index = network, optimizer, index
+        self._sens, self._window, self._reduced, self._divisor = sens, window, reduced, divisor
+        self._held: dict[nn.Parameter, Tensor] = {}
+        self._calls = 0
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        self._optimizer.freezing.freeze(self._index)
+        group = self._optimizer.groups[self._index]
+        for parameter in group:
+            parameter.grad = self._held.pop(parameter, None)
+        loss = self._network(*inputs)
+        (loss * (self._sens / self._window)).backward()
+        self._calls += 1
+        if self._calls % self._window:
+            self._held = {p: p.grad for p in group if p.grad is not None}
+            for parameter in group:
+                parameter.grad = None
+            return loss.detach()
+        if self._reduced:
+            for parameter in group:
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad.div_(self._divisor)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
+
+
+def _prefixes(groups: Sequence[Sequence[nn.Parameter]]) -> tuple[Prefix, ...]:
+    every = dict.fromkeys(p for group in groups for p in group)
+    return tuple(Prefix(parameters=tuple(p for p in every if p not in set(group))) for group in groups)
+
+
+def _split(parameters: list[nn.Parameter], groups: int) -> list[list[nn.Parameter]]:
+    units: list[list[nn.Parameter]] = []
+    for parameter in parameters:
+        if units and (parameter.ndim < 2 or len(units[-1]) < _LEAST):
+            units[-1].append(parameter)
+        else:
+            units.append([parameter])
+    if groups <= len(units):
+        starts: Sequence[int] = range(0, groups * (len(units) // groups), len(units) // groups)
+    else:
+        warnings.warn(
+            f"split_parameters_groups: {groups} groups were asked for, the parameters form {len(units)} units; that "
+            f"many groups there are.",
+            NoEffectWarning,
+            stacklevel=3,
+        )
+        starts = group_starts(len(units), groups)
+    return [[p for unit in units[start:] for p in unit] for start in starts]
+
+
+def _explicit(groups: Any) -> list[list[nn.Parameter]]:
+    lists = isinstance(groups, (list, tuple)) and all(isinstance(group, (list, tuple)) for group in groups)
+    if not lists or not all(isinstance(p, Tensor) for group in groups for p in group):
+        raise TypeError(
+            f"the groups must be a list of lists of parameters, one list for each index; found {type(groups).__name__}."
+        )
+    if not groups or not all(groups):
+        raise ValueError("the groups: found an empty one; each index must train at least one parameter.")
+    return [list(group) for group in groups]
+
+
+def _strategy(strategy: Any, groups: int) -> tuple[int, ...]:
+    if strategy is None:
+        return tuple(range(groups))
+    if isinstance(strategy, Tensor):
+        if strategy.ndim != 1 or strategy.dtype is not torch.int32:
+            raise ValueError(
+                f"train_strategy: found a tensor of shape {tuple(strategy.shape)} and {strategy.dtype}; it must have "
+                "one dimension and torch.int32."
+            )
+        strategy = strategy.tolist()
+    if not isinstance(strategy, (list, tuple)):
+        raise TypeError(
+            f"train_strategy: found {type(strategy).__name__}; a list or tuple of integers, a 1-D int32 tensor or None."
+        )
+    if any(type(index) is not int for index in strategy):
+        raise ValueError("train_strategy: found an entry that is no integer; each is the index of a group.")
+    if not strategy or not all(0 <= index < groups for index in strategy):
+        raise ValueError(f"train_strategy: each entry must be 0 or more and below the number of groups, {groups}.")
+    return tuple(strategy)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"the optimizer must be a torch.optim.Optimizer, found {type(optimizer).__name__}.")
+
+
+def _check(groups: int, freeze_type: int, freeze_p: float, total_steps: int) -> None:
+    if freeze_type not in range(len(_PATTERNS)):
+        raise ValueError(f"freeze_type: found {freeze_type!r}; 0 continuous, 1 interval, 2 progressive, 3 guided.")
+    if not 0 <= freeze_p < 1:
+        raise ValueError(
+            f"freeze_p: found {freeze_p}; the share of updates that train everything, 0 or more and below 1."
+        )
+    if groups < 1 or total_steps < 1:
+        raise ValueError(f"found {groups} groups and {total_steps} steps; both must be 1 or more.")

@@ -1,0 +1,223 @@
+"""Freeze a changing set of parameters in a running loop: ``requires_grad``, the modules that go with it, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from torchboost.core.algorithm import Attachment, Removable
+from torchboost.core.blocks import Block
+from torchboost.core.wrapping import is_compiled
+from torchboost.errors import IncompatibleError
+
+__all__ = ["Freezing", "Norms", "Prefix", "check_freezable", "prefixes_of"]
+
+Norms = Literal["update", "eval"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Prefix:
+    """What is frozen together at one index of a schedule.
+
+    Args:
+        parameters: Get no gradient and keep their bytes.
+        norms: BatchNorms that belong to them.
+        cut: Modules whose outputs are detached because they use a parameter that still trains elsewhere.
+    """
+
+    parameters: tuple[nn.Parameter, ...] = ()
+    norms: tuple[_BatchNorm, ...] = ()
+    cut: tuple[nn.Module, ...] = ()
+
+
+def prefixes_of(blocks: Sequence[Block], starts: Sequence[int]) -> tuple[Prefix, ...]:
+    """Return for each group what is frozen while it is the first that trains: all blocks before its start."""
+    return tuple(
+        Prefix(
+            parameters=tuple(p for block in blocks[:start] for p in block.parameters),
+            norms=tuple(m for block in blocks[:start] for m in block.modules if isinstance(m, _BatchNorm)),
+            cut=tuple(m for block in blocks[:start] for m in block.cut),
+        )
+        for start in starts
+    )
+
+
+def check_freezable(model: nn.Module) -> None:
+    """Refuse a model whose wrapper or compiler cannot follow a change of ``requires_grad``.
+
+    Raises:
+        IncompatibleError: DDP without ``find_unused_parameters=True`` or with ``static_graph=True``; a compiled model
+            under a torch that goes on using the graph of the old flags.
+    """
+    if isinstance(model, DistributedDataParallel):
+        if model.static_graph:
+            raise IncompatibleError(
+                "freezing: DistributedDataParallel was built with static_graph=True, and freezing changes the graph; "
+                "build it with static_graph=False and find_unused_parameters=True."
+            )
+        if not model.find_unused_parameters:
+            raise IncompatibleError(
+                "freezing: DistributedDataParallel waits for the gradient of every parameter, and frozen ones have "
+                "none; build it with find_unused_parameters=True."
+            )
+    if is_compiled(model) and not _compiler_follows_flags():
+        raise IncompatibleError(
+            f"freezing: torch.compile of torch {torch.__version__} goes on using the old graph when requires_grad "
+            "changes (pytorch#139476), so unfrozen layers would never train; update torch, or do not compile."
+        )
+
+
+class Freezing(Attachment):
+    """A frozen prefix that moves with the updates of an optimizer.
+
+    Frozen parameters have ``requires_grad=False`` and no gradient: the backward pass stops at their border, nothing in
+    front of it is stored, and the optimizer skips them, so that weights and moments keep their bytes under any decay
+    or momentum. There is one optimizer with one set of moments; parameter groups are never touched. The flags change
+    in a post-hook of ``optimizer.step``, that is once per update: inside an accumulation window, and where a
+    ``GradScaler`` skips an update, they stay.
+
+    Args:
+        model: What the loop calls, wrapped or not; None where only parameters are known, whose BatchNorms then go on
+            updating.
+        optimizer: Its updates are counted.
+        prefixes: What is frozen at index 0, 1, ...; parameters that were frozen by the caller stay so at all of them.
+        schedule: Index for each update, counted from 0.
+        norms: Whether BatchNorms in the frozen part go on updating their statistics or run in eval mode.
+
+    Attributes:
+        step: Updates seen.
+        index: The index in force.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        optimizer: Optimizer,
+        prefixes: Sequence[Prefix],
+        schedule: Callable[[int], int],
+        *,
+        norms: Norms = "update",
+    ) -> None:
+        if model is not None:
+            check_freezable(model)
+        self._model = model
+        self._prefixes = tuple(prefixes)
+        self._schedule = schedule
+        self._ours = frozenset(p for prefix in prefixes for p in prefix.parameters if p.requires_grad)
+        self._norms = norms
+        self._cuts = {m: _Cut() for prefix in prefixes for m in prefix.cut}
+        self.step = 0
+        self.index = 0
+        handles: list[Removable] = [optimizer.register_step_post_hook(_untraced(self._after_update))]
+        handles += [module.register_forward_hook(cut) for module, cut in self._cuts.items()]
+        if model is not None and norms == "eval" and any(prefix.norms for prefix in prefixes):
+            handles.append(model.register_forward_pre_hook(_untraced(self._settle_norms)))
+        super().__init__(*handles, undo=lambda: self._apply(0))
+        self._apply(schedule(0))
+
+    def freeze(self, index: int) -> None:
+        """Make another index the one in force until the next update.
+
+        Raises:
+            ValueError: There is no such index.
+        """
+        if not 0 <= index < len(self._prefixes):
+            raise ValueError(f"index: found {index}; there are {len(self._prefixes)} groups, counted from 0.")
+        self._apply(index)
+
+    @property
+    def frozen(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that are frozen now by this attachment."""
+        return tuple(p for p in self._prefixes[self.index].parameters if p in self._ours)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of updates, and how many parameters are frozen at it, as a check."""
+        return {"step": self.step, "frozen": len(self.frozen)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint.
+
+        Raises:
+            ValueError: These settings freeze another number of parameters at that step; nothing was changed.
+        """
+        index = self._index_of(state)
+        frozen = sum(p in self._ours for p in self._prefixes[index].parameters)
+        if frozen != state["frozen"]:
+            raise ValueError(
+                f"the checkpoint froze {state['frozen']} parameters at update {state['step']}, these settings freeze "
+                f"{frozen}; attach with the settings, seed and model that the checkpoint was written with."
+            )
+        self.step = int(state["step"])
+        self._apply(index)
+
+    def _index_of(self, state: Mapping[str, Any]) -> int:
+        return self._schedule(int(state["step"]))
+
+    def _after_update(self, *_: Any) -> None:
+        self.step += 1
+        self._apply(self._schedule(self.step))
+
+    def _apply(self, index: int) -> None:
+        """Make ``index`` the one in force; changes only what differs."""
+        if index == self.index:
+            return
+        before, after = self._prefixes[self.index], self._prefixes[index]
+        self.index = index
+        was, now = set(before.parameters), set(after.parameters)
+        for parameter in self._ours & (was ^ now):
+            parameter.requires_grad_(parameter in was)
+            if parameter in now:
+                parameter.grad = None
+        cut = set(after.cut)
+        for module, hook in self._cuts.items():
+            hook.active = module in cut
+        if self._norms == "eval" and self._model is not None:
+            for norm in set(before.norms) - set(after.norms):
+                norm.training = self._model.training
+            self._settle_norms()
+
+    def _settle_norms(self, *_: Any) -> None:
+        """``model.train()`` in the loop sets every module to training; frozen norms go back to eval mode."""
+        for norm in self._prefixes[self.index].norms:
+            if norm.training:
+                norm.training = False
+
+
+def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    """Keep the compiler out of a hook that is no tensor work, where the step or the forward around it is compiled."""
+    return torch.compiler.disable(hook)  # pyright: ignore[reportReturnType]
+
+
+class _Cut:
+    """A forward hook that detaches what a module returns while ``active``."""
+
+    def __init__(self) -> None:
+        self.active = False
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.active and isinstance(output, Tensor):
+            return output.detach()
+        return output
+
+
+@cache
+def _compiler_follows_flags() -> bool:
+    """Compile a one-parameter module, flip its flag and look whether the gradient follows (pytorch#139476)."""
+    layer = nn.Linear(1, 1, bias=False)
+    compiled = torch.compile(lambda x: layer(x), backend="aot_eager")
+    seen = []
+    for wanted in (True, False, True):
+        layer.weight.requires_grad_(wanted)
+        layer.weight.grad = None
+        x = torch.ones(1, 1, requires_grad=True)
+        compiled(x).sum().backward()
+        seen.append(layer.weight.grad is not None)
+    return seen == [True, False, True]

@@ -1,0 +1,160 @@
+"""Freezing against the reference: index sequences, nested groups, and training.
+
+The reference keeps one optimizer with its own momentum per group, and torchboost one in all, so their weights agree
+up to the first update at which that matters; from there on a loop written by hand here is the judge.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchboost import FreezeOpt, GradientFreeze, NoEffectWarning, WithLoss
+from torchboost.compat.cells import BoostTrainOneStepCell
+
+TORCH_NAMES = {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean", "moving_variance": "running_var"}
+TRAINED = ["freeze_train", "freezeopt_lr_list"]
+
+
+def test_index_sequences_equal_the_oracle(oracle):
+    cases = oracle["freeze_index_sequence"].meta["expected"]
+    for case in cases:
+        settings = (case["parameter_groups_number"], case["freeze_strategy"], case["freeze_p"], case["total_steps"])
+        freeze = GradientFreeze(*settings, seed=case["numpy_seed"])
+        assert freeze.generate_freeze_index_sequence(*settings) == case["sequence"]
+    assert {case["freeze_strategy"] for case in cases} == {0, 1}
+
+
+class Named(nn.Module):
+    """Holds parameters of the oracle's names: those that the reference treats as vectors are vectors."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = {}
+        for position, name in enumerate(names):
+            vector = "bn" in name or "bias" in name
+            parameter = nn.Parameter(torch.zeros(2) if vector else torch.zeros(2, 2))
+            self.register_parameter(f"p{position}", parameter)
+            self.names[parameter] = name
+
+
+def test_groups_equal_the_oracle_and_more_groups_than_units_become_units(oracle):
+    more = 0
+    for case in oracle["freeze_split_groups"].meta["expected"]:
+        net = Named(case["names"])
+        freeze = GradientFreeze(1, 0, 0.5, 10)
+        if (
+            len(case["groups"]) > 1 and case["groups"][0] == case["groups"][1]
+        ):  # stride 0: the reference freezes nothing
+            more += 1
+            with pytest.warns(NoEffectWarning, match="groups were asked for"):
+                groups = freeze.split_parameters_groups(net, case["groups_number"])
+            assert 1 < len(groups) < case["groups_number"]
+            assert all(len(after) < len(before) for before, after in pairwise(groups))
+            continue
+        groups = freeze.split_parameters_groups(net, case["groups_number"])
+        assert [[net.names[p] for p in group] for group in groups] == case["groups"]
+    assert more == 4
+
+
+class Net(nn.Module):
+    """The network of the training cases."""
+
+    def __init__(self, net: dict[str, int]) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(net["in_channels"], net["c1"], 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(net["c1"])
+        self.conv2 = nn.Conv2d(net["c1"], net["c2"], 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(net["c2"])
+        self.fc = nn.Linear(net["c2"] * (net["hw"] // 2) ** 2, net["classes"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = F.relu(self.bn2(self.conv2(F.max_pool2d(x, 2))))
+        return self.fc(x.flatten(1))
+
+
+def renamed(name: str) -> str:
+    stem, _, last = name.rpartition(".")
+    return f"{stem}.{TORCH_NAMES.get(last, last)}"
+
+
+def build(meta: dict[str, Any], arrays: Any) -> tuple[Net, torch.optim.SGD, list[list[nn.Parameter]]]:
+    net = Net(meta["hyper"]["net"])
+    state = {renamed(k.removeprefix("init/")): torch.from_numpy(v) for k, v in arrays.items() if k.startswith("init/")}
+    assert all(key.endswith("num_batches_tracked") for key in net.load_state_dict(state, strict=False).missing_keys)
+    rate = meta["hyper"]["learning_rate"]
+    first = rate[0] if isinstance(rate, list) else rate
+    optimizer = torch.optim.SGD(net.parameters(), lr=float(np.float32(first)), momentum=meta["hyper"]["momentum"])
+    groups = [[net.get_parameter(renamed(name)) for name in group] for group in meta["hyper"]["groups"]]
+    return net, optimizer, groups
+
+
+def rate_at(meta: dict[str, Any], step: int) -> float:
+    rate = meta["hyper"]["learning_rate"]
+    return float(np.float32(rate[step] if isinstance(rate, list) else rate))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_equals_the_oracle_until_moments_differ(oracle, name):
+    meta, arrays = oracle[name]
+    net, optimizer, groups = build(meta, arrays)
+    strategy = meta["hyper"]["train_strategy"]
+    frozen_opt = FreezeOpt(optimizer, groups, strategy)
+    cell = BoostTrainOneStepCell(WithLoss(net, F.cross_entropy), frozen_opt)
+    change = next(i for i in range(1, len(strategy)) if strategy[i] != strategy[i - 1])
+    for step in range(change):
+        frozen_opt.param_groups[0]["lr"] = rate_at(meta, step)
+        loss = cell(torch.from_numpy(arrays["x"][step]), torch.from_numpy(arrays["y"][step]).long()).loss
+        torch.testing.assert_close(loss, torch.tensor(arrays["loss"][step]), **meta["tolerance"])
+        for parameter, value in net.named_parameters():
+            key = next(k for k in arrays if k.startswith("param/") and renamed(k[6:]) == parameter)
+            torch.testing.assert_close(value.detach(), torch.from_numpy(arrays[key][step]), **meta["tolerance"])
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_reference_is_reproduced_with_one_momentum_per_group(oracle, name):
+    """Explains the rest of the oracle's run: the same flags, but moments that only their own group's steps see."""
+    meta, arrays = oracle[name]
+    net, _, groups = build(meta, arrays)
+    strategy, momentum = meta["hyper"]["train_strategy"], float(np.float32(meta["hyper"]["momentum"]))
+    moments: list[dict[nn.Parameter, Tensor]] = [{} for _ in groups]
+    for step in range(meta["steps"]):
+        index = strategy[step % len(strategy)]
+        x, y = torch.from_numpy(arrays["x"][step]), torch.from_numpy(arrays["y"][step]).long()
+        loss = F.cross_entropy(net(x), y)
+        torch.testing.assert_close(loss.detach(), torch.tensor(arrays["loss"][step]), **meta["tolerance"])
+        for p, grad in zip(groups[index], torch.autograd.grad(loss, groups[index]), strict=True):
+            moments[index][p] = grad if p not in moments[index] else momentum * moments[index][p] + grad
+            p.data.sub_(moments[index][p], alpha=rate_at(meta, step))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_without_momentum_the_flags_alone_decide(oracle, name):
+    meta, arrays = oracle[name]
+    net, _, groups = build(meta, arrays)
+    other, _, others = build(meta, arrays)
+    strategy = meta["hyper"]["train_strategy"]
+    optimizer = FreezeOpt(torch.optim.SGD(net.parameters(), lr=0.05), groups, strategy)
+    for step in range(meta["steps"]):
+        x, y = torch.from_numpy(arrays["x"][step]), torch.from_numpy(arrays["y"][step]).long()
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        group = others[strategy[step % len(strategy)]]
+        for p, grad in zip(group, torch.autograd.grad(F.cross_entropy(other(x), y), group), strict=True):
+            p.data.sub_(grad, alpha=0.05)
+    for a, b in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_the_list_of_tested_cases_is_complete(oracle):
+    known = {"freeze_index_sequence", "freeze_split_groups", *TRAINED, "freeze_train_decay_quirk"}
+    assert set(oracle.names("freeze")) == known
+    assert oracle["freeze_train_decay_quirk"].meta["quirk"], "a fault of the reference: decay is switched on silently"
