@@ -117,8 +117,8 @@ class TrainStep:
         loss, count = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         if not isinstance(loss, Tensor) or not (count is None or isinstance(count, (int, float))):
             raise TypeError(
-                f"the loss is a {type(returned).__name__}; a training step needs a tensor of shape (), alone or with the "
-                "number of samples behind it: pass a loss_fn that makes this of what the model returns."
+                f"the loss is a {type(returned).__name__}; a training step needs a tensor of shape (), alone or with "
+                "the number of samples behind it: pass a loss_fn that makes this of what the model returns."
             )
         if loss.numel() != 1:
             raise ValueError(
