@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchboost.algorithms.accumulation import Accumulation, Accumulator
     from torchboost.algorithms.autocast import Autocast, autocast_forward
     from torchboost.algorithms.centralization import Centralization, centralize_gradients
     from torchboost.algorithms.compilation import Compile
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torchboost.compat.auto_boost import AutoBoost
     from torchboost.compat.cells import BoostTrainOneStepCell, WithLoss
     from torchboost.compat.process import OptimizerProcess, ParameterProcess
-    from torchboost.compat.wrappers import LessBN
+    from torchboost.compat.wrappers import GradientAccumulation, LessBN
     from torchboost.config import BoostConfig
     from torchboost.core.algorithm import Algorithm, Attached, Attachment, Target, Traits, attach_all
     from torchboost.core.folding import fold_batch_norms
@@ -34,6 +35,8 @@ __version__ = "0.1.0"
 __all__ = [
     "LEVELS",
     "REGISTRY",
+    "Accumulation",
+    "Accumulator",
     "Algorithm",
     "Attached",
     "Attachment",
@@ -47,6 +50,7 @@ __all__ = [
     "ConfigError",
     "Facts",
     "FusedOptimizer",
+    "GradientAccumulation",
     "GradientPipeline",
     "HostMemory",
     "IncompatibleError",
@@ -73,6 +77,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "torchboost.algorithms.accumulation": ("Accumulation", "Accumulator"),
     "torchboost.algorithms.autocast": ("Autocast", "autocast_forward"),
     "torchboost.algorithms.centralization": ("Centralization", "centralize_gradients"),
     "torchboost.algorithms.compilation": ("Compile",),
@@ -83,7 +88,7 @@ _HOMES = {
     "torchboost.compat.auto_boost": ("AutoBoost",),
     "torchboost.compat.cells": ("BoostTrainOneStepCell", "WithLoss"),
     "torchboost.compat.process": ("OptimizerProcess", "ParameterProcess"),
-    "torchboost.compat.wrappers": ("LessBN",),
+    "torchboost.compat.wrappers": ("GradientAccumulation", "LessBN"),
     "torchboost.config": ("BoostConfig",),
     "torchboost.core.algorithm": ("Algorithm", "Attached", "Attachment", "Target", "Traits", "attach_all"),
     "torchboost.core.folding": ("fold_batch_norms",),

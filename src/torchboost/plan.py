@@ -186,7 +186,7 @@ def _unread(config: BoostConfig, wanted: list[str]) -> tuple[Dropped, ...]:
         written = section.model_fields_set - {"total_steps"} if section is not None else set()
         if name not in REGISTRY and (written or getattr(config.boost, name)):
             unread[name] = NOT_HERE
-        elif getattr(config.boost, name):
+        elif written or getattr(config.boost, name):
             unread[name] = "mode auto goes by the level and reads no switches; use mode manual, or extra"
     return tuple(Dropped(name, reason) for name, reason in unread.items())
 

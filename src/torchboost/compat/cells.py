@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchboost.compat.auto_boost import accumulator_of
+from torchboost.compat.wrappers import GradientAccumulation
 from torchboost.core.algorithm import Target
 from torchboost.core.step import StepOutput, TrainStep
 from torchboost.errors import IncompatibleError
@@ -79,6 +81,7 @@ class BoostTrainOneStepCell:
 
     Raises:
         TypeError: ``sens`` is not a number, ``network`` no module, or ``optimizer`` no optimizer.
+        IncompatibleError: Gradients are to accumulate in a network that was wrapped in a way that does not allow it.
 
     Example:
         >>> import torch, torchboost
@@ -98,11 +101,33 @@ class BoostTrainOneStepCell:
         self.optimizer = optimizer
         self.sens = float(sens)
         scaler = None if self.sens == 1.0 else _Sens(self.sens)
-        self._step = TrainStep(Target(network, optimizer, scaler), network)
+        accumulator = accumulator_of(optimizer)
+        if accumulator is not None:
+            accumulator.model = network  # wrapped since AutoBoost saw it, perhaps
+        self._step = TrainStep(Target(network, optimizer, scaler, accumulator), network)
+        self._given = GradientAccumulation(1 if accumulator is None else accumulator.steps, optimizer)
 
     def __call__(self, *inputs: Any) -> StepOutput:
         """Train on one batch and return ``(loss, overflow, loss_scale)``, tensors of shape ``()``."""
         return self._step(*inputs)
+
+    @property
+    def updated(self) -> bool:
+        """Whether the last call moved the weights; where gradients accumulate, step schedulers where it did."""
+        return self._step.updated
+
+    def flush(self) -> StepOutput | None:
+        """Update with what an accumulation window holds that is not full; None where there is nothing."""
+        return self._step.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs besides network, optimizer and ``AutoBoost.attached``."""
+        return {"step": self._step.state_dict(), "given": self._given.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned."""
+        self._step.load_state_dict(state["step"])
+        self._given.load_state_dict(state["given"])
 
     def check_adasum_enable(self) -> bool:
         """Whether AdaSum acts in this cell; false, as this version does not have it."""
@@ -117,8 +142,18 @@ class BoostTrainOneStepCell:
         _not_in_this_version("AdaSum", "average the gradients with DistributedDataParallel")
 
     def gradient_accumulation_process(self, loss: Tensor, grads: Any, sens: float, *inputs: Any) -> Tensor:
-        """Not in this version; raises :class:`IncompatibleError`."""
-        _not_in_this_version("gradient accumulation", "call backward() several times before optimizer.step()")
+        """Take gradients computed elsewhere, and update with their mean once the window is full.
+
+        Args:
+            loss: Returned as it is.
+            grads: One gradient per parameter of the optimizer, ``sens`` included; None where there is none.
+            sens: Not used; the reference hands it on to dimension-reduced training.
+            *inputs: Not used, likewise.
+
+        Raises:
+            ValueError: Number or shapes of the gradients are not those of the parameters.
+        """
+        return self._given(loss, grads)
 
     def gradient_freeze_process(self, *inputs: Any) -> Tensor:
         """Not in this version; raises :class:`IncompatibleError`."""

@@ -97,7 +97,7 @@ class MicroSteps(Protocol):
         ...
 
     def share(self, loss: Tensor, count: float | None = None) -> Tensor:
-        """Return the part of a mean loss over ``count`` samples that goes into the update."""
+        """Return the part of a mean loss over ``count`` samples that goes into the update; once per micro-step."""
         ...
 
     def flush(self) -> bool:

@@ -38,13 +38,16 @@ class TrainStep:
     An algorithm acts through the hooks it attached to the model and the optimizer, so the same weights come
     out of this step and of the same lines written by hand. Gradients are always unscaled before the hooks of
     the optimizer see them. Learning-rate schedulers stay with the caller: step them after this step, where
-    ``updated`` says that it ended a window.
+    ``updated`` says that it moved the weights.
 
     Args:
         target: The handles of the loop; read again at every call, so algorithms may exchange them.
         loss: Called with the inputs of the step; returns the loss, a tensor of shape ``()``, or the loss and the number
-            of samples or tokens it is the mean of, by which an accumulator weighs it.
+            of samples or tokens it is the mean of, by which an accumulator weighs it (ignored where there is none).
         attached: What :meth:`state_dict` saves besides the scaler and the accumulator.
+
+    Attributes:
+        updated: Whether the last call moved the weights: the window was full and no gradient had overflowed.
 
     Cost: a few microseconds per call over the same loop written by hand. With an enabled scaler, reading the
     scale for ``overflow`` synchronises with the device once per update; without one nothing does.
@@ -75,8 +78,10 @@ class TrainStep:
         else:
             with accumulator.micro_step():
                 self._forward_backward(inputs, accumulator)
-        self.updated = accumulator is None or accumulator.ready
-        return self._update() if self.updated else StepOutput(self._last, self._clean, self._scale_tensor())
+        if accumulator is None or accumulator.ready:
+            return self._update()
+        self.updated = False
+        return StepOutput(self._last, self._clean, self._scale_tensor())
 
     def flush(self) -> StepOutput | None:
         """Update with what a window holds that is not full, as at the end of an epoch; None where there is nothing.
@@ -84,8 +89,10 @@ class TrainStep:
         The loss is that of the last call. On several ranks all must flush together.
         """
         accumulator = self.target.accumulator
-        self.updated = accumulator is not None and accumulator.flush()
-        return self._update() if self.updated else None
+        if accumulator is not None and accumulator.flush():
+            return self._update()
+        self.updated = False
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the attachments and, where there are any, of the scaler and the accumulator."""
@@ -115,7 +122,7 @@ class TrainStep:
     def _forward_backward(self, inputs: tuple[Any, ...], accumulator: MicroSteps | None) -> None:
         returned = self._loss(*inputs)
         loss, count = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-        if not isinstance(loss, Tensor) or not (count is None or isinstance(count, (int, float))):
+        if not isinstance(loss, Tensor) or not (count is None or type(count) in (int, float)):
             raise TypeError(
                 f"the loss is a {type(returned).__name__}; a training step needs a tensor of shape (), alone or with "
                 "the number of samples behind it: pass a loss_fn that makes this of what the model returns."
@@ -136,6 +143,7 @@ class TrainStep:
         if scaler is None:
             optimizer.step()
             optimizer.zero_grad()
+            self.updated = True
             return StepOutput(self._last, self._clean, self._unit_scale)
         before = scaler.get_scale()
         scaler.unscale_(optimizer)
@@ -143,6 +151,7 @@ class TrainStep:
         scaler.update()
         optimizer.zero_grad()
         after = scaler.get_scale()
+        self.updated = after >= before
         return StepOutput(self._last, torch.tensor(after < before), torch.tensor(after))
 
     def _scale_tensor(self) -> Tensor:
