@@ -114,10 +114,10 @@ def test_accumulation_of_auto_boost_acts_in_the_cell():
         cell(*batch(i))
         updated.append(cell.updated)
     assert updated == [False, False, True] * 2 + [False, False]
-    out = cell.flush()
-    assert isinstance(out, StepOutput)
+    assert cell.flush()
     assert cell.updated
-    assert cell.flush() is None
+    assert not cell.flush()
+    assert not cell.updated
     raw_windows(raw, raw_optimizer, [[0, 1, 2], [3, 4, 5], [6, 7]])
     for p, q in zip(network.parameters(), raw.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
@@ -176,11 +176,13 @@ def test_gradients_that_are_handed_over_accumulate_too():
     network, optimizer = pair()
     raw, raw_optimizer = pair()
     cell = BoostTrainOneStepCell(*accumulating(2).network_auto_process_train(network, optimizer))
-    for i in range(4):
+    for i in range(5):
         loss = network(*batch(i))
         grads = torch.autograd.grad(loss, list(network.parameters()))
         assert cell.gradient_accumulation_process(loss, grads, 1.0, *batch(i)) is loss
-    raw_windows(raw, raw_optimizer, [[0, 1], [2, 3]])
+        assert cell.updated == bool(i % 2)
+    assert cell.flush()
+    raw_windows(raw, raw_optimizer, [[0, 1], [2, 3], [4]])
     for p, q in zip(network.parameters(), raw.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
     plain, plain_optimizer = pair()

@@ -31,12 +31,12 @@ class WithLoss(nn.Module):
         >>> loss = network(torch.randn(8, 4), torch.randint(0, 2, (8,)))
     """
 
-    def __init__(self, backbone: nn.Module, loss_fn: Callable[..., Tensor]) -> None:
+    def __init__(self, backbone: nn.Module, loss_fn: Callable[..., Tensor | tuple[Tensor, float]]) -> None:
         super().__init__()
         self.backbone = backbone
         self.loss_fn = loss_fn
 
-    def forward(self, *inputs: Any) -> Tensor:
+    def forward(self, *inputs: Any) -> Tensor | tuple[Tensor, float]:
         """Return ``loss_fn(backbone(*inputs[:-1]), inputs[-1])``."""
         return self.loss_fn(self.backbone(*inputs[:-1]), inputs[-1])
 
@@ -74,10 +74,14 @@ class BoostTrainOneStepCell:
     """One training step over a network that returns its loss.
 
     Args:
-        network: Returns the loss, a tensor of shape ``()``; see :class:`WithLoss`. Usually the pair comes from
+        network: Returns the loss, a tensor of shape ``()``, alone or with the number of samples or tokens behind it,
+            by which gradient accumulation weighs it; see :class:`WithLoss`. Usually the pair comes from
             :meth:`AutoBoost.network_auto_process_train`, whose algorithms then act in this step.
         optimizer: Updates the network.
         sens: Multiplies the gradients, as in the reference; it is not divided out again.
+
+    Attributes:
+        updated: Whether the last call moved the weights; where gradients accumulate, step schedulers where it did.
 
     Raises:
         TypeError: ``sens`` is not a number, ``network`` no module, or ``optimizer`` no optimizer.
@@ -100,6 +104,7 @@ class BoostTrainOneStepCell:
         self.network = network
         self.optimizer = optimizer
         self.sens = float(sens)
+        self.updated = False
         scaler = None if self.sens == 1.0 else _Sens(self.sens)
         accumulator = accumulator_of(optimizer)
         if accumulator is not None:
@@ -109,16 +114,15 @@ class BoostTrainOneStepCell:
 
     def __call__(self, *inputs: Any) -> StepOutput:
         """Train on one batch and return ``(loss, overflow, loss_scale)``, tensors of shape ``()``."""
-        return self._step(*inputs)
+        output = self._step(*inputs)
+        self.updated = self._step.updated
+        return output
 
-    @property
-    def updated(self) -> bool:
-        """Whether the last call moved the weights; where gradients accumulate, step schedulers where it did."""
-        return self._step.updated
-
-    def flush(self) -> StepOutput | None:
-        """Update with what an accumulation window holds that is not full; None where there is nothing."""
-        return self._step.flush()
+    def flush(self) -> bool:
+        """Update with what an accumulation window holds that is not full; return whether there was anything."""
+        given, called = self._given.flush(), self._step.flush()
+        self.updated = given or self._step.updated
+        return given or called is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides network, optimizer and ``AutoBoost.attached``."""
@@ -153,7 +157,9 @@ class BoostTrainOneStepCell:
         Raises:
             ValueError: Number or shapes of the gradients are not those of the parameters.
         """
-        return self._given(loss, grads)
+        loss = self._given(loss, grads)
+        self.updated = self._given.updated
+        return loss
 
     def gradient_freeze_process(self, *inputs: Any) -> Tensor:
         """Not in this version; raises :class:`IncompatibleError`."""

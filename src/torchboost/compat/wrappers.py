@@ -137,7 +137,7 @@ class GradientAccumulation:
         if self._counted not in (None, count is not None):
             raise ValueError(f"count: found {count}, but the window began otherwise; give one in each call or in none.")
         if count is not None and not 0 < count < math.inf:
-            raise ValueError(f"count: found {count}; allowed are finite numbers above 0.")
+            raise ValueError(f"count: found {count}; allowed are finite numbers above 0; leave empty batches out.")
         if not self._calls:
             self._clear()
         self._counted, weight = count is not None, 1.0 if count is None else float(count)

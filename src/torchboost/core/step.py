@@ -53,7 +53,13 @@ class TrainStep:
     scale for ``overflow`` synchronises with the device once per update; without one nothing does.
     """
 
-    def __init__(self, target: Target, loss: Callable[..., Tensor], *, attached: Attached | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        loss: Callable[..., Tensor | tuple[Tensor, float]],
+        *,
+        attached: Attached | None = None,
+    ) -> None:
         self.target = target
         self.attached = attached if attached is not None else Attached()
         self.updated = False
