@@ -49,10 +49,12 @@ Measure = Callable[[Options], list[Path]]
 def single_algorithms() -> list[str]:
     """Name contestants with one algorithm alone: system levers on the stock loop, all others on the hand-tuned one.
 
-    What changes the whole process is measured in processes of its own (``host_memory.py``).
+    What changes the whole process is measured in processes of its own (``host_memory.py``); accumulation takes another
+    loop (``accumulation.py``).
     """
     system = [f"stock+{name}" for name in REGISTRY if name in SYSTEM and name != "compile"]
-    others = [name for name, entry in REGISTRY.items() if not entry.algorithm.traits.process_wide]
+    apart = {name for name, entry in REGISTRY.items() if entry.algorithm.traits.process_wide} | {"grad_accumulation"}
+    others = [name for name in REGISTRY if name not in apart]
     return system + [f"hand+{name}" for name in others if name not in SYSTEM]
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import torchboost
 from tests.support.conv_nets import vgg
-from torchboost import ConfigError, Facts, IncompatibleError, Plan, Target, boost
+from torchboost import Accumulation, ConfigError, Facts, IncompatibleError, Plan, Target, boost
 from torchboost.config import BoostConfig
 from torchboost.plan import resolve
 from torchboost.registry import LEVELS, REGISTRY
@@ -74,13 +74,54 @@ def test_auto_ignores_the_switches():
     ("config", "name"),
     [
         ({"boost": {"adasum": True}}, "adasum"),
-        ({"grad_accumulation": {"grad_accumulation_step": 4}}, "grad_accumulation"),
         ({"grad_freeze": {"freeze_type": 0, "total_steps": 9}}, "grad_freeze"),
     ],
 )
 def test_auto_lists_what_it_was_asked_for_in_vain(config, name):
     assert reasons(Plan.of("O1", config, FAST))[name] == "not part of this version of torchboost"
     assert "grad_freeze" not in reasons(Plan.of("O1", {"grad_freeze": {"total_steps": 9}}, FAST))
+
+
+def test_accumulation_is_for_those_who_ask_for_it():
+    section = {"grad_accumulation": {"grad_accumulation_step": 4}}
+    assert "use mode manual, or extra" in reasons(Plan.of("O2", section, FAST))["grad_accumulation"]
+    manual = Plan.of("O0", {"boost": {"mode": "manual", "grad_accumulation": True}} | section, FAST)
+    assert manual.algorithms == (Accumulation(steps=4),)
+    assert Plan.of("O0", {"extra": {"grad_accumulation": True}} | section, FAST).algorithms == manual.algorithms
+    assert Plan.of("O0", {"extra": {"grad_accumulation": {"steps": 4}}}, FAST).algorithms == manual.algorithms
+    assert not any("grad_accumulation" in row for row in LEVELS.values())
+
+
+@pytest.mark.parametrize("loop", ["torchboost", "own"])
+def test_accumulation_says_that_a_loop_must_use_it(loop):
+    plan = Plan.of("O0", {"extra": {"grad_accumulation": {"steps": 4}}}, replace(FAST, loop=loop))
+    assert "a loop of your own must use the accumulator: Accumulation(steps=4)" in plan.explain()
+
+
+@pytest.mark.parametrize("loop", ["transformers", "lightning", "accelerate"])
+def test_accumulation_is_left_to_trainers(loop):
+    plan = Plan.of("O0", {"extra": {"grad_accumulation": {"steps": 4}}}, replace(FAST, loop=loop))
+    assert "accumulates itself; use" in reasons(plan)["grad_accumulation"]
+
+
+def test_a_window_of_one_batch_is_left_out():
+    model = small_net()
+    plan = Plan.of("O0", {"boost": {"mode": "manual", "grad_accumulation": True}}, FAST)
+    fitted = plan.fit(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "steps=1" in reasons(fitted)["grad_accumulation"]
+
+
+def test_boost_accumulates():
+    model = small_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    step = boost(model, optimizer, F.cross_entropy, config={"extra": {"grad_accumulation": {"steps": 2}}})
+    x, y = torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)
+    updated = []
+    for _ in range(5):
+        step(x, y)
+        updated.append(step.updated)
+    assert updated == [False, True, False, True, False]
+    assert step.flush() is not None
 
 
 def test_flags_bring_along_what_extra_did_not_decide():

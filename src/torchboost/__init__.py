@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchboost.algorithms.accumulation import Accumulation, Accumulator
     from torchboost.algorithms.autocast import Autocast, autocast_forward
     from torchboost.algorithms.centralization import Centralization, centralize_gradients
     from torchboost.algorithms.compilation import Compile
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from torchboost.compat.cells import BoostTrainOneStepCell, WithLoss
     from torchboost.compat.freeze import FreezeOpt, GradientFreeze, freeze_cell
     from torchboost.compat.process import OptimizerProcess, ParameterProcess
-    from torchboost.compat.wrappers import LessBN
+    from torchboost.compat.wrappers import GradientAccumulation, LessBN
     from torchboost.config import BoostConfig
     from torchboost.core.algorithm import Algorithm, Attached, Attachment, Target, Traits, attach_all
     from torchboost.core.folding import fold_batch_norms
@@ -36,6 +37,8 @@ __version__ = "0.1.0"
 __all__ = [
     "LEVELS",
     "REGISTRY",
+    "Accumulation",
+    "Accumulator",
     "Algorithm",
     "Attached",
     "Attachment",
@@ -51,6 +54,7 @@ __all__ = [
     "Facts",
     "FreezeOpt",
     "FusedOptimizer",
+    "GradientAccumulation",
     "GradientFreeze",
     "GradientPipeline",
     "HostMemory",
@@ -80,6 +84,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "torchboost.algorithms.accumulation": ("Accumulation", "Accumulator"),
     "torchboost.algorithms.autocast": ("Autocast", "autocast_forward"),
     "torchboost.algorithms.centralization": ("Centralization", "centralize_gradients"),
     "torchboost.algorithms.compilation": ("Compile",),
@@ -92,7 +97,7 @@ _HOMES = {
     "torchboost.compat.cells": ("BoostTrainOneStepCell", "WithLoss"),
     "torchboost.compat.freeze": ("FreezeOpt", "GradientFreeze", "freeze_cell"),
     "torchboost.compat.process": ("OptimizerProcess", "ParameterProcess"),
-    "torchboost.compat.wrappers": ("LessBN",),
+    "torchboost.compat.wrappers": ("GradientAccumulation", "LessBN"),
     "torchboost.config": ("BoostConfig",),
     "torchboost.core.algorithm": ("Algorithm", "Attached", "Attachment", "Target", "Traits", "attach_all"),
     "torchboost.core.folding": ("fold_batch_norms",),

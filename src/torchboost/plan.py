@@ -186,7 +186,7 @@ def _unread(config: BoostConfig, wanted: list[str]) -> tuple[Dropped, ...]:
         written = section.model_fields_set - {"total_steps"} if section is not None else set()
         if name not in REGISTRY and (written or getattr(config.boost, name)):
             unread[name] = NOT_HERE
-        elif getattr(config.boost, name):
+        elif written or getattr(config.boost, name):
             unread[name] = "mode auto goes by the level and reads no switches; use mode manual, or extra"
     return tuple(Dropped(name, reason) for name, reason in unread.items())
 
@@ -251,7 +251,7 @@ def _in_words(hint: Any) -> str:
 def boost(
     model: nn.Module,
     optimizer: Optimizer,
-    loss_fn: Callable[..., Tensor] | None = None,
+    loss_fn: Callable[..., Tensor | tuple[Tensor, float]] | None = None,
     *,
     level: str = "O0",
     config: ConfigSource | None = None,
@@ -262,7 +262,8 @@ def boost(
     Args:
         model: Changed in place where the plan needs it; must not be wrapped yet if so.
         optimizer: Stays the caller's; it follows replaced parameters.
-        loss_fn: Called as ``loss_fn(model(*inputs[:-1]), inputs[-1])``; without it the model returns the loss.
+        loss_fn: Called as ``loss_fn(model(*inputs[:-1]), inputs[-1])``; without it the model returns the loss. The
+            loss may come with the number of samples or tokens behind it, see :class:`~torchboost.TrainStep`.
         level: ``"O0"`` changes nothing, ``"O1"`` keeps the accuracy, ``"O2"`` may cost up to 3 points.
         config: Overrides, see :meth:`Plan.of`.
         scaler: A ``GradScaler``; the step scales, unscales and updates it. Autocast to float16 needs one.

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from torchboost.algorithms.accumulation import Accumulation
 from torchboost.algorithms.autocast import Autocast
 from torchboost.algorithms.centralization import Centralization
 from torchboost.algorithms.compilation import Compile
@@ -132,6 +133,18 @@ def _needs_host_tensors(facts: Facts) -> str | None:
     return None if facts.device == "cpu" else f"torch manages the memory of a {facts.device} itself"
 
 
+_TRAINER_SETTINGS = {
+    "transformers": "TrainingArguments(gradient_accumulation_steps=...)",
+    "lightning": "Trainer(accumulate_grad_batches=...)",
+    "accelerate": "Accelerator(gradient_accumulation_steps=...)",
+}
+
+
+def _accumulated_by_the_trainer(facts: Facts) -> str | None:
+    setting = _TRAINER_SETTINGS.get(facts.loop)
+    return None if setting is None else f"{facts.loop} owns the loop and accumulates itself; use {setting}"
+
+
 def _centralization_unproven(facts: Facts) -> str | None:
     return "measured on convolutional networks only" if facts.convolutions == 0 else None
 
@@ -206,6 +219,14 @@ _ENTRIES = (
     ),
     Entry(algorithm=FusedOptimizer, summary="updates all parameters in one kernel"),
     Entry(algorithm=Compile, summary="compiles the model with torch.compile", unproven=_compile_unproven),
+    Entry(
+        algorithm=Accumulation,
+        summary="one update after several batches; TrainStep and the training cell do it, a loop of your own must use "
+        "the accumulator",
+        section="grad_accumulation",
+        words=MappingProxyType({"grad_accumulation_step": "steps"}),
+        unusable=_accumulated_by_the_trainer,
+    ),
 )
 
 REGISTRY: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})

@@ -123,6 +123,30 @@ def test_float16_trains_with_the_scaler_of_the_loop():
     assert "autocast" in booster.attached
 
 
+def test_accumulation_gives_its_accumulator_to_a_loop_of_your_own():
+    config = {
+        "boost": {"mode": "manual", "grad_accumulation": True},
+        "grad_accumulation": {"grad_accumulation_step": 2},
+    }
+    booster = AutoBoost("O0", config)
+    network, optimizer = booster.network_auto_process_train(model := net(), user_optimizer := sgd(model))
+    assert (network, optimizer) == (model, user_optimizer)
+    assert "a loop of your own must use the accumulator" in booster.explain()
+    accumulator = booster.attached["grad_accumulation"].accumulator
+    raw = net()
+    raw_optimizer = sgd(raw)
+    for i, (x, y) in enumerate(batches(6)):
+        with accumulator.micro_step():
+            accumulator.share(F.cross_entropy(network(x), y)).backward()
+        (F.cross_entropy(raw(x), y) / 2).backward()
+        assert accumulator.ready == bool(i % 2)
+        if accumulator.ready:
+            for opt in (optimizer, raw_optimizer):
+                opt.step()
+                opt.zero_grad()
+    assert same(network, raw)
+
+
 def test_remove_leaves_the_optimizer_bare():
     booster = AutoBoost("O1")
     model, optimizer = booster.network_auto_process_train(net(), sgd(model := net()))[0], None

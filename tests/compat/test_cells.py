@@ -1,13 +1,20 @@
-"""The training cell: the documented triple, sens, and what is not there."""
+"""The training cell: the documented triple, sens, accumulation, and what is not there."""
 
 from __future__ import annotations
+
+import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.ranks import run_ranks
 from torchboost import AutoBoost, BoostTrainOneStepCell, IncompatibleError, StepOutput, WithLoss
+from torchboost.compat.auto_boost import accumulator_of
 
 
 def pair(seed: int = 0):
@@ -75,9 +82,138 @@ def test_what_is_not_there_is_said_plainly():
     loss = torch.zeros(())
     calls = [
         (cell.adasum_process, (loss, ())),
-        (cell.gradient_accumulation_process, (loss, (), 1.0)),
         (cell.gradient_freeze_process, batch(0)),
     ]
     for method, arguments in calls:
         with pytest.raises(IncompatibleError, match="not part of this version"):
             method(*arguments)
+
+
+def accumulating(steps: int) -> AutoBoost:
+    config = {
+        "boost": {"mode": "manual", "grad_accumulation": True},
+        "grad_accumulation": {"grad_accumulation_step": steps},
+    }
+    return AutoBoost("O0", config)
+
+
+def raw_windows(network: nn.Module, optimizer: torch.optim.Optimizer, windows: list[list[int]]) -> None:
+    for window in windows:
+        for i in window:
+            (network(*batch(i)) / len(window)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_accumulation_of_auto_boost_acts_in_the_cell():
+    network, optimizer = pair()
+    raw, raw_optimizer = pair()
+    cell = BoostTrainOneStepCell(*accumulating(3).network_auto_process_train(network, optimizer))
+    updated = []
+    for i in range(8):
+        cell(*batch(i))
+        updated.append(cell.updated)
+    assert updated == [False, False, True] * 2 + [False, False]
+    assert cell.flush()
+    assert cell.updated
+    assert not cell.flush()
+    assert not cell.updated
+    raw_windows(raw, raw_optimizer, [[0, 1, 2], [3, 4, 5], [6, 7]])
+    for p, q in zip(network.parameters(), raw.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_what_auto_boost_takes_away_acts_no_more():
+    network, optimizer = pair()
+    raw, raw_optimizer = pair()
+    booster = accumulating(3)
+    cell = BoostTrainOneStepCell(*booster.network_auto_process_train(network, optimizer))
+    cell(*batch(0))
+    booster.attached.remove()
+    for i in range(1, 5):  # the window that was begun ends, the next ones are of one batch
+        cell(*batch(i))
+    raw_windows(raw, raw_optimizer, [[0, 1, 2], [3], [4]])
+    assert same(network, raw)
+    AutoBoost("O0").network_auto_process_train(network, optimizer)
+    assert accumulator_of(optimizer) is None
+
+
+def test_an_optimizer_is_not_kept_alive_by_its_accumulator():
+    network, optimizer = pair()
+    accumulating(2).network_auto_process_train(network, optimizer)
+    accumulator = accumulator_of(optimizer)
+    assert accumulator is not None
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+def test_the_cell_resumes_in_mid_window(stop):
+    def start(seed: int):
+        network, optimizer = pair(seed)
+        return (
+            network,
+            optimizer,
+            BoostTrainOneStepCell(*accumulating(3).network_auto_process_train(network, optimizer)),
+        )
+
+    network, optimizer, cell = start(0)
+    for i in range(stop):
+        cell(*batch(i))
+    saved = copy.deepcopy([part.state_dict() for part in (network, optimizer, cell)])
+    again = start(1)
+    for part, state in zip(again, saved, strict=True):
+        part.load_state_dict(state)
+    for i in range(stop, 6):
+        cell(*batch(i))
+        again[2](*batch(i))
+    assert same(network, again[0])
+
+
+def test_gradients_that_are_handed_over_accumulate_too():
+    network, optimizer = pair()
+    raw, raw_optimizer = pair()
+    cell = BoostTrainOneStepCell(*accumulating(2).network_auto_process_train(network, optimizer))
+    for i in range(5):
+        loss = network(*batch(i))
+        grads = torch.autograd.grad(loss, list(network.parameters()))
+        assert cell.gradient_accumulation_process(loss, grads, 1.0, *batch(i)) is loss
+        assert cell.updated == bool(i % 2)
+    assert cell.flush()
+    raw_windows(raw, raw_optimizer, [[0, 1], [2, 3], [4]])
+    for p, q in zip(network.parameters(), raw.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    plain, plain_optimizer = pair()
+    before = plain.backbone[0].weight.detach().clone()
+    zeros = [torch.ones_like(p) for p in plain.parameters()]
+    BoostTrainOneStepCell(plain, plain_optimizer).gradient_accumulation_process(0.0, zeros, 1.0)
+    assert not torch.equal(plain.backbone[0].weight, before)
+
+
+def _in_ddp() -> list[int]:
+    network, optimizer = accumulating(3).network_auto_process_train(*pair())
+    wrapped = DistributedDataParallel(network)
+    reduced: list[int] = []
+
+    def counted(state, bucket):  # DDP does not read annotations that are strings
+        reduced.append(bucket.index())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    wrapped.register_comm_hook(None, counted)
+    cell = BoostTrainOneStepCell(wrapped, optimizer)
+    seen = []
+    for i in range(3):
+        cell(*batch(i))
+        seen.append(len(reduced))
+    with pytest.raises(IncompatibleError, match="static_graph"):
+        BoostTrainOneStepCell(DistributedDataParallel(network, static_graph=True), optimizer)
+    return seen
+
+
+@pytest.mark.dist
+def test_a_network_wrapped_after_auto_boost_is_not_synchronised_inside_the_window():
+    assert run_ranks(_in_ddp, 2) == [[0, 0, 1]] * 2

@@ -68,10 +68,12 @@ def test_overflow_is_reported_and_the_update_skipped():
     (x, y), factor = batches(1)[0], float("inf")
     out = step(x, y)
     assert out.overflow
+    assert not step.updated
     assert out.loss_scale == 512
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     factor = 1.0
     assert not step(x, y).overflow
+    assert step.updated
     assert not same(model, make()[0])
 
 
@@ -97,6 +99,13 @@ class Window:
         self.done += 1
         self.ready = self.done % self.steps == 0
 
+    def share(self, loss, count=None):
+        return loss / self.steps * (1.0 if count is None else count)
+
+    def flush(self):
+        held, self.done = self.done % self.steps, 0
+        return held > 0
+
     def state_dict(self):
         return {"done": self.done}
 
@@ -114,7 +123,55 @@ def test_updates_when_the_window_is_full():
             raw_optimizer.step()
             raw_optimizer.zero_grad()
         step(x, y)
+        assert step.updated == bool(i % 2)
         assert same(raw, ours)
+
+
+def test_flush_updates_with_what_is_there():
+    raw, raw_optimizer = make()
+    ours, optimizer = make()
+    step = TrainStep(Target(ours, optimizer, accumulator=Window(3)), lambda x, y: F.cross_entropy(ours(x), y))
+    assert step.flush() is None
+    x, y = batches(1)[0]
+    step(x, y)
+    assert not step.updated
+    out = step.flush()
+    assert step.updated
+    loss = F.cross_entropy(raw(x), y)
+    (loss / 3).backward()
+    raw_optimizer.step()
+    assert same(raw, ours)
+    assert torch.equal(out.loss, loss.detach())
+    assert step.flush() is None
+    assert not step.updated
+    assert TrainStep(Target(ours, optimizer), ours).flush() is None
+
+
+def test_a_loss_may_come_with_the_number_of_samples_behind_it():
+    raw, raw_optimizer = make()
+    ours, optimizer = make()
+    target = Target(ours, optimizer, accumulator=Window(1))
+    step = TrainStep(target, lambda x, y: (F.cross_entropy(ours(x), y), 2))
+    x, y = batches(1)[0]
+    (F.cross_entropy(raw(x), y) * 2).backward()
+    raw_optimizer.step()
+    step(x, y)
+    assert same(raw, ours)
+    target.accumulator = None
+    raw_optimizer.zero_grad()
+    F.cross_entropy(raw(x), y).backward()
+    raw_optimizer.step()
+    step(x, y)
+    assert same(raw, ours)
+
+
+@pytest.mark.parametrize("extra", [torch.ones(5), "5", True])
+def test_what_comes_with_a_loss_must_be_a_number(extra):
+    model, optimizer = make()
+    step = TrainStep(Target(model, optimizer), lambda x, y: (F.cross_entropy(model(x), y), extra))
+    with pytest.raises(TypeError, match=r"a tuple; .*number of samples"):
+        step(*batches(1)[0])
+    assert same(model, make()[0])
 
 
 def test_state_round_trip_and_mismatch():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchboost.algorithms.accumulation import Accumulating, Accumulator
 from torchboost.algorithms.autocast import uncover_copy
 from torchboost.algorithms.memory_format import ChannelsLast, channels_last
 from torchboost.config import BoostConfig, ConfigSource
@@ -18,7 +20,16 @@ from torchboost.errors import IncompatibleError
 from torchboost.plan import Plan
 from torchboost.registry import Facts
 
-__all__ = ["AutoBoost"]
+__all__ = ["AutoBoost", "accumulator_of"]
+
+# The reference's API hands only network and optimizer from AutoBoost to the training cell. An accumulator does not hold
+# the optimizer, so the entry goes when the optimizer goes.
+_ACCUMULATORS: weakref.WeakKeyDictionary[Optimizer, Accumulator] = weakref.WeakKeyDictionary()
+
+
+def accumulator_of(optimizer: Optimizer) -> Accumulator | None:
+    """Return what :class:`AutoBoost` made to accumulate for this optimizer, or None."""
+    return _ACCUMULATORS.get(optimizer)
 
 
 class AutoBoost:
@@ -57,6 +68,9 @@ class AutoBoost:
         takes it away (BatchNorms that went stay away), its ``state_dict()`` belongs into the checkpoint. A second call
         for the same network takes away what the first one attached.
 
+        Gradient accumulation acts in the training cell. A loop of your own must use its accumulator, which is
+        ``.attached["grad_accumulation"].accumulator``.
+
         Args:
             network: A bare module, on the device it will train on; DDP and compile come after this call. For FSDP2,
                 which replaces the parameters, use :meth:`Plan.transform` and :meth:`Plan.attach`.
@@ -80,6 +94,10 @@ class AutoBoost:
         self.plan = Plan.of(self.level, self._config, Facts.measure(network, loop="own")).fit(network, optimizer)
         self.attached = self.plan.attach(Target(network, optimizer, scaler))
         self._boosted = network
+        _ACCUMULATORS.pop(optimizer, None)
+        for live in map(self.attached.__getitem__, self.attached):
+            if isinstance(live, Accumulating):
+                _ACCUMULATORS[optimizer] = live.accumulator
         return network, optimizer
 
     def network_auto_process_eval(self, network: nn.Module) -> nn.Module:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchboost.compat.auto_boost import accumulator_of
+from torchboost.compat.wrappers import GradientAccumulation
 from torchboost.core.algorithm import Target
 from torchboost.core.step import StepOutput, TrainStep
 from torchboost.errors import IncompatibleError
@@ -29,12 +31,12 @@ class WithLoss(nn.Module):
         >>> loss = network(torch.randn(8, 4), torch.randint(0, 2, (8,)))
     """
 
-    def __init__(self, backbone: nn.Module, loss_fn: Callable[..., Tensor]) -> None:
+    def __init__(self, backbone: nn.Module, loss_fn: Callable[..., Tensor | tuple[Tensor, float]]) -> None:
         super().__init__()
         self.backbone = backbone
         self.loss_fn = loss_fn
 
-    def forward(self, *inputs: Any) -> Tensor:
+    def forward(self, *inputs: Any) -> Tensor | tuple[Tensor, float]:
         """Return ``loss_fn(backbone(*inputs[:-1]), inputs[-1])``."""
         return self.loss_fn(self.backbone(*inputs[:-1]), inputs[-1])
 
@@ -72,13 +74,18 @@ class BoostTrainOneStepCell:
     """One training step over a network that returns its loss.
 
     Args:
-        network: Returns the loss, a tensor of shape ``()``; see :class:`WithLoss`. Usually the pair comes from
+        network: Returns the loss, a tensor of shape ``()``, alone or with the number of samples or tokens behind it,
+            by which gradient accumulation weighs it; see :class:`WithLoss`. Usually the pair comes from
             :meth:`AutoBoost.network_auto_process_train`, whose algorithms then act in this step.
         optimizer: Updates the network.
         sens: Multiplies the gradients, as in the reference; it is not divided out again.
 
+    Attributes:
+        updated: Whether the last call moved the weights; where gradients accumulate, step schedulers where it did.
+
     Raises:
         TypeError: ``sens`` is not a number, ``network`` no module, or ``optimizer`` no optimizer.
+        IncompatibleError: Gradients are to accumulate in a network that was wrapped in a way that does not allow it.
 
     Example:
         >>> import torch, torchboost
@@ -97,12 +104,34 @@ class BoostTrainOneStepCell:
         self.network = network
         self.optimizer = optimizer
         self.sens = float(sens)
+        self.updated = False
         scaler = None if self.sens == 1.0 else _Sens(self.sens)
-        self._step = TrainStep(Target(network, optimizer, scaler), network)
+        accumulator = accumulator_of(optimizer)
+        if accumulator is not None:
+            accumulator.model = network  # wrapped since AutoBoost saw it, perhaps
+        self._step = TrainStep(Target(network, optimizer, scaler, accumulator), network)
+        self._given = GradientAccumulation(1 if accumulator is None else accumulator.steps, optimizer)
 
     def __call__(self, *inputs: Any) -> StepOutput:
         """Train on one batch and return ``(loss, overflow, loss_scale)``, tensors of shape ``()``."""
-        return self._step(*inputs)
+        output = self._step(*inputs)
+        self.updated = self._step.updated
+        return output
+
+    def flush(self) -> bool:
+        """Update with what an accumulation window holds that is not full; return whether there was anything."""
+        given, called = self._given.flush(), self._step.flush()
+        self.updated = given or self._step.updated
+        return given or called is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs besides network, optimizer and ``AutoBoost.attached``."""
+        return {"step": self._step.state_dict(), "given": self._given.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned."""
+        self._step.load_state_dict(state["step"])
+        self._given.load_state_dict(state["given"])
 
     def check_adasum_enable(self) -> bool:
         """Whether AdaSum acts in this cell; false, as this version does not have it."""
@@ -117,8 +146,20 @@ class BoostTrainOneStepCell:
         _not_in_this_version("AdaSum", "average the gradients with DistributedDataParallel")
 
     def gradient_accumulation_process(self, loss: Tensor, grads: Any, sens: float, *inputs: Any) -> Tensor:
-        """Not in this version; raises :class:`IncompatibleError`."""
-        _not_in_this_version("gradient accumulation", "call backward() several times before optimizer.step()")
+        """Take gradients computed elsewhere, and update with their mean once the window is full.
+
+        Args:
+            loss: Returned as it is.
+            grads: One gradient per parameter of the optimizer, ``sens`` included; None where there is none.
+            sens: Not used; the reference hands it on to dimension-reduced training.
+            *inputs: Not used, likewise.
+
+        Raises:
+            ValueError: Number or shapes of the gradients are not those of the parameters.
+        """
+        loss = self._given(loss, grads)
+        self.updated = self._given.updated
+        return loss
 
     def gradient_freeze_process(self, *inputs: Any) -> Tensor:
         """Not in this version; raises :class:`IncompatibleError`."""

@@ -88,13 +88,20 @@ class Scaler(Protocol):
 
 
 class MicroSteps(Protocol):
-    """Several backward passes per update; ``ready`` says that the window of ``steps`` passes is full."""
+    """Several backward passes per update; ``ready`` says that the window is complete."""
 
-    steps: int
     ready: bool
 
     def micro_step(self) -> AbstractContextManager[None]:
         """Return the context of one forward and backward pass."""
+        ...
+
+    def share(self, loss: Tensor, count: float | None = None) -> Tensor:
+        """Return the part of a mean loss over ``count`` samples that goes into the update; once per micro-step."""
+        ...
+
+    def flush(self) -> bool:
+        """Complete a window that is not full; return whether there is anything to update with."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchboost.core.algorithm import Attached, Target
+from torchboost.core.algorithm import Attached, MicroSteps, Target
 
 __all__ = ["StepOutput", "TrainStep"]
 
@@ -30,28 +30,41 @@ class StepOutput(NamedTuple):
 class TrainStep:
     """One call trains one batch. It is an ordinary loop body and knows no algorithm.
 
-    What a call does, with ``s`` the scaler and ``k`` the length of the accumulation window::
+    What a call does, with ``s`` the scaler and ``a`` the accumulator::
 
-        loss = loss_fn(*inputs);  s.scale(loss / k).backward()
+        loss = loss_fn(*inputs);  s.scale(a.share(loss)).backward()
         when the window is full:  s.unscale_(opt); s.step(opt); s.update(); opt.zero_grad()
 
     An algorithm acts through the hooks it attached to the model and the optimizer, so the same weights come
     out of this step and of the same lines written by hand. Gradients are always unscaled before the hooks of
-    the optimizer see them. Learning-rate schedulers stay with the caller: step them after this step.
+    the optimizer see them. Learning-rate schedulers stay with the caller: step them after this step, where
+    ``updated`` says that it moved the weights.
 
     Args:
         target: The handles of the loop; read again at every call, so algorithms may exchange them.
-        loss: Called with the inputs of the step; returns the loss, a tensor of shape ``()``.
+        loss: Called with the inputs of the step; returns the loss, a tensor of shape ``()``, or the loss and the number
+            of samples or tokens it is the mean of, by which an accumulator weighs it (ignored where there is none).
         attached: What :meth:`state_dict` saves besides the scaler and the accumulator.
+
+    Attributes:
+        updated: Whether the last call moved the weights: the window was full and no gradient had overflowed.
 
     Cost: a few microseconds per call over the same loop written by hand. With an enabled scaler, reading the
     scale for ``overflow`` synchronises with the device once per update; without one nothing does.
     """
 
-    def __init__(self, target: Target, loss: Callable[..., Tensor], *, attached: Attached | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        loss: Callable[..., Tensor | tuple[Tensor, float]],
+        *,
+        attached: Attached | None = None,
+    ) -> None:
         self.target = target
         self.attached = attached if attached is not None else Attached()
+        self.updated = False
         self._loss = loss
+        self._last = torch.full((), torch.nan)
         self._clean = torch.zeros((), dtype=torch.bool)
         self._unit_scale = torch.ones(())
 
@@ -67,13 +80,25 @@ class TrainStep:
         """
         accumulator = self.target.accumulator
         if accumulator is None:
-            loss = self._forward_backward(inputs, 1)
-            return self._update(loss)
-        with accumulator.micro_step():
-            loss = self._forward_backward(inputs, accumulator.steps)
-        if accumulator.ready:
-            return self._update(loss)
-        return StepOutput(loss, self._clean, self._scale_tensor())
+            self._forward_backward(inputs, None)
+        else:
+            with accumulator.micro_step():
+                self._forward_backward(inputs, accumulator)
+        if accumulator is None or accumulator.ready:
+            return self._update()
+        self.updated = False
+        return StepOutput(self._last, self._clean, self._scale_tensor())
+
+    def flush(self) -> StepOutput | None:
+        """Update with what a window holds that is not full, as at the end of an epoch; None where there is nothing.
+
+        The loss is that of the last call. On several ranks all must flush together.
+        """
+        accumulator = self.target.accumulator
+        if accumulator is not None and accumulator.flush():
+            return self._update()
+        self.updated = False
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the attachments and, where there are any, of the scaler and the accumulator."""
@@ -100,38 +125,41 @@ class TrainStep:
         for name in sorted(present - {"attached"}):
             getattr(self.target, name).load_state_dict(state[name])
 
-    def _forward_backward(self, inputs: tuple[Any, ...], window: int) -> Tensor:
-        loss = self._loss(*inputs)
-        if not isinstance(loss, Tensor):
+    def _forward_backward(self, inputs: tuple[Any, ...], accumulator: MicroSteps | None) -> None:
+        returned = self._loss(*inputs)
+        loss, count = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+        if not isinstance(loss, Tensor) or not (count is None or type(count) in (int, float)):
             raise TypeError(
-                f"the loss is a {type(loss).__name__}; a training step needs a tensor of shape (): pass a loss_fn that "
-                "makes one of what the model returns."
+                f"the loss is a {type(returned).__name__}; a training step needs a tensor of shape (), alone or with "
+                "the number of samples behind it: pass a loss_fn that makes this of what the model returns."
             )
         if loss.numel() != 1:
             raise ValueError(
                 f"the loss has shape {tuple(loss.shape)}; a training step needs a single number: "
                 "reduce it (for instance with .mean()) or pass a loss_fn."
             )
-        scaled = loss if window == 1 else loss / window
+        self._last = loss.detach()
+        share = loss if accumulator is None else accumulator.share(loss, count)
         if self.target.scaler is not None:
-            scaled = self.target.scaler.scale(scaled)
-        scaled.backward()
-        return loss.detach()
+            share = self.target.scaler.scale(share)
+        share.backward()
 
-    def _update(self, loss: Tensor) -> StepOutput:
+    def _update(self) -> StepOutput:
         optimizer, scaler = self.target.optimizer, self.target.scaler
         self.attached.observe(loss)
         if scaler is None:
             optimizer.step()
             optimizer.zero_grad()
-            return StepOutput(loss, self._clean, self._unit_scale)
+            self.updated = True
+            return StepOutput(self._last, self._clean, self._unit_scale)
         before = scaler.get_scale()
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         after = scaler.get_scale()
-        return StepOutput(loss, torch.tensor(after < before), torch.tensor(after))
+        self.updated = after >= before
+        return StepOutput(self._last, torch.tensor(after < before), torch.tensor(after))
 
     def _scale_tensor(self) -> Tensor:
         scaler = self.target.scaler

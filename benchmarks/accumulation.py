@@ -1,0 +1,106 @@
+"""Claim: accumulated gradients of any ragged split are those of the full batch; equal weights are far off."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchboost.algorithms.accumulation import Accumulator
+from torchboost.tuner.stopwatch import environment
+from torchboost.workloads.models import GPT
+
+OUT = Path(__file__).parent / "results" / "accumulation.json"
+VOCABULARY, CONTEXT, IGNORED = 64, 64, -100
+STEPS = 4
+Batch = tuple[Tensor, Tensor]
+
+
+def sequences(rows: int, generator: torch.Generator, *, ragged: bool) -> Batch:
+    """Return tokens and targets; where ragged, every row is valid up to a random length."""
+    tokens = torch.randint(VOCABULARY, (rows, CONTEXT + 1), generator=generator)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    if ragged:
+        lengths = torch.randint(1, CONTEXT + 1, (rows, 1), generator=generator)
+        targets[torch.arange(CONTEXT) >= lengths] = IGNORED
+    return inputs, targets
+
+
+def windows(generator: torch.Generator) -> dict[str, list[Batch]]:
+    """Return one window of each kind: micro-batches that do not all weigh the same."""
+    lengths = [sequences(8, generator, ragged=True) for _ in range(STEPS)]
+    sizes = [sequences(rows, generator, ragged=False) for rows in (8, 8, 8, 1)]
+    return {"sequences of random length": lengths, "a last batch of 1 among 8": sizes, "half a window": lengths[:2]}
+
+
+def gradient(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=IGNORED)
+
+
+def exact(model: nn.Module, window: Sequence[Batch]) -> Tensor:
+    accumulator = Accumulator(STEPS, model)
+    for batch in window:
+        with accumulator.micro_step():
+            accumulator.share(loss_of(model, batch), (batch[1] != IGNORED).sum()).backward()
+    accumulator.flush()
+    return gradient(model)
+
+
+def naive(model: nn.Module, window: Sequence[Batch]) -> Tensor:
+    for batch in window:
+        (loss_of(model, batch) / STEPS).backward()
+    return gradient(model)
+
+
+def full(model: nn.Module, window: Sequence[Batch]) -> Tensor:
+    loss_of(model, (torch.cat([x for x, _ in window]), torch.cat([y for _, y in window]))).backward()
+    return gradient(model)
+
+
+def errors(rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Return relative errors of the gradient against the full batch in float64, per kind of window and method."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for seed in range(rounds):
+        torch.manual_seed(seed)
+        model = GPT(VOCABULARY, context=CONTEXT, layers=2, heads=4, width=64)
+        for kind, window in windows(torch.Generator().manual_seed(seed)).items():
+            wanted = full(copy.deepcopy(model).double(), window)
+            for name, method in (("exact", exact), ("divided by steps", naive), ("full batch in float32", full)):
+                error = (method(copy.deepcopy(model), window).double() - wanted).norm() / wanted.norm()
+                found.setdefault(kind, {}).setdefault(name, []).append(float(error))
+    return found
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__)
+    made.add_argument("--out", type=Path, default=OUT, help="file of the results (default: %(default)s)")
+    made.add_argument("--smoke", action="store_true", help="two windows of each kind")
+    asked = made.parse_args()
+    torch.set_num_threads(1)
+    found = errors(2 if asked.smoke else 30)
+    result = {
+        "title": "Relative error of an accumulated gradient, float32, against the full batch in float64",
+        "model": "GPT, 2 layers, width 64, context 64; windows of 4 micro-steps",
+        "environment": environment().model_dump(),
+        "errors": found,
+    }
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    asked.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for kind, methods in found.items():
+        for name, values in methods.items():
+            print(f"{kind:28} {name:22} median {statistics.median(values):.1e}  largest {max(values):.1e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Accumulation on two ranks, under DDP and FSDP2, equals one full batch, and resumes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.support.models import batch_for, mlp
+from tests.support.ranks import run_ranks
+from tests.support.trajectories import snapshot
+from tests.support.wrapped import Kind, all_weights, wrap
+from torchboost.algorithms.accumulation import Accumulation, Accumulator
+from torchboost.core.algorithm import Target, attach_all
+from torchboost.core.step import TrainStep
+from torchboost.errors import IncompatibleError
+
+
+def data(samples: int, seed: int) -> tuple[Tensor, Tensor]:
+    return batch_for(mlp(), torch.Generator().manual_seed(seed), samples)
+
+
+def _train(kind: Kind, how: str) -> list[float]:
+    torch.manual_seed(0)
+    model = mlp()
+    wrapped = wrap(model, kind)
+    called = torch.compile(wrapped, backend="eager") if how == "compiled" else wrapped
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+    accumulator = Accumulator(2 if how != "flush" else 3, called)
+    parts = [[3, 3], [3, 3]] if how == "equal" else [[3, 1], [2, 0 if how == "empty" else 6]]
+    mine = parts[dist.get_rank()] if kind != "single" else []
+    for update in range(2):
+        inputs, labels = batch_for(model, torch.Generator().manual_seed(update), sum(parts[0] + parts[1]))
+        if kind == "single":
+            F.cross_entropy(model(inputs), labels).backward()
+            mine = []
+        offset = sum(parts[0]) * dist.get_rank() if mine else 0
+        for count in mine:
+            x, y = inputs[offset : offset + count], labels[offset : offset + count]
+            with accumulator.micro_step():
+                if how == "equal":
+                    accumulator.share(F.cross_entropy(called(x), y)).backward()
+                else:
+                    loss = F.cross_entropy(called(x), y, reduction="sum")
+                    accumulator.share(loss, count, reduction="sum").backward()
+            offset += count
+        assert not mine or accumulator.flush() == (how == "flush")
+        optimizer.step()
+        optimizer.zero_grad()
+    return all_weights(wrapped)
+
+
+def _train_all_on_ranks() -> dict[str, list[float]]:
+    done = {f"{kind} {how}": _train(kind, how) for kind in ("ddp", "fsdp") for how in ("equal", "ragged", "empty")}
+    done |= {f"ddp {how}": _train("ddp", how) for how in ("flush", "compiled")}
+    with pytest.raises(IncompatibleError, match=r"micro_step\(last=True\)"):
+        _train("fsdp", "flush")
+    return done
+
+
+@pytest.mark.dist
+def test_ranks_under_ddp_and_fsdp_train_like_one_full_batch() -> None:
+    a, b = run_ranks(_train_all_on_ranks, 2)
+    assert a == b
+    for what, weights in a.items():
+        torch.testing.assert_close(weights, _train("single", what.split()[1]), rtol=0, atol=1e-6, msg=what)
+
+
+def _checkpoint_in_mid_window(kind: Kind) -> list[float] | str:
+    """Train 5 micro-steps in windows of 3 and flush, once straight and once resumed in mid-window."""
+
+    def start() -> tuple[nn.Module, TrainStep]:
+        torch.manual_seed(0)
+        model = wrap(mlp(), kind)
+        target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        attached = attach_all(target, [Accumulation(steps=3)])
+        return model, TrainStep(target, lambda x, y: (F.cross_entropy(model(x), y), len(y)), attached=attached)
+
+    batches = [data(2 + (i + dist.get_rank()) % 3, seed=2 * i + dist.get_rank()) for i in range(5)]
+    model, step = start()
+    for batch in batches[:2]:
+        step(*batch)
+    saved = copy.deepcopy(step.state_dict())
+    again, resumed = start()
+    resumed.load_state_dict(saved)
+    for batch in batches[2:]:
+        step(*batch)
+        resumed(*batch)
+    assert step.flush() is not None
+    assert resumed.flush() is not None
+    assert snapshot(model) == snapshot(again)
+    return all_weights(model)
+
+
+def _checkpoints_on_ranks() -> list[float]:
+    with pytest.raises(IncompatibleError, match="save when a window has ended"):
+        _checkpoint_in_mid_window("fsdp")
+    return _checkpoint_in_mid_window("ddp")
+
+
+@pytest.mark.dist
+def test_ranks_resume_in_mid_window_bit_identically() -> None:
+    a, b = run_ranks(_checkpoints_on_ranks, 2)
+    assert a == b
