@@ -92,12 +92,6 @@ def test_accumulation_is_for_those_who_ask_for_it():
     assert not any("grad_accumulation" in row for row in LEVELS.values())
 
 
-@pytest.mark.parametrize("loop", ["torchboost", "own"])
-def test_accumulation_says_that_a_loop_must_use_it(loop):
-    plan = Plan.of("O0", {"extra": {"grad_accumulation": {"steps": 4}}}, replace(FAST, loop=loop))
-    assert "a loop of your own must use the accumulator: Accumulation(steps=4)" in plan.explain()
-
-
 @pytest.mark.parametrize("loop", ["transformers", "lightning", "accelerate"])
 def test_accumulation_is_left_to_trainers(loop):
     plan = Plan.of("O0", {"extra": {"grad_accumulation": {"steps": 4}}}, replace(FAST, loop=loop))

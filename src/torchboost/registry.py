@@ -221,8 +221,7 @@ _ENTRIES = (
     Entry(algorithm=Compile, summary="compiles the model with torch.compile", unproven=_compile_unproven),
     Entry(
         algorithm=Accumulation,
-        summary="one update after several batches; TrainStep and the training cell do it, a loop of your own must use "
-        "the accumulator",
+        summary="one update after several batches",
         section="grad_accumulation",
         words=MappingProxyType({"grad_accumulation_step": "steps"}),
         unusable=_accumulated_by_the_trainer,

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import run_ranks
 from torchboost import AutoBoost, BoostTrainOneStepCell, IncompatibleError, StepOutput, WithLoss
-from torchboost.compat.auto_boost import accumulator_of
+from torchboost.compat.accumulating import AccumulatingOptimizer
 
 
 def pair(seed: int = 0):
@@ -80,13 +80,30 @@ def test_what_is_not_there_is_said_plainly():
     assert cell.check_adasum_enable() is False
     assert cell.check_dim_reduce_enable() is False
     loss = torch.zeros(())
-    calls = [
-        (cell.adasum_process, (loss, ())),
-        (cell.gradient_freeze_process, batch(0)),
-    ]
-    for method, arguments in calls:
-        with pytest.raises(IncompatibleError, match="not part of this version"):
-            method(*arguments)
+    with pytest.raises(IncompatibleError, match="not part of this version"):
+        cell.adasum_process(loss, ())
+
+
+def test_freezing_of_auto_boost_acts_in_the_cell():
+    network, optimizer = pair()
+    section = {"param_groups": 2, "freeze_type": 0, "freeze_p": 0.0, "total_steps": 10}
+    booster = AutoBoost("O0", {"boost": {"mode": "manual", "grad_freeze": True}, "grad_freeze": section})
+    cell = BoostTrainOneStepCell(*booster.network_auto_process_train(network, optimizer))
+    first = network.backbone[0].weight.detach().clone()
+    assert cell.gradient_freeze_process(*batch(0)).shape == ()
+    assert not torch.equal(network.backbone[0].weight, first), "the first update trains everything"
+    first = network.backbone[0].weight.detach().clone()
+    cell.gradient_freeze_process(*batch(1))
+    assert torch.equal(network.backbone[0].weight, first)
+
+
+def test_guided_freezing_of_auto_boost_is_told_the_losses_of_the_cell():
+    network, optimizer = pair()
+    section = {"param_groups": 2, "freeze_type": 3, "freeze_p": 0.0, "total_steps": 10}
+    booster = AutoBoost("O0", {"boost": {"mode": "manual", "grad_freeze": True}, "grad_freeze": section})
+    cell = BoostTrainOneStepCell(*booster.network_auto_process_train(network, optimizer))
+    cell(*batch(0))
+    assert booster.attached["grad_freeze"].state_dict()["plasticity"]["losses"] == 1
 
 
 def accumulating(steps: int) -> AutoBoost:
@@ -134,17 +151,17 @@ def test_what_auto_boost_takes_away_acts_no_more():
         cell(*batch(i))
     raw_windows(raw, raw_optimizer, [[0, 1, 2], [3], [4]])
     assert same(network, raw)
-    AutoBoost("O0").network_auto_process_train(network, optimizer)
-    assert accumulator_of(optimizer) is None
+    assert AutoBoost("O0").network_auto_process_train(network, optimizer)[1] is optimizer
 
 
 def test_an_optimizer_is_not_kept_alive_by_its_accumulator():
     network, optimizer = pair()
-    accumulating(2).network_auto_process_train(network, optimizer)
-    accumulator = accumulator_of(optimizer)
-    assert accumulator is not None
+    _, returned = accumulating(2).network_auto_process_train(network, optimizer)
+    assert isinstance(returned, AccumulatingOptimizer)
+    accumulator = returned.accumulator
+    assert accumulator.steps == 2
     gone = weakref.ref(optimizer)
-    del optimizer
+    del optimizer, returned
     gc.collect()
     assert gone() is None
 

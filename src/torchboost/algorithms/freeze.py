@@ -65,7 +65,10 @@ class GuidedFreezing(Freezing):
         super().__init__(model, optimizer, prefixes, lambda step: self.index, norms=norms)
 
     def observe(self, loss: Tensor) -> None:
-        """Take note of the loss of an update; without it, nothing that is frozen is ever trained again."""
+        """Take note of the loss of an update; ``TrainStep`` tells it, a loop of one's own must.
+
+        Without it, nothing that is frozen is ever trained again.
+        """
         self.plasticity.observe(loss)
 
     def state_dict(self) -> dict[str, Any]:
@@ -181,7 +184,12 @@ class BlockFreeze(Algorithm):
             IncompatibleError: The wrapper or the compiler of the model cannot follow.
             ValueError: ``costs`` are not one per block.
         """
-        return freeze_blocks(target.model, target.optimizer, self, seed=target.seed)
+        freezing = freeze_blocks(target.model, target.optimizer, self, seed=target.seed)
+        if isinstance(freezing, GuidedFreezing):
+            observe = freezing.observe
+            target.observers.append(observe)
+            freezing.with_undo(lambda: target.observers.remove(observe))
+        return freezing
 
     def schedule(self, costs: Sequence[float], *, seed: int = 0, prefixes: int | None = None) -> Callable[[int], int]:
         """Return the number of frozen groups as a function of the update, for every pattern but the guided one.

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.accumulation import Accumulating, Accumulator
+from torchboost.algorithms.accumulation import Accumulator
 from torchboost.algorithms.autocast import uncover_copy
 from torchboost.algorithms.memory_format import ChannelsLast, channels_last
+from torchboost.compat.accumulating import AccumulatingOptimizer
 from torchboost.config import BoostConfig, ConfigSource
 from torchboost.core.algorithm import Attached, Scaler, Target
 from torchboost.core.folding import fold_batch_norms
@@ -20,16 +22,16 @@ from torchboost.errors import IncompatibleError
 from torchboost.plan import Plan
 from torchboost.registry import Facts
 
-__all__ = ["AutoBoost", "accumulator_of"]
+__all__ = ["AutoBoost", "observers_of"]
 
-# The reference's API hands only network and optimizer from AutoBoost to the training cell. An accumulator does not hold
-# the optimizer, so the entry goes when the optimizer goes.
-_ACCUMULATORS: weakref.WeakKeyDictionary[Optimizer, Accumulator] = weakref.WeakKeyDictionary()
+# The reference's API hands only network and optimizer from AutoBoost to the training cell. An observer must not hold
+# the optimizer, so that the entry goes when the optimizer goes.
+_OBSERVERS: weakref.WeakKeyDictionary[Optimizer, list[Callable[[Tensor], None]]] = weakref.WeakKeyDictionary()
 
 
-def accumulator_of(optimizer: Optimizer) -> Accumulator | None:
-    """Return what :class:`AutoBoost` made to accumulate for this optimizer, or None."""
-    return _ACCUMULATORS.get(optimizer)
+def observers_of(optimizer: Optimizer) -> list[Callable[[Tensor], None]]:
+    """Return what wants to be told the losses of this optimizer's updates."""
+    return _OBSERVERS.get(optimizer, [])
 
 
 class AutoBoost:
@@ -68,8 +70,8 @@ class AutoBoost:
         takes it away (BatchNorms that went stay away), its ``state_dict()`` belongs into the checkpoint. A second call
         for the same network takes away what the first one attached.
 
-        Gradient accumulation acts in the training cell. A loop of your own must use its accumulator, which is
-        ``.attached["grad_accumulation"].accumulator``.
+        The optimizer returned is the one given, except with gradient accumulation: then it is one in front of it,
+        :class:`~torchboost.compat.accumulating.AccumulatingOptimizer`, which applies every k-th ``step``.
 
         Args:
             network: A bare module, on the device it will train on; DDP and compile come after this call. For FSDP2,
@@ -91,14 +93,17 @@ class AutoBoost:
             )
         if network is self._boosted:
             self.attached.remove()
+        if isinstance(optimizer, AccumulatingOptimizer):
+            optimizer = optimizer.opt  # from an earlier call
         self.plan = Plan.of(self.level, self._config, Facts.measure(network, loop="own")).fit(network, optimizer)
-        self.attached = self.plan.attach(Target(network, optimizer, scaler))
+        target = Target(network, optimizer, scaler)
+        self.attached = self.plan.attach(target)
         self._boosted = network
-        _ACCUMULATORS.pop(optimizer, None)
-        for live in map(self.attached.__getitem__, self.attached):
-            if isinstance(live, Accumulating):
-                _ACCUMULATORS[optimizer] = live.accumulator
-        return network, optimizer
+        returned = optimizer
+        if isinstance(target.accumulator, Accumulator):
+            returned = AccumulatingOptimizer(optimizer, target.accumulator)
+        _OBSERVERS[returned] = target.observers
+        return network, returned
 
     def network_auto_process_eval(self, network: nn.Module) -> nn.Module:
         """Return a fast copy for inference; ``network`` itself is left alone and can go on training.

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.compat.auto_boost import accumulator_of
+from torchboost.compat.accumulating import AccumulatingOptimizer
+from torchboost.compat.auto_boost import observers_of
 from torchboost.compat.wrappers import GradientAccumulation
 from torchboost.core.algorithm import Target
 from torchboost.core.step import StepOutput, TrainStep
@@ -106,11 +107,15 @@ class BoostTrainOneStepCell:
         self.sens = float(sens)
         self.updated = False
         scaler = None if self.sens == 1.0 else _Sens(self.sens)
-        accumulator = accumulator_of(optimizer)
-        if accumulator is not None:
-            accumulator.model = network  # wrapped since AutoBoost saw it, perhaps
-        self._step = TrainStep(Target(network, optimizer, scaler, accumulator), network)
-        self._given = GradientAccumulation(1 if accumulator is None else accumulator.steps, optimizer)
+        target = Target(network, optimizer, scaler, observers=observers_of(optimizer))
+        window = 1
+        if isinstance(optimizer, AccumulatingOptimizer):
+            # The cell knows where a window begins and needs no second copy of the gradients.
+            target.optimizer, target.accumulator = optimizer.opt, optimizer.accumulator
+            optimizer.accumulator.model = network  # wrapped since AutoBoost saw it, perhaps
+            window = optimizer.accumulator.steps
+        self._step = TrainStep(target, network)
+        self._given = GradientAccumulation(window, target.optimizer)
 
     def __call__(self, *inputs: Any) -> StepOutput:
         """Train on one batch and return ``(loss, overflow, loss_scale)``, tensors of shape ``()``."""
@@ -162,8 +167,12 @@ class BoostTrainOneStepCell:
         return loss
 
     def gradient_freeze_process(self, *inputs: Any) -> Tensor:
-        """Not in this version; raises :class:`IncompatibleError`."""
-        _not_in_this_version("gradient freezing", "call the cell itself, which trains every parameter")
+        """Train on one batch and return its loss; what is frozen is decided by what is attached to the optimizer.
+
+        Freezing comes from :class:`~torchboost.AutoBoost`, :class:`~torchboost.GradientFreeze` or
+        :class:`~torchboost.FreezeOpt`; without any of them everything trains.
+        """
+        return self(*inputs).loss
 
 
 def _not_in_this_version(method: str, instead: str) -> Never:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.freeze import BlockFreeze, Pattern, freeze_blocks
+from torchboost.compat.accumulating import FrontOptimizer
 from torchboost.core.blocks import group_starts
 from torchboost.core.freeze_schedule import Repeated
 from torchboost.core.freezing import Freezing, Prefix
@@ -131,7 +132,7 @@ class GradientFreeze:
         return _split(list(net.parameters()), freeze_para_groups_number)
 
 
-class FreezeOpt(Optimizer):
+class FreezeOpt(FrontOptimizer):
     """An optimizer whose updates follow a strategy of freezing: ``opt`` itself, with one set of moments.
 
     It shares the parameter groups and the state of ``opt``; schedulers and scalers may drive either. The learning rate
@@ -177,27 +178,15 @@ class FreezeOpt(Optimizer):
                 f"train_parameter_groups: found {strangers} parameters that opt does not update; drop them."
             )
         strategy = _strategy(train_strategy, len(groups))
-        super().__init__(opt.param_groups, opt.defaults)
-        self.opt = opt
+        super().__init__(opt)
         self.groups = groups
-        self.state = opt.state
         self.freezing = Freezing(None, opt, _prefixes(groups), Repeated(strategy))
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update what trains, then freeze what the strategy says for the next update."""
-        return self.opt.step(closure) if closure is not None else self.opt.step()
+    def _own_state(self) -> dict[str, Any]:
+        return self.freezing.state_dict()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of ``opt``, loadable by it, and the position in the strategy under ``"freezing"``."""
-        return {**self.opt.state_dict(), "freezing": self.freezing.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint of this class, or of ``opt`` alone, which starts the strategy anew."""
-        rest = {key: value for key, value in state_dict.items() if key != "freezing"}
-        if "freezing" in state_dict:
-            self.freezing.load_state_dict(state_dict["freezing"])
-        self.opt.load_state_dict(rest)
-        self.param_groups, self.state = self.opt.param_groups, self.opt.state
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        self.freezing.load_state_dict(state)
 
 
 def freeze_cell(

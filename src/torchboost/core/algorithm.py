@@ -124,6 +124,7 @@ class Target:
         accumulator: Several backward passes per update; None updates after every one.
         topology: Ranks of the job.
         seed: Source of every random decision of an algorithm; must be the same on every rank.
+        observers: Told the loss of each update, of shape ``()`` and detached, before ``optimizer.step()``.
     """
 
     model: nn.Module
@@ -132,6 +133,7 @@ class Target:
     accumulator: MicroSteps | None = None
     topology: Topology = field(default_factory=Topology.current)
     seed: int = 0
+    observers: list[Callable[[Tensor], None]] = field(default_factory=list)
 
 
 class Removable(Protocol):
@@ -154,6 +156,11 @@ class Attachment:
         self._handles = list(handles)
         self._undo = undo
 
+    def with_undo(self, undo: Callable[[], None]) -> Self:
+        """Let :meth:`remove` call ``undo`` too, before what it does already."""
+        self._handles.append(Attachment(undo=undo))
+        return self
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs to continue; empty where settings and step say it all."""
         return {}
@@ -165,9 +172,6 @@ class Attachment:
                 f"{type(self).__name__} keeps no state, found keys {sorted(state)}; "
                 "load the checkpoint with the algorithms it was written with."
             )
-
-    def observe(self, loss: Tensor) -> None:
-        """Be told the loss of an update, of shape ``()``; ``TrainStep`` does so, a loop of one's own may."""
 
     def remove(self) -> None:
         """Take the effect away. A second call does nothing."""
@@ -219,7 +223,6 @@ class Attached:
 
     def __init__(self, algorithms: Iterable[Algorithm] = (), attachments: Iterable[Attachment] = ()) -> None:
         self._entries = {a.name: (a, live) for a, live in zip(algorithms, attachments, strict=True)}
-        self._observers = [a for _, a in self._entries.values() if type(a).observe is not Attachment.observe]
 
     def __getitem__(self, name: str) -> Attachment:
         return self._entries[name][1]
@@ -232,11 +235,6 @@ class Attached:
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def observe(self, loss: Tensor) -> None:
-        """Tell the loss of an update to the attachments that want it; call it before ``optimizer.step()``."""
-        for live in self._observers:
-            live.observe(loss)
 
     def describe(self) -> str:
         """Return one line per algorithm, in the order in which the hooks fire."""
@@ -267,7 +265,6 @@ class Attached:
         for _, live in reversed(self._entries.values()):
             live.remove()
         self._entries = {}
-        self._observers = []
 
     def __enter__(self) -> Self:
         return self

@@ -146,7 +146,8 @@ class TrainStep:
 
     def _update(self) -> StepOutput:
         optimizer, scaler = self.target.optimizer, self.target.scaler
-        self.attached.observe(loss)
+        for observe in self.target.observers:
+            observe(self._last)
         if scaler is None:
             optimizer.step()
             optimizer.zero_grad()

@@ -1,0 +1,107 @@
+"""Optimizers of the reference's kind that stand in front of another one and share its groups and state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchboost.algorithms.accumulation import Accumulator
+from torchboost.compat.wrappers import GradientAccumulation
+
+__all__ = ["AccumulatingOptimizer", "FrontOptimizer"]
+
+
+class FrontOptimizer(Optimizer):
+    """An optimizer in front of ``opt``: the same parameter groups, the same state, one set of moments.
+
+    Schedulers and scalers may drive either.
+
+    Args:
+        opt: What updates the weights.
+
+    Raises:
+        TypeError: ``opt`` is no optimizer.
+    """
+
+    def __init__(self, opt: Optimizer) -> None:
+        if not isinstance(opt, Optimizer):
+            raise TypeError(f"opt must be a torch.optim.Optimizer, found {type(opt).__name__}.")
+        super().__init__(opt.param_groups, opt.defaults)
+        self.opt = opt
+        self.state = opt.state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step ``opt``."""
+        return self.opt.step(closure) if closure is not None else self.opt.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of ``opt``, loadable by it, and under a key of its own what this class adds."""
+        return {**self.opt.state_dict(), "front": self._own_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a checkpoint of this class, or of ``opt`` alone, beside which this class starts anew."""
+        rest = {key: value for key, value in state_dict.items() if key != "front"}
+        if "front" in state_dict:
+            self._load_own_state(state_dict["front"])
+        self.opt.load_state_dict(rest)
+        self.param_groups, self.state = self.opt.param_groups, self.opt.state
+
+    def _own_state(self) -> dict[str, Any]:
+        return {}
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class AccumulatingOptimizer(FrontOptimizer):
+    """Applies every k-th step, with the mean of k gradients, in a loop that stays as it was.
+
+    Every ``step()`` takes the gradients away into a buffer of its own, so that clipping and loss scaling in the loop
+    act on each batch as they did, and ``zero_grad()`` loses nothing. A scheduler in such a loop still follows the
+    batches. Ranks exchange gradients for each batch; the training cell, which knows when a window begins, does not.
+
+    Args:
+        opt: Stepped once per window, so that hooks on it follow the updates.
+        accumulator: Says how many batches make an update.
+
+    Attributes:
+        updated: Whether the last ``step()`` updated the weights.
+    """
+
+    def __init__(self, opt: Optimizer, accumulator: Accumulator) -> None:
+        super().__init__(opt)
+        self.accumulator = accumulator
+        self.updated = False
+        self._given = GradientAccumulation(accumulator.steps, opt)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Add the gradients to the window, and update where that fills it; return what the closure returns."""
+        returned = None
+        if closure is not None:
+            with torch.enable_grad():
+                returned = closure()
+        self._given.max_accumulation_step = self.accumulator.steps  # 1 after the algorithm was removed
+        parameters = self._parameters()
+        self._given(None, [parameter.grad for parameter in parameters])
+        self.updated = self._given.updated
+        for parameter in parameters:
+            parameter.grad = None
+        return returned
+
+    def flush(self) -> bool:
+        """Update with what a window holds that is not full; return whether there was anything."""
+        self.updated = self._given.flush()
+        return self.updated
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _own_state(self) -> dict[str, Any]:
+        return self._given.state_dict()
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        self._given.load_state_dict(state)

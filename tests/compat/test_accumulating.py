@@ -1,0 +1,131 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torchboost.algorithms.accumulation import Accumulator
+from torchboost.compat.accumulating import AccumulatingOptimizer, FrontOptimizer
+
+
+def start(steps: int = 3, seed: int = 0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, inner, AccumulatingOptimizer(inner, Accumulator(steps, model))
+
+
+def batch(step: int):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(4, 4, generator=generator), torch.randint(0, 2, (4,), generator=generator)
+
+
+def windows(model: nn.Module, optimizer: torch.optim.Optimizer, parts: list[list[int]], clip: float | None = None):
+    """The same, by hand: clip each batch, average, update."""
+    for part in parts:
+        sums = [torch.zeros_like(p) for p in model.parameters()]
+        for step in part:
+            F.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            for total, p in zip(sums, model.parameters(), strict=True):
+                assert p.grad is not None
+                total += p.grad / len(part)
+                p.grad = None
+        for total, p in zip(sums, model.parameters(), strict=True):
+            p.grad = total
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_close(a: nn.Module, b: nn.Module) -> None:
+    torch.testing.assert_close(list(a.parameters()), list(b.parameters()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["zero_grad first", "zero_grad last"])
+def test_an_unmodified_loop_with_scaler_clipping_and_scheduler(first):
+    model, inner, optimizer = start()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    updated = []
+    for step in range(8):
+        if first:
+            optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(batch(step)[0]), batch(step)[1])).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        if not first:
+            optimizer.zero_grad()
+        updated.append(optimizer.updated)
+    assert updated == [False, False, True, False, False, True, False, False]
+    assert optimizer.flush()
+    assert not optimizer.flush()
+    by_hand, plain, _ = start()
+    windows(by_hand, plain, [[0, 1, 2], [3, 4, 5], [6, 7]], clip=0.1)
+    assert_close(model, by_hand)
+    assert optimizer.state is inner.state
+
+
+def test_an_overflow_leaves_its_batch_out_and_nothing_else():
+    model, _, optimizer = start(2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        loss = F.cross_entropy(model(batch(step)[0]), batch(step)[1])
+        scaler.scale(loss * float("inf") if step == 1 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    by_hand, plain, _ = start()
+    windows(by_hand, plain, [[0, 2]])
+    assert_close(model, by_hand)
+
+
+def test_a_closure_is_called_once_per_step():
+    model, _, optimizer = start(2)
+    calls = []
+
+    def closure():
+        calls.append(len(calls))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch(calls[-1])[0]), batch(calls[-1])[1])
+        loss.backward()
+        return loss
+
+    assert all(torch.is_tensor(optimizer.step(closure)) for _ in range(4))
+    by_hand, plain, _ = start()
+    windows(by_hand, plain, [[0, 1], [2, 3]])
+    assert_close(model, by_hand)
+
+
+@pytest.mark.parametrize("stop", range(6))
+def test_resume_in_mid_window_is_bit_identical(stop):
+    def train(model, optimizer, steps) -> None:
+        for step in steps:
+            F.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, _, optimizer = start()
+    train(model, optimizer, range(stop))
+    weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, range(stop, 6))
+    again, _, resumed = start(seed=1)
+    again.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    train(again, resumed, range(stop, 6))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_files_load_both_ways():
+    _, inner, optimizer = start()
+    inner.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(inner.state_dict())
+
+
+def test_only_optimizers_have_a_front():
+    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer, found str"):
+        FrontOptimizer("sgd")  # pyright: ignore[reportArgumentType]
