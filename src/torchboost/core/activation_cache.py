@@ -106,7 +106,7 @@ class _Column:
         return flat.view(torch.uint8)
 
     def from_bytes(self, rows: Tensor) -> Tensor:
-        dense = rows.view(self.dtype).view(len(rows), *(self.shape[d - 1] for d in self.order[1:]))
+        dense = rows.flatten().view(self.dtype).view(len(rows), *(self.shape[d - 1] for d in self.order[1:]))
         back = [self.order.index(d) for d in range(len(self.order))]
         return dense.permute(back).to(self.device)
 

@@ -227,8 +227,7 @@ class FastPrefix(Attachment):
         known = {halves.signature: halves for halves in self._halves.values() if halves is not None}
         halves = self._build(call)
         if halves is not None and halves.signature in known:
-            before = known[halves.signature]
-            halves.rows = before.rows if before.cut.shared == halves.cut.shared else None
+            halves.rows = known[halves.signature].rows
         elif self._cache is not None:
             self._cache.clear()
             self._rows_of = None
@@ -317,6 +316,5 @@ class _Watch:
 
     def changed(self) -> bool:
         """Whether parameters were exchanged or moved, frozen, thawed or written to, or modules hooked or switched."""
-        now = list(chain.from_iterable(self._held))
-        same = len(now) == len(self._parameters) and all(map(is_, now, self._parameters))
+        same = all(map(is_, chain.from_iterable(self._held), self._parameters))
         return not same or any(self._unhooked) or self._state() != self._before

@@ -55,7 +55,9 @@ class Halves:
     @torch.no_grad()
     def border(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
         """Run the prefix."""
-        return self.prefix.forward(*tensors)
+        values = self.prefix.forward(*tensors)
+        # Autograd refuses to write in place to what is a view made under no_grad.
+        return tuple(value.detach() if isinstance(value, Tensor) else value for value in values)
 
     def select(self, tensors: tuple[Tensor, ...], rows: Tensor) -> tuple[Tensor, ...]:
         """Take some samples out of the tensors that the prefix reads."""
@@ -72,8 +74,6 @@ class Halves:
         return self.rows
 
     def _rows_obstacle(self, tensors: tuple[Tensor, ...], values: tuple[Any, ...], count: int) -> str:
-        if self.cut.shared:
-            return "what is trained writes in place to memory that several values at its border share"
         for place in self.cut.inputs:
             if tensors[place].ndim == 0 or len(tensors[place]) != count:
                 return (
@@ -149,6 +149,7 @@ def _folded(plain: fx.GraphModule, cut: Cut, targets: dict[str, nn.Module | Tens
             node.replace_all_uses_with(node.all_input_nodes[0])
             prefix.graph.erase_node(node)
             folded += 1
+    prefix.delete_all_unused_submodules()
     prefix.recompile()
     return prefix, folded
 

@@ -30,9 +30,16 @@ _FRESH = frozenset(
     | {"conv3d", "relu", "gelu", "silu", "sigmoid", "tanh", "softmax", "log_softmax", "exp", "sqrt", "rsqrt", "abs"}
     | {"mean", "sum", "cat", "stack", "embedding", "layer_norm", "group_norm", "batch_norm", "max_pool2d", "avg_pool2d"}
     | {"adaptive_avg_pool2d", "scaled_dot_product_attention", "clone", "zeros", "ones", "full", "empty", "arange"}
-    | {"zeros_like", "ones_like", "full_like", "one_hot"}
+    | {"one_hot"}
 )
 """Operations whose result shares no memory with what they take."""
+
+
+_SIZED = frozenset(
+    {"new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like", "ones_like", "full_like"}
+    | {"rand_like", "randn_like"}
+)
+"""Operations that take the size of a tensor, not what it holds."""
 
 
 class Part(enum.IntEnum):
@@ -71,14 +78,12 @@ class Cut:
         suffix: Takes the tensors of the call and then the border values, returns what the forward returns.
         border: Names of the border values; empty where nothing frozen stands at the front.
         inputs: Positions of the tensors that the prefix reads.
-        shared: Whether border values may share memory that the suffix writes to.
     """
 
     prefix: fx.Graph
     suffix: fx.Graph
     border: tuple[str, ...]
     inputs: tuple[int, ...]
-    shared: bool
 
 
 def cut_forward(traced: TracedForward, *, blocked: Collection[str] = ()) -> Cut:
@@ -94,11 +99,12 @@ def cut_forward(traced: TracedForward, *, blocked: Collection[str] = ()) -> Cut:
     """
     stops = set(blocked)
     while True:
-        known, written = _classify(traced, stops)
-        if written <= stops:
+        known, late = _classify(traced, stops)
+        suffix, border = _suffix_nodes(traced, known)
+        late |= _torn(traced, known, border)
+        if late <= stops:
             break
-        stops |= written
-    suffix, border = _suffix_nodes(known)
+        stops |= late
     prefix = _needed(known, set(border), lambda facts: facts.part is not Part.SUFFIX)
     inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
     read = {source for node in prefix for source in node.all_input_nodes} | set(border)
@@ -107,7 +113,6 @@ def cut_forward(traced: TracedForward, *, blocked: Collection[str] = ()) -> Cut:
         suffix=_copy(traced.graph, suffix, border=border, results=None),
         border=tuple(node.name for node in border),
         inputs=tuple(place for place, node in enumerate(inputs) if node in read),
-        shared=_shared(traced, known, border),
     )
 
 
@@ -121,8 +126,7 @@ def _classify(traced: TracedForward, stops: set[str]) -> tuple[_Known, set[str]]
     attributes: dict[str, set[str]] = {}
     for node in traced.graph.nodes:
         facts = _facts(node, traced, known)
-        reached = frozenset[str]().union(*(known[source].storages for source in node.all_input_nodes))
-        writes = frozenset[str]().union(*(known[target].storages for target in _written(node, traced)))
+        reached, writes = _storages(node.all_input_nodes, known), _storages(_written(node, traced), known)
         part = facts.part
         if node.op in ("placeholder", "get_attr"):
             outside |= facts.storages
@@ -153,7 +157,7 @@ def _facts(node: fx.Node, traced: TracedForward, known: _Known) -> _Facts:
     if _is_metadata(node):
         return _Facts(part, False, False, frozenset())
     module = traced.targets[str(node.target)] if node.op == "call_module" else None
-    data = any(source.data for source in sources)
+    data = any(source.data for source in sources) and function_name(node.target) not in _SIZED
     weighted = any(source.weighted for source in sources)
     weighted |= isinstance(module, nn.Module) and next(module.parameters(), None) is not None
     if data and weighted:
@@ -172,7 +176,7 @@ def _is_metadata(node: fx.Node) -> bool:
 def _is_fresh(node: fx.Node, module: Any) -> bool:
     if node.op == "call_module":
         return not isinstance(module, (nn.Identity, nn.Flatten, nn.Unflatten, _DropoutNd)) and not is_opaque(module)
-    return function_name(node.target) in _FRESH
+    return function_name(node.target) in _FRESH | _SIZED
 
 
 def _trains(node: fx.Node, traced: TracedForward) -> bool:
@@ -226,15 +230,22 @@ def _asks_for_inplace(node: fx.Node) -> bool:
     return bool(bound.arguments.get("inplace"))
 
 
-def _suffix_nodes(known: _Known) -> tuple[set[fx.Node], list[fx.Node]]:
+def _suffix_nodes(traced: TracedForward, known: _Known) -> tuple[set[fx.Node], list[fx.Node]]:
     """The nodes of the suffix, and the values that it takes over from the prefix."""
     start = {node for node, facts in known.items() if facts.part is Part.SUFFIX}
     nodes = _needed(known, start, lambda facts: facts.part is not Part.PREFIX)
     wanted = {source for node in nodes for source in node.all_input_nodes if known[source].part is Part.PREFIX}
     tensors = {node for node in wanted if known[node].data}
+    filled = {
+        name
+        for node, facts in known.items()
+        if facts.part is Part.PREFIX
+        for name in _storages(_written(node, traced), known)
+    }
     for node in wanted - tensors:  # sizes of border tensors, and what is made of them
         chain = _made_of_sizes(node, known, tensors)
-        nodes |= chain
+        if not any(known[member].storages & filled for member in chain):
+            nodes |= chain
     nodes = _needed(known, nodes, lambda facts: facts.part is Part.BOTH) | nodes
     border = [node for node in known if node in wanted and node not in nodes]
     return nodes, border
@@ -293,12 +304,18 @@ def _copy(
     return part
 
 
-def _shared(traced: TracedForward, known: _Known, border: list[fx.Node]) -> bool:
+def _torn(traced: TracedForward, known: _Known, border: list[fx.Node]) -> set[str]:
+    """Border values that are a second handle on memory the suffix writes to: autograd must see how they were made."""
     inputs = {node.name for node in known if node.op == "placeholder"}
+    torn: set[str] = set()
     for node, facts in known.items():
         if facts.part is Part.SUFFIX:
-            writes = {name for target in _written(node, traced) for name in known[target].storages}
-            touched = sum(bool(known[value].storages & writes) for value in border)
-            if touched > 1 or (touched and writes & inputs):
-                return True
-    return False
+            writes = _storages(_written(node, traced), known)
+            touched = [value for value in border if known[value].storages & writes]
+            if len(touched) > 1 or writes & inputs:
+                torn |= {value.name for value in touched if len(known[value].storages) > 1}
+    return torn
+
+
+def _storages(nodes: Iterable[fx.Node], known: _Known) -> frozenset[str]:
+    return frozenset[str]().union(*(known[node].storages for node in nodes))

@@ -92,7 +92,7 @@ def trace_forward(model: nn.Module, call: Call) -> TracedForward:
         IncompatibleError: The forward cannot be traced faithfully; says why.
     """
     tracer = _Tracer(call)
-    names = set(vars(model))
+    attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     devices = cuda_devices(model.parameters())
     before = random_state(devices)
     python = random.getstate()
@@ -106,12 +106,28 @@ def trace_forward(model: nn.Module, call: Call) -> TracedForward:
         ) from error
     finally:
         random.setstate(python)
-        constants = {name: vars(model).pop(name) for name in set(vars(model)) - names}
+        constants = {name: vars(model).pop(name) for name in set(vars(model)) - set(attributes[0][1])}
+        changed = [name for module, before, buffers in attributes for name in _put_back(module, before, buffers)]
     if drawn:
         raise IncompatibleError(_refusal(model, "it draws random numbers that do not depend on its inputs"))
+    changed += [name for name in constants if not name.startswith("_tensor_constant")]
+    if changed:
+        raise IncompatibleError(_refusal(model, f"it sets attributes of its modules ({', '.join(changed)})"))
     names = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
     targets = {name: constants[name] if name in constants else _find(model, name) for name in names}
     return TracedForward(graph, targets)
+
+
+def _put_back(module: nn.Module, before: dict[str, Any], buffers: dict[str, Any]) -> list[str]:
+    """Undo what the Python of a forward set on a module; return the names."""
+    changed = [name for name, value in before.items() if vars(module).get(name) is not value]
+    changed += [name for name in vars(module) if name not in before]
+    vars(module).clear()
+    vars(module).update(before)
+    changed += [name for name, value in buffers.items() if module._buffers.get(name) is not value]
+    module._buffers.clear()
+    module._buffers.update(buffers)
+    return changed
 
 
 def _find(model: nn.Module, name: str) -> Any:
