@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from functools import partial
 
-__all__ = ["ConfigError", "IncompatibleError", "NoEffectWarning", "nearest"]
+__all__ = ["CacheSpaceWarning", "ConfigError", "IncompatibleError", "NoEffectWarning", "nearest"]
 
 
 class ConfigError(ValueError):
@@ -37,6 +37,10 @@ class ConfigError(ValueError):
 
 class IncompatibleError(RuntimeError):
     """Two things cannot work together; the message names both and says what to change."""
+
+
+class CacheSpaceWarning(RuntimeWarning):
+    """A cache did not get the space it wanted; training goes on without it, more slowly."""
 
 
 class NoEffectWarning(UserWarning):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,13 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.covering import cover_forward
 from torchboost.errors import IncompatibleError
 
-__all__ = ["Autocast", "autocast_forward", "uncover_copy"]
+__all__ = ["Autocast", "autocast_forward"]
 
 _HALF = (torch.bfloat16, torch.float16)
-_COVERED = "forward_under_autocast"
-"""Entry of the covering function's own dictionary that holds the forward it covers."""
 
 
 def autocast_forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Attachment:
@@ -54,49 +51,15 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> A
     if dtype not in _HALF:
         raise ValueError(f"autocast to {dtype}: allowed are torch.bfloat16 and torch.float16; pass one of them.")
     device_type = next((p.device.type for p in model.parameters()), torch.get_default_device().type)
-    original = vars(model).get("forward")
-    of_class = type(model).forward
-    # Whoever covers this forward in turn keeps calling it after remove(): from then on it only passes through.
-    live = [True]
 
-    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if not live:
-            return of_class(self, *args, **kwargs) if original is None else original(*args, **kwargs)
+    def under_autocast(
+        forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         with torch.autocast(device_type, dtype):
-            outputs = of_class(self, *args, **kwargs) if original is None else original(*args, **kwargs)
+            outputs = forward(module, *args, **kwargs)
         return _to_float32(outputs)
 
-    # Tools read the signature of forward, for instance to choose the columns of a data set.
-    covering = functools.update_wrapper(forward, of_class)
-    vars(covering)[_COVERED] = original
-    cover = types.MethodType(covering, model)
-    model.forward = cover
-
-    def uncover() -> None:
-        live.clear()
-        if vars(model).get("forward") is not cover:
-            return
-        if original is None:
-            del model.forward
-        else:
-            model.forward = original
-
-    return Attachment(undo=uncover)
-
-
-def uncover_copy(model: nn.Module) -> None:
-    """Let a deep copy of a covered model compute in the precision of its parameters again.
-
-    The attachment belongs to the model that was copied; its ``remove()`` does not reach the copy.
-    """
-    for module in model.modules():
-        covering = getattr(getattr(vars(module).get("forward"), "__func__", None), "__dict__", {})
-        if _COVERED in covering:
-            original = covering[_COVERED]
-            del module.forward
-            if original is not None:
-                bound = isinstance(original, types.MethodType)
-                module.forward = types.MethodType(original.__func__, module) if bound else original
+    return cover_forward(model, under_autocast)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

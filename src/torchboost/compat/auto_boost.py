@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.accumulation import Accumulator
-from torchboost.algorithms.autocast import uncover_copy
 from torchboost.algorithms.memory_format import ChannelsLast, channels_last
 from torchboost.compat.accumulating import AccumulatingOptimizer
 from torchboost.config import BoostConfig, ConfigSource
 from torchboost.core.algorithm import Attached, Scaler, Target
+from torchboost.core.covering import uncover_copy
 from torchboost.core.folding import fold_batch_norms
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError

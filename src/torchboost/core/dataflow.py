@@ -18,11 +18,12 @@ from torchboost.core.flow import Dataflow, FlowBuilder
 from torchboost.core.normalized_linear import NormalizedLinear
 from torchboost.core.structure import assume
 
-__all__ = ["evaluate", "is_leaf", "runnable", "trace", "undisturbed"]
+__all__ = ["METADATA", "evaluate", "function_name", "is_leaf", "runnable", "trace", "undisturbed"]
 
 LAYERS = (_ConvNd, nn.Linear, NormalizedLinear, _BatchNorm)
 _ADDITIONS = frozenset({"add", "add_", "iadd", "__add__", "__iadd__", "__radd__"})
-_METADATA = frozenset({"size", "dim", "ndimension", "numel", "stride", "_assert", "is_floating_point", "is_contiguous"})
+METADATA = frozenset({"size", "dim", "ndimension", "numel", "stride", "_assert", "is_floating_point", "is_contiguous"})
+"""Methods that yield sizes and the like instead of a tensor."""
 _VIEWS = frozenset({"T", "mT", "data", "real"})
 _SIDES = {1: (256, 1024), 2: (64, 32, 224, 28), 3: (16, 32)}
 
@@ -197,7 +198,7 @@ def _trace_symbolically(model: nn.Module) -> Dataflow:
         elif node.op == "output":
             builder.add("output", "output", inputs)
         elif inputs and not _is_metadata(node):
-            name = _function_name(node.target)
+            name = function_name(node.target)
             known[node] = builder.operation(name, inputs, _ADDITIONS)
             if name.endswith("_") and not name.endswith("__") and isinstance(node.args[0], fx.Node):
                 known[node.args[0]] = known[node]  # in place: whoever reads the tensor later reads the new value
@@ -206,11 +207,12 @@ def _trace_symbolically(model: nn.Module) -> Dataflow:
 
 def _is_metadata(node: fx.Node) -> bool:
     """Whether a traced call yields sizes and the like instead of a tensor."""
-    name = _function_name(node.target)
-    return name in _METADATA or (name == "getattr" and node.args[1] not in _VIEWS)
+    name = function_name(node.target)
+    return name in METADATA or (name == "getattr" and node.args[1] not in _VIEWS)
 
 
-def _function_name(target: Any) -> str:
+def function_name(target: Any) -> str:
+    """Return the name of what a traced node or a torch function calls."""
     return target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
 
 
@@ -267,7 +269,7 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self._inside:
-            name = _function_name(func)
+            name = function_name(func)
             changed = args[:1] if name == "__setitem__" else result
             inputs, outputs = self._makers((args, kwargs)), _tensors(changed)
             if inputs and outputs:

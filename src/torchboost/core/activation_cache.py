@@ -1,0 +1,396 @@
+"""Rows of tensors kept by sample id, in memory or in a memory-mapped file, within a stated budget."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import shutil
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchboost.errors import CacheSpaceWarning
+
+__all__ = ["ActivationCache", "sample_ids"]
+
+_FIRST_CHUNK = 16 * 2**20
+_LARGEST_CHUNK = 256 * 2**20
+_RECENT = 8192
+
+
+def sample_ids(ids: Tensor | Sequence[int]) -> Tensor:
+    """Return sample ids as a one-dimensional int64 tensor on the CPU.
+
+    Args:
+        ids: One integer per sample, at least 0; shape ``(n,)``.
+
+    Raises:
+        TypeError: They are no integers.
+        ValueError: Not one-dimensional, or one is negative.
+    """
+    found = torch.as_tensor(ids)
+    if found.numel() == 0:
+        found = found.long()
+    if found.dtype in (torch.bool, torch.uint64) or found.is_floating_point() or found.is_complex():
+        raise TypeError(f"sample ids: found {found.dtype}; expected integers; pass the index of each sample.")
+    if found.ndim != 1:
+        raise ValueError(f"sample ids: found shape {tuple(found.shape)}; expected one id per sample, shape (n,).")
+    found = found.to("cpu", torch.int64)
+    if found.numel() and int(found.min()) < 0:
+        raise ValueError(f"sample ids: found {int(found.min())}; expected ids of 0 or more.")
+    return found
+
+
+class _Index:
+    """Id -> slot by binary search in two sorted lists: a long one, and a short one for what came lately."""
+
+    def __init__(self) -> None:
+        empty = torch.empty(0, dtype=torch.int64)
+        self._old = self._recent = (empty, empty)
+
+    def find(self, ids: Tensor) -> Tensor:
+        slots = torch.full_like(ids, -1)
+        for known, places in (self._old, self._recent):
+            if known.numel():
+                at = torch.searchsorted(known, ids).clamp_(max=known.numel() - 1)
+                slots = torch.where(known[at] == ids, places[at], slots)
+        return slots
+
+    def add(self, ids: Tensor, slots: Tensor) -> None:
+        self._recent = self._merged(self._recent, (ids, slots))
+        if self._recent[0].numel() > _RECENT:
+            self._old = self._merged(self._old, self._recent)
+            self._recent = (ids[:0], slots[:0])
+
+    @staticmethod
+    def _merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        ids, order = torch.cat([a[0], b[0]]).sort()
+        return ids, torch.cat([a[1], b[1]])[order]
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """How one of the tensors lies in a row.
+
+    Args:
+        shape: Of a sample, as it is given back.
+        order: Dimensions of a batch as they lie in memory, the batch first; keeps channels-last what it was.
+    """
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, value: Tensor) -> _Column:
+        order = sorted(range(1, value.ndim), key=lambda d: (-value.stride(d), d))
+        return cls(tuple(value.shape[1:]), (0, *order), value.dtype, value.device)
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def holds(self, value: Tensor) -> bool:
+        return (tuple(value.shape[1:]), value.dtype, value.device) == (self.shape, self.dtype, self.device)
+
+    def to_bytes(self, value: Tensor) -> Tensor:
+        flat = value.detach().cpu().permute(self.order).contiguous().reshape(len(value), math.prod(self.shape))
+        return flat.view(torch.uint8)
+
+    def from_bytes(self, rows: Tensor) -> Tensor:
+        dense = rows.flatten().view(self.dtype).view(len(rows), *(self.shape[d - 1] for d in self.order[1:]))
+        back = [self.order.index(d) for d in range(len(self.order))]
+        return dense.permute(back).to(self.device)
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Consecutive slots: one matrix of bytes per tensor of the row."""
+
+    first: int
+    rows: int
+    columns: list[Tensor] = field(default_factory=list)
+
+
+class ActivationCache:
+    """Keeps what a network computed for a sample, so that it need not be computed again.
+
+    A row is a tuple of tensors of one sample: whatever a batch of them holds at one index of dimension 0. Rows are
+    kept first come, first kept, none is evicted, until ``budget_bytes`` are used. Looking up a batch is a binary
+    search; reading copies the rows out, so they may be written to.
+
+    With ``path``, rows lie in a memory-mapped file that the operating system writes and reads as it sees fit. Its
+    space is reserved in chunks before it is used: a full disk is met at that moment, with a warning, and from then on
+    nothing more is kept; what is there stays valid.
+
+    Cost: of memory or disk, at most the budget, and 16 bytes per row for the index; of time, one copy per row in
+    and out. Limits: all rows have the shapes of the first ones; ids that were kept are not written again.
+
+    Args:
+        budget_bytes: Most bytes that rows may take.
+        path: Existing directory for the file, which is created with the first row and removed by :meth:`close`;
+            None keeps rows in memory.
+
+    Attributes:
+        hits: Samples found since the last :meth:`clear`.
+        misses: Samples looked for in vain since then.
+
+    Raises:
+        ValueError: A budget below 1 byte, or ``path`` is no directory.
+
+    Example:
+        >>> import torch
+        >>> cache = ActivationCache(2**20)
+        >>> cache.store([7, 3], (torch.tensor([[1.0], [2.0]]),))
+        2
+        >>> cache.read(cache.find([3]))
+        (tensor([[2.]]),)
+    """
+
+    def __init__(self, budget_bytes: int, *, path: str | os.PathLike[str] | None = None) -> None:
+        if budget_bytes < 1:
+            raise ValueError(f"budget_bytes: found {budget_bytes}; expected 1 or more; give the bytes it may use.")
+        if path is not None and not os.path.isdir(path):
+            raise ValueError(f"path: found {os.fspath(path)!r}, which is no directory; create it, or pass another.")
+        self.budget_bytes = int(budget_bytes)
+        self.path = None if path is None else Path(path)
+        self.hits = self.misses = 0
+        self._file: _File | None = None
+        self._stopped = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self.rows = 0
+        self._index = _Index()
+        self._columns: tuple[_Column, ...] = ()
+        self._chunks: list[_Chunk] = []
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row; 0 before the first."""
+        return sum(column.bytes for column in self._columns)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all rows that are held."""
+        return self.rows * self.row_bytes
+
+    @property
+    def full(self) -> bool:
+        """Whether no further row will be kept."""
+        return self._stopped or (bool(self._columns) and self.rows >= self._capacity)
+
+    @property
+    def _capacity(self) -> int:
+        return self.budget_bytes // max(self.row_bytes, 1)
+
+    def find(self, ids: Tensor | Sequence[int]) -> Tensor:
+        """Return the slot of every sample, or -1 where it is not kept, int64 of shape ``(n,)``; counts hits and misses.
+
+        Raises:
+            TypeError: ``ids`` are no integers.
+            ValueError: ``ids`` are not one-dimensional, or one is negative.
+        """
+        slots = self._index.find(sample_ids(ids))
+        found = int((slots >= 0).sum())
+        self.hits += found
+        self.misses += slots.numel() - found
+        return slots
+
+    def read(self, slots: Tensor, missing: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """Return the rows in the given slots, as fresh tensors of shape ``(len(slots), ...)`` on their own device.
+
+        Args:
+            slots: From :meth:`find`, shape ``(n,)``.
+            missing: The rows for slots of -1, in their order: tensors that :meth:`fits`, of shape ``(m, ...)``.
+
+        Raises:
+            IndexError: A slot holds no row, and ``missing`` does not give it.
+        """
+        least = -1 if missing else 0
+        if slots.numel() and not least <= int(slots.min()) <= int(slots.max()) < self.rows:
+            raise IndexError(
+                f"slots: found {int(slots.min())} to {int(slots.max())}; rows lie in 0 to {self.rows - 1}."
+            )
+        firsts = torch.tensor([chunk.first for chunk in self._chunks], dtype=torch.int64)
+        owner = torch.bucketize(slots, firsts, right=True) - 1
+        masks = [(number, owner == number) for number in owner.unique().tolist()]
+        result = []
+        for place, column in enumerate(self._columns):
+            rows = torch.empty(slots.numel(), column.bytes, dtype=torch.uint8)
+            for number, mask in masks:
+                if number < 0:
+                    rows[mask] = column.to_bytes(missing[place])
+                    continue
+                chunk = self._chunks[number]
+                if len(masks) == 1:
+                    torch.index_select(chunk.columns[place], 0, slots - chunk.first, out=rows)
+                else:
+                    rows[mask] = chunk.columns[place].index_select(0, slots[mask] - chunk.first)
+            result.append(column.from_bytes(rows))
+        return tuple(result)
+
+    def fits(self, values: Sequence[Tensor]) -> bool:
+        """Whether tensors have the shapes per sample, types and devices of the rows held; true before the first."""
+        if not self._columns:
+            return True
+        return len(values) == len(self._columns) and all(c.holds(v) for c, v in zip(self._columns, values, strict=True))
+
+    def store(self, ids: Tensor | Sequence[int], values: Sequence[Tensor]) -> int:
+        """Keep rows that are not kept yet, as far as there is room.
+
+        Args:
+            ids: One per sample, shape ``(n,)``.
+            values: Tensors of shape ``(n, ...)``, alike in all calls but for ``n``.
+
+        Returns:
+            The number of rows that were added.
+
+        Raises:
+            TypeError: ``ids`` are no integers.
+            ValueError: Lengths or shapes do not fit, or an id is negative.
+        """
+        wanted = sample_ids(ids)
+        lengths = [len(value) if value.ndim else None for value in values]
+        if not values or any(length != wanted.numel() for length in lengths):
+            raise ValueError(f"values: found {wanted.numel()} ids and lengths {lengths}; expected one row per id.")
+        if not self.fits(values):
+            raise ValueError(
+                f"values: found {[(tuple(v.shape[1:]), v.dtype, str(v.device)) for v in values]}; the rows held are "
+                f"{[(c.shape, c.dtype, str(c.device)) for c in self._columns]}; clear() the cache first."
+            )
+        if self._stopped:
+            return 0
+        if not self._columns:
+            self._columns = tuple(map(_Column.of, values))
+        rows = _first_of_each(wanted, self._index.find(wanted) < 0)[: self._capacity - self.rows]
+        rows = rows[: self._make_room(rows.numel())]
+        for place, column in enumerate(self._columns):
+            data = column.to_bytes(values[place] if len(rows) == len(wanted) else values[place][rows.to(column.device)])
+            for chunk in self._chunks:
+                start, end = max(self.rows, chunk.first), min(self.rows + len(rows), chunk.first + chunk.rows)
+                if start < end:
+                    part = data[start - self.rows : end - self.rows]
+                    chunk.columns[place][start - chunk.first : end - chunk.first] = part
+        self._index.add(wanted[rows], torch.arange(self.rows, self.rows + len(rows)))
+        self.rows += len(rows)
+        return len(rows)
+
+    def _make_room(self, rows: int) -> int:
+        """Allocate chunks until there is room for so many more rows; return how many there is room for."""
+        held = sum(chunk.rows for chunk in self._chunks)
+        while held < self.rows + rows:
+            size = max(1, min(max(held * self.row_bytes, _FIRST_CHUNK), _LARGEST_CHUNK) // max(self.row_bytes, 1))
+            chunk = _Chunk(held, min(max(size, self.rows + rows - held), self._capacity - held))
+            try:
+                buffer = self._allocate(chunk.rows * self.row_bytes)
+            except (OSError, MemoryError, RuntimeError) as error:  # torch has a RuntimeError where memory ends
+                self._stopped = True
+                self._warn(chunk.rows * self.row_bytes, error)
+                return held - self.rows
+            for column in self._columns:
+                part, buffer = buffer.split([chunk.rows * column.bytes, buffer.numel() - chunk.rows * column.bytes])
+                chunk.columns.append(part.view(chunk.rows, column.bytes))
+            self._chunks.append(chunk)
+            held += chunk.rows
+        return rows
+
+    def _allocate(self, size: int) -> Tensor:
+        if self.path is None or size == 0:
+            return torch.empty(size, dtype=torch.uint8)
+        if self._file is None:
+            self._file = _File(self.path)
+        return self._file.grow(size)
+
+    def _warn(self, wanted: int, error: Exception) -> None:
+        place = "memory"
+        if self.path is not None:
+            place = str(self.path)
+            try:
+                place += f" ({shutil.disk_usage(self.path).free:,} bytes free)"
+            except OSError:
+                place += " (free space unknown)"
+        warnings.warn(
+            f"the activation cache asked for {wanted:,} bytes in {place} and got: {error}. Training goes on; the "
+            f"{self.rows:,} rows held ({self.bytes:,} bytes) stay valid, nothing more is cached. To cache more, free "
+            "space, or pass another path= or a smaller budget_bytes.",
+            CacheSpaceWarning,
+            stacklevel=4,
+        )
+
+    def clear(self) -> None:
+        """Forget all rows, hits and misses, and give the space back. A cache that met a full disk stays off."""
+        self._forget()
+        self.hits = self.misses = 0
+        if self._file is not None:
+            self._file.empty()
+
+    def close(self) -> None:
+        """Clear, remove the file and keep nothing from then on. A second call does nothing."""
+        self._forget()
+        self._stopped = True
+        file, self._file = self._file, None
+        if file is not None:
+            file.remove()
+
+
+class _File:
+    """A file that grows by reserved, mapped pieces and vanishes with its owner."""
+
+    def __init__(self, folder: Path) -> None:
+        self._descriptor, self.name = tempfile.mkstemp(prefix="torchboost-activations-", dir=folder)
+        self._size = 0
+        self.remove: Callable[[], object] = weakref.finalize(self, _remove, self._descriptor, self.name)
+
+    def grow(self, size: int) -> Tensor:
+        """Reserve and map so many bytes more.
+
+        Raises:
+            OSError: There is no room; the file is as it was.
+        """
+        length = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        try:
+            # Rounded up only for the offset of the next piece: what is reserved is what the budget allows.
+            _reserve(self._descriptor, self._size, size)
+            mapped = mmap.mmap(self._descriptor, size, offset=self._size)
+        except OSError:
+            os.ftruncate(self._descriptor, self._size)
+            raise
+        self._size += length
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def empty(self) -> None:
+        os.ftruncate(self._descriptor, 0)
+        self._size = 0
+
+
+def _reserve(descriptor: int, start: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, start, size)
+        return
+    zeros = bytes(min(size, 2**20))  # where the system has no such call, space is taken by writing
+    os.lseek(descriptor, start, os.SEEK_SET)
+    while size > 0:
+        size -= os.write(descriptor, zeros[: min(size, len(zeros))])
+
+
+def _remove(descriptor: int, name: str) -> None:
+    os.close(descriptor)
+    Path(name).unlink(missing_ok=True)
+
+
+def _first_of_each(ids: Tensor, wanted: Tensor) -> Tensor:
+    """Positions where ``wanted`` is true, each id once, in order."""
+    places = wanted.nonzero().flatten()
+    ordered, order = ids[places].sort(stable=True)
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    first[1:] = ordered[1:] != ordered[:-1]
+    return places[order[first]].sort().values

@@ -1,0 +1,150 @@
+"""Cover the ``forward`` of one module instance by a function of ours, and give it back."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from torchboost.core.algorithm import Attachment
+
+__all__ = ["Around", "cover_forward", "own_forward", "uncover_copy"]
+
+Forward = Callable[..., Any]
+"""Takes the module first, like a function in a class."""
+Around = Callable[[Forward, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""``around(forward, module, args, kwargs)`` calls ``forward(module, *args, **kwargs)``, or something in its place."""
+_COVER = "torchboost_cover"
+"""Entry of a covering function's own dictionary that holds its :class:`_Cover`."""
+
+
+@dataclass(slots=True, eq=False)
+class _Cover:
+    """How a covering function stands between its neighbours.
+
+    Args:
+        under: One entry, what it calls. A list, because closures share it and compiled graphs guard on it.
+        beneath: The covering function under it, or None.
+        own: The user's own ``forward`` of the instance under the lowest cover; None where that of the class is.
+    """
+
+    under: list[Forward]
+    beneath: Any
+    own: Any
+
+
+def cover_forward(model: nn.Module, around: Around, *, innermost: bool = False) -> Attachment:
+    """Let ``around`` stand between the callers of ``model.forward`` and the forward of this one instance.
+
+    Hooks, wrappers, ``torch.compile`` before or after, copies and pickles go on as before. A deep copy of the model
+    is covered too, by the same function, and calls it with itself as the module; :func:`uncover_copy` frees it.
+
+    Args:
+        model: Gets an instance attribute ``forward``.
+        around: Called in place of ``forward``.
+        innermost: Slide beneath the covers that are there already, next to the forward of the class.
+
+    Returns:
+        Its ``remove()`` gives the covered ``forward`` back, also after the model was covered again: whoever holds on
+        to the cover, calls through it from then on.
+    """
+    # Whoever covers this forward in turn keeps calling it after remove(): from then on it only passes through.
+    live = [True]
+    under: list[Forward] = []
+
+    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if not live:
+            return under[0](self, *args, **kwargs)
+        return around(under[0], self, args, kwargs)
+
+    # Tools read the signature of forward, for instance to choose the columns of a data set.
+    covering: Any = functools.update_wrapper(forward, type(model).forward)
+    top = _top(model)
+    if innermost and top is not None:
+        lowest = top
+        while (beneath := _cover(lowest).beneath) is not None:
+            lowest = beneath
+        above = _cover(lowest)
+        under.append(above.under[0])
+        vars(covering)[_COVER] = _Cover(under, None, above.own)
+        above.under[0], above.beneath, above.own = covering, covering, None
+    else:
+        own = None if top is not None else vars(model).get("forward")
+        under.append(top if top is not None else _unbound(model, own))
+        vars(covering)[_COVER] = _Cover(under, top, own)
+        model.forward = types.MethodType(covering, model)
+
+    def uncover() -> None:
+        live.clear()
+        _take_out(model, covering)
+
+    return Attachment(undo=uncover)
+
+
+def own_forward(model: nn.Module) -> Any:
+    """Return the ``forward`` that somebody else set on this instance, under all covers; None without one."""
+    function = _top(model)
+    if function is None:
+        return vars(model).get("forward")
+    while (beneath := _cover(function).beneath) is not None:
+        function = beneath
+    return _cover(function).own
+
+
+def uncover_copy(model: nn.Module) -> None:
+    """Give every module in a deep copy of a covered model the forward that was covered.
+
+    The attachments belong to the model that was copied; their ``remove()`` does not reach the copy.
+    """
+    for module in model.modules():
+        if _top(module) is not None:
+            own = own_forward(module)
+            del module.forward
+            if own is not None:
+                bound = isinstance(own, types.MethodType)
+                module.forward = types.MethodType(own.__func__, module) if bound else own
+
+
+def _cover(function: Any) -> _Cover:
+    return vars(function)[_COVER]
+
+
+def _top(model: nn.Module) -> Any:
+    """The function that covers the model last, if it is one of ours."""
+    function = getattr(vars(model).get("forward"), "__func__", None)
+    return function if isinstance(function, types.FunctionType) and _COVER in vars(function) else None
+
+
+def _unbound(model: nn.Module, own: Any) -> Forward:
+    if own is None:
+        return type(model).forward
+    if isinstance(own, types.MethodType) and own.__self__ is model:
+        return own.__func__
+
+    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    return forward
+
+
+def _take_out(model: nn.Module, covering: Any) -> None:
+    gone = _cover(covering)
+    top = _top(model)
+    if top is covering:
+        if gone.beneath is not None:
+            model.forward = types.MethodType(gone.beneath, model)
+        elif gone.own is not None:
+            model.forward = gone.own
+        else:
+            del model.forward
+        return
+    while top is not None:
+        above = _cover(top)
+        if above.beneath is covering:
+            above.under[0], above.beneath, above.own = gone.under[0], gone.beneath, gone.own
+            return
+        top = above.beneath

@@ -1,0 +1,103 @@
+"""A covered forward: in any order of covering and removal, under copies, and without a trace afterwards."""
+
+from __future__ import annotations
+
+import copy
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchboost.core.covering import cover_forward, own_forward, uncover_copy
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> list[Any]:
+        return [self.weight.item() * x]
+
+
+def adding(mark: str) -> Any:
+    def around(forward: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return [*forward(module, *args, **kwargs), mark]
+
+    return around
+
+
+X = 2.0
+
+
+def test_covers_lie_on_top_of_each_other_and_slide_beneath() -> None:
+    model = Net()
+    cover_forward(model, adding("a"))
+    cover_forward(model, adding("b"))
+    cover_forward(model, adding("c"), innermost=True)
+    cover_forward(model, adding("d"), innermost=True)
+    assert model(X) == [X, "d", "c", "a", "b"]
+
+
+@pytest.mark.parametrize("order", ["abc", "acb", "bac", "bca", "cab", "cba"])
+@pytest.mark.parametrize("own", [False, True])
+def test_removal_in_any_order_leaves_no_trace(order: str, own: bool) -> None:
+    model = Net()
+    if own:
+        model.forward = types.MethodType(lambda self, x: [-x], model)
+    before = dict(vars(model))
+    value = -X if own else X
+    covers = {"a": cover_forward(model, adding("a")), "b": cover_forward(model, adding("b"))}
+    covers["c"] = cover_forward(model, adding("c"), innermost=True)
+    left = ["c", "a", "b"]
+    for name in order:
+        assert own_forward(model) is before.get("forward")
+        assert model(X) == [value, *left]
+        left.remove(name)
+        covers[name].remove()
+        covers[name].remove()
+    assert model(X) == [value]
+    assert vars(model) == before
+
+
+def test_a_foreign_cover_on_top_keeps_working_after_removal() -> None:
+    model = Net()
+    effect = cover_forward(model, adding("a"))
+    inner = model.forward
+    model.forward = foreign = lambda x: [*inner(x), "foreign"]
+    assert own_forward(model) is foreign
+    assert model(X) == [X, "a", "foreign"]
+    effect.remove()
+    assert vars(model)["forward"] is foreign
+    assert model(X) == [X, "foreign"]
+
+
+def test_a_copy_is_covered_too_on_its_own_weights_until_it_is_uncovered() -> None:
+    model = Net()
+    a, b = cover_forward(model, adding("a")), cover_forward(model, adding("b"), innermost=True)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model.weight.zero_()
+    assert twin(X) == [X, "b", "a"]
+    uncover_copy(twin)
+    assert "forward" not in vars(twin)
+    assert twin(X) == [X]
+    assert model(X) == [0.0, "b", "a"]
+    a.remove()
+    b.remove()
+    assert "forward" not in vars(model)
+
+
+def test_a_copy_keeps_a_forward_of_the_users_own() -> None:
+    model = Net()
+    model.forward = types.MethodType(lambda self, x: [self.weight.item() - x], model)
+    with cover_forward(model, adding("a")):
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            twin.weight.zero_()
+        assert twin(X) == [-X, "a"]
+        uncover_copy(twin)
+    assert twin(X) == [-X]
+    assert model(X) == [1 - X]

@@ -1,0 +1,127 @@
+"""Networks of every kind with a frozen front, and one training step of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.support.models import batch_for, cnn, mlp
+from torchboost.core.covering import uncover_copy
+from torchboost.core.frozen_prefix import FastPrefix
+from torchboost.core.prefix_build import Halves
+from torchboost.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet
+
+__all__ = ["MAKERS", "as_plain", "freeze", "frozen_cnn", "frozen_mlp", "gpt", "inputs_for", "prefix_runs", "step"]
+
+
+def freeze(*modules: nn.Module) -> None:
+    for module in modules:
+        module.requires_grad_(False)
+        for inner in module.modules():
+            if isinstance(inner, nn.BatchNorm2d):
+                inner.eval()
+
+
+def moved(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d) and module.running_var is not None:
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 2)
+    return model
+
+
+def resnet(share: float, block: Any = Bottleneck) -> ResNet:
+    model = ResNet(block, [1, 1, 1, 1], width=4)
+    moved(model)
+    blocks = [block for stage in model.stages for block in stage]
+    freeze(model.stem, *blocks[: int(share * len(blocks))])
+    return model
+
+
+def vgg() -> VGG:
+    model = VGG((1, 1, 1), width=4)
+    moved(model)
+    freeze(model.features[:7])
+    return model
+
+
+def gpt(tied: bool) -> GPT:
+    model = GPT(16, context=8, layers=2, heads=2, width=8)
+    if not tied:
+        model.head.weight = nn.Parameter(model.tokens.weight.detach().clone())
+    freeze(model.positions, model.blocks[0])
+    if not tied:
+        freeze(model.tokens)
+    return model
+
+
+def frozen_mlp() -> nn.Sequential:
+    model = mlp()
+    freeze(model[0], model[2])
+    return model
+
+
+def frozen_cnn() -> nn.Sequential:
+    model = cnn()
+    moved(model)
+    freeze(model[:7])
+    return model
+
+
+MAKERS: dict[str, tuple[Callable[[], Any], int]] = {
+    "resnet 25%": (lambda: resnet(0.25), 5),
+    "resnet 50%": (lambda: resnet(0.5), 9),
+    "resnet 75%": (lambda: resnet(0.75), 13),
+    "basic 50%": (lambda: resnet(0.5, BasicBlock), 6),
+    "vgg": (vgg, 2),
+    "cnn": (frozen_cnn, 2),
+    "gpt": (lambda: gpt(False), 0),
+    "mlp": (frozen_mlp, 0),
+}
+
+
+def inputs_for(model: nn.Module, seed: int = 0, count: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(model, GPT):
+        x = torch.randint(16, (count, 8), generator=generator)
+        return x, x.roll(1, 1)
+    if isinstance(model, (ResNet, VGG)):
+        return torch.randn(count, 3, 32, 32, generator=generator), torch.randint(10, (count,), generator=generator)
+    x, y = batch_for(model, generator)
+    return x[:count], y[:count]
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+def step(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    model.zero_grad()
+    loss = loss_of(model, x, y)
+    loss.backward()
+    return loss.detach(), [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def prefix_runs(fast: FastPrefix, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts of samples for which the prefix is run from now on."""
+    runs: list[int] = []
+    border = Halves.border
+
+    def counted(self: Halves, tensors: tuple[Tensor, ...]) -> Any:
+        runs.append(len(tensors[0]))
+        return border(self, tensors)
+
+    monkeypatch.setattr(Halves, "border", counted)
+    return runs
+
+
+def as_plain(model: nn.Module) -> Tensor:
+    twin = copy.deepcopy(model)
+    uncover_copy(twin)
+    return twin(inputs_for(model)[0].to(next(model.parameters()).dtype))
