@@ -74,7 +74,7 @@ def test_auto_ignores_the_switches():
     ("config", "name"),
     [
         ({"boost": {"adasum": True}}, "adasum"),
-        ({"grad_freeze": {"freeze_type": 0, "total_steps": 9}}, "grad_freeze"),
+        ({"boost": {"dim_reduce": True}}, "dim_reduce"),
     ],
 )
 def test_auto_lists_what_it_was_asked_for_in_vain(config, name):
@@ -172,10 +172,10 @@ def test_enable_all_takes_the_registry_and_names_what_is_missing():
 
 
 def test_what_is_not_there_is_dropped_with_a_reason():
-    plan = Plan.of("O1", {"boost": {"mode": "manual", "grad_freeze": True}}, FAST)
+    plan = Plan.of("O1", {"boost": {"mode": "manual", "dim_reduce": True}}, FAST)
     assert plan.algorithms == ()
-    assert "grad_freeze" in reasons(plan)
-    assert "grad_freeze" in plan.explain()
+    assert "dim_reduce" in reasons(plan)
+    assert "dim_reduce" in plan.explain()
 
 
 def test_extra_turns_levers_off_on_and_sets_them():

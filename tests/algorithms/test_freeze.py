@@ -14,6 +14,7 @@ from torchboost import (
     BlockFreeze,
     ConfigError,
     Facts,
+    IncompatibleError,
     NoEffectWarning,
     Plan,
     Target,
@@ -263,3 +264,60 @@ def test_two_ranks_equal_one_process(kind, pattern):
     weights, index = _trained("single", pattern)
     assert first[1] == index > 0
     assert first[0] == pytest.approx(weights, abs=1e-6)
+
+
+def test_a_fixed_prefix_is_frozen_from_beginning_to_end():
+    model, _, step = start("fixed", frozen=2)
+    for number in range(3):
+        assert sum(not p.requires_grad for p in model.parameters()) == 15
+        step(*batch(number))
+    with pytest.raises(ValueError, match="only 'fixed' reads it"):
+        BlockFreeze(frozen=2)
+    with pytest.raises(ValueError, match="below the number of groups, 4"):
+        settings("fixed", frozen=4)
+
+
+def test_the_fast_path_trains_alike_and_skips_what_it_has_seen(tmp_path):
+    plain, _, slow = start("fixed", frozen=3, norms="eval")
+    model, _, step = start(
+        "fixed", frozen=3, norms="eval", fast_prefix=True, cache_mebibytes=1, cache_path=str(tmp_path)
+    )
+    fast = step.attached["grad_freeze"].fast
+    for _ in range(3):
+        for number in range(2):
+            expected = slow(*batch(number)).loss
+            with fast.samples(range(8 * number, 8 * number + 8)):
+                loss = step(*batch(number)).loss
+            torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+    report = fast.report()
+    assert report.rows == 16
+    assert report.hit_rate == pytest.approx(2 / 3)
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    step.attached.remove()
+    assert "forward" not in vars(model)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_fast_path_follows_a_schedule():
+    _, _, slow = start("progressive", norms="eval")
+    _, _, step = start("progressive", norms="eval", fast_prefix=True)
+    sizes = set()
+    for number in range(12):
+        expected = slow(*batch(number)).loss
+        torch.testing.assert_close(step(*batch(number)).loss, expected, rtol=1e-3, atol=1e-4)
+        sizes.add(step.attached["grad_freeze"].fast.report().parameters)
+    assert len(sizes) == 4
+
+
+def test_the_fast_path_needs_a_bare_model_and_settled_norms():
+    with pytest.raises(ValueError, match="use norms='eval'"):
+        BlockFreeze(fast_prefix=True)
+    with pytest.raises(ValueError, match="only with fast_prefix=True"):
+        BlockFreeze(cache_mebibytes=1)
+    model = BottleneckNet()
+    model.compile(backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(IncompatibleError, match="set fast_prefix=False"):
+        attach_all(Target(model, optimizer), [settings("fixed", norms="eval", fast_prefix=True)])
+    assert all(p.requires_grad for p in model.parameters())

@@ -86,7 +86,7 @@ def test_what_is_not_there_is_said_plainly():
 
 def test_freezing_of_auto_boost_acts_in_the_cell():
     network, optimizer = pair()
-    section = {"param_groups": 2, "freeze_type": 0, "freeze_p": 0.0, "total_steps": 10}
+    section = {"param_groups": 2, "freeze_type": 0, "freeze_p": 0.5, "total_steps": 10}
     booster = AutoBoost("O0", {"boost": {"mode": "manual", "grad_freeze": True}, "grad_freeze": section})
     cell = BoostTrainOneStepCell(*booster.network_auto_process_train(network, optimizer))
     first = network.backbone[0].weight.detach().clone()

@@ -12,16 +12,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.core import freeze_schedule
+from torchboost.core.activation_cache import ActivationCache
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.blocks import blocks_of, group_starts
 from torchboost.core.freezing import Freezing, Norms, Prefix, check_freezable, prefixes_of
+from torchboost.core.frozen_prefix import FastPrefix, fast_prefix
 from torchboost.core.plasticity import Plasticity
-from torchboost.core.wrapping import is_compiled
-from torchboost.errors import NoEffectWarning
+from torchboost.core.wrapping import is_compiled, wrapper_of
+from torchboost.errors import IncompatibleError, NoEffectWarning
 
 __all__ = ["BlockFreeze", "GuidedFreezing", "Pattern", "compiled_prefixes", "freeze_blocks"]
 
-Pattern = Literal["continuous", "interval", "progressive", "guided"]
+Pattern = Literal["continuous", "interval", "progressive", "guided", "fixed"]
 
 
 def compiled_prefixes() -> int:
@@ -59,10 +61,11 @@ class GuidedFreezing(Freezing):
         start: int,
         most: int,
         norms: Norms,
+        fast: FastPrefix | None = None,
     ) -> None:
         self.plasticity = plasticity
         self._window, self._start, self._most = window, start, most
-        super().__init__(model, optimizer, prefixes, lambda step: self.index, norms=norms)
+        super().__init__(model, optimizer, prefixes, lambda step: self.index, norms=norms, fast=fast)
 
     def observe(self, loss: Tensor) -> None:
         """Take note of the loss of an update; ``TrainStep`` tells it, a loop of one's own must.
@@ -112,6 +115,7 @@ class BlockFreeze(Algorithm):
       cubic schedule, at the few moments that save most.
     - ``"guided"`` (type 3): after full training, one leading group after the other is frozen when it changes no
       more than the average of those that train; everything trains again when the loss rises.
+    - ``"fixed"``: the first ``frozen`` groups from beginning to end, for fine-tuning.
 
     Where forward : backward is 1 : 2, freezing blocks worth the share f of a step saves at most 2 f / 3 of it.
 
@@ -131,6 +135,13 @@ class BlockFreeze(Algorithm):
         recompile_seconds: of a compilation: the progressive pattern leaves out moments that do not repay one.
         threshold: Guided: freeze what moves less than so many times the average.
         tolerance: Guided: share by which the loss may rise above its lowest window mean.
+        frozen: Fixed: how many groups are frozen.
+        fast_prefix: Run the frozen part without autograd and with its BatchNorms folded, see
+            :func:`torchboost.core.frozen_prefix.fast_prefix`; needs ``norms="eval"`` and a model that is not compiled.
+        cache_mebibytes: Budget for what the frozen part gives for each sample, which then is computed once; 0 keeps
+            nothing. The loop names its samples: ``with attached["grad_freeze"].fast.samples(ids): ...``. Right only
+            where a sample is the same tensor in every epoch.
+        cache_path: Folder for a memory-mapped file that holds them; None holds them in memory.
     """
 
     name: ClassVar[str] = "grad_freeze"
@@ -148,6 +159,10 @@ class BlockFreeze(Algorithm):
     recompile_seconds: float = 0.0
     threshold: float = 1.0
     tolerance: float = 0.1
+    frozen: int = 0
+    fast_prefix: bool = False
+    cache_mebibytes: int = 0
+    cache_path: str | None = None
 
     def __post_init__(self) -> None:
         if self.pattern not in get_args(Pattern):
@@ -164,6 +179,14 @@ class BlockFreeze(Algorithm):
                 raise ValueError(f"{name}={getattr(self, name)}: an integer of 1 or more.")
         if self.prefixes is not None and self.prefixes < 2:
             raise ValueError(f"prefixes={self.prefixes}: 2 or more (full training and one other), or None.")
+        if not 0 <= self.frozen < self.groups:
+            raise ValueError(f"frozen={self.frozen}: 0 or more and below the number of groups, {self.groups}.")
+        if self.frozen and self.pattern != "fixed":
+            raise ValueError(f"frozen={self.frozen} with pattern={self.pattern!r}: only 'fixed' reads it.")
+        if self.fast_prefix and self.norms != "eval":
+            raise ValueError("fast_prefix with norms='update': folded BatchNorms update nothing; use norms='eval'.")
+        if self.cache_mebibytes < 0 or (self.cache_mebibytes and not self.fast_prefix):
+            raise ValueError(f"cache_mebibytes={self.cache_mebibytes}: 0 or more, and only with fast_prefix=True.")
         if self.costs is not None:
             object.__setattr__(self, "costs", tuple(self.costs))
             if not all(cost >= 0 for cost in self.costs) or not sum(self.costs):
@@ -174,8 +197,14 @@ class BlockFreeze(Algorithm):
         return "the model is a single block, which always trains" if len(blocks_of(model)) < 2 else None
 
     def check(self, target: Target) -> None:
-        """Refuse what :func:`torchboost.core.freezing.check_freezable` refuses."""
+        """Refuse what :func:`torchboost.core.freezing.check_freezable` does, and the fast path of a wrapped model."""
         check_freezable(target.model)
+        wrapper = wrapper_of(target.model)
+        if self.fast_prefix and wrapper is not None:
+            raise IncompatibleError(
+                f"grad_freeze: found a model wrapped by {wrapper}, whose forward the fast path cannot cover; attach to "
+                "the bare model and wrap it in DDP afterwards, or set fast_prefix=False."
+            )
 
     def attach(self, target: Target) -> Attachment:
         """Freeze what the schedule says for the first update, and follow it from then on.
@@ -208,6 +237,8 @@ class BlockFreeze(Algorithm):
                 step_seconds=self.step_seconds,
                 recompile_seconds=self.recompile_seconds,
             )
+        if self.pattern == "fixed":
+            return freeze_schedule.Repeated((min(self.frozen, len(costs) - 1),))
         if self.pattern == "continuous":
             sequence = freeze_schedule.continuous(len(costs), self.full_share, self.total_steps)
         else:
@@ -264,8 +295,9 @@ def freeze_blocks(
         )
     check_freezable(model)
     prefixes = prefixes_of(blocks, starts)
+    fast = _fast_prefix(model, settings) if settings.fast_prefix else None
     if settings.pattern == "guided":
-        return _guided(model, optimizer, settings, prefixes)
+        return _guided(model, optimizer, settings, prefixes, fast)
     shares = settings.costs or (1 / len(blocks),) * len(blocks)
     costs = [sum(shares[a:b]) for a, b in zip(starts, [*starts[1:], len(blocks)], strict=True)]
     limit = settings.prefixes or (compiled_prefixes() if is_compiled(model) else None)
@@ -275,11 +307,25 @@ def freeze_blocks(
         prefixes,
         settings.schedule(costs, seed=seed, prefixes=limit),
         norms=settings.norms,
+        fast=fast,
     )
 
 
+def _fast_prefix(model: nn.Module, settings: BlockFreeze) -> FastPrefix:
+    if not settings.cache_mebibytes:
+        return fast_prefix(model)
+    cache = ActivationCache(settings.cache_mebibytes * 2**20, path=settings.cache_path)
+    fast = fast_prefix(model, cache=cache)
+    fast.with_undo(cache.close)
+    return fast
+
+
 def _guided(
-    model: nn.Module, optimizer: Optimizer, settings: BlockFreeze, prefixes: tuple[Prefix, ...]
+    model: nn.Module,
+    optimizer: Optimizer,
+    settings: BlockFreeze,
+    prefixes: tuple[Prefix, ...],
+    fast: FastPrefix | None,
 ) -> GuidedFreezing:
     limit = (settings.prefixes or (compiled_prefixes() if is_compiled(model) else len(prefixes))) - 1
     # One group per window: the windows that are left reach the last group at the end of the run.
@@ -292,5 +338,5 @@ def _guided(
     window = max(1, (settings.total_steps - start) // (len(prefixes) + 1))
     plasticity = Plasticity(groups, threshold=settings.threshold, tolerance=settings.tolerance)
     return GuidedFreezing(
-        model, optimizer, prefixes, plasticity, window=window, start=start, most=steps, norms=settings.norms
+        model, optimizer, prefixes, plasticity, window=window, start=start, most=steps, norms=settings.norms, fast=fast
     )

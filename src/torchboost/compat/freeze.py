@@ -20,7 +20,8 @@ from torchboost.errors import NoEffectWarning
 
 __all__ = ["FreezeOpt", "GradientFreeze", "freeze_cell"]
 
-_PATTERNS = get_args(Pattern)
+_PATTERNS = get_args(Pattern)[:4]
+"""The reference's types 0 and 1 and, beyond it, 2 and 3."""
 _DEFAULT_GROUPS = 10
 _LEAST = 3
 """A unit is closed, as in the reference, when it holds so many parameters and another matrix or kernel follows."""

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Attachment, Removable
 from torchboost.core.blocks import Block
+from torchboost.core.frozen_prefix import FastPrefix
 from torchboost.core.wrapping import is_compiled
 from torchboost.errors import IncompatibleError
 
@@ -91,10 +92,12 @@ class Freezing(Attachment):
         prefixes: What is frozen at index 0, 1, ...; parameters that were frozen by the caller stay so at all of them.
         schedule: Index for each update, counted from 0.
         norms: Whether BatchNorms in the frozen part go on updating their statistics or run in eval mode.
+        fast: Runs the frozen part; it sees by itself what is frozen, and goes when this goes.
 
     Attributes:
         step: Updates seen.
         index: The index in force.
+        fast: As given; ``with freezing.fast.samples(ids):`` names the samples of a batch for its cache.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class Freezing(Attachment):
         schedule: Callable[[int], int],
         *,
         norms: Norms = "update",
+        fast: FastPrefix | None = None,
     ) -> None:
         if model is not None:
             check_freezable(model)
@@ -114,12 +118,15 @@ class Freezing(Attachment):
         self._ours = frozenset(p for prefix in prefixes for p in prefix.parameters if p.requires_grad)
         self._norms = norms
         self._cuts = {m: _Cut() for prefix in prefixes for m in prefix.cut}
+        self.fast = fast
         self.step = 0
         self.index = 0
         handles: list[Removable] = [optimizer.register_step_post_hook(_untraced(self._after_update))]
         handles += [module.register_forward_hook(cut) for module, cut in self._cuts.items()]
         if model is not None and norms == "eval" and any(prefix.norms for prefix in prefixes):
             handles.append(model.register_forward_pre_hook(_untraced(self._settle_norms)))
+        if fast is not None:
+            handles.append(fast)
         super().__init__(*handles, undo=lambda: self._apply(0))
         self._apply(schedule(0))
 
