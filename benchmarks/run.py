@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import accuracy
+import fine_tune
+import freeze_savings
+import freeze_types
 import gpu
 import host_memory
 import overhead
 import step_time
+import whole_run
 from options import parser, run
 
 CLAIMS = {
     "overhead": overhead.measure,
     "step_time": step_time.measure,
     "host_memory": host_memory.measure,
+    "freeze_savings": freeze_savings.measure,
+    "fine_tune": fine_tune.measure,
+    "whole_run": whole_run.measure,
+    "freeze_types": freeze_types.measure,
     "accuracy": accuracy.measure,
     "gpu": gpu.measure,
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuner.evidence import BenchReport, Contestant, Interval
+from torchboost.tuner.statistics import bootstrap_median
 from torchboost.tuner.table import Table, result_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,12 +89,73 @@ def alone(path: Path) -> str:
     return f"{rows(table)}\n\n{origin(report, path)}"
 
 
+def worst(contestant: Contestant) -> str:
+    quality = next(iter(contestant.quality), None)
+    if quality is None:
+        return ""
+    return f"{100 * quality.difference.mid:+.2f}, at worst {100 * quality.difference.low:+.2f}"
+
+
+def from_scratch(path: Path) -> str:
+    report = BenchReport.load(path)
+    base = next(c for c in report.contestants if c.name == "O1+full")
+    whole = {curve.seed: curve.seconds[-1] for curve in base.curves}
+
+    def row(contestant: Contestant) -> tuple[str, ...]:
+        finals = [curve.metric[-1] for curve in contestant.curves]
+        seconds = bootstrap_median([1 - curve.seconds[-1] / whole[curve.seed] for curve in contestant.curves])
+        saved = f"{100 * seconds.mid:.0f} % ({100 * seconds.low:.0f} to {100 * seconds.high:.0f})"
+        quality = next(iter(contestant.quality), None)
+        against = (
+            ""
+            if quality is None
+            else f"{100 * quality.difference.mid:+.2f}, at worst {100 * quality.difference.low:+.2f}"
+        )
+        mean = f"{100 * sum(finals) / len(finals):.2f}"
+        return (contestant.name, mean, against, "" if contestant.name in ("stock", base.name) else saved)
+
+    head = ("contestant", "accuracy, %", "against stock, points", "training time saved against O1+full")
+    table = Table(headings=head, rows=tuple(row(c) for c in report.contestants if c.curves))
+    notes = "\n".join(f"- {note}" for note in report.notes if "can be saved" in note)
+    return f"{rows(table)}\n\n{notes}\n\n{origin(report, path)}"
+
+
+def fine_tuned(path: Path) -> str:
+    report = BenchReport.load(path)
+
+    def row(contestant: Contestant) -> tuple[str, ...]:
+        finals = [curve.metric[-1] for curve in contestant.curves]
+        ratios = [f"{r.interval.mid:.2f}x ({r.interval.low:.2f} to {r.interval.high:.2f})" for r in contestant.ratios]
+        quality = next(iter(contestant.quality), None)
+        worst = (
+            ""
+            if quality is None
+            else f"{100 * quality.difference.mid:+.2f}, at worst {100 * quality.difference.low:+.2f}"
+        )
+        mean = f"{100 * sum(finals) / len(finals):.2f}"
+        return (
+            contestant.name,
+            f"{1e3 * contestant.step_seconds.mid:.1f} ms",
+            *([*ratios, "", ""][:2]),
+            mean,
+            worst(contestant),
+        )
+
+    head = ("contestant", "time per step", "against stock", "against frozen", "accuracy, %", "against frozen, points")
+    table = Table(headings=head, rows=tuple(row(c) for c in report.contestants))
+    return f"{rows(table)}\n\n{origin(report, path)}"
+
+
 MAKERS: dict[str, Callable[[Path], str]] = {
     "step_time": times,
     "overhead": times,
     "accuracy": accuracy,
     "gpu": times,
     "host_memory": alone,
+    "freeze_savings": times,
+    "whole_run": times,
+    "freeze_types": from_scratch,
+    "fine_tune": fine_tuned,
 }
 
 

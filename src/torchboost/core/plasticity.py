@@ -19,7 +19,7 @@ class Plasticity:
     ``|w - w0| / |w0|``. A leading group is frozen when it moved no further than ``threshold`` times the mean of the
     groups that still train, at most one group per window, never the last one. All are trained again when the mean
     loss of a window exceeds the lowest one so far by the share ``tolerance``; the next decision then waits for
-    two windows. After A. Wang et al., "Egeria: Efficient DNN Training with Knowledge-Guided Layer Freezing", EuroSys
+    two windows. After Y. Wang et al., "Egeria: Efficient DNN Training with Knowledge-Guided Layer Freezing", EuroSys
     2023 (arXiv 2201.06227), with weights in the place of activations and no reference model.
 
     Args:

@@ -98,6 +98,27 @@ class Images:
             images = augment(self.train_images[picked], generator, shift=self.shift, flip=self.flip)
             yield self._normalize(images), self.train_labels[picked]
 
+    def picked(self, indices: Tensor) -> Batch:
+        """Return these training samples as they are, without augmentation."""
+        return self._normalize(self.train_images[indices]), self.train_labels[indices]
+
+    def of_classes(self, first: int, count: int) -> Self:
+        """Return only the samples of the labels from ``first`` on, renumbered from 0."""
+
+        def kept(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            inside = (labels >= first) & (labels < first + count)
+            return images[inside], labels[inside] - first
+
+        train, test = kept(self.train_images, self.train_labels), kept(self.test_images, self.test_labels)
+        return replace(
+            self,
+            train_images=train[0],
+            train_labels=train[1],
+            test_images=test[0],
+            test_labels=test[1],
+            classes=count,
+        )
+
     def test(self, batch: int) -> Iterator[Batch]:
         """Yield the test set once, in order, the last batch possibly short."""
         for images, labels in zip(self.test_images.split(batch), self.test_labels.split(batch), strict=True):

@@ -1,0 +1,73 @@
+"""Claim: what each freezing schedule saves and costs from scratch, on top of O1; with the ceiling of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accuracy import JOB, few, flipped_only
+from options import Options, parser, run
+from torch import nn
+from torch.optim import Optimizer
+
+from torchboost.algorithms.freeze import BlockFreeze
+from torchboost.core.freeze_schedule import BACKWARD_SHARE
+from torchboost.plan import Plan
+from torchboost.registry import Facts
+from torchboost.tuner.evidence import BenchReport
+from torchboost.workloads.bench import run_bench
+from torchboost.workloads.jobs import find_job
+
+NO_FREEZING = "full"
+TYPES: Mapping[str, Mapping[str, Any]] = {
+    "continuous": {"pattern": "continuous", "full_share": 0.7},
+    "interval": {"pattern": "interval", "full_share": 0.7},
+    "progressive": {"pattern": "progressive", "full_share": 0.5},
+    "progressive_early": {"pattern": "progressive", "full_share": 0.3},
+    "guided": {"pattern": "guided", "full_share": 0.3},
+}
+
+
+def with_freezing(level: str, added: Sequence[str], model: nn.Module, optimizer: Optimizer, total_steps: int) -> Plan:
+    """A level whose freezing is that of the type named after the plus sign, or none."""
+    settings = TYPES.get(added[0]) if added else None
+    extra = {"grad_freeze": {**settings} if settings else False}
+    facts = Facts.measure(model, total_steps=total_steps, loop="own")
+    return Plan.of(level, {"extra": extra}, facts).fit(model, optimizer)
+
+
+def ceiling(settings: Mapping[str, Any], groups: int = 10) -> float:
+    """Largest saving of the type in groups of equal cost, as a share of the run: two thirds of what is frozen."""
+    schedule = BlockFreeze(total_steps=1000, **settings).schedule([1 / groups] * groups)
+    return BACKWARD_SHARE * sum(schedule(step) for step in range(1000)) / 1000 / groups
+
+
+def measure(options: Options) -> list[Path]:
+    out = options.file("freeze_types", JOB)
+    run_bench(
+        replace(find_job(JOB), load=few if options.smoke else flipped_only),
+        contestants=["stock", f"O1+{NO_FREEZING}", *(f"O1+{name}" for name in TYPES)],
+        pairs=2 if options.smoke else 10,
+        seeds=2 if options.smoke else 5,
+        epochs=1 if options.smoke else 4,
+        train_limit=128 if options.smoke else 20_000,
+        data_path=options.data,
+        out=out,
+        resume=options.resume,
+        planner=with_freezing,
+        progress=options.progress,
+    )
+    report = BenchReport.load(out)
+    limits = [
+        f"{name}: at most {100 * ceiling(settings):.1f} % of a run can be saved (two thirds of the frozen share)"
+        for name, settings in TYPES.items()
+        if settings["pattern"] != "guided"
+    ]
+    report.model_copy(update={"notes": list(dict.fromkeys([*report.notes, *limits]))}).save(out)
+    return [out]
+
+
+if __name__ == "__main__":
+    run([measure], parser(__doc__).parse_args())

@@ -1,0 +1,83 @@
+"""Claim: over a whole run a level is so many times as fast as the best loop by hand, freezing included.
+
+All contestants train the same run side by side in one process, one step each in turn, so that every step of one is
+paired with the same step of the others; a ratio is that of the summed times.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from options import Options, parser, run
+
+from torchboost.tuner.evidence import BenchReport, Contestant, Ratio
+from torchboost.tuner.statistics import bootstrap_median, total_ratio
+from torchboost.tuner.stopwatch import Clock, environment
+from torchboost.workloads.contestants import Recipe, build_loop
+from torchboost.workloads.jobs import Job, find_job
+
+JOBS = ("cifar10-resnet-bottleneck", "cifar10-resnet-bottleneck-small")
+CONTESTANTS = ("stock", "hand", "O1", "O2")
+STEPS = 300
+WARMUP = 3
+"""Steps before the run, for allocation and the choice of kernels; their weights are part of the run like any others."""
+
+
+def measure(options: Options) -> list[Path]:
+    return [measure_job(find_job(name), options) for name in JOBS]
+
+
+def measure_job(job: Job, options: Options) -> Path:
+    steps = 8 if options.smoke else STEPS
+    data = job.load(options.path_for(job.name), 64 * job.batch)
+    loops = {name: build_loop(Recipe.parse(name), job, data, seed=0, steps=steps + WARMUP) for name in CONTESTANTS}
+    clock, order = Clock.of("cpu"), random.Random(0)
+    samples: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    done = 0
+    for epoch in range(1 + (steps + WARMUP) // 64):
+        for inputs, targets in data.train(job.batch, seed=0, epoch=epoch):
+            if done == steps + WARMUP:
+                break
+            names = list(CONTESTANTS)
+            order.shuffle(names)
+            for name in names:
+                begin = clock()
+                loops[name].step(inputs, targets)
+                if done >= WARMUP:
+                    samples[name].append(clock() - begin)
+            done += 1
+            options.progress("whole run", done, steps + WARMUP, job.name)
+    report = BenchReport(
+        title=f"A whole run of {steps} steps: {job.title}, {job.model_name}",
+        workload=f"whole_run-{job.name}",
+        model=job.model_name,
+        parameters=sum(p.numel() for p in job.model(data, 0).parameters()),
+        batch=job.batch,
+        metric_name="none",
+        environment=environment(),
+        contestants=[
+            Contestant(
+                name=name,
+                kind=Recipe.parse(name).kind,
+                algorithms=loops[name].algorithms,
+                dropped=loops[name].dropped,
+                step_seconds=bootstrap_median(times),
+                samples=times,
+                ratios=[
+                    Ratio(baseline=other, interval=total_ratio(samples[other], times), pairs=steps)
+                    for other in ("stock", "hand")
+                    if other != name
+                ],
+            )
+            for name, times in samples.items()
+        ],
+        notes=[
+            "ratios are of the times of all steps together; the schedule of freezing is that of a run of this length"
+        ],
+    )
+    return report.save(options.file("whole_run", job.name))
+
+
+if __name__ == "__main__":
+    run([measure], parser(__doc__).parse_args())
