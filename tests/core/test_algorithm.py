@@ -192,3 +192,11 @@ def test_nothing_attached_loads_nothing():
     attached = Attached()
     attached.load_state_dict({})
     assert attached.state_dict() == {}
+
+
+def test_what_is_undone_too_is_undone_first():
+    order = []
+    attachment = Attachment(undo=lambda: order.append("own")).with_undo(lambda: order.append("too"))
+    attachment.remove()
+    attachment.remove()
+    assert order == ["too", "own"]

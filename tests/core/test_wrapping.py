@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.support.ranks import run_ranks
-from torchboost.core.wrapping import unwrap, wrapper_of
+from torchboost.core.wrapping import is_compiled, unwrap, wrapper_of
 
 
 def test_bare_module():
@@ -45,3 +45,11 @@ def test_data_parallel_around_compiled():
     wrapped = nn.DataParallel(torch.compile(model, backend="eager"))
     assert wrapper_of(wrapped) == "DataParallel"
     assert unwrap(wrapped) is model
+
+
+def test_compiled_parts_are_found_wherever_they_are():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert not is_compiled(model)
+    model[1].compile(backend="eager")
+    assert is_compiled(model)
+    assert is_compiled(torch.compile(nn.Linear(2, 2), backend="eager"))

@@ -12,6 +12,7 @@ from torchboost.tuner.statistics import (
     paired_difference,
     paired_ratio,
     t_quantile,
+    total_ratio,
 )
 
 # From scipy.stats.t.ppf (scipy 1.15).
@@ -133,3 +134,18 @@ def test_noninferiority_refuses_one_seed_and_a_margin_of_zero() -> None:
         noninferiority([0.9], [0.9], 0.01)
     with pytest.raises(ValueError, match="margin"):
         noninferiority([0.9, 0.8], [0.9, 0.8], 0.0)
+
+
+def test_a_ratio_of_totals_weighs_every_step_by_what_it_cost() -> None:
+    baseline, contestant = [1.0, 1.0, 1.0, 9.0], [1.0, 1.0, 1.0, 3.0]
+    found = total_ratio(baseline, contestant)
+    assert found.mid == pytest.approx(2.0)
+    assert 1.0 <= found.low < 2.0 < found.high <= 3.0
+    assert total_ratio([2.0] * 30, [1.0] * 30).low == pytest.approx(2.0)
+
+
+def test_a_ratio_of_totals_needs_paired_positive_times() -> None:
+    with pytest.raises(ValueError, match="equally many"):
+        total_ratio([1.0, 2.0], [1.0])
+    with pytest.raises(ValueError, match="must be positive"):
+        total_ratio([1.0, 0.0], [1.0, 1.0])

@@ -214,3 +214,19 @@ def test_synthetic_images_are_the_same_every_time_and_move_to_a_device() -> None
     assert inputs.shape == (4, 3, 8, 8)
     assert inputs.dtype == torch.float32
     assert labels.max() < 5
+
+
+def test_picked_samples_are_not_augmented() -> None:
+    data = small_images(shift=2, flip=True)
+    images, labels = data.picked(torch.tensor([3, 1]))
+    assert labels.tolist() == [3, 1]
+    again, _ = data.picked(torch.tensor([1, 3]))
+    assert torch.equal(images, again.flip(0))
+
+
+def test_classes_can_be_picked_and_are_renumbered() -> None:
+    data = small_images().of_classes(3, 4)
+    assert data.train_labels.tolist() == [0, 1, 2, 3]
+    assert data.test_labels.tolist() == [0, 1]
+    assert data.classes == 4
+    assert data.train_images[:, 0, 0, 0].tolist() == [3, 4, 5, 6]
