@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 
 import pytest
 import torch
@@ -241,6 +243,26 @@ class TestEval:
     def test_o0_returns_the_network_itself(self):
         model = net()
         assert AutoBoost("O0").network_auto_process_eval(model) is model
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_boosted_network_and_its_inference_copy_can_be_saved_whole(level):
+    model = net()
+    booster = AutoBoost(level)
+    model, optimizer = booster.network_auto_process_train(model, sgd(model))
+    x, y = batches(1)[0]
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    fast = booster.network_auto_process_eval(model)
+    fast_again = pickle.loads(pickle.dumps(fast))
+    booster.attached.remove()
+    with torch.no_grad():
+        torch.testing.assert_close(again.eval()(x), model.eval()(x), rtol=1e-4, atol=1e-5)
+        assert torch.equal(fast_again(x), fast(x))
 
 
 def test_explain_names_everything():
