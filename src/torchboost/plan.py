@@ -136,7 +136,7 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     wanted = _wanted(config, level)
     reasons = {name: _objection(name, wanted, config, facts) for name in wanted}
     dropped = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)
-    dropped += _unread(config, wanted)
+    dropped += _unread(config, wanted, on=[name for name, reason in reasons.items() if reason is None])
     built = [
         _build(REGISTRY[name], _settings(REGISTRY[name], config, level))
         for name, reason in reasons.items()
@@ -174,12 +174,14 @@ def _wanted(config: BoostConfig, level: str) -> list[str]:
     return list(wanted)
 
 
-def _unread(config: BoostConfig, wanted: list[str]) -> tuple[Dropped, ...]:
+def _unread(config: BoostConfig, wanted: list[str], on: list[str]) -> tuple[Dropped, ...]:
     """List what mode auto, which goes by the level, was told in vain."""
     if config.boost.mode != "auto":
         return ()
     unread = {}
     for name in SWITCHES:
+        if name in on and name in config.boost.model_fields_set and not getattr(config.boost, name):
+            unread[f"boost.{name}"] = f"false is not read: mode auto goes by the level; use extra.{name} = false"
         if name in wanted:
             continue
         section = getattr(config, name, None)

@@ -19,6 +19,7 @@ from torchboost.algorithms.less_bn import LessBatchNorm
 from torchboost.algorithms.memory_format import ChannelsLast
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.hardware import half_precision_is_fast
+from torchboost.core.norm_roles import was_trained
 from torchboost.distributed.topology import Topology
 
 __all__ = ["LEVELS", "REGISTRY", "Entry", "Facts"]
@@ -37,6 +38,8 @@ class Facts:
         device: Type of the device that trains: ``"cpu"``, ``"cuda"``, ...
         half_precision: Whether the device computes faster in bfloat16 than in float32.
         convolutions: Number of convolutions in the model; None where no model was looked at.
+        trained: Whether the model was trained before, as the statistics of its BatchNorms tell; None where no model
+            was looked at or nothing in it tells.
         total_steps: Training steps planned; None where nobody said.
         loop: Who owns the training loop.
     """
@@ -47,6 +50,7 @@ class Facts:
     device: str = "cpu"
     half_precision: bool = False
     convolutions: int | None = None
+    trained: bool | None = None
     total_steps: int | None = None
     loop: Loop = "torchboost"
 
@@ -59,10 +63,11 @@ class Facts:
         Without a model the device is the default device of torch. ``total_steps`` is handed on as it is.
         """
         topology = Topology.current()
-        device, convolutions = torch.get_default_device(), None
+        device, convolutions, trained = torch.get_default_device(), None, None
         if model is not None:
             device = next((p.device for p in model.parameters()), device)
             convolutions = sum(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
+            trained = was_trained(model)
         return cls(
             world_size=topology.world_size,
             nodes=topology.nodes,
@@ -70,6 +75,7 @@ class Facts:
             device=device.type,
             half_precision=half_precision_is_fast(device),
             convolutions=convolutions,
+            trained=trained,
             total_steps=total_steps,
             loop=loop,
         )
@@ -127,6 +133,15 @@ def _needs_host_tensors(facts: Facts) -> str | None:
     return None if facts.device == "cpu" else f"torch manages the memory of a {facts.device} itself"
 
 
+def _less_bn_unproven(facts: Facts) -> str | None:
+    if not facts.trained:
+        return None
+    return (
+        "the statistics of its BatchNorms have moved, so the network is trained already, and this was measured from "
+        "scratch only; ask for it with extra.less_bn"
+    )
+
+
 def _centralization_unproven(facts: Facts) -> str | None:
     return "measured on convolutional networks only" if facts.convolutions == 0 else None
 
@@ -156,6 +171,7 @@ _ENTRIES = (
         section="less_bn",
         words=MappingProxyType({"fn_flag": "normalize_head"}),
         brings=MappingProxyType({"gc_flag": Centralization.name}),
+        unproven=_less_bn_unproven,
     ),
     Entry(
         algorithm=Centralization,
