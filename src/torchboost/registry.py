@@ -18,6 +18,7 @@ from torchboost.algorithms.host_memory import HostMemory
 from torchboost.algorithms.less_bn import LessBatchNorm
 from torchboost.algorithms.memory_format import ChannelsLast
 from torchboost.core.algorithm import Algorithm
+from torchboost.core.arguments import check_module
 from torchboost.core.hardware import half_precision_is_fast
 from torchboost.core.norm_roles import was_trained
 from torchboost.distributed.topology import Topology
@@ -65,6 +66,7 @@ class Facts:
         topology = Topology.current()
         device, convolutions, trained = torch.get_default_device(), None, None
         if model is not None:
+            check_module(model)
             device = next((p.device for p in model.parameters()), device)
             convolutions = sum(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
             trained = was_trained(model)

@@ -186,8 +186,6 @@ def test_float16_trains_with_the_scaler_of_the_loop():
 
 def test_remove_leaves_the_optimizer_bare():
     booster = AutoBoost("O1")
-    model, optimizer = booster.network_auto_process_train(net(), sgd(model := net()))[0], None
-    del model, optimizer
     model = net()
     optimizer = sgd(model)
     booster.network_auto_process_train(model, optimizer)

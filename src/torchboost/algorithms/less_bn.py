@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Traits
+from torchboost.core.arguments import check_module
 from torchboost.core.dataflow import trace
 from torchboost.core.flow import Dataflow
 from torchboost.core.folding import Fold, fold_obstacle, fold_pairs, is_plain_norm, shared_weights
@@ -159,7 +160,7 @@ def reduce_batch_norm(
     of every ``keep_every`` convolutions, counted back from the last. BatchNorms that do not directly follow a
     convolution or linear layer outside of residual blocks stay too.
 
-    In an untrained network (all running statistics and counters at their initial values) a removed layer becomes the identity
+    In an untrained network (all statistics and counters at their initial values) a removed layer becomes the identity
     and the weights in front, whose random draw stays, are scaled by one number per layer so that activations keep
     unit variance: ``mean_filter(sum w^2) E[x^2] = 1``, where ``E[x^2]`` is followed through the graph (half behind a
     ReLU, one behind a BatchNorm, a sum behind an addition). In a trained network the removed layer's statistics
@@ -261,8 +262,7 @@ def _reduce(model: nn.Module, optimizer: Optimizer | None, settings: LessBatchNo
 
 
 def _check(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}.")
+    check_module(model)
     wrapper = wrapper_of(model)
     if wrapper is not None:
         raise IncompatibleError(

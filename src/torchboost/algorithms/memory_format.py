@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.arguments import check_module
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
@@ -43,6 +44,7 @@ def channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> Attac
         Its ``remove()`` gives every kernel the strides it had before.
 
     Raises:
+        TypeError: Not a module.
         IncompatibleError: A wrapped model still has kernels in another format.
 
     Warns:
@@ -56,6 +58,7 @@ def channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> Attac
         True
         >>> effect.remove()
     """
+    check_module(model)
     wrapper = wrapper_of(model)
     if wrapper is not None and _pending(model):
         raise IncompatibleError(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Never
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Target
+from torchboost.core.arguments import check_loss_fn, check_module, check_pair
 from torchboost.core.step import StepOutput, TrainStep
 from torchboost.errors import IncompatibleError
 
@@ -23,6 +23,9 @@ class WithLoss(nn.Module):
         backbone: Called with all inputs but the last.
         loss_fn: Called with what the backbone returns and the last input (the labels).
 
+    Raises:
+        TypeError: ``backbone`` is not a module, or ``loss_fn`` cannot be called.
+
     Example:
         >>> import torch, torchboost
         >>> network = torchboost.WithLoss(torch.nn.Linear(4, 2), torch.nn.functional.cross_entropy)
@@ -30,6 +33,8 @@ class WithLoss(nn.Module):
     """
 
     def __init__(self, backbone: nn.Module, loss_fn: Callable[..., Tensor]) -> None:
+        check_module(backbone, "backbone")
+        check_loss_fn(loss_fn)
         super().__init__()
         self.backbone = backbone
         self.loss_fn = loss_fn
@@ -79,6 +84,7 @@ class BoostTrainOneStepCell:
 
     Raises:
         TypeError: ``sens`` is not a number, ``network`` no module, or ``optimizer`` no optimizer.
+        ValueError: None of the parameters of the optimizer belongs to the network.
 
     Example:
         >>> import torch, torchboost
@@ -88,10 +94,7 @@ class BoostTrainOneStepCell:
     """
 
     def __init__(self, network: nn.Module, optimizer: Optimizer, sens: float = 1.0) -> None:
-        if not isinstance(network, nn.Module):
-            raise TypeError(f"network must be a torch.nn.Module, found {type(network).__name__}.")
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, found {type(optimizer).__name__}.")
+        check_pair(network, optimizer, name="network")
         if isinstance(sens, bool) or not isinstance(sens, (int, float)):
             raise TypeError(f"sens must be a number, found {type(sens).__name__} {sens!r}.")
         self.network = network
