@@ -25,7 +25,7 @@ def test_train_step_resumes_bit_for_bit():
 
 
 def test_less_bn_report_counts_the_published_networks():
-    pytest.importorskip("transformers", reason="needs the extra transformers: pip install 'torchboost[transformers]'")
+    pytest.importorskip("transformers", reason="needs the extra transformers: pip install '.[transformers]'")
     assert example("less_bn_report")(full=False) == {
         "ResNet-50": (53, 36, 32),
         "ResNet-18": (20, 11, 8),

@@ -238,6 +238,13 @@ def test_transform_refuses_a_wrapped_model_unchanged():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
+def test_boost_on_a_compiled_model_says_what_comes_first():
+    model = small_net()
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(IncompatibleError, match="Call boost on the bare model and wrap or compile it afterwards"):
+        boost(compiled, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, level="O1")
+
+
 def test_transform_twice_is_harmless():
     model = small_net()
     plan = Plan.of("O1", facts=FAST)

@@ -37,7 +37,7 @@ class Facts:
         nodes: Number of nodes.
         devices_per_node: Ranks on one node.
         device: Type of the device that trains: ``"cpu"``, ``"cuda"``, ...
-        half_precision: Whether the device computes faster in bfloat16 than in float32.
+        half_precision: Whether the device computes faster in bfloat16 than in float32; None where it is not here.
         convolutions: Number of convolutions in the model; None where no model was looked at.
         trained: Whether the model was trained before, as the statistics of its BatchNorms tell; None where no model
             was looked at or nothing in it tells.
@@ -49,7 +49,7 @@ class Facts:
     nodes: int = 1
     devices_per_node: int = 1
     device: str = "cpu"
-    half_precision: bool = False
+    half_precision: bool | None = False
     convolutions: int | None = None
     trained: bool | None = None
     total_steps: int | None = None
@@ -125,6 +125,8 @@ def _needs_convolutions(facts: Facts) -> str | None:
 def _needs_fast_half(facts: Facts) -> str | None:
     if facts.half_precision:
         return None
+    if facts.half_precision is None:
+        return f"there is no {facts.device} here, so whether it computes faster in bfloat16 is not known"
     return (
         f"this {facts.device} does not compute faster in bfloat16 (needs AVX512-BF16, AMX or a CUDA GPU of compute "
         "capability 8.0 or newer)"

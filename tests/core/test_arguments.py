@@ -32,7 +32,7 @@ WRONG = {
     "boost, class": (lambda: boost(MODEL, OPTIMIZER, nn.MSELoss), r"give MSELoss\(\)\."),
     "boost, scaler": (
         lambda: boost(MODEL, OPTIMIZER, scaler=True),
-        r"scaler must be .*GradScaler.*, found bool True\.",
+        r"scaler must be .*, found bool True\.",
     ),
     "measure": (lambda: Facts.measure([MODEL]), MODULE),
     "transform, model": (lambda: PLAN.transform([MODEL]), MODULE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Never
 
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from torchboost.core.algorithm import Target
 from torchboost.core.arguments import check_loss_fn, check_module, check_pair
 from torchboost.core.step import StepOutput, TrainStep
+from torchboost.core.wrapping import unwrap
 from torchboost.errors import IncompatibleError
 
 __all__ = ["BoostTrainOneStepCell", "WithLoss"]
@@ -104,8 +106,16 @@ class BoostTrainOneStepCell:
         self._step = TrainStep(Target(network, optimizer, scaler), network)
 
     def __call__(self, *inputs: Any) -> StepOutput:
-        """Train on one batch and return ``(loss, overflow, loss_scale)``, tensors of shape ``()``."""
-        return self._step(*inputs)
+        """Train on one batch and return ``(loss, overflow, loss_scale)``, tensors of shape ``()``.
+
+        Raises:
+            TypeError: The network does not take these inputs, or does not return a loss.
+        """
+        try:
+            return self._step(*inputs)
+        except TypeError as error:
+            _check_inputs(self.network, inputs, error)
+            raise
 
     def check_adasum_enable(self) -> bool:
         """Whether AdaSum acts in this cell; false, as this version does not have it."""
@@ -126,6 +136,20 @@ class BoostTrainOneStepCell:
     def gradient_freeze_process(self, *inputs: Any) -> Tensor:
         """Not in this version; raises :class:`IncompatibleError`."""
         _not_in_this_version("gradient freezing", "call the cell itself, which trains every parameter")
+
+
+def _check_inputs(network: nn.Module, inputs: tuple[Any, ...], error: TypeError) -> None:
+    """Say what to do where the network's own ``forward`` does not take so many inputs."""
+    inner = unwrap(network)
+    try:
+        inspect.signature(inner.forward).bind(*inputs)
+    except TypeError as refusal:
+        raise TypeError(
+            f"the forward of {type(inner).__name__} does not take {len(inputs)} inputs ({refusal}); the network of a "
+            "cell returns its loss: wrap it as WithLoss(network, loss_fn), which takes the labels last."
+        ) from error
+    except ValueError:  # no signature, as of scripted modules
+        return
 
 
 def _not_in_this_version(method: str, instead: str) -> Never:

@@ -317,5 +317,6 @@ def _check_wrapping(model: nn.Module, chosen: list[Algorithm]) -> None:
         if algorithm.needs_transform(model):
             raise IncompatibleError(
                 f"'{algorithm.name}' changes the modules of the model, but the model is already wrapped by {wrapper}. "
-                f"Call plan.transform(model) on the bare model first, then wrap it, then attach."
+                "Call boost on the bare model and wrap or compile it afterwards; with a plan: plan.transform(model) on "
+                "the bare model, then wrap it, then attach."
             )
