@@ -17,7 +17,9 @@ def example(name: str):
 
 def test_own_loop_learns(capsys):
     assert example("own_loop")() > 0.7
-    assert "less_bn" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "less_bn" in said
+    assert said.count("epoch ") == 3
 
 
 def test_train_step_resumes_bit_for_bit():
