@@ -29,6 +29,7 @@ def main(epochs: int = 3) -> float:
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
+        print(f"epoch {epoch + 1} of {epochs}: loss of the last batch {loss.item():.3f}")
 
     fast = booster.network_auto_process_eval(model)
     with torch.no_grad():

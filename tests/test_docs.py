@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,29 +20,40 @@ SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
-def snippets(page: Path) -> str:
-    """Return the Python of a page as one program that keeps the page's line numbers."""
+def snippets(page: Path) -> list[str]:
+    """Return every snippet of a page as a program of its own that keeps the page's line numbers."""
     text = page.read_text(encoding="utf-8")
-    lines = [""] * (text.count("\n") + 1)
-    for match in SNIPPET.finditer(text):
-        first = text.count("\n", 0, match.start(1))
-        code = match.group(1).splitlines()
-        lines[first : first + len(code)] = code
-    return "\n".join(lines)
+    return ["\n" * text.count("\n", 0, match.start(1)) + match.group(1) for match in SNIPPET.finditer(text)]
 
 
 def named(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page).strip()], ids=named)
-def test_snippets_run(page, tmp_path, monkeypatch):
+def run(page: Path, snippet: str) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "__page__"}
+    exec(compile(snippet, str(page), "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("page", "snippet"),
+    [
+        pytest.param(page, snippet, id=f"{named(page)}-{k}")
+        for page in PAGES
+        for k, snippet in enumerate(snippets(page), start=1)
+    ],
+)
+def test_every_snippet_runs_when_it_is_copied_alone(page, snippet, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(compile(snippets(page), str(page), "exec"), {"__name__": "__page__"})
+    run(page, snippet)
 
 
-def test_the_readme_has_a_snippet_that_trains():
-    assert "loss.backward()" in snippets(ROOT / "README.md")
+def test_the_readme_has_a_snippet_that_trains_with_fewer_batch_norms():
+    page = ROOT / "README.md"
+    (snippet,) = snippets(page)
+    assert "loss.backward()" in snippet
+    assert "less_bn" in [algorithm.name for algorithm in run(page, snippet)["booster"].plan.algorithms]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

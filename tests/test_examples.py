@@ -17,7 +17,9 @@ def example(name: str):
 
 def test_own_loop_learns(capsys):
     assert example("own_loop")() > 0.7
-    assert "less_bn" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "less_bn" in said
+    assert said.count("epoch ") == 3
 
 
 def test_train_step_resumes_bit_for_bit():
@@ -25,7 +27,7 @@ def test_train_step_resumes_bit_for_bit():
 
 
 def test_less_bn_report_counts_the_published_networks():
-    pytest.importorskip("transformers", reason="needs the extra transformers: pip install 'torchboost[transformers]'")
+    pytest.importorskip("transformers", reason="needs the extra transformers: pip install '.[transformers]'")
     assert example("less_bn_report")(full=False) == {
         "ResNet-50": (53, 36, 32),
         "ResNet-18": (20, 11, 8),

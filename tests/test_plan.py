@@ -70,6 +70,29 @@ def test_auto_ignores_the_switches():
     assert reasons(Plan.of("O1", {"boost": {"less_bn": True}}, FAST)).get("less_bn") is None
 
 
+def test_auto_lists_a_switch_that_is_off_in_vain():
+    off = {"boost": {"less_bn": False, "adasum": False}}
+    plan = Plan.of("O1", off, FAST)
+    assert "less_bn" in names(plan)
+    assert reasons(plan)["boost.less_bn"] == "false is not read: mode auto goes by the level; use extra.less_bn = false"
+    assert "boost.less_bn" in plan.explain()
+    assert not any(name.startswith("boost.") for name in reasons(Plan.of("O1", {"boost": {"mode": "auto"}}, FAST)))
+    for level, config in (("O0", off), ("O1", {**off, "extra": {"less_bn": False}})):
+        plan = Plan.of(level, config, FAST)
+        assert "less_bn" not in names(plan)
+        assert not any(name.startswith("boost.") for name in reasons(plan))
+
+
+def test_levels_leave_less_bn_out_of_trained_networks():
+    trained = replace(FAST, trained=True)
+    plan = Plan.of("O1", facts=trained)
+    assert "measured from scratch only; ask for it with extra.less_bn" in reasons(plan)["less_bn"]
+    assert "gradient_centralization" in names(plan)
+    for config in ({"extra": {"less_bn": True}}, {"boost": {"mode": "manual", "less_bn": True}}):
+        assert "less_bn" in names(Plan.of("O1", config, trained))
+    assert "less_bn" in names(Plan.of("O1", facts=replace(FAST, trained=False)))
+
+
 @pytest.mark.parametrize(
     ("config", "name"),
     [
@@ -248,6 +271,13 @@ def test_transform_refuses_a_wrapped_model_unchanged():
     with pytest.raises(IncompatibleError, match="bare model"):
         plan.transform(model)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_boost_on_a_compiled_model_says_what_comes_first():
+    model = small_net()
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(IncompatibleError, match="Call boost on the bare model and wrap or compile it afterwards"):
+        boost(compiled, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, level="O1")
 
 
 def test_transform_twice_is_harmless():

@@ -42,6 +42,8 @@ def test_tables_are_read_only():
 
 def test_measure_looks_at_the_model():
     assert Facts.measure(nn.Linear(2, 2)).convolutions == 0
+    assert Facts.measure(nn.Linear(2, 2)).trained is None
+    assert Facts.measure(nn.BatchNorm1d(2)).trained is False
     assert Facts.measure(nn.Sequential(nn.Conv1d(2, 2, 1))).convolutions == 1
     bare = Facts.measure()
     assert (bare.convolutions, bare.device, bare.world_size, bare.nodes) == (None, "cpu", 1, 1)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from torchboost.config import BoostConfig, BoostSwitches, ConfigSource
 from torchboost.core.algorithm import Algorithm, Attached, Scaler, Target, attach_all
+from torchboost.core.arguments import check_loss_fn, check_module, check_optimizer, check_pair, check_scaler
 from torchboost.core.step import TrainStep
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import ConfigError, IncompatibleError, nearest
@@ -72,7 +73,13 @@ class Plan:
         return resolve(loaded, level, facts if facts is not None else Facts.measure())
 
     def fit(self, model: nn.Module, optimizer: Optimizer) -> Plan:
-        """Return the plan without the algorithms that would change nothing for this pair; the reasons are listed."""
+        """Return the plan without the algorithms that would change nothing for this pair; the reasons are listed.
+
+        Raises:
+            TypeError: Not a module, or not an optimizer.
+            ValueError: None of the parameters of the optimizer belongs to the model.
+        """
+        check_pair(model, optimizer)
         reasons = {a.name: a.idle(model, optimizer) for a in self.algorithms}
         idle = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)
         kept = tuple(a for a in self.algorithms if reasons[a.name] is None)
@@ -85,8 +92,12 @@ class Plan:
         pass the optimizer where it exists already and it follows.
 
         Raises:
+            TypeError: Not a module, or not an optimizer.
             IncompatibleError: The model is wrapped already and some algorithm still has to change it.
         """
+        check_module(model)
+        if optimizer is not None:
+            check_optimizer(optimizer)
         pending = [a for a in self.algorithms if a.needs_transform(model)]
         wrapper = wrapper_of(model)
         if pending and wrapper is not None:
@@ -136,7 +147,7 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     wanted = _wanted(config, level)
     reasons = {name: _objection(name, wanted, config, facts) for name in wanted}
     dropped = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)
-    dropped += _unread(config, wanted)
+    dropped += _unread(config, wanted, on=[name for name, reason in reasons.items() if reason is None])
     built = [
         _build(REGISTRY[name], _settings(REGISTRY[name], config, level, facts))
         for name, reason in reasons.items()
@@ -174,12 +185,14 @@ def _wanted(config: BoostConfig, level: str) -> list[str]:
     return list(wanted)
 
 
-def _unread(config: BoostConfig, wanted: list[str]) -> tuple[Dropped, ...]:
+def _unread(config: BoostConfig, wanted: list[str], on: list[str]) -> tuple[Dropped, ...]:
     """List what mode auto, which goes by the level, was told in vain."""
     if config.boost.mode != "auto":
         return ()
     unread = {}
     for name in SWITCHES:
+        if name in on and name in config.boost.model_fields_set and not getattr(config.boost, name):
+            unread[f"boost.{name}"] = f"false is not read: mode auto goes by the level; use extra.{name} = false"
         if name in wanted:
             continue
         section = getattr(config, name, None)
@@ -271,6 +284,12 @@ def boost(
     Returns:
         The step; call it with the inputs of a batch. ``step.attached.remove()`` takes everything away again.
 
+    Raises:
+        TypeError: Not a module, not an optimizer, not a scaler, or ``loss_fn`` cannot be called.
+        ValueError: None of the parameters of the optimizer belongs to the model.
+        ConfigError: See :meth:`Plan.of`.
+        IncompatibleError: An algorithm cannot work on this pair, or the model is wrapped already; nothing was changed.
+
     Example:
         >>> import torch, torchboost
         >>> model = torch.nn.Linear(4, 2)
@@ -278,6 +297,10 @@ def boost(
         >>> step = torchboost.boost(model, optimizer, torch.nn.functional.cross_entropy, level="O1")
         >>> loss, overflow, scale = step(torch.randn(8, 4), torch.randint(0, 2, (8,)))
     """
+    check_pair(model, optimizer)
+    check_scaler(scaler)
+    if loss_fn is not None:
+        check_loss_fn(loss_fn)
     plan = Plan.of(level, config, Facts.measure(model)).fit(model, optimizer)
     target = Target(model, optimizer, scaler)
     attached = plan.attach(target)

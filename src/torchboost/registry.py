@@ -20,7 +20,9 @@ from torchboost.algorithms.host_memory import HostMemory
 from torchboost.algorithms.less_bn import LessBatchNorm
 from torchboost.algorithms.memory_format import ChannelsLast
 from torchboost.core.algorithm import Algorithm
+from torchboost.core.arguments import check_module
 from torchboost.core.hardware import half_precision_is_fast
+from torchboost.core.norm_roles import was_trained
 from torchboost.distributed.topology import Topology
 
 __all__ = ["LEVELS", "REGISTRY", "Entry", "Facts"]
@@ -37,8 +39,10 @@ class Facts:
         nodes: Number of nodes.
         devices_per_node: Ranks on one node.
         device: Type of the device that trains: ``"cpu"``, ``"cuda"``, ...
-        half_precision: Whether the device computes faster in bfloat16 than in float32.
+        half_precision: Whether the device computes faster in bfloat16 than in float32; None where it is not here.
         convolutions: Number of convolutions in the model; None where no model was looked at.
+        trained: Whether the model was trained before, as the statistics of its BatchNorms tell; None where no model
+            was looked at or nothing in it tells.
         total_steps: Training steps planned; None where nobody said.
         loop: Who owns the training loop.
     """
@@ -47,8 +51,9 @@ class Facts:
     nodes: int = 1
     devices_per_node: int = 1
     device: str = "cpu"
-    half_precision: bool = False
+    half_precision: bool | None = False
     convolutions: int | None = None
+    trained: bool | None = None
     total_steps: int | None = None
     loop: Loop = "torchboost"
 
@@ -61,10 +66,12 @@ class Facts:
         Without a model the device is the default device of torch. ``total_steps`` is handed on as it is.
         """
         topology = Topology.current()
-        device, convolutions = torch.get_default_device(), None
+        device, convolutions, trained = torch.get_default_device(), None, None
         if model is not None:
+            check_module(model)
             device = next((p.device for p in model.parameters()), device)
             convolutions = sum(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
+            trained = was_trained(model)
         return cls(
             world_size=topology.world_size,
             nodes=topology.nodes,
@@ -72,6 +79,7 @@ class Facts:
             device=device.type,
             half_precision=half_precision_is_fast(device),
             convolutions=convolutions,
+            trained=trained,
             total_steps=total_steps,
             loop=loop,
         )
@@ -123,6 +131,8 @@ def _needs_convolutions(facts: Facts) -> str | None:
 def _needs_fast_half(facts: Facts) -> str | None:
     if facts.half_precision:
         return None
+    if facts.half_precision is None:
+        return f"there is no {facts.device} here, so whether it computes faster in bfloat16 is not known"
     return (
         f"this {facts.device} does not compute faster in bfloat16 (needs AVX512-BF16, AMX or a CUDA GPU of compute "
         "capability 8.0 or newer)"
@@ -143,6 +153,15 @@ _TRAINER_SETTINGS = {
 def _accumulated_by_the_trainer(facts: Facts) -> str | None:
     setting = _TRAINER_SETTINGS.get(facts.loop)
     return None if setting is None else f"{facts.loop} owns the loop and accumulates itself; use {setting}"
+
+
+def _less_bn_unproven(facts: Facts) -> str | None:
+    if not facts.trained:
+        return None
+    return (
+        "the statistics of its BatchNorms have moved, so the network is trained already, and this was measured from "
+        "scratch only; ask for it with extra.less_bn"
+    )
 
 
 def _centralization_unproven(facts: Facts) -> str | None:
@@ -180,6 +199,7 @@ _ENTRIES = (
         section="less_bn",
         words=MappingProxyType({"fn_flag": "normalize_head"}),
         brings=MappingProxyType({"gc_flag": Centralization.name}),
+        unproven=_less_bn_unproven,
     ),
     Entry(
         algorithm=Centralization,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -200,6 +201,57 @@ def test_resume_is_bit_identical() -> None:
     second.model.load_state_dict(first.model.state_dict())
     second.optimizer.load_state_dict(first.optimizer.state_dict())
     assert identical(train(second, 3, 4), expected[3:])
+
+
+def copies(*objects: object, how: str) -> tuple:
+    return copy.deepcopy(objects) if how == "deepcopy" else pickle.loads(pickle.dumps(objects))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_of_the_model_computes_channels_last_too(how: str) -> None:
+    model = BottleneckNet()
+    inputs, _ = batch(model)
+    with channels_last(model):
+        (again,) = copies(model, how=how)
+        torch.testing.assert_close(again(inputs), model(inputs))
+    seen = []
+    again.stem.register_forward_pre_hook(lambda _, args: seen.append(args[0].is_contiguous(memory_format=LAST)))
+    again(inputs)
+    model.stem.register_forward_pre_hook(lambda _, args: seen.append(args[0].is_contiguous(memory_format=LAST)))
+    model(inputs)
+    assert seen == [True, False]
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("attach", [channels_last, lambda m, o: ChannelsLast().attach(Target(m, o))])
+def test_an_attachment_copied_with_its_model_is_removed_from_the_copy_alone(how: str, attach) -> None:
+    model = cnn()
+    before = strides(model)
+    ChannelsLast().transform(model)
+    for module in model:
+        if attach is channels_last and isinstance(module, nn.Conv2d):
+            module.weight.data = module.weight.data.contiguous()
+    effect = attach(model, sgd(model))
+    changed = strides(model)
+    again, copied = copies(model, effect, how=how)
+    copied.remove()
+    assert strides(again) == before
+    assert not again._forward_pre_hooks
+    assert not again._forward_pre_hooks_with_kwargs
+    assert strides(model) == changed != before
+    assert len(model._forward_pre_hooks) == 1
+    effect.remove()
+    assert strides(model) == before
+
+
+def test_a_hook_of_another_process_does_not_take_the_number_of_ours(monkeypatch) -> None:
+    model = cnn()
+    channels_last(model)
+    content = pickle.dumps(model)
+    monkeypatch.setattr(torch.utils.hooks.RemovableHandle, "next_id", 0)
+    again = pickle.loads(content)
+    again.register_forward_pre_hook(lambda module, args: None)
+    assert len(again._forward_pre_hooks) == 2
 
 
 def test_settings_are_values() -> None:

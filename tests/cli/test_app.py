@@ -7,6 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+import torchboost
 from tests.support.reports import winning_report
 from torchboost.cli import main
 from torchboost.cli.app import app
@@ -86,6 +87,26 @@ def test_explain():
     assert answer("explain", "--level", "O0", "--json")["algorithms"] == []
 
 
+def test_explain_refuses_in_json_too():
+    for words in (("none.json",), ("--level", "O9")):
+        result = run("explain", *words, "--json")
+        assert result.exit_code == 1
+        found = json.loads(result.stdout)
+        assert found["valid"] is False
+        assert found["message"]
+
+
+def test_a_device_that_is_not_here_is_said_to_be_unknown(monkeypatch):
+    monkeypatch.setattr("torchboost.cli.app.device_fault", lambda device: "not here")
+    shown = run("explain", "--level", "O1", "--device", "cuda").stdout
+    assert "there is no cuda here, so whether it computes faster in bfloat16 is not known" in shown
+    assert "does not compute faster" not in shown
+
+
+def test_version():
+    assert run("--version").stdout == f"torchboost {torchboost.__version__}\n"
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
@@ -134,7 +155,9 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 1
-    assert "needs rich" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "needs rich" in said
+    assert said.endswith("install it from the folder of the project: pip install '.[cli]'\n")
 
 
 def test_the_check_for_the_extra_imports_nothing(monkeypatch):

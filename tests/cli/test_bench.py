@@ -94,7 +94,7 @@ def test_interrupted(monkeypatch, tmp_path, saved):
 
 
 def test_interrupted_before_anything_was_saved_over_an_earlier_report(monkeypatch, tmp_path):
-    winning_report().save(tmp_path / "report.json")
+    place_report(tmp_path)
 
     def stop(job, **options):
         raise KeyboardInterrupt
@@ -102,6 +102,31 @@ def test_interrupted_before_anything_was_saved_over_an_earlier_report(monkeypatc
     monkeypatch.setattr("torchboost.cli.bench.run_bench", stop)
     assert "that of an earlier run" in run("--out", str(tmp_path)).stderr
     assert "24 finished training runs" in run("--out", str(tmp_path), "--resume").stderr
+
+
+def place_report(folder, workload="digits-resnet"):
+    winning_report().model_copy(update={"workload": workload}).save(folder / "report.json")
+
+
+def test_the_report_of_another_workload_is_not_overwritten(calls, tmp_path):
+    place_report(tmp_path, "text-gpt")
+    before = (tmp_path / "report.json").read_bytes()
+    result = run("--out", str(tmp_path))
+    assert result.exit_code == 1
+    assert "holds a report of text-gpt, this is digits-resnet; choose another folder with --out" in result.stderr
+    assert (tmp_path / "report.json").read_bytes() == before
+    assert not calls
+    assert run("--out", str(tmp_path), "--force").exit_code == 0
+    place_report(tmp_path)
+    assert run("--out", str(tmp_path)).exit_code == 0
+    (tmp_path / "report.json").write_text("{}")
+    assert "holds no report of torchboost" in run("--out", str(tmp_path)).stderr
+
+
+def test_help_names_the_workloads():
+    shown = " ".join(run("--help").output.split())
+    for name in ("digits", "cifar10", "text"):
+        assert name in shown.partition("train.py:make")[0]
 
 
 def test_a_factory_of_the_user_end_to_end(tmp_path):

@@ -31,6 +31,13 @@ def test_errors_of_the_user_end_with_one_line(error, capsys):
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(("package", "pointed"), [("sklearn.datasets", True), ("datasets", False), (None, False)])
+def test_the_doctor_is_pointed_at_where_it_knows_the_package(package, pointed, capsys):
+    with pytest.raises(typer.Exit), output.user_errors():
+        raise ImportError("x is missing", name=package)
+    assert ("torchboost doctor" in capsys.readouterr().err) is pointed
+
+
 @pytest.mark.parametrize("error", [KeyError("ours"), ModuleNotFoundError("x", name="torchboost.gone")])
 def test_faults_of_ours_keep_their_traceback(error):
     with pytest.raises(type(error)), output.user_errors():

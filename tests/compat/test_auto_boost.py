@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
+import pickle
 
 import pytest
 import torch
@@ -112,6 +114,65 @@ def test_boosting_a_network_again_takes_the_first_away():
     assert len(kept) > 0
 
 
+def trained_steps(network, optimizer, n: int):
+    for x, y in batches(n):
+        optimizer.zero_grad()
+        F.cross_entropy(network(x), y).backward()
+        optimizer.step()
+
+
+def norms(network: nn.Module) -> int:
+    return sum(isinstance(m, nn.BatchNorm2d) for m in network.modules())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_trained_network_keeps_its_batch_norms_unless_asked(level):
+    network = net()
+    trained_steps(network, sgd(network), 2)
+    outputs = network.eval()(batches(1)[0][0])
+    booster = AutoBoost(level, {"extra": {"autocast": False}})
+    booster.network_auto_process_train(network, sgd(network))
+    assert norms(network) == 3
+    assert "from scratch only" in dict(booster.plan.dropped)["less_bn"]
+    torch.testing.assert_close(network(batches(1)[0][0]), outputs, rtol=1e-4, atol=1e-5)
+    booster = AutoBoost(level, {"extra": {"less_bn": True}})
+    booster.network_auto_process_train(network, sgd(network))
+    assert norms(network) < 3
+
+
+@pytest.mark.parametrize("again", [1, 3])
+def test_a_network_trained_at_a_level_is_boosted_again_and_goes_on(again):
+    network = net()
+    optimizer = sgd(network)
+    booster = AutoBoost("O1")
+    for _ in range(again):
+        booster.network_auto_process_train(network, optimizer)
+        trained_steps(network, optimizer, 2)
+    assert norms(network) == 2
+    assert "gradient_centralization" in booster.attached
+
+
+def test_resuming_builds_boosts_and_loads():
+    def start():
+        network = net()
+        booster = AutoBoost("O1")
+        return (*booster.network_auto_process_train(network, sgd(network)), booster)
+
+    network, optimizer, booster = start()
+    trained_steps(network, optimizer, 3)
+    parts = [network.state_dict(), optimizer.state_dict(), booster.attached.state_dict()]
+    file = io.BytesIO()
+    torch.save(parts, file)
+    file.seek(0)
+    again, again_optimizer, again_booster = start()
+    for part, state in zip((again, again_optimizer, again_booster.attached), torch.load(file), strict=True):
+        part.load_state_dict(state)
+    for pair in ((network, optimizer), (again, again_optimizer)):
+        trained_steps(*pair, 2)
+    assert same(network, again)
+    assert booster.plan == again_booster.plan
+
+
 def test_float16_trains_with_the_scaler_of_the_loop():
     network = net()
     scaler = torch.amp.GradScaler("cpu")
@@ -152,8 +213,6 @@ def test_accumulation_in_an_unmodified_loop_updates_at_every_kth_step():
 
 def test_remove_leaves_the_optimizer_bare():
     booster = AutoBoost("O1")
-    model, optimizer = booster.network_auto_process_train(net(), sgd(model := net()))[0], None
-    del model, optimizer
     model = net()
     optimizer = sgd(model)
     booster.network_auto_process_train(model, optimizer)
@@ -268,6 +327,26 @@ class TestEval:
     def test_o0_returns_the_network_itself(self):
         model = net()
         assert AutoBoost("O0").network_auto_process_eval(model) is model
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_boosted_network_and_its_inference_copy_can_be_saved_whole(level):
+    model = net()
+    booster = AutoBoost(level)
+    model, optimizer = booster.network_auto_process_train(model, sgd(model))
+    x, y = batches(1)[0]
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    fast = booster.network_auto_process_eval(model)
+    fast_again = pickle.loads(pickle.dumps(fast))
+    booster.attached.remove()
+    with torch.no_grad():
+        torch.testing.assert_close(again.eval()(x), model.eval()(x), rtol=1e-4, atol=1e-5)
+        assert torch.equal(fast_again(x), fast(x))
 
 
 def test_explain_names_everything():

@@ -67,6 +67,24 @@ def test_sens_must_be_a_number(sens):
         BoostTrainOneStepCell(*pair(), sens)
 
 
+def test_a_network_without_its_loss_is_pointed_to_with_loss():
+    backbone = nn.Sequential(nn.Linear(4, 2))
+    before = backbone[0].weight.clone()
+    cell = BoostTrainOneStepCell(backbone, torch.optim.SGD(backbone.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match=r"forward of Sequential does not take 2 inputs.*WithLoss\(network, loss_fn\)"):
+        cell(*batch(0))
+    assert torch.equal(backbone[0].weight, before)
+
+
+def test_other_type_errors_pass():
+    def odd(outputs, labels):
+        raise TypeError("inside the loss")
+
+    network = WithLoss(nn.Linear(4, 2), odd)
+    with pytest.raises(TypeError, match=r"^inside the loss$"):
+        BoostTrainOneStepCell(network, torch.optim.SGD(network.parameters(), lr=0.1))(*batch(0))
+
+
 def test_wrong_pair():
     network, optimizer = pair()
     with pytest.raises(TypeError, match="network"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchboost.core.hardware import half_precision_is_fast
+from torchboost.core.hardware import device_fault, half_precision_is_fast
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,11 @@ def test_cuda_needs_compute_capability_8(
 @pytest.mark.parametrize("device", ["mps", "xpu", "meta"])
 def test_a_device_that_was_never_measured_counts_as_slow(device: str) -> None:
     assert half_precision_is_fast(device) is False
+
+
+def test_a_device_that_is_not_here_says_why() -> None:
+    assert device_fault("cpu") is None
+    for missing in ("cuda:99", "xpu:99"):
+        fault = device_fault(missing)
+        assert fault
+        assert "\n" not in fault

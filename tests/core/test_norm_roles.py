@@ -8,7 +8,7 @@ from torch import nn
 from tests.support.conv_nets import Basic, ForeignNames, InvertedResidual, PreActNet, vgg
 from tests.support.models import BottleneckNet
 from torchboost.core.dataflow import trace
-from torchboost.core.norm_roles import plain_stacks, reasons_to_stay, residual_blocks
+from torchboost.core.norm_roles import plain_stacks, reasons_to_stay, residual_blocks, was_trained
 
 
 def labels(flow, indices):
@@ -122,3 +122,17 @@ def test_the_narrowest_of_a_branch_stays_where_asked():
     assert [name[-3:] for name in narrow] == ["bn2", "bn2"]
     assert all(reasons[name] is None for name in blocks)
     assert kept(nn.Sequential(Basic(3, 3)), keep="narrowest").keys() == kept(nn.Sequential(Basic(3, 3))).keys()
+
+
+def test_a_network_was_trained_where_statistics_or_counter_moved():
+    norm, still = nn.BatchNorm1d(3), nn.BatchNorm1d(3, momentum=0.0)
+    assert was_trained(nn.Linear(2, 2)) is None
+    assert was_trained(nn.BatchNorm1d(3, track_running_stats=False)) is None
+    for fresh in (norm, still, nn.LazyBatchNorm1d(), nn.BatchNorm1d(3, device="meta"), nn.Sequential(norm, norm)):
+        assert was_trained(fresh) is False
+    for model in (norm, still):
+        model(torch.randn(4, 3))
+        assert was_trained(nn.Sequential(nn.BatchNorm1d(3), model)) is True
+    restored = nn.BatchNorm1d(3)
+    restored.running_var.fill_(2.0)
+    assert was_trained(restored) is True

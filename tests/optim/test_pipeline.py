@@ -376,7 +376,7 @@ def test_what_is_no_transform_is_refused(bad):
 def test_an_empty_pipeline_and_a_wrong_optimizer_are_refused():
     with pytest.raises(ValueError, match="no transform"):
         GradientPipeline()
-    with pytest.raises(TypeError, match=r"found Linear; a pipeline attaches to a torch.optim.Optimizer"):
+    with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, found Linear"):
         GradientPipeline(Halve()).attach(nn.Linear(1, 1))
 
 

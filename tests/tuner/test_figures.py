@@ -29,6 +29,22 @@ def test_bars_are_proportional_to_time():
     assert widths[0] / widths[1] == pytest.approx(0.05 / 0.02, rel=0.01)
 
 
+def test_narrow_bars_say_what_ratios_are_against_and_mark_stock():
+    figure = step_time_figure(winning_report(), narrow=True)
+    shown = texts(figure)
+    assert any(text.endswith("against stock") for text in shown)
+    assert any(text.endswith("against best hand") for text in shown)
+    tree = ET.fromstring(figure)
+    dotted = [node for node in tree.iter("line") if node.get("class") == "reference"]
+    rows = len(winning_report().contestants)
+    assert len(dotted) == rows
+    assert {node.get("x1") for node in dotted} == {dotted[0].get("x2")}
+    bars = list(tree.iter("rect"))
+    for line, bar in zip(dotted, bars, strict=True):
+        middle = float(bar.get("y", "nan")) + 8
+        assert float(line.get("y1", "nan")) < middle < float(line.get("y2", "nan"))
+
+
 @pytest.mark.parametrize("size", [{}, {"narrow": True}, {"wide": True}])
 @pytest.mark.parametrize(("y", "x"), [("metric", "seconds"), ("train_loss", "seconds"), ("metric", "epochs")])
 def test_curves_have_a_line_per_seed_and_a_mean(y, x, size):

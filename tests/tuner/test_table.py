@@ -51,6 +51,13 @@ def test_drawn_on_a_terminal(monkeypatch):
     assert "(3.06 to 3.19)" in out.getvalue()
 
 
+def test_markdown_keeps_the_marks():
+    lines = [line for line in table.markdown(winning_report()).splitlines() if line.startswith("- ")]
+    assert lines
+    assert all(line[2:].startswith(("**+** ", "**-** ", "**?** ")) for line in lines)
+    assert len({line[:7] for line in lines}) > 1
+
+
 def test_markdown_escapes_and_stays_a_table():
     made = report(
         contestant("stock", "stock", 0.05), contestant("a|b <b>`*", "level", 0.02, stock=0.05), title="x\n# y <script>"

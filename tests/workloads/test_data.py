@@ -66,7 +66,7 @@ def test_digits_refuse_an_odd_size() -> None:
 
 def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ImportError, match=r"pip install 'torchboost\[workloads\]'"):
+    with pytest.raises(ImportError, match=r"from the folder of the project: pip install '\.\[workloads\]'"):
         digits()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.arguments import check_module
 from torchboost.core.covering import cover_forward
 from torchboost.errors import IncompatibleError
 
@@ -39,6 +40,7 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> A
         Its ``remove()`` gives the original ``forward`` back.
 
     Raises:
+        TypeError: Not a module.
         ValueError: ``dtype`` is neither bfloat16 nor float16.
 
     Example:
@@ -48,6 +50,7 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> A
         ...     model(torch.randn(3, 4)).dtype
         torch.float32
     """
+    check_module(model)
     if dtype not in _HALF:
         raise ValueError(f"autocast to {dtype}: allowed are torch.bfloat16 and torch.float16; pass one of them.")
     device_type = next((p.device.type for p in model.parameters()), torch.get_default_device().type)

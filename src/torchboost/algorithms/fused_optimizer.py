@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.arguments import check_optimizer
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
 __all__ = ["FusedOptimizer", "fuse"]
@@ -43,6 +44,7 @@ def fuse(optimizer: Optimizer) -> Attachment:
         Its ``remove()`` restores the flags.
 
     Raises:
+        TypeError: Not an optimizer.
         IncompatibleError: A group was built with ``differentiable=True``, which excludes fusing.
 
     Warns:
@@ -55,6 +57,7 @@ def fuse(optimizer: Optimizer) -> Attachment:
         ...     optimizer.param_groups[0]["fused"]
         True
     """
+    check_optimizer(optimizer)
     _refuse_differentiable(optimizer)
     obstacles = [_obstacle(optimizer, group) for group in optimizer.param_groups]
     if any(obstacles):

@@ -13,10 +13,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Traits
+from torchboost.core.arguments import check_module
 from torchboost.core.dataflow import trace
 from torchboost.core.flow import Dataflow
 from torchboost.core.folding import Fold, fold_obstacle, fold_pairs, is_plain_norm, shared_weights
-from torchboost.core.norm_roles import WEIGHTED, Block, Keep, reasons_to_stay, residual_blocks
+from torchboost.core.norm_roles import WEIGHTED, Block, Keep, reasons_to_stay, residual_blocks, was_trained
 from torchboost.core.normalized_linear import NormalizedLinear
 from torchboost.core.surgery import RemovedNorm, rebind_optimizer, replace_module
 from torchboost.core.variance import rescale_layers
@@ -159,7 +160,7 @@ def reduce_batch_norm(
     of every ``keep_every`` convolutions, counted back from the last. BatchNorms that do not directly follow a
     convolution or linear layer outside of residual blocks stay too.
 
-    In an untrained network (all running statistics at their initial values) a removed layer becomes the identity
+    In an untrained network (all statistics and counters at their initial values) a removed layer becomes the identity
     and the weights in front, whose random draw stays, are scaled by one number per layer so that activations keep
     unit variance: ``mean_filter(sum w^2) E[x^2] = 1``, where ``E[x^2]`` is followed through the graph (half behind a
     ReLU, one behind a BatchNorm, a sum behind an addition). In a trained network the removed layer's statistics
@@ -261,8 +262,7 @@ def _reduce(model: nn.Module, optimizer: Optimizer | None, settings: LessBatchNo
 
 
 def _check(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}.")
+    check_module(model)
     wrapper = wrapper_of(model)
     if wrapper is not None:
         raise IncompatibleError(
@@ -295,7 +295,7 @@ def _plan(model: nn.Module, settings: LessBatchNorm, sample: Any) -> _Plan:
     order = {norm: (flow.calls(norm) or [len(flow.nodes)])[0] for norm in norms}
     norms.sort(key=order.__getitem__)
     names = {m: names[m] for m in norms} | names
-    trained = any(_moved(norm) for norm in norms)
+    trained = bool(was_trained(model))
     blocks = residual_blocks(flow)
     reasons = reasons_to_stay(
         flow,
@@ -316,14 +316,6 @@ def _plan(model: nn.Module, settings: LessBatchNorm, sample: Any) -> _Plan:
             kept[norm] = reason or "it is the model itself"
     gone = {flow.calls(norm)[0] for norm in removed}
     return _Plan(flow, names, kept, removed, _bare_ends(blocks, gone), trained, _head(flow, model, settings))
-
-
-def _moved(norm: _BatchNorm) -> bool:
-    """Whether the running statistics left their initial values: the network was trained."""
-    mean, variance = norm.running_mean, norm.running_var
-    if mean is None or variance is None or mean.is_meta:
-        return False
-    return bool(mean.any()) or bool((variance != 1).any())
 
 
 def _reason(flow: Dataflow, norm: _BatchNorm, reasons: Mapping[int, str | None]) -> str | None:

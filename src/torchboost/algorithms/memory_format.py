@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.arguments import check_module
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
@@ -41,6 +44,7 @@ def channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> Attac
         Its ``remove()`` gives every kernel the strides it had before.
 
     Raises:
+        TypeError: Not a module.
         IncompatibleError: A wrapped model still has kernels in another format.
 
     Warns:
@@ -54,6 +58,7 @@ def channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> Attac
         True
         >>> effect.remove()
     """
+    check_module(model)
     wrapper = wrapper_of(model)
     if wrapper is not None and _pending(model):
         raise IncompatibleError(
@@ -62,12 +67,7 @@ def channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> Attac
         )
     before = [(weight, weight.stride()) for weight in _pending(model)]
     _convert(model, optimizer)
-
-    def restore() -> None:
-        for weight, strides in before:
-            _rewrite(weight, optimizer, lambda tensor, strides=strides: _restrided(tensor, strides))
-
-    return _watch_inputs(model, restore)
+    return _watch_inputs(model, functools.partial(_restride, before, optimizer))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +97,29 @@ class ChannelsLast(Algorithm):
 
     def attach(self, target: Target) -> Attachment:
         """Bring images into the format as they enter the model."""
-        model, optimizer = target.model, target.optimizer
+        return _watch_inputs(target.model, functools.partial(_make_contiguous, target.model, target.optimizer))
 
-        def restore() -> None:
-            if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-                return
-            for weight in _kernels(model):
-                _rewrite(weight, optimizer, Tensor.contiguous)
 
-        return _watch_inputs(model, restore)
+@dataclass(eq=False, slots=True)
+class _ConvertInputs:
+    """The hook of the root module, which is pickled with the model: an object of a class, not a closure.
+
+    A pickled model takes the number of the hook along, and the handle makes torch give it to no other hook of the
+    process that loads it.
+    """
+
+    dimensions: frozenset[int]
+    handle: RemovableHandle | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return tuple(map(self._convert, args)), {key: self._convert(value) for key, value in kwargs.items()}
+
+    def _convert(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim not in self.dimensions:
+            return value
+        if not value.is_floating_point() or value.layout is not torch.strided:
+            return value
+        return value.contiguous(memory_format=_FORMATS[value.ndim])
 
 
 def _watch_inputs(model: nn.Module, restore: Callable[[], None]) -> Attachment:
@@ -118,17 +132,21 @@ def _watch_inputs(model: nn.Module, restore: Callable[[], None]) -> Attachment:
         )
         return Attachment()
 
-    def convert(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.ndim not in dimensions:
-            return value
-        if not value.is_floating_point() or value.layout is not torch.strided:
-            return value
-        return value.contiguous(memory_format=_FORMATS[value.ndim])
+    hook = _ConvertInputs(dimensions)
+    hook.handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    return Attachment(hook.handle, undo=restore)
 
-    def convert_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return tuple(convert(value) for value in args), {key: convert(value) for key, value in kwargs.items()}
 
-    return Attachment(model.register_forward_pre_hook(convert_inputs, with_kwargs=True), undo=restore)
+def _restride(before: list[tuple[nn.Parameter, tuple[int, ...]]], optimizer: Optimizer | None) -> None:
+    for weight, strides in before:
+        _rewrite(weight, optimizer, functools.partial(_restrided, strides=strides))
+
+
+def _make_contiguous(model: nn.Module, optimizer: Optimizer) -> None:
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        return
+    for weight in _kernels(model):
+        _rewrite(weight, optimizer, Tensor.contiguous)
 
 
 def _convolutions(model: nn.Module) -> Iterator[nn.Module]:

@@ -14,7 +14,7 @@ def main() -> None:
     if missing:
         print(
             f"The command line needs {' and '.join(missing)}, which this environment lacks; "
-            "install with: pip install 'torchboost[cli]'",
+            "install it from the folder of the project: pip install '.[cli]'",
             file=sys.stderr,
         )
         raise SystemExit(1)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
 
+from torchboost import __version__
 from torchboost.cli.bench import bench
 from torchboost.cli.doctor import examine
 from torchboost.cli.output import fail, print_json, print_table, settings_of, summary_of, user_errors
 from torchboost.config import BoostConfig
-from torchboost.core.hardware import half_precision_is_fast
+from torchboost.core.hardware import device_fault, half_precision_is_fast
 from torchboost.errors import ConfigError
 from torchboost.plan import Plan, resolve
 from torchboost.registry import LEVELS, REGISTRY, Facts
@@ -24,12 +25,27 @@ from torchboost.tuner.report import markdown, print_report, write_html
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="Faster training of PyTorch models within a stated accuracy budget, measured.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(bench)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"torchboost {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Faster training of PyTorch models within a stated accuracy budget, measured."""
+
 
 Json = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
 EVERYTHING = Facts(world_size=8, nodes=2, devices_per_node=4, half_precision=True, convolutions=53)
@@ -71,15 +87,19 @@ def check(
         for level in LEVELS:
             resolve(loaded, level, EVERYTHING)
     except ConfigError as error:
-        if not json:
-            fail(str(error))
-        found = {"path": error.path, "found": error.found, "allowed": error.allowed, "hint": error.hint}
-        print_json({"valid": False, **found, "message": str(error)})
-        raise typer.Exit(1) from None
+        _refuse(error, json)
     if json:
         print_json({"valid": True, "config": loaded.model_dump(mode="json")})
     else:
         typer.echo(f"{config}: valid, mode {loaded.boost.mode}")
+
+
+def _refuse(error: ConfigError, json: bool) -> NoReturn:
+    if not json:
+        fail(str(error))
+    found = {"path": error.path, "found": error.found, "allowed": error.allowed, "hint": error.hint}
+    print_json({"valid": False, **found, "message": str(error)})
+    raise typer.Exit(1)
 
 
 def _load(config: str | None) -> BoostConfig:
@@ -109,9 +129,11 @@ def explain(
     json: Json = False,
 ) -> None:
     """Show what a level and a configuration turn on here, what they leave out, and why."""
-    with user_errors():
+    try:
         loaded = _load(config)
         plan = Plan.of(level, loaded, _facts(loaded, nodes, device, convolutions))
+    except ConfigError as error:
+        _refuse(error, json)
     if not json:
         typer.echo(plan.explain())
         return
@@ -131,7 +153,7 @@ def _facts(config: BoostConfig, nodes: int, device: str, convolutions: int | Non
         nodes=nodes,
         devices_per_node=here,
         device=kind.type,
-        half_precision=half_precision_is_fast(kind),
+        half_precision=half_precision_is_fast(kind) if device_fault(kind) is None else None,
         convolutions=convolutions,
     )
 

@@ -11,20 +11,23 @@ import typer
 from torchboost.cli.factory import job_from
 from torchboost.cli.output import fail, print_json, summary_of, user_errors
 from torchboost.cli.progress import display
+from torchboost.core.hardware import device_fault
 from torchboost.tuner.evidence import BenchReport
 from torchboost.tuner.report import print_report, write_html
 from torchboost.workloads.bench import CONTESTANTS, run_bench
 from torchboost.workloads.contestants import Recipe
-from torchboost.workloads.jobs import Job, find_job
+from torchboost.workloads.jobs import JOBS, Job, find_job
 
 __all__ = ["bench"]
+
+WORKLOADS = ", ".join(dict.fromkeys(job.name.partition("-")[0] for job in JOBS))
 
 EARLY = ("", "data")
 """Phases in which a ValueError is about what was asked for, not about the training."""
 
 
 def bench(
-    workload: Annotated[str, typer.Argument(help="A built-in workload, or path/to/train.py:make.")] = "digits",
+    workload: Annotated[str, typer.Argument(help=f"{WORKLOADS}, or path/to/train.py:make.")] = "digits",
     data: Annotated[Path | None, typer.Option(help="Where the data lie, for workloads that need to be told.")] = None,
     model: Annotated[str | None, typer.Option(help="Which model of the workload, such as resnet-basic.")] = None,
     contestants: Annotated[
@@ -37,6 +40,7 @@ def bench(
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda, cuda:1, ...")] = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for report.json and report.html.")] = Path("out/bench"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the report in --out.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the report of another workload in --out.")] = False,
     html: Annotated[bool, typer.Option("--html/--no-html", help="Write report.html.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:
@@ -48,8 +52,11 @@ def bench(
         try:
             for name in names:
                 Recipe.parse(name)
+            job = _job(workload, model, epochs)
+            if not (resume or force):
+                _check_place(path, job)
             report = run_bench(
-                _job(workload, model, epochs),
+                job,
                 contestants=names,
                 pairs=pairs,
                 seeds=seeds,
@@ -91,10 +98,27 @@ def _job(workload: str, model: str | None, epochs: int | None) -> Job:
 def _device(device: str) -> torch.device:
     try:
         found = torch.device(device)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:
+    except RuntimeError as error:
         raise ValueError(f"--device: {device!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    fault = device_fault(found)
+    if fault is not None:
+        raise ValueError(f"--device: {device!r} cannot be used here: {fault}")
     return found
+
+
+def _check_place(path: Path, job: Job) -> None:
+    """Refuse to overwrite what this workload did not write."""
+    if not path.exists():
+        return
+    try:
+        held = f"a report of {BenchReport.load(path).workload}"
+    except (ValueError, OSError):
+        held = "no report of torchboost"
+    if held != f"a report of {job.name}":
+        raise ValueError(
+            f"--out: {path} holds {held}, this is {job.name}; choose another folder with --out, "
+            "or overwrite it with --force."
+        )
 
 
 def _written(path: Path) -> int | None:

@@ -12,7 +12,7 @@ import torch
 
 from torchboost.core.hardware import half_precision_is_fast
 
-__all__ = ["compile_advice", "examine"]
+__all__ = ["EXTRAS", "compile_advice", "examine"]
 
 EXTRAS = {
     "cli": ("typer", "rich"),

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import typer
 from pydantic import ValidationError
 
+from torchboost.cli.doctor import EXTRAS
 from torchboost.errors import ConfigError, IncompatibleError
 from torchboost.tuner.evidence import BenchReport
 from torchboost.tuner.table import Table, plain
@@ -40,10 +41,15 @@ def user_errors() -> Iterator[None]:
     except ImportError as error:
         if (error.name or "").partition(".")[0] == "torchboost":
             raise
-        fail(f"{error}. `torchboost doctor` shows which extras are complete.")
+        pointer = " `torchboost doctor` shows which extras are complete." if _in_an_extra(error.name) else ""
+        fail(f"{error}.{pointer}")
     except OSError as error:
         what = f"{error.filename}: " if error.filename else ""
         fail(f"{what}{error.strerror or error}")
+
+
+def _in_an_extra(package: str | None) -> bool:
+    return any((package or "").partition(".")[0] in modules for modules in EXTRAS.values())
 
 
 def print_json(data: Mapping[str, Any] | Sequence[Any]) -> None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.accumulation import Accumulator
 from torchboost.compat.wrappers import GradientAccumulation
+from torchboost.core.arguments import check_optimizer
 
 __all__ = ["AccumulatingOptimizer", "FrontOptimizer"]
 
@@ -28,8 +29,7 @@ class FrontOptimizer(Optimizer):
     """
 
     def __init__(self, opt: Optimizer) -> None:
-        if not isinstance(opt, Optimizer):
-            raise TypeError(f"opt must be a torch.optim.Optimizer, found {type(opt).__name__}.")
+        check_optimizer(opt, "opt")
         super().__init__(opt.param_groups, opt.defaults)
         self.opt = opt
         self.state = opt.state

@@ -6,7 +6,6 @@ import copy
 import weakref
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -15,6 +14,7 @@ from torchboost.algorithms.memory_format import ChannelsLast, channels_last
 from torchboost.compat.accumulating import AccumulatingOptimizer
 from torchboost.config import BoostConfig, ConfigSource
 from torchboost.core.algorithm import Attached, Scaler, Target
+from torchboost.core.arguments import check_module, check_pair, check_scaler
 from torchboost.core.covering import uncover_copy
 from torchboost.core.folding import fold_batch_norms
 from torchboost.core.wrapping import unwrap, wrapper_of
@@ -80,11 +80,13 @@ class AutoBoost:
             scaler: The ``GradScaler`` of the loop, which scales and steps as before; float16 needs one.
 
         Raises:
-            TypeError: Not a module, or not an optimizer.
+            TypeError: Not a module, not an optimizer, or not a scaler.
+            ValueError: None of the parameters of the optimizer belongs to the network.
             IncompatibleError: The network is already wrapped and the plan is not empty, or an algorithm cannot work
                 on this pair; nothing was changed.
         """
-        _check_pair(network, optimizer)
+        check_pair(network, optimizer, name="network")
+        check_scaler(scaler)
         wrapper = wrapper_of(network)
         if wrapper is not None and self.plan.algorithms:
             raise IncompatibleError(
@@ -118,8 +120,7 @@ class AutoBoost:
             TypeError: Not a module.
             ValueError: The network computes NaN or infinities, as one that diverged.
         """
-        if not isinstance(network, nn.Module):
-            raise TypeError(f"network must be a torch.nn.Module, found {type(network).__name__}.")
+        check_module(network, "network")
         if not self.plan.algorithms and (self.level == "O0" or self._config.boost.mode != "auto"):
             return network
         fast = copy.deepcopy(unwrap(network)).eval()
@@ -132,10 +133,3 @@ class AutoBoost:
     def explain(self) -> str:
         """Return what is on and what was left out, with the reasons."""
         return self.plan.explain()
-
-
-def _check_pair(network: nn.Module, optimizer: Optimizer) -> None:
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"network must be a torch.nn.Module, found {type(network).__name__}.")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, found {type(optimizer).__name__}.")

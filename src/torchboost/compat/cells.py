@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Never
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -13,7 +13,9 @@ from torchboost.compat.accumulating import AccumulatingOptimizer
 from torchboost.compat.auto_boost import observers_of
 from torchboost.compat.wrappers import GradientAccumulation
 from torchboost.core.algorithm import Target
+from torchboost.core.arguments import check_loss_fn, check_module, check_pair
 from torchboost.core.step import StepOutput, TrainStep
+from torchboost.core.wrapping import unwrap
 from torchboost.errors import IncompatibleError
 
 __all__ = ["BoostTrainOneStepCell", "WithLoss"]
@@ -26,6 +28,9 @@ class WithLoss(nn.Module):
         backbone: Called with all inputs but the last.
         loss_fn: Called with what the backbone returns and the last input (the labels).
 
+    Raises:
+        TypeError: ``backbone`` is not a module, or ``loss_fn`` cannot be called.
+
     Example:
         >>> import torch, torchboost
         >>> network = torchboost.WithLoss(torch.nn.Linear(4, 2), torch.nn.functional.cross_entropy)
@@ -33,6 +38,8 @@ class WithLoss(nn.Module):
     """
 
     def __init__(self, backbone: nn.Module, loss_fn: Callable[..., Tensor | tuple[Tensor, float]]) -> None:
+        check_module(backbone, "backbone")
+        check_loss_fn(loss_fn)
         super().__init__()
         self.backbone = backbone
         self.loss_fn = loss_fn
@@ -86,6 +93,7 @@ class BoostTrainOneStepCell:
 
     Raises:
         TypeError: ``sens`` is not a number, ``network`` no module, or ``optimizer`` no optimizer.
+        ValueError: None of the parameters of the optimizer belongs to the network.
         IncompatibleError: Gradients are to accumulate in a network that was wrapped in a way that does not allow it.
 
     Example:
@@ -96,10 +104,7 @@ class BoostTrainOneStepCell:
     """
 
     def __init__(self, network: nn.Module, optimizer: Optimizer, sens: float = 1.0) -> None:
-        if not isinstance(network, nn.Module):
-            raise TypeError(f"network must be a torch.nn.Module, found {type(network).__name__}.")
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, found {type(optimizer).__name__}.")
+        check_pair(network, optimizer, name="network")
         if isinstance(sens, bool) or not isinstance(sens, (int, float)):
             raise TypeError(f"sens must be a number, found {type(sens).__name__} {sens!r}.")
         self.network = network
@@ -118,8 +123,16 @@ class BoostTrainOneStepCell:
         self._given = GradientAccumulation(window, target.optimizer)
 
     def __call__(self, *inputs: Any) -> StepOutput:
-        """Train on one batch and return ``(loss, overflow, loss_scale)``, tensors of shape ``()``."""
-        output = self._step(*inputs)
+        """Train on one batch and return ``(loss, overflow, loss_scale)``, tensors of shape ``()``.
+
+        Raises:
+            TypeError: The network does not take these inputs, or does not return a loss.
+        """
+        try:
+            output = self._step(*inputs)
+        except TypeError as error:
+            _check_inputs(self.network, inputs, error)
+            raise
         self.updated = self._step.updated
         return output
 
@@ -173,6 +186,20 @@ class BoostTrainOneStepCell:
         :class:`~torchboost.FreezeOpt`; without any of them everything trains.
         """
         return self(*inputs).loss
+
+
+def _check_inputs(network: nn.Module, inputs: tuple[Any, ...], error: TypeError) -> None:
+    """Say what to do where the network's own ``forward`` does not take so many inputs."""
+    inner = unwrap(network)
+    try:
+        inspect.signature(inner.forward).bind(*inputs)
+    except TypeError as refusal:
+        raise TypeError(
+            f"the forward of {type(inner).__name__} does not take {len(inputs)} inputs ({refusal}); the network of a "
+            "cell returns its loss: wrap it as WithLoss(network, loss_fn), which takes the labels last."
+        ) from error
+    except ValueError:  # no signature, as of scripted modules
+        return
 
 
 def _not_in_this_version(method: str, instead: str) -> Never:

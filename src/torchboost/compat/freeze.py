@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.freeze import BlockFreeze, Pattern, freeze_blocks
 from torchboost.compat.accumulating import FrontOptimizer
+from torchboost.core.arguments import check_optimizer, check_pair
 from torchboost.core.blocks import group_starts
 from torchboost.core.freeze_schedule import Repeated
 from torchboost.core.freezing import Freezing, Prefix
@@ -76,10 +77,11 @@ class GradientFreeze:
         removes what the first one attached.
 
         Raises:
-            TypeError: ``optimizer`` is no optimizer.
+            TypeError: Not a module, or not an optimizer.
+            ValueError: None of the parameters of the optimizer belongs to the network.
             IncompatibleError: See :func:`torchboost.freeze_blocks`.
         """
-        _check_optimizer(optimizer)
+        check_pair(network, optimizer, name="network")
         if self.freezing is not None:
             self.freezing.remove()
         if self._type > 1 and self._groups is None:
@@ -167,7 +169,7 @@ class FreezeOpt(FrontOptimizer):
         train_parameter_groups: Sequence[Sequence[nn.Parameter]] | None = None,
         train_strategy: Sequence[int] | Tensor | None = None,
     ) -> None:
-        _check_optimizer(opt)
+        check_optimizer(opt, "opt")
         if train_strategy is not None and train_parameter_groups is None:
             raise ValueError("train_strategy: found one without train_parameter_groups; its indices need groups.")
         known = [p for group in opt.param_groups for p in group["params"]]
@@ -329,11 +331,6 @@ def _strategy(strategy: Any, groups: int) -> tuple[int, ...]:
     if not strategy or not all(0 <= index < groups for index in strategy):
         raise ValueError(f"train_strategy: each entry must be 0 or more and below the number of groups, {groups}.")
     return tuple(strategy)
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"the optimizer must be a torch.optim.Optimizer, found {type(optimizer).__name__}.")
 
 
 def _check(groups: int, freeze_type: int, freeze_p: float, total_steps: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchboost.core.arguments import check_module, check_optimizer, check_scaler
 from torchboost.core.wrapping import wrapper_of
 from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError
@@ -125,6 +126,9 @@ class Target:
         topology: Ranks of the job.
         seed: Source of every random decision of an algorithm; must be the same on every rank.
         observers: Told the loss of each update, of shape ``()`` and detached, before ``optimizer.step()``.
+
+    Raises:
+        TypeError: Not a module, not an optimizer, or not a scaler.
     """
 
     model: nn.Module
@@ -134,6 +138,11 @@ class Target:
     topology: Topology = field(default_factory=Topology.current)
     seed: int = 0
     observers: list[Callable[[Tensor], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_module(self.model)
+        check_optimizer(self.optimizer)
+        check_scaler(self.scaler)
 
 
 class Removable(Protocol):
@@ -280,9 +289,14 @@ def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> Attached:
     and should one fail later, those before it are removed.
 
     Raises:
+        TypeError: ``target`` is not a :class:`Target`.
         IncompatibleError: Two algorithms exclude each other, one appears twice, one cannot work on this target, or a
             model that is already wrapped still needs a transformation.
     """
+    if not isinstance(target, Target):
+        raise TypeError(
+            f"target must be a torchboost.Target, found {type(target).__name__}; attach to Target(model, optimizer)."
+        )
     chosen = sorted(algorithms, key=lambda algorithm: algorithm.traits.order)
     _check_conflicts(chosen)
     _check_wrapping(target.model, chosen)
@@ -317,5 +331,6 @@ def _check_wrapping(model: nn.Module, chosen: list[Algorithm]) -> None:
         if algorithm.needs_transform(model):
             raise IncompatibleError(
                 f"'{algorithm.name}' changes the modules of the model, but the model is already wrapped by {wrapper}. "
-                f"Call plan.transform(model) on the bare model first, then wrap it, then attach."
+                "Call boost on the bare model and wrap or compile it afterwards; with a plan: plan.transform(model) on "
+                "the bare model, then wrap it, then attach."
             )

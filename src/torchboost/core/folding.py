@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.optim import Optimizer
 
+from torchboost.core.arguments import check_module
 from torchboost.core.dataflow import evaluate, runnable, trace
 from torchboost.core.flow import Dataflow
 from torchboost.core.norm_roles import WEIGHTED
@@ -79,9 +80,11 @@ def fold_batch_norms(model: nn.Module, optimizer: Optimizer | None = None, *, sa
         sample: Input to trace and compare with; guessed from the first layer where missing.
 
     Raises:
+        TypeError: Not a module.
         IncompatibleError: The model is wrapped or sharded, or folding changed its outputs (then undone).
         ValueError: The model does not run on ``sample``.
     """
+    check_module(model)
     wrapper = wrapper_of(model)
     if wrapper is not None:
         raise IncompatibleError(f"found a model wrapped by {wrapper}; fold the bare model, then wrap it.")

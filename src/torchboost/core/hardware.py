@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["half_precision_is_fast"]
+__all__ = ["device_fault", "half_precision_is_fast"]
+
+
+def device_fault(device: torch.device | str) -> str | None:
+    """Return in one line why no tensor can be put on ``device`` here; None where one can."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        return str(error).splitlines()[0]
+    return None
 
 
 def half_precision_is_fast(device: torch.device | str) -> bool:

@@ -9,10 +9,11 @@ from torch import nn
 from torch.nn.modules import padding, pooling
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
 
 from torchboost.core.flow import Branches, Dataflow, Node
 
-__all__ = ["WEIGHTED", "Block", "Keep", "Stack", "plain_stacks", "reasons_to_stay", "residual_blocks"]
+__all__ = ["WEIGHTED", "Block", "Keep", "Stack", "plain_stacks", "reasons_to_stay", "residual_blocks", "was_trained"]
 
 Keep = Literal["last", "narrowest"]
 
@@ -42,6 +43,23 @@ class Block:
     norms: tuple[tuple[int, ...], ...]
     shortcut_norms: tuple[int, ...]
     projects: bool
+
+
+def was_trained(model: nn.Module) -> bool | None:
+    """Whether statistics or counter of some BatchNorm left their initial values; None where none keeps any.
+
+    One forward pass in training mode is enough. Values on the device ``meta`` and of lazy layers count as initial.
+    """
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    return any(_moved(norm) for norm in norms) if norms else None
+
+
+def _moved(norm: _BatchNorm) -> bool:
+    mean, variance, count = norm.running_mean, norm.running_var, norm.num_batches_tracked
+    if mean is None or variance is None or mean.is_meta or is_lazy(mean):
+        return False
+    counted = count is not None and not count.is_meta and bool(count > 0)
+    return counted or bool(mean.any()) or bool((variance != 1).any())
 
 
 def residual_blocks(flow: Dataflow) -> list[Block]:

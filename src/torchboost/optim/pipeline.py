@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Attachment
+from torchboost.core.arguments import check_optimizer
 from torchboost.errors import IncompatibleError
 
 __all__ = ["GradientPipeline", "GradientTransform", "Gradients", "PipelineAttachment"]
@@ -102,8 +103,7 @@ class GradientPipeline:
         Raises:
             TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
         """
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"found {type(optimizer).__name__}; a pipeline attaches to a torch.optim.Optimizer.")
+        check_optimizer(optimizer)
         return PipelineAttachment(optimizer, self.transforms)
 
 

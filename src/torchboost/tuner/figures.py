@@ -37,7 +37,7 @@ def step_time_figure(report: BenchReport, *, narrow: bool = False) -> str:
         narrow: Lay it out for a phone: name, bar and ratios one below the other.
     """
     width, label = (358.0, 0.0) if narrow else (1040.0, 176.0)
-    row_height, top, foot = (72.0, 0.0, 0.0) if narrow else (46.0, 34.0, 34.0)
+    row_height, top, foot = (88.0, 0.0, 0.0) if narrow else (46.0, 34.0, 34.0)
     bar_end = width - 8 if narrow else width - 376
     height = top + row_height * len(report.contestants) + foot
     longest = max(c.step_seconds.high for c in report.contestants)
@@ -48,10 +48,13 @@ def step_time_figure(report: BenchReport, *, narrow: bool = False) -> str:
     if not narrow:
         parts += _bar_axis(scale, unit, top, height - foot)
         parts += _bar_headings(report, label, bar_end, top)
-        stock = stock_of(report)
-        if stock is not None:
-            x = scale(stock.step_seconds.mid * factor)
-            parts.append(svg.element("line", x1=x, x2=x, y1=top, y2=height - foot, class_="reference"))
+    stock = stock_of(report)
+    if stock is not None:
+        x = scale(stock.step_seconds.mid * factor)
+        # On a phone there is text between the bars: the line marks each bar by itself.
+        spans = [(top + k * row_height + 22, top + k * row_height + 46) for k in range(len(report.contestants))]
+        for start, end in spans if narrow else [(top, height - foot)]:
+            parts.append(svg.element("line", x1=x, x2=x, y1=start, y2=end, class_="reference"))
     classes = colour_classes(report)
     for k, summary in enumerate(summarise(report)):
         y = top + k * row_height
@@ -121,8 +124,8 @@ def _narrow_bar(summary: Summary, scale: svg.Scale, factor: float, y: float, wid
     parts += svg.text(width, y + 18, value, anchor="end", class_="value")
     parts += _bar(contestant, scale, factor, y + 26, 16)
     pairs = ((summary.stock, "stock"), (summary.hand, "best hand"))
-    said = [f"{wording.ratio_interval(r.interval)} {name}" for r, name in pairs if r is not None]
-    return parts + svg.text(0, y + 59, " \N{MIDDLE DOT} ".join(said), class_="tick small")
+    said = [f"{wording.ratio_interval(r.interval)} against {name}" for r, name in pairs if r is not None]
+    return parts + "".join(svg.text(0, y + 59 + 16 * k, line, class_="tick small") for k, line in enumerate(said))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ NOTHING = "\N{EN DASH}"
 FULL_WIDTH = 130
 """On a terminal with fewer columns the table leaves intervals to the sentences below it."""
 
+_MARKS = {"good": "+", "bad": "-", "open": "?"}
+
 
 @dataclass(frozen=True, slots=True)
 class Table:
@@ -113,7 +115,11 @@ def markdown(report: BenchReport) -> str:
     lines.append("|" + "|".join([" --- ", *[" ---: "] * (len(table.headings) - 1)]) + "|")
     lines += ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in table.rows]
     lines.append("")
-    lines += [f"- {_cell(verdict.text)}" for group in verdicts(report).values() for verdict in group]
+    lines += [
+        f"- **{_MARKS[verdict.tone]}** {_cell(verdict.text)}"
+        for group in verdicts(report).values()
+        for verdict in group
+    ]
     lines += [f"- Note: {_cell(note)}" for note in report.notes]
     lines += [
         "",
@@ -136,9 +142,6 @@ def print_report(report: BenchReport, file: TextIO | None = None) -> None:
         _print_plain(report, output)
     else:
         _print_rich(report, output)
-
-
-_MARKS = {"good": "+", "bad": "-", "open": "?"}
 
 
 def _print_plain(report: BenchReport, file: TextIO) -> None:

@@ -342,8 +342,8 @@ def _existing(path: Path, wanted: str) -> Path:
 
 
 def _missing(package: str, purpose: str, extra: str) -> ImportError:
-    remedy = f"pip install 'torchboost[{extra}]'" if extra else f"pip install {package}"
-    return ImportError(f"{purpose} needs {package}, which is not installed; install it with: {remedy}")
+    remedy = f"from the folder of the project: pip install '.[{extra}]'" if extra else f"with: pip install {package}"
+    return ImportError(f"{purpose} needs {package}, which is not installed; install it {remedy}")
 
 
 def _parquet(path: Path, split: str) -> Mapping[str, Sequence[Any]]:

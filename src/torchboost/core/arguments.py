@@ -1,0 +1,68 @@
+"""What every way in checks of its arguments before anything is changed."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = ["check_loss_fn", "check_module", "check_optimizer", "check_pair", "check_scaler"]
+
+_SCALER = ("scale", "unscale_", "step", "update", "get_scale")
+
+
+def check_module(value: Any, name: str = "model") -> None:
+    """Raise ``TypeError`` unless ``value`` is a module; ``name`` is what the caller calls it."""
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"{name} must be a torch.nn.Module, found {_found(value)}.")
+
+
+def check_optimizer(value: Any, name: str = "optimizer") -> None:
+    """Raise ``TypeError`` unless ``value`` is an optimizer."""
+    if not isinstance(value, Optimizer):
+        raise TypeError(f"{name} must be a torch.optim.Optimizer, found {_found(value)}.")
+
+
+def check_pair(model: Any, optimizer: Any, *, name: str = "model") -> None:
+    """Check both, and that the optimizer updates something of the model.
+
+    Raises:
+        TypeError: Not a module, or not an optimizer.
+        ValueError: No parameter of the optimizer belongs to the model.
+    """
+    check_module(model, name)
+    check_optimizer(optimizer)
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if held.isdisjoint(id(param) for param in model.parameters()):
+        raise ValueError(
+            f"none of the {len(held)} parameters of the optimizer belongs to the {name}, a {type(model).__name__}; "
+            f"build the optimizer from the parameters of this {name}, after they were last replaced."
+        )
+
+
+def check_scaler(value: Any) -> None:
+    """Raise ``TypeError`` unless ``value`` is None or has the methods of a ``GradScaler`` that a step calls."""
+    if value is None:
+        return
+    missing = [name for name in _SCALER if not callable(getattr(value, name, None))]
+    if missing or isinstance(value, type):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, or have its methods, found {_found(value)}.")
+
+
+def check_loss_fn(value: Any) -> None:
+    """Raise ``TypeError`` unless ``value`` is a function, or an object that is called like one."""
+    if not callable(value):
+        raise TypeError(f"loss_fn must be a function of outputs and targets, found {_found(value)}.")
+    if isinstance(value, type):
+        raise TypeError(f"loss_fn must be a function of outputs and targets, found the class; give {value.__name__}().")
+
+
+def _found(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if value is None:
+        return "None"
+    shown = f" {reprlib.repr(value)}" if isinstance(value, (bool, int, float, str)) else ""
+    return f"{type(value).__name__}{shown}"
