@@ -17,9 +17,9 @@ from torchboost.tuner.stopwatch import Clock, environment
 from torchboost.workloads.contestants import Recipe, build_loop
 from torchboost.workloads.jobs import Job, find_job
 
-JOBS = ("cifar10-resnet-bottleneck", "cifar10-resnet-bottleneck-small")
+JOBS = ("cifar10-resnet-bottleneck",)
 CONTESTANTS = ("stock", "hand", "O1", "O2")
-STEPS = 300
+STEPS = 200
 WARMUP = 3
 """Steps before the run, for allocation and the choice of kernels; their weights are part of the run like any others."""
 

@@ -187,6 +187,13 @@ def _compile_unproven(facts: Facts) -> str | None:
 
 
 def _freeze_unproven(facts: Facts) -> str | None:
+    if facts.convolutions == 0:
+        return "measured on convolutional networks only; ask for it with extra.grad_freeze"
+    if facts.world_size > 1:
+        return (
+            "DistributedDataParallel must then be built with find_unused_parameters=True; do so and ask for it with "
+            "extra.grad_freeze"
+        )
     if facts.total_steps is None:
         return "it must know the length of the run: say how many updates in grad_freeze.total_steps"
     return None
@@ -258,9 +265,21 @@ _SYSTEM: dict[str, Mapping[str, Any]] = {
 LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "O0": MappingProxyType({}),
-        "O1": MappingProxyType({**_SYSTEM, "less_bn": {"keep": "narrowest"}, "gradient_centralization": {}}),
+        "O1": MappingProxyType(
+            {
+                **_SYSTEM,
+                "less_bn": {"keep": "narrowest"},
+                "gradient_centralization": {},
+                "grad_freeze": {"pattern": "progressive", "full_share": 0.5},
+            }
+        ),
         "O2": MappingProxyType(
-            {**_SYSTEM, "less_bn": {"keep": "narrowest", "blocks_per_norm": 8}, "gradient_centralization": {}}
+            {
+                **_SYSTEM,
+                "less_bn": {"keep": "narrowest", "blocks_per_norm": 8},
+                "gradient_centralization": {},
+                "grad_freeze": {"pattern": "progressive", "full_share": 0.3},
+            }
         ),
     }
 )
