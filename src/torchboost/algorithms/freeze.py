@@ -67,6 +67,11 @@ class GuidedFreezing(Freezing):
         self._window, self._start, self._most = window, start, most
         super().__init__(model, optimizer, prefixes, lambda step: self.index, norms=norms, fast=fast)
 
+    @property
+    def graphs(self) -> int:
+        """The largest number of different prefixes: so many graphs a compiled model may need for training."""
+        return self._most + 1
+
     def observe(self, loss: Tensor) -> None:
         """Take note of the loss of an update; ``TrainStep`` tells it, a loop of one's own must.
 

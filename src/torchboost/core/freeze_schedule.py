@@ -26,6 +26,11 @@ class Switches:
     steps: tuple[int, ...]
     indices: tuple[int, ...]
 
+    @property
+    def prefixes(self) -> int:
+        """How many different numbers of frozen groups there are, 0 included."""
+        return len(self.indices) + 1
+
     def __call__(self, step: int) -> int:
         """Return how many groups are frozen at an update, counted from 0."""
         at = bisect_right(self.steps, step)
@@ -41,6 +46,11 @@ class Repeated:
     """
 
     indices: tuple[int, ...]
+
+    @property
+    def prefixes(self) -> int:
+        """How many different numbers of frozen groups there are."""
+        return len(set(self.indices))
 
     def __call__(self, step: int) -> int:
         """Return how many groups are frozen at an update, counted from 0."""

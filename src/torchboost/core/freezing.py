@@ -145,6 +145,11 @@ class Freezing(Attachment):
         """The parameters that are frozen now by this attachment."""
         return tuple(p for p in self._prefixes[self.index].parameters if p in self._ours)
 
+    @property
+    def graphs(self) -> int:
+        """How many different prefixes the schedule has: so many graphs a compiled model needs for training."""
+        return getattr(self._schedule, "prefixes", len(self._prefixes))
+
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates, and how many parameters are frozen at it, as a check."""
         return {"step": self.step, "frozen": len(self.frozen)}
