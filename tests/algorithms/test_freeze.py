@@ -53,7 +53,7 @@ def batch(step: int, size: int = 8):
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_resume_at_every_step_is_bit_identical(pattern, norms, window):
     more = {"window": window, "total_steps": 12 // window}
-    more |= {"threshold": 10.0, "tolerance": 0.01} if pattern == "guided" else {}
+    more |= {"threshold": 10.0, "tolerance": 0.1} if pattern == "guided" else {}
     model, optimizer, step = start(pattern, norms=norms, **more)
     states, indices = [], []
     for number in range(12):

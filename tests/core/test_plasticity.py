@@ -17,51 +17,71 @@ def move(group: list[nn.Parameter], share: float) -> None:
             parameter.mul_(1 + share)
 
 
-def test_a_leading_group_that_moves_less_than_the_average_is_frozen():
-    parameters = groups()
-    plasticity = Plasticity(parameters, threshold=1.0, tolerance=0.1)
-    for group, share in zip(parameters, (0.01, 0.2, 0.3), strict=True):
-        move(group, share)
-    assert plasticity.decide(0) == 1
-    assert plasticity.measured == pytest.approx([0.01, 0.2, 0.3], rel=1e-4)
+def windows(plasticity: Plasticity, parameters: list[list[nn.Parameter]], *shares: tuple[float, ...]) -> list[int]:
+    """Move the groups by ``shares`` in one window after the other; what is decided at the end of each."""
+    frozen, decided = 0, []
+    for window in shares:
+        for group, share in zip(parameters, window, strict=True):
+            move(group, share)
+        frozen = plasticity.decide(frozen)
+        decided.append(frozen)
+    return decided
 
 
-def test_one_that_moves_more_goes_on_training_whatever_comes_behind_it():
+def test_a_leading_group_that_slowed_down_more_than_the_average_is_frozen():
     parameters = groups()
     plasticity = Plasticity(parameters, threshold=1.0, tolerance=0.1)
-    for group, share in zip(parameters, (0.3, 0.01, 0.2), strict=True):
-        move(group, share)
-    assert plasticity.decide(0) == 0
+    assert windows(plasticity, parameters, (0.4, 0.2, 0.1), (0.1, 0.1, 0.1)) == [0, 1]
+    distances = [(0.4, 1.4 * 0.1), (0.2, 1.2 * 0.1), (0.1, 1.1 * 0.1)]
+    expected = [last / max(first, last) for first, last in distances]
+    assert plasticity.measured == pytest.approx(expected, rel=1e-4)
+
+
+def test_one_that_is_as_lively_goes_on_training_whatever_comes_behind_it():
+    parameters = groups()
+    plasticity = Plasticity(parameters, threshold=1.0, tolerance=0.1)
+    assert windows(plasticity, parameters, (0.1, 0.4, 0.1), (0.1, 0.01, 0.1), (0.1, 0.01, 0.1)) == [0, 0, 0]
+
+
+def test_nothing_is_known_after_one_window():
+    parameters = groups()
+    plasticity = Plasticity(parameters, threshold=1.0, tolerance=0.1)
+    assert windows(plasticity, parameters, (0.01, 0.4, 0.3)) == [0]
 
 
 def test_the_threshold_is_a_multiple_of_the_average():
-    for threshold, frozen in ((0.4, 0), (0.6, 1)):
+    for threshold, frozen in ((0.4, 0), (0.8, 1)):
         parameters = groups(2)
         plasticity = Plasticity(parameters, threshold=threshold, tolerance=0.1)
-        for group, share in zip(parameters, (0.1, 0.3), strict=True):
-            move(group, share)
-        assert plasticity.decide(0) == frozen
+        assert windows(plasticity, parameters, (1.0, 0.1), (0.25, 0.2))[-1] == frozen
+
+
+def test_it_may_be_told_to_measure_only():
+    parameters = groups(2)
+    plasticity = Plasticity(parameters, threshold=10.0, tolerance=0.1)
+    move(parameters[0], 0.1)
+    assert plasticity.decide(0, may_freeze=False) == 0
+    assert plasticity.measured == [1.0, 0.0]
 
 
 def test_the_last_group_is_never_frozen():
     parameters = groups(2)
     plasticity = Plasticity(parameters, threshold=10.0, tolerance=0.1)
-    assert plasticity.decide(0) == 1
-    assert plasticity.decide(1) == 1
+    assert windows(plasticity, parameters, (0.1, 0.1), (0.1, 0.1), (0.1, 0.1)) == [1, 1, 1]
 
 
 def test_a_rising_loss_trains_everything_again_and_then_waits():
-    plasticity = Plasticity(groups(4), threshold=10.0, tolerance=0.1)
-    plasticity.observe(torch.tensor(1.0))
-    assert plasticity.decide(0) == 1
-    plasticity.observe(torch.tensor(1.05))
-    assert plasticity.decide(1) == 2
-    plasticity.observe(torch.tensor(1.0))
-    plasticity.observe(torch.tensor(1.3))
-    assert plasticity.decide(2) == 0
-    for frozen in (0, 0, 1):
-        plasticity.observe(torch.tensor(0.9))
-        assert plasticity.decide(0) == frozen
+    parameters = groups(4)
+    plasticity = Plasticity(parameters, threshold=10.0, tolerance=0.1)
+    frozen, decided = 0, []
+    for losses in ([1.0], [1.05], [1.0, 1.3], [0.9], [0.9], [0.9]):
+        for loss in losses:
+            plasticity.observe(torch.tensor(loss))
+        for group in parameters:
+            move(group, 0.1)
+        frozen = plasticity.decide(frozen)
+        decided.append(frozen)
+    assert decided == [1, 2, 0, 0, 0, 1]
 
 
 def test_each_window_is_measured_from_its_own_start():
@@ -71,7 +91,7 @@ def test_each_window_is_measured_from_its_own_start():
     plasticity.decide(0)
     move(parameters[1], 0.1)
     plasticity.decide(0)
-    assert plasticity.measured == pytest.approx([0.0, 0.1], abs=1e-6)
+    assert plasticity.measured == [0.0, 1.0]
 
 
 def test_state_continues_in_mid_window():

@@ -100,12 +100,9 @@ class GuidedFreezing(Freezing):
 
     def _after_update(self, *_: Any) -> None:
         self.step += 1
-        if self.step < self._start:
-            return
-        if self.step == self._start:
-            self.plasticity.begin()
-        elif (self.step - self._start) % self._window == 0:
-            self._apply(min(self.plasticity.decide(self.index), self._most))
+        if self.step % self._window == 0:
+            decided = self.plasticity.decide(self.index, may_freeze=self.step > self._start)
+            self._apply(min(decided, self._most))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +115,8 @@ class BlockFreeze(Algorithm):
     - ``"interval"`` (type 1): at random updates a random number of groups, small numbers likeliest.
     - ``"progressive"`` (type 2): full training first, then groups are frozen for good from the front, on FreezeOut's
       cubic schedule, at the few moments that save most.
-    - ``"guided"`` (type 3): after full training, one leading group after the other is frozen when it changes no
-      more than the average of those that train; everything trains again when the loss rises.
+    - ``"guided"`` (type 3): after full training, one leading group after the other is frozen when its weights have
+      slowed down more than those of the average group; everything trains again when the loss rises.
     - ``"fixed"``: the first ``frozen`` groups from beginning to end, for fine-tuning.
 
     Where forward : backward is 1 : 2, freezing blocks worth the share f of a step saves at most 2 f / 3 of it.
@@ -138,7 +135,7 @@ class BlockFreeze(Algorithm):
             :func:`torchboost.core.blocks.block_costs`.
         step_seconds: Time of a full step, and
         recompile_seconds: of a compilation: the progressive pattern leaves out moments that do not repay one.
-        threshold: Guided: freeze what moves less than so many times the average.
+        threshold: Guided: freeze what has slowed down to less than so many times the average.
         tolerance: Guided: share by which the loss may rise above its lowest window mean.
         frozen: Fixed: how many groups are frozen.
         fast_prefix: Run the frozen part without autograd and with its BatchNorms folded, see

@@ -15,16 +15,18 @@ __all__ = ["Plasticity"]
 class Plasticity:
     """Decides after each window of updates how many leading groups are frozen.
 
-    The plasticity of a group is the distance its weights moved in the window, relative to their size:
-    ``|w - w0| / |w0|``. A leading group is frozen when it moved no further than ``threshold`` times the mean of the
-    groups that still train, at most one group per window, never the last one. All are trained again when the mean
-    loss of a window exceeds the lowest one so far by the share ``tolerance``; the next decision then waits for
-    two windows. After Y. Wang et al., "Egeria: Efficient DNN Training with Knowledge-Guided Layer Freezing", EuroSys
-    2023 (arXiv 2201.06227), with weights in the place of activations and no reference model.
+    The plasticity of a group is the distance its weights moved in the window, ``|w - w0|``, as a share of the
+    farthest they moved in any window so far; a learning rate that falls for all lowers it for all. A leading group is
+    frozen when its plasticity is below ``threshold`` times the mean of the groups that still train, at most one group
+    per window, never the last one. All are trained again when the mean loss of a window exceeds the lowest one so far
+    by the share ``tolerance``; the next decision then waits for two windows.
+
+    After Y. Wang et al., "Egeria: Efficient DNN Training with Knowledge-Guided Layer Freezing", EuroSys 2023
+    (arXiv 2201.06227), with weights in the place of activations and no reference model.
 
     Args:
         groups: The parameters of each group, in order of execution.
-        threshold: 1 freezes what changes less than the average.
+        threshold: 1 freezes what has slowed down more than the average.
         tolerance: Rise of the loss that re-opens everything; 0.1 is a tenth.
 
     Cost: a copy of the weights of the groups that may be frozen, one pass over them per window, and with several ranks
@@ -40,11 +42,11 @@ class Plasticity:
         self._losses = 0
         self._best = float("inf")
         self._wait = 0
+        self._farthest = [0.0] * len(self._groups)
         self.measured: list[float] = []
-        self.begin()
+        self._begin()
 
-    def begin(self) -> None:
-        """Start a window: remember the weights."""
+    def _begin(self) -> None:
         self._before = [[p.detach().clone() for p in group] for group in self._groups]
         self._loss, self._losses = None, 0
 
@@ -54,11 +56,12 @@ class Plasticity:
         self._loss = value.clone() if self._loss is None else self._loss + value
         self._losses += 1
 
-    def decide(self, frozen: int) -> int:
+    def decide(self, frozen: int, *, may_freeze: bool = True) -> int:
         """End the window, begin the next one, and return how many groups are frozen in it, of ``frozen`` so far."""
         moved, mean_loss = self._measure()
-        self.measured = moved
-        self.begin()
+        self._farthest = [max(pair) for pair in zip(self._farthest, moved, strict=True)]
+        self.measured = [now / most if most else 0.0 for now, most in zip(moved, self._farthest, strict=True)]
+        self._begin()
         if mean_loss is not None and mean_loss > self._best * (1 + self._tolerance):
             self._wait = 2
             return 0
@@ -66,8 +69,8 @@ class Plasticity:
         if self._wait:
             self._wait -= 1
             return frozen
-        training = moved[frozen:]
-        if len(training) > 1 and training[0] <= self._threshold * sum(training) / len(training):
+        training = self.measured[frozen:]
+        if may_freeze and len(training) > 1 and training[0] < self._threshold * sum(training) / len(training):
             return frozen + 1
         return frozen
 
@@ -79,6 +82,7 @@ class Plasticity:
             "losses": self._losses,
             "best": self._best,
             "wait": self._wait,
+            "farthest": list(self._farthest),
             "measured": list(self.measured),
         }
 
@@ -96,27 +100,23 @@ class Plasticity:
         ]
         self._loss = None if state["loss"] is None else state["loss"].clone()
         self._losses, self._best, self._wait = state["losses"], state["best"], state["wait"]
-        self.measured = list(state["measured"])
+        self._farthest, self.measured = list(state["farthest"]), list(state["measured"])
 
     @torch.no_grad()
     def _measure(self) -> tuple[list[float], float | None]:
-        """Relative movement of each group and the mean loss, the same on all ranks."""
+        """The distance that each group moved and the mean loss, the same on all ranks."""
         sums = []
         for group, before in zip(self._groups, self._before, strict=True):
             pairs = [(_local(p), _local(w)) for p, w in zip(group, before, strict=True)]
             sums.append(torch.stack([(p.float() - w.float()).square().sum() for p, w in pairs]).sum())
-            sums.append(torch.stack([w.float().square().sum() for _, w in pairs]).sum())
         device = sums[0].device
         loss = torch.zeros((), device=device) if self._loss is None else self._loss.to(device)
-        # Replicas all hold the same sums, shards hold parts of them; either way the ratios below come out right.
+        # Replicas all hold the same sums, shards hold parts of them; either way the shares come out right.
         figures = torch.stack([*sums, loss, torch.tensor(float(self._losses), device=device)]).double()
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(figures)
         *squares, total, count = figures.tolist()
-        moved = [
-            (change / size) ** 0.5 if size else 0.0 for change, size in zip(squares[::2], squares[1::2], strict=True)
-        ]
-        return moved, total / count if count else None
+        return [square**0.5 for square in squares], total / count if count else None
 
 
 def _local(tensor: Tensor) -> Tensor:
