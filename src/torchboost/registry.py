@@ -265,7 +265,14 @@ _SYSTEM: dict[str, Mapping[str, Any]] = {
 LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "O0": MappingProxyType({}),
-        "O1": MappingProxyType({**_SYSTEM, "less_bn": {"keep": "narrowest"}, "gradient_centralization": {}}),
+        "O1": MappingProxyType(
+            {
+                **_SYSTEM,
+                "less_bn": {"keep": "narrowest"},
+                "gradient_centralization": {},
+                "grad_freeze": {"pattern": "progressive", "full_share": 0.7},
+            }
+        ),
         "O2": MappingProxyType(
             {
                 **_SYSTEM,
