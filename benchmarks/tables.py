@@ -105,14 +105,8 @@ def from_scratch(path: Path) -> str:
         finals = [curve.metric[-1] for curve in contestant.curves]
         seconds = bootstrap_median([1 - curve.seconds[-1] / whole[curve.seed] for curve in contestant.curves])
         saved = f"{100 * seconds.mid:.0f} % ({100 * seconds.low:.0f} to {100 * seconds.high:.0f})"
-        quality = next(iter(contestant.quality), None)
-        against = (
-            ""
-            if quality is None
-            else f"{100 * quality.difference.mid:+.2f}, at worst {100 * quality.difference.low:+.2f}"
-        )
         mean = f"{100 * sum(finals) / len(finals):.2f}"
-        return (contestant.name, mean, against, "" if contestant.name in ("stock", base.name) else saved)
+        return (contestant.name, mean, worst(contestant), "" if contestant.name in ("stock", base.name) else saved)
 
     head = ("contestant", "accuracy, %", "against stock, points", "training time saved against O1+full")
     table = Table(headings=head, rows=tuple(row(c) for c in report.contestants if c.curves))
@@ -125,21 +119,13 @@ def fine_tuned(path: Path) -> str:
 
     def row(contestant: Contestant) -> tuple[str, ...]:
         finals = [curve.metric[-1] for curve in contestant.curves]
-        ratios = [f"{r.interval.mid:.2f}x ({r.interval.low:.2f} to {r.interval.high:.2f})" for r in contestant.ratios]
-        quality = next(iter(contestant.quality), None)
-        worst = (
-            ""
-            if quality is None
-            else f"{100 * quality.difference.mid:+.2f}, at worst {100 * quality.difference.low:+.2f}"
-        )
-        mean = f"{100 * sum(finals) / len(finals):.2f}"
-        return (
-            contestant.name,
-            f"{1e3 * contestant.step_seconds.mid:.1f} ms",
-            *([*ratios, "", ""][:2]),
-            mean,
-            worst(contestant),
-        )
+        against = {
+            r.baseline: f"{r.interval.mid:.2f}x ({r.interval.low:.2f} to {r.interval.high:.2f})"
+            for r in contestant.ratios
+        }
+        mean = f"{100 * sum(finals) / len(finals):.2f}" if finals else ""
+        time = f"{1e3 * contestant.step_seconds.mid:.1f} ms"
+        return (contestant.name, time, against.get("stock", ""), against.get("frozen", ""), mean, worst(contestant))
 
     head = ("contestant", "time per step", "against stock", "against frozen", "accuracy, %", "against frozen, points")
     table = Table(headings=head, rows=tuple(row(c) for c in report.contestants))
