@@ -1,5 +1,6 @@
 import copy
 import json
+import warnings
 
 import pytest
 import torch
@@ -23,8 +24,9 @@ from torchboost import (
     attach_all,
     freeze_blocks,
 )
-from torchboost.algorithms.freeze import GuidedFreezing, compiled_prefixes
+from torchboost.algorithms.freeze import GuidedFreezing
 from torchboost.core.freeze_schedule import Repeated, Switches
+from torchboost.core.freezing import compiled_prefixes
 
 PATTERNS = ("continuous", "interval", "progressive", "guided")
 
@@ -162,6 +164,22 @@ def test_a_compiled_model_gets_as_many_graphs_as_announced(pattern):
     # Training and evaluation once for each number of frozen groups, and the second batch size once for each kind.
     assert graphs <= 2 * len(seen) + 2 <= torch._dynamo.config.recompile_limit
     assert not counters["recompile_limit"]
+
+
+def test_compiling_afterwards_warns_before_the_graphs_run_out():
+    for prefixes, warned in ((None, True), (3, False)):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        freeze_blocks(model, optimizer, settings("progressive", groups=10, full_share=0.0, prefixes=prefixes))
+        model.compile(backend="eager")
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(12):
+                optimizer.step()
+        assert [str(w.message) for w in seen if "set prefixes=3" in str(w.message)] == [str(w.message) for w in seen], (
+            "nothing else warns"
+        )
+        assert len(seen) == warned
 
 
 def test_prefixes_may_be_set():

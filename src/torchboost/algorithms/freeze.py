@@ -15,27 +15,15 @@ from torchboost.core import freeze_schedule
 from torchboost.core.activation_cache import ActivationCache
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.blocks import blocks_of, group_starts
-from torchboost.core.freezing import Freezing, Norms, Prefix, check_freezable, prefixes_of
+from torchboost.core.freezing import Freezing, Norms, Prefix, check_freezable, compiled_prefixes, prefixes_of
 from torchboost.core.frozen_prefix import FastPrefix, fast_prefix
 from torchboost.core.plasticity import Plasticity
 from torchboost.core.wrapping import is_compiled, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
-__all__ = ["BlockFreeze", "GuidedFreezing", "Pattern", "compiled_prefixes", "freeze_blocks"]
+__all__ = ["BlockFreeze", "GuidedFreezing", "Pattern", "freeze_blocks"]
 
 Pattern = Literal["continuous", "interval", "progressive", "guided", "fixed"]
-
-
-def compiled_prefixes() -> int:
-    """Return how many different prefixes a compiled model can afford: 3 at torch's limit of 8 graphs.
-
-    Each set of flags is one graph for training and, as guards look at ``requires_grad`` under ``no_grad`` too, one for
-    evaluation; a last batch of another size adds one to each kind. Past ``torch._dynamo.config.recompile_limit`` torch
-    falls back to eager for good.
-    """
-    from torch._dynamo import config
-
-    return max(2, (config.recompile_limit - 2) // 2)
 
 
 class GuidedFreezing(Freezing):
@@ -129,7 +117,7 @@ class BlockFreeze(Algorithm):
         norms: Whether BatchNorms of frozen blocks go on updating their statistics (``"update"``, as in the reference)
             or run in eval mode (``"eval"``).
         prefixes: Most different numbers of frozen groups, full training included; each is one graph of a compiled
-            model. By default 3 for a compiled model (see :func:`compiled_prefixes`), 7 for a progressive pattern,
+            model. By default 3 for a compiled model, 7 for a progressive pattern,
             else no limit.
         costs: Share of the computation in each block, for the progressive pattern; equal by default. See
             :func:`torchboost.core.blocks.block_costs`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +20,7 @@ from torchboost.core.frozen_prefix import FastPrefix
 from torchboost.core.wrapping import is_compiled
 from torchboost.errors import IncompatibleError
 
-__all__ = ["Freezing", "Norms", "Prefix", "check_freezable", "prefixes_of"]
+__all__ = ["Freezing", "Norms", "Prefix", "check_freezable", "compiled_prefixes", "prefixes_of"]
 
 Norms = Literal["update", "eval"]
 
@@ -76,6 +77,18 @@ def check_freezable(model: nn.Module) -> None:
         )
 
 
+def compiled_prefixes() -> int:
+    """Return how many different prefixes a compiled model can afford: 3 at torch's limit of 8 graphs.
+
+    Each set of flags is one graph for training and, as guards look at ``requires_grad`` under ``no_grad`` too, one for
+    evaluation; a last batch of another size adds one to each kind. Past ``torch._dynamo.config.recompile_limit`` torch
+    falls back to eager for good.
+    """
+    from torch._dynamo import config
+
+    return max(2, (config.recompile_limit - 2) // 2)
+
+
 class Freezing(Attachment):
     """A frozen prefix that moves with the updates of an optimizer.
 
@@ -119,6 +132,7 @@ class Freezing(Attachment):
         self._norms = norms
         self._cuts = {m: _Cut() for prefix in prefixes for m in prefix.cut}
         self.fast = fast
+        self._counted = model is None or is_compiled(model)  # who attached it knew of the compiler
         self.step = 0
         self.index = 0
         handles: list[Removable] = [optimizer.register_step_post_hook(_untraced(self._after_update))]
@@ -181,6 +195,7 @@ class Freezing(Attachment):
         """Make ``index`` the one in force; changes only what differs."""
         if index == self.index:
             return
+        self._check_graphs()
         before, after = self._prefixes[self.index], self._prefixes[index]
         self.index = index
         was, now = set(before.parameters), set(after.parameters)
@@ -195,6 +210,20 @@ class Freezing(Attachment):
             for norm in set(before.norms) - set(after.norms):
                 norm.training = self._model.training
             self._settle_norms()
+
+    def _check_graphs(self) -> None:
+        """Warn once where the model was compiled since, and the schedule needs more graphs than torch will make."""
+        if self._counted or self._model is None or not is_compiled(self._model):
+            return
+        self._counted = True
+        if self.graphs > compiled_prefixes():
+            warnings.warn(
+                f"freezing: the model was compiled after freezing was attached, and this schedule needs {self.graphs} "
+                f"graphs for training and as many for evaluation; past torch._dynamo.config.recompile_limit torch runs "
+                f"eagerly for good. Compile first, or set prefixes={compiled_prefixes()}.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _settle_norms(self, *_: Any) -> None:
         """``model.train()`` in the loop sets every module to training; frozen norms go back to eval mode."""
