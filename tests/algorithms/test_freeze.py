@@ -339,3 +339,16 @@ def test_the_fast_path_needs_a_bare_model_and_settled_norms():
     with pytest.raises(IncompatibleError, match="set fast_prefix=False"):
         attach_all(Target(model, optimizer), [settings("fixed", norms="eval", fast_prefix=True)])
     assert all(p.requires_grad for p in model.parameters())
+
+
+def test_a_guided_checkpoint_of_another_model_changes_nothing():
+    _, _, step = start("guided", threshold=10.0, full_share=0.0, total_steps=10)
+    for number in range(3):
+        step(*batch(number))
+    state = step.attached["grad_freeze"].state_dict()
+    state["plasticity"]["before"] = state["plasticity"]["before"][:-1]
+    model, _, other = start("guided", threshold=10.0, full_share=0.0, total_steps=10)
+    with pytest.raises(ValueError, match="other groups"):
+        other.attached["grad_freeze"].load_state_dict(state)
+    assert other.attached["grad_freeze"].step == 0
+    assert all(p.requires_grad for p in model.parameters())

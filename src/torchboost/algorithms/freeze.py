@@ -77,8 +77,9 @@ class GuidedFreezing(Freezing):
         Raises:
             ValueError: The checkpoint is of another model or other groups; nothing was changed.
         """
-        super().load_state_dict(state)
+        self._checked_index(state)
         self.plasticity.load_state_dict(state["plasticity"])
+        super().load_state_dict(state)
 
     def _index_of(self, state: Mapping[str, Any]) -> int:
         index = state.get("index", 0)
@@ -117,8 +118,7 @@ class BlockFreeze(Algorithm):
         norms: Whether BatchNorms of frozen blocks go on updating their statistics (``"update"``, as in the reference)
             or run in eval mode (``"eval"``).
         prefixes: Most different numbers of frozen groups, full training included; each is one graph of a compiled
-            model. By default 3 for a compiled model, 7 for a progressive pattern,
-            else no limit.
+            model. By default 3 for a compiled model, 7 for a progressive pattern, else no limit.
         costs: Share of the computation in each block, for the progressive pattern; equal by default. See
             :func:`torchboost.core.blocks.block_costs`.
         step_seconds: Time of a full step, and
@@ -318,15 +318,15 @@ def _guided(
     fast: FastPrefix | None,
 ) -> GuidedFreezing:
     limit = (settings.prefixes or (compiled_prefixes() if is_compiled(model) else len(prefixes))) - 1
-    # One group per window: the windows that are left reach the last group at the end of the run.
-    steps = min(limit, len(prefixes) - 1)
+    most = min(limit, len(prefixes) - 1)
     # Of all groups, the last one too: what changes less than the average is judged against them.
     groups = [[p for p in after.parameters if p not in set(before.parameters)] for before, after in pairwise(prefixes)]
     inside = {p for group in groups for p in group}
     groups.append([p for p in model.parameters() if p not in inside])
     start = round(settings.full_share * settings.total_steps)
+    # One group per window: the windows that are left reach the last group at the end of the run.
     window = max(1, (settings.total_steps - start) // (len(prefixes) + 1))
     plasticity = Plasticity(groups, threshold=settings.threshold, tolerance=settings.tolerance)
     return GuidedFreezing(
-        model, optimizer, prefixes, plasticity, window=window, start=start, most=steps, norms=settings.norms, fast=fast
+        model, optimizer, prefixes, plasticity, window=window, start=start, most=most, norms=settings.norms, fast=fast
     )

@@ -174,6 +174,11 @@ class Freezing(Attachment):
         Raises:
             ValueError: These settings freeze another number of parameters at that step; nothing was changed.
         """
+        index = self._checked_index(state)
+        self.step = int(state["step"])
+        self._apply(index)
+
+    def _checked_index(self, state: Mapping[str, Any]) -> int:
         index = self._index_of(state)
         frozen = sum(p in self._ours for p in self._prefixes[index].parameters)
         if frozen != state["frozen"]:
@@ -181,8 +186,7 @@ class Freezing(Attachment):
                 f"the checkpoint froze {state['frozen']} parameters at update {state['step']}, these settings freeze "
                 f"{frozen}; attach with the settings, seed and model that the checkpoint was written with."
             )
-        self.step = int(state["step"])
-        self._apply(index)
+        return index
 
     def _index_of(self, state: Mapping[str, Any]) -> int:
         return self._schedule(int(state["step"]))
