@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,6 +36,14 @@ def _linear() -> nn.Linear:
     return nn.Linear(2, 1, bias=False)
 
 
+def _passes(sync: GradientSync, model: nn.Module, x: torch.Tensor) -> Iterator[None]:
+    """Three backward passes, of which only the last exchanges gradients; yields after each."""
+    for last in (False, False, True):
+        with contextlib.nullcontext() if last else sync.suspended():
+            model(x).sum().backward()
+        yield
+
+
 def _ddp() -> dict[str, Any]:
     rank = dist.get_rank()
     model = DistributedDataParallel(_linear())
@@ -46,14 +56,7 @@ def _ddp() -> dict[str, Any]:
     model.register_comm_hook(None, counted)
     sync = GradientSync(torch.compile(model, backend="eager"))
     x = torch.full((1, 2), float(rank + 1))
-    seen = []
-    for i in range(3):
-        if i < 2:
-            with sync.suspended():
-                model(x).sum().backward()
-        else:
-            model(x).sum().backward()
-        seen.append((len(reduced), float(model.module.weight.grad[0, 0])))
+    seen = [(len(reduced), float(model.module.weight.grad[0, 0])) for _ in _passes(sync, model, x)]
     model.zero_grad()
     with sync.suspended():
         outputs = model(x)  # on both: the forward pass of DDP may exchange bucket sizes
@@ -84,14 +87,7 @@ def _fsdp() -> tuple[list[bool], float, tuple[int, bool]]:
     fully_shard(model[0])  # the root itself is not sharded
     sync = GradientSync(torch.compile(model, backend="eager"))
     x = torch.full((1, 2), float(rank + 1))
-    reduced = []
-    for i in range(3):
-        if i < 2:
-            with sync.suspended():
-                model(x).sum().backward()
-        else:
-            model(x).sum().backward()
-        reduced.append(model[0].weight.grad is not None)
+    reduced = [model[0].weight.grad is not None for _ in _passes(sync, model, x)]
     return reduced, float(model[0].weight.grad.full_tensor()[0, 0]), (sync.ranks, sync.sharded)
 
 
