@@ -11,6 +11,7 @@ from accuracy import JOB, few, flipped_only
 from options import Options, parser, run
 from torch import nn
 from torch.optim import Optimizer
+from whole_run import side_by_side
 
 from torchboost.algorithms.freeze import BlockFreeze
 from torchboost.core.freeze_schedule import BACKWARD_SHARE
@@ -28,6 +29,7 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
     "progressive_early": {"pattern": "progressive", "full_share": 0.3},
     "guided": {"pattern": "guided", "full_share": 0.3},
 }
+CONTESTANTS = [f"O1+{name}" for name in (NO_FREEZING, *TYPES)]
 
 
 def with_freezing(level: str, added: Sequence[str], model: nn.Module, optimizer: Optimizer, total_steps: int) -> Plan:
@@ -45,10 +47,20 @@ def ceiling(settings: Mapping[str, Any], groups: int = 10) -> float:
 
 
 def measure(options: Options) -> list[Path]:
+    return [whole_runs(options), accuracy(options)]
+
+
+def whole_runs(options: Options) -> Path:
+    """Time whole runs side by side, each schedule at the length of this run."""
+    report = side_by_side(find_job(JOB), ["stock", "hand", *CONTESTANTS], options, with_freezing)
+    return report.model_copy(update={"workload": f"freeze_times-{JOB}"}).save(options.file("freeze_times", JOB))
+
+
+def accuracy(options: Options) -> Path:
     out = options.file("freeze_types", JOB)
     run_bench(
         replace(find_job(JOB), load=few if options.smoke else flipped_only),
-        contestants=["stock", f"O1+{NO_FREEZING}", *(f"O1+{name}" for name in TYPES)],
+        contestants=["stock", *CONTESTANTS],
         pairs=2 if options.smoke else 10,
         seeds=2 if options.smoke else 5,
         epochs=1 if options.smoke else 4,
@@ -65,8 +77,7 @@ def measure(options: Options) -> list[Path]:
         for name, settings in TYPES.items()
         if settings["pattern"] != "guided"
     ]
-    report.model_copy(update={"notes": list(dict.fromkeys([*report.notes, *limits]))}).save(out)
-    return [out]
+    return report.model_copy(update={"notes": list(dict.fromkeys([*report.notes, *limits]))}).save(out)
 
 
 if __name__ == "__main__":

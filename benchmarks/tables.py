@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuner.evidence import BenchReport, Contestant, Interval
-from torchboost.tuner.statistics import bootstrap_median
+from torchboost.tuner.statistics import total_ratio
 from torchboost.tuner.table import Table, result_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,18 +97,24 @@ def worst(contestant: Contestant) -> str:
 
 
 def from_scratch(path: Path) -> str:
+    """Accuracies, beside the times of whole runs side by side where those are measured."""
     report = BenchReport.load(path)
-    base = next(c for c in report.contestants if c.name == "O1+full")
-    whole = {curve.seed: curve.seconds[-1] for curve in base.curves}
+    beside = path.with_name(path.name.replace("freeze_types", "freeze_times"))
+    timed = {c.name: c for c in BenchReport.load(beside).contestants} if beside.exists() else {}
+
+    def ratio(name: str, baseline: str) -> str:
+        if name not in timed or name in (baseline, "stock"):
+            return ""
+        found = total_ratio(timed[baseline].samples, timed[name].samples)
+        return f"{found.mid:.2f}x ({found.low:.2f} to {found.high:.2f})"
 
     def row(contestant: Contestant) -> tuple[str, ...]:
         finals = [curve.metric[-1] for curve in contestant.curves]
-        seconds = bootstrap_median([1 - curve.seconds[-1] / whole[curve.seed] for curve in contestant.curves])
-        saved = f"{100 * seconds.mid:.0f} % ({100 * seconds.low:.0f} to {100 * seconds.high:.0f})"
         mean = f"{100 * sum(finals) / len(finals):.2f}"
-        return (contestant.name, mean, worst(contestant), "" if contestant.name in ("stock", base.name) else saved)
+        name = contestant.name
+        return (name, mean, worst(contestant), ratio(name, "stock"), ratio(name, "O1+full"))
 
-    head = ("contestant", "accuracy, %", "against stock, points", "training time saved against O1+full")
+    head = ("contestant", "accuracy, %", "against stock, points", "whole run against stock", "against O1+full")
     table = Table(headings=head, rows=tuple(row(c) for c in report.contestants if c.curves))
     notes = "\n".join(f"- {note}" for note in report.notes if "can be saved" in note)
     return f"{rows(table)}\n\n{notes}\n\n{origin(report, path)}"

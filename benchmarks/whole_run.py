@@ -7,6 +7,7 @@ paired with the same step of the others; a ratio is that of the summed times.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from options import Options, parser, run
@@ -14,7 +15,7 @@ from options import Options, parser, run
 from torchboost.tuner.evidence import BenchReport, Contestant, Ratio
 from torchboost.tuner.statistics import bootstrap_median, total_ratio
 from torchboost.tuner.stopwatch import Clock, environment
-from torchboost.workloads.contestants import Recipe, build_loop
+from torchboost.workloads.contestants import Planner, Recipe, build_loop, plan_for
 from torchboost.workloads.jobs import Job, find_job
 
 JOBS = ("cifar10-resnet-bottleneck",)
@@ -25,30 +26,38 @@ WARMUP = 3
 
 
 def measure(options: Options) -> list[Path]:
-    return [measure_job(find_job(name), options) for name in JOBS]
+    return [side_by_side(find_job(name), CONTESTANTS, options).save(options.file("whole_run", name)) for name in JOBS]
 
 
-def measure_job(job: Job, options: Options) -> Path:
+def side_by_side(job: Job, contestants: Sequence[str], options: Options, planner: Planner = plan_for) -> BenchReport:
+    """Train all contestants through one run, a step each in turn."""
     steps = 8 if options.smoke else STEPS
     data = job.load(options.path_for(job.name), 64 * job.batch)
-    loops = {name: build_loop(Recipe.parse(name), job, data, seed=0, steps=steps + WARMUP) for name in CONTESTANTS}
+    loops = {
+        name: build_loop(Recipe.parse(name), job, data, seed=0, steps=steps + WARMUP, planner=planner)
+        for name in contestants
+    }
     clock, order = Clock.of("cpu"), random.Random(0)
-    samples: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    setup = dict.fromkeys(contestants, 0.0)
+    samples: dict[str, list[float]] = {name: [] for name in contestants}
     done = 0
     for epoch in range(1 + (steps + WARMUP) // 64):
         for inputs, targets in data.train(job.batch, seed=0, epoch=epoch):
             if done == steps + WARMUP:
                 break
-            names = list(CONTESTANTS)
+            names = list(contestants)
             order.shuffle(names)
             for name in names:
                 begin = clock()
                 loops[name].step(inputs, targets)
+                seconds = clock() - begin
                 if done >= WARMUP:
-                    samples[name].append(clock() - begin)
+                    samples[name].append(seconds)
+                else:
+                    setup[name] += seconds
             done += 1
             options.progress("whole run", done, steps + WARMUP, job.name)
-    report = BenchReport(
+    return BenchReport(
         title=f"A whole run of {steps} steps: {job.title}, {job.model_name}",
         workload=f"whole_run-{job.name}",
         model=job.model_name,
@@ -64,10 +73,11 @@ def measure_job(job: Job, options: Options) -> Path:
                 dropped=loops[name].dropped,
                 step_seconds=bootstrap_median(times),
                 samples=times,
+                warmup_seconds=setup[name],
                 ratios=[
                     Ratio(baseline=other, interval=total_ratio(samples[other], times), pairs=steps)
                     for other in ("stock", "hand")
-                    if other != name
+                    if other != name and other in contestants
                 ],
             )
             for name, times in samples.items()
@@ -76,7 +86,6 @@ def measure_job(job: Job, options: Options) -> Path:
             "ratios are of the times of all steps together; the schedule of freezing is that of a run of this length"
         ],
     )
-    return report.save(options.file("whole_run", job.name))
 
 
 if __name__ == "__main__":

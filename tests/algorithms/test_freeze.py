@@ -17,6 +17,7 @@ from torchboost import (
     ConfigError,
     Facts,
     IncompatibleError,
+    LessBatchNorm,
     NoEffectWarning,
     Plan,
     Target,
@@ -122,8 +123,10 @@ def test_guided_freezing_waits_for_the_full_share():
         assert step.attached["grad_freeze"].index == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own, as inductor loads
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_compiled_model_gets_as_many_graphs_as_announced(pattern):
+def test_a_compiled_model_gets_as_many_graphs_as_announced(pattern, backend):
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -139,7 +142,7 @@ def test_a_compiled_model_gets_as_many_graphs_as_announced(pattern):
             return self.layers(x)
 
     net = Net()
-    net.compile(backend="aot_eager")
+    net.compile(backend=backend)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     freezing = freeze_blocks(
         net, optimizer, settings(pattern, groups=10, full_share=0.1, total_steps=24, threshold=10.0)
@@ -217,6 +220,16 @@ def test_costs_are_one_per_block():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"costs: found 2, the model has 4 blocks \(stem\.0, blocks\.0"):
         freeze_blocks(model, optimizer, BlockFreeze(pattern="progressive", costs=(0.5, 0.5)))
+
+
+def test_costs_are_refused_before_another_algorithm_changes_the_model():
+    model = BottleneckNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = [name for name, _ in model.named_modules()]
+    algorithms = [LessBatchNorm(keep="narrowest"), BlockFreeze(pattern="progressive", costs=(0.5, 0.5))]
+    with pytest.raises(ValueError, match="costs: found 2, the model has 4 blocks"):
+        attach_all(Target(model, optimizer), algorithms)
+    assert [name for name, _ in model.named_modules()] == names
 
 
 def test_more_groups_than_blocks_are_said_and_one_block_is_idle():

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchboost.core import freeze_schedule
 from torchboost.core.activation_cache import ActivationCache
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
-from torchboost.core.blocks import blocks_of, group_starts
+from torchboost.core.blocks import Block, blocks_of, group_starts
 from torchboost.core.freezing import Freezing, Norms, Prefix, check_freezable, compiled_prefixes, prefixes_of
 from torchboost.core.frozen_prefix import FastPrefix, fast_prefix
 from torchboost.core.plasticity import Plasticity
@@ -187,8 +187,10 @@ class BlockFreeze(Algorithm):
         return "the model is a single block, which always trains" if len(blocks_of(model)) < 2 else None
 
     def check(self, target: Target) -> None:
-        """Refuse what :func:`torchboost.core.freezing.check_freezable` does, and the fast path of a wrapped model."""
+        """Refuse what :func:`torchboost.core.freezing.check_freezable` does, and settings that do not fit the model."""
         check_freezable(target.model)
+        if self.costs is not None:
+            _check_costs(self.costs, blocks_of(target.model))
         wrapper = wrapper_of(target.model)
         if self.fast_prefix and wrapper is not None:
             raise IncompatibleError(
@@ -266,11 +268,8 @@ def freeze_blocks(
     """
     settings = settings if settings is not None else BlockFreeze()
     blocks = blocks_of(model)
-    if settings.costs is not None and len(settings.costs) != len(blocks):
-        raise ValueError(
-            f"costs: found {len(settings.costs)}, the model has {len(blocks)} blocks "
-            f"({', '.join(block.name for block in blocks)}); give one for each."
-        )
+    if settings.costs is not None:
+        _check_costs(settings.costs, blocks)
     starts = group_starts(len(blocks), settings.groups)
     if len(starts) < min(2, settings.groups):
         warnings.warn(
@@ -299,6 +298,14 @@ def freeze_blocks(
         norms=settings.norms,
         fast=fast,
     )
+
+
+def _check_costs(costs: Sequence[float], blocks: Sequence[Block]) -> None:
+    if len(costs) != len(blocks):
+        raise ValueError(
+            f"costs: found {len(costs)}, the model has {len(blocks)} blocks "
+            f"({', '.join(block.name for block in blocks)}); give one for each."
+        )
 
 
 def _fast_prefix(model: nn.Module, settings: BlockFreeze) -> FastPrefix:

@@ -62,7 +62,7 @@ def _cells(summary: Summary, share: bool) -> tuple[str, ...]:
         _metric(summary.final, share),
         _difference(summary, share),
         NOTHING if to_target is None else wording.seconds(to_target),
-        wording.seconds(summary.contestant.warmup_seconds),
+        wording.seconds(summary.contestant.warmup_seconds) if summary.contestant.warmup_seconds else NOTHING,
     )
 
 
