@@ -25,7 +25,7 @@ NO_FREEZING = "full"
 TYPES: Mapping[str, Mapping[str, Any]] = {
     "continuous": {"pattern": "continuous", "full_share": 0.7},
     "interval": {"pattern": "interval", "full_share": 0.7},
-    "progressive": {"pattern": "progressive", "full_share": 0.5},
+    "progressive": {"pattern": "progressive", "full_share": 0.7},
     "progressive_early": {"pattern": "progressive", "full_share": 0.3},
     "guided": {"pattern": "guided", "full_share": 0.3},
 }

@@ -7,7 +7,7 @@ carry what the transforms remember. The optimizer object, its groups and its sta
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,10 @@ from torchboost.core.algorithm import Attachment
 from torchboost.core.arguments import check_optimizer
 from torchboost.errors import IncompatibleError
 
-__all__ = ["GradientPipeline", "GradientTransform", "Gradients", "PipelineAttachment"]
+__all__ = ["GradientPipeline", "GradientTransform", "Gradients", "PipelineAttachment",
+    "check_transforms",
+    "refuse_sparse",
+]
 
 STATE_KEY = "torchboost_gradient_pipelines"
 
@@ -85,13 +88,7 @@ class GradientPipeline:
     def __init__(self, *transforms: GradientTransform) -> None:
         if not transforms:
             raise ValueError("the pipeline has no transform; give at least one, such as Centralize().")
-        for transform in transforms:
-            if isinstance(transform, type):
-                raise TypeError(f"found the class {transform.__name__}; give an instance: {transform.__name__}(...).")
-            if not callable(transform) or not isinstance(getattr(transform, "scale_free", None), bool):
-                raise TypeError(
-                    f"found {transform!r}; a transform is called with Gradients and has a boolean 'scale_free'."
-                )
+        check_transforms(transforms)
         self.transforms = transforms
 
     def __repr__(self) -> str:
@@ -257,6 +254,35 @@ class PipelineAttachment(Attachment):
             f"{', '.join(bound)} needs true gradients, but {type(optimizer).__name__} is fused and GradScaler left the "
             "loss scale in them. Call scaler.unscale_(optimizer) before scaler.step(optimizer)."
         )
+
+
+def check_transforms(transforms: Iterable[GradientTransform]) -> None:
+    """Refuse what is no transform.
+
+    Raises:
+        TypeError: Something is not a transform.
+    """
+    for transform in transforms:
+        if isinstance(transform, type):
+            raise TypeError(f"found the class {transform.__name__}; give an instance: {transform.__name__}(...).")
+        if not callable(transform) or not isinstance(getattr(transform, "scale_free", None), bool):
+            raise TypeError(
+                f"found {transform!r}; a transform is called with Gradients and has a boolean 'scale_free'."
+            )
+
+
+def refuse_sparse(transform: object, gradients: Gradients) -> None:
+    """Refuse sparse gradients before anything is changed.
+
+    Raises:
+        IncompatibleError: There is one.
+    """
+    for param, grad in zip(gradients.params, gradients.grads, strict=True):
+        if grad.layout is not torch.strided:
+            raise IncompatibleError(
+                f"{type(transform).__name__} works on dense gradients, found layout {grad.layout} for a parameter of "
+                f"shape {tuple(param.shape)}. Use sparse=False, or give it an optimizer of its own."
+            )
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:

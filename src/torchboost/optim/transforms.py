@@ -1,11 +1,10 @@
-"""Gradient transforms: centralise, decay, clip by norm, clip by value."""
+"""Gradient transforms: unscale, merge sparse rows, decay, centralise, clip by norm, clip by value."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 import torch
@@ -13,9 +12,10 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from torchboost.errors import IncompatibleError
-from torchboost.optim.pipeline import Gradients
+from torchboost.optim.options import check_number
+from torchboost.optim.pipeline import Gradients, refuse_sparse
 
-__all__ = ["Centralize", "ClipNorm", "ClipValue", "Decay"]
+__all__ = ["Centralize", "ClipNorm", "ClipValue", "Coalesce", "Decay", "Unscale"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +67,53 @@ class Centralize:
 
 
 @dataclass(frozen=True)
+class Unscale:
+    """Divide the gradients by a fixed loss scale: ``g *= 1 / scale``, sparse ones too.
+
+    For losses that are multiplied by hand; ``GradScaler`` does it by itself. Cost: a read and a write.
+
+    Args:
+        scale: What the loss was multiplied by, above 0.
+
+    Raises:
+        TypeError: Not a number.
+        ValueError: Not above 0, or not finite.
+    """
+
+    scale_free = True
+    scale: float
+
+    def __post_init__(self) -> None:
+        check_number("scale", self.scale, above=True)
+
+    def __call__(self, gradients: Gradients) -> None:
+        """Divide in place."""
+        grads = [grad._values() if grad.is_sparse else grad for grad in gradients.grads]
+        if grads:
+            torch.ops.aten._foreach_mul_(grads, 1.0 / self.scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coalesce:
+    """Merge the rows a sparse gradient names more than once; dense gradients are left alone.
+
+    Cost: sorts the row numbers; with ``dense`` a tensor of the parameter's size.
+
+    Args:
+        dense: Make the sparse gradient a dense one, for optimizers and transforms that take no other.
+    """
+
+    scale_free = True
+    dense: bool = False
+
+    def __call__(self, gradients: Gradients) -> None:
+        """Replace sparse gradients."""
+        for position, grad in enumerate(gradients.grads):
+            if grad.layout is torch.sparse_coo:
+                gradients.grads[position] = grad.to_dense() if self.dense else grad.coalesce()
+
+
+@dataclass(frozen=True)
 class Decay:
     """Add coupled (L2) weight decay to the gradients: ``g += weight_decay * w``.
 
@@ -85,16 +132,16 @@ class Decay:
     weight_decay: float
 
     def __post_init__(self) -> None:
-        _check_number("weight_decay", self.weight_decay)
+        check_number("weight_decay", self.weight_decay)
 
     def __call__(self, gradients: Gradients) -> None:
         """Add the decay in place."""
-        _refuse_sparse(self, gradients)
+        refuse_sparse(self, gradients)
         by_factor: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
         for param, grad, group in zip(gradients.params, gradients.grads, gradients.groups, strict=True):
             factor = group.get("coupled_weight_decay", self.weight_decay)
             if factor is not self.weight_decay:
-                _check_number("coupled_weight_decay", factor)
+                check_number("coupled_weight_decay", factor)
             if factor:
                 params, grads = by_factor.setdefault(factor, ([], []))
                 params.append(param)
@@ -125,15 +172,15 @@ class ClipNorm:
     error_if_nonfinite: bool = False
 
     def __post_init__(self) -> None:
-        _check_number("max_norm", self.max_norm, above=True)
+        check_number("max_norm", self.max_norm, above=True)
         if self.norm_type != math.inf:
-            _check_number("norm_type", self.norm_type, above=True)
+            check_number("norm_type", self.norm_type, above=True)
         if not isinstance(self.error_if_nonfinite, bool):
             raise TypeError(f"error_if_nonfinite: found {self.error_if_nonfinite!r}; give True or False.")
 
     def __call__(self, gradients: Gradients) -> None:
         """Clip in place."""
-        _refuse_sparse(self, gradients)
+        refuse_sparse(self, gradients)
         if not gradients.grads:
             return
         norm = get_total_norm(gradients.grads, float(self.norm_type), self.error_if_nonfinite)
@@ -158,11 +205,11 @@ class ClipValue:
     value: float
 
     def __post_init__(self) -> None:
-        _check_number("value", self.value, above=True)
+        check_number("value", self.value, above=True)
 
     def __call__(self, gradients: Gradients) -> None:
         """Clip in place."""
-        _refuse_sparse(self, gradients)
+        refuse_sparse(self, gradients)
         for grads in _by_device(gradients.grads).values():
             torch.ops.aten._foreach_clamp_min_(grads, -self.value)
             torch.ops.aten._foreach_clamp_max_(grads, self.value)
@@ -190,21 +237,3 @@ def _by_device(grads: list[Tensor]) -> dict[torch.device, list[Tensor]]:
     for grad in grads:
         devices.setdefault(grad.device, []).append(grad)
     return devices
-
-
-def _refuse_sparse(transform: object, gradients: Gradients) -> None:
-    for param, grad in zip(gradients.params, gradients.grads, strict=True):
-        if grad.layout is not torch.strided:
-            raise IncompatibleError(
-                f"{type(transform).__name__} works on dense gradients, found layout {grad.layout} for a parameter of "
-                f"shape {tuple(param.shape)}. Use sparse=False, or give it an optimizer of its own."
-            )
-
-
-def _check_number(name: str, value: object, *, above: bool = False) -> None:
-    allowed = "a finite number above 0" if above else "a finite number, at least 0"
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: found {value!r}; give {allowed}.")
-    number = float(value)
-    if not math.isfinite(number) or number < 0 or (above and number == 0):
-        raise ValueError(f"{name}: found {value!r}; give {allowed}.")

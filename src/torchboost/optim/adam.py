@@ -1,0 +1,223 @@
+"""Adam with the reference's variants; where torch has a kernel for one, the kernel is torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam as torch_adam
+
+from torchboost.optim.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.pipeline import GradientTransform
+
+__all__ = ["Adam", "AdamWeightDecay"]
+
+LATE = 1e9
+"""Update number at which both bias corrections are exactly 1."""
+
+
+class Adam(UpdateRule):
+    """Adam: ``w -= lr * m^ / (sqrt(v^) + eps)`` with moments corrected for their start at zero.
+
+    With the defaults it is ``torch.optim.Adam``, bit for bit in each of its forms (loop, ``foreach``, ``fused``), and
+    with ``decoupled_weight_decay=True`` ``torch.optim.AdamW``; checkpoints load both ways. State: ``step``,
+    ``exp_avg``, ``exp_avg_sq`` and with ``amsgrad`` ``max_exp_avg_sq``, so 8 (12) bytes per float32 weight.
+
+    Source: D. Kingma, J. Ba, "Adam: A Method for Stochastic Optimization", arXiv 1412.6980; S. Reddi et al., "On the
+    Convergence of Adam and Beyond" (``amsgrad``); I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization".
+
+    Args:
+        params: Parameters, named parameters or groups.
+        lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
+        betas: Decay of both moments, each at least 0 and below 1.
+        eps: Added to the root of the second moment, at least 0.
+        weight_decay: At least 0; added to the gradient, or taken from the weights where ``decoupled_weight_decay``. A
+            list or function like ``lr``.
+        amsgrad: Use the largest second moment so far.
+        nesterov: Use ``beta1 m + (1 - beta1) g`` in place of ``m`` (MindSpore's ``use_nesterov``).
+        decoupled_weight_decay: ``w -= lr * weight_decay * w``, as in AdamW.
+        bias_correction: False leaves the correction of the moments out.
+        eps_uncorrected: Add ``eps`` to the root of the second moment before it is corrected, as MindSpore does.
+        maximize: Go up instead of down.
+        foreach: Update lists of tensors; None chooses as torch does.
+        fused: One kernel per list of tensors, torch's.
+        capturable: Safe in a CUDA graph.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their moments in float32.
+        transforms: See :class:`~torchboost.optim.base.UpdateRule`.
+        nonfinite: See :class:`~torchboost.optim.base.UpdateRule`.
+
+    Raises:
+        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = Adam(model.parameters(), lr=1e-3, fused=True)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: Any = 0.0,
+        *,
+        amsgrad: bool = False,
+        nesterov: bool = False,
+        decoupled_weight_decay: bool = False,
+        bias_correction: bool = True,
+        eps_uncorrected: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        master_weights: bool = False,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "nesterov": nesterov,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "bias_correction": bias_correction,
+            "eps_uncorrected": eps_uncorrected,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+            "differentiable": False,
+            "master_weights": master_weights,
+        }
+        super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
+        # GradScaler then leaves unscaling to torch's kernel; with anything between, it unscales before the step.
+        if fused and not self.transforms and nonfinite == "ignore":
+            self._step_supports_amp_scaling = True
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Refuse a form that torch has no kernel for."""
+        own = [name for name in ("nesterov", "eps_uncorrected") if group.get(name)]
+        if own and (group.get("fused") or group.get("capturable")):
+            raise ValueError(f"{own[0]}: torch has no kernel for it; leave out fused and capturable.")
+
+    def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the entries of the state."""
+        return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+
+    def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a step of 0 and moments of 0."""
+        on_device = group["capturable"] or group["fused"]
+        state = {"step": torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")}
+        moments = self.state_keys(group)[1:]
+        return state | {key: torch.zeros_like(param, memory_format=torch.preserve_format) for key in moments}
+
+    def update(self, group: dict[str, Any], batch: Batch) -> None:
+        """Update in place."""
+        if group["nesterov"] or group["eps_uncorrected"]:
+            _variant(group, batch)
+            return
+        steps = batch.state("step")
+        if not group["bias_correction"]:
+            # The kernels correct by 1 - beta**step, which is 1 when step is large; the steps are counted here.
+            torch._foreach_add_(steps, 1)
+            steps = [step.new_full((), LATE) for step in steps]
+        torch_adam(
+            batch.params,
+            batch.grads,
+            batch.state("exp_avg"),
+            batch.state("exp_avg_sq"),
+            batch.state("max_exp_avg_sq") if group["amsgrad"] else [],
+            steps,
+            foreach=group["foreach"],
+            capturable=group["capturable"],
+            fused=group["fused"],
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            has_complex=any(param.is_complex() for param in batch.params),
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            amsgrad=group["amsgrad"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+
+
+class AdamWeightDecay(Adam):
+    """Adam with decoupled weight decay and no bias correction: ``w -= lr * (m / (sqrt(v) + eps) + weight_decay * w)``.
+
+    With ``bias_correction=True`` it is ``torch.optim.AdamW``, whose checkpoints it loads. Other options as in
+    :class:`Adam`.
+
+    Source: I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101; the form without
+    correction is that of BERT (J. Devlin et al., arXiv 1810.04805).
+
+    Args:
+        params: Parameters, named parameters or groups.
+        lr: Learning rate, in any form that :class:`Adam` takes.
+        betas: Decay of both moments.
+        eps: Added to the root of the second moment.
+        weight_decay: At least 0.
+        bias_correction: Correct the moments for their start at zero.
+        **options: Those of :class:`Adam`.
+
+    Raises:
+        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: Any = 0.0,
+        *,
+        bias_correction: bool = False,
+        **options: Any,
+    ) -> None:
+        options = {"decoupled_weight_decay": True, "bias_correction": bias_correction} | options
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
+
+
+def _variant(group: Mapping[str, Any], batch: Batch) -> None:
+    """The forms torch has no kernel for: Nesterov's numerator, epsilon before the correction."""
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    lr, decay = float(group["lr"]), float(group["weight_decay"])
+    params, grads = ([torch.view_as_real(t) if t.is_complex() else t for t in ts] for ts in (batch.params, batch.grads))
+    mean, square, steps = batch.state("exp_avg"), batch.state("exp_avg_sq"), batch.state("step")
+    mean, square = ([torch.view_as_real(t) if t.is_complex() else t for t in ts] for ts in (mean, square))
+    if group["maximize"]:
+        grads = list(torch._foreach_neg(grads))
+    torch._foreach_add_(steps, 1)
+    if decay and group["decoupled_weight_decay"]:
+        torch._foreach_mul_(params, 1 - lr * decay)
+    elif decay:
+        grads = list(torch._foreach_add(grads, params, alpha=decay))
+    torch._foreach_lerp_(mean, grads, 1 - beta1)
+    torch._foreach_mul_(square, beta2)
+    torch._foreach_addcmul_(square, grads, grads, 1 - beta2)
+    if group["amsgrad"]:
+        largest = [torch.view_as_real(t) if t.is_complex() else t for t in batch.state("max_exp_avg_sq")]
+        torch._foreach_maximum_(largest, square)
+        square = largest
+    ahead = torch._foreach_lerp(mean, grads, 1 - beta1) if group["nesterov"] else mean
+    corrected = group["bias_correction"]
+    first = [1 - beta1 ** float(step) if corrected else 1.0 for step in steps]
+    second = [(1 - beta2 ** float(step)) ** 0.5 if corrected else 1.0 for step in steps]
+    root = torch._foreach_sqrt(square)
+    if group["eps_uncorrected"]:
+        torch._foreach_add_(root, group["eps"])
+        sizes = [-lr * s / f for f, s in zip(first, second, strict=True)]
+    else:
+        torch._foreach_div_(root, second)
+        torch._foreach_add_(root, group["eps"])
+        sizes = [-lr / f for f in first]
+    torch._foreach_addcdiv_(params, ahead, root, sizes)

@@ -1,0 +1,117 @@
+"""LARS: momentum with each layer's gradient scaled to the size of its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchboost.optim.base import Batch
+from torchboost.optim.options import check_number
+from torchboost.optim.pipeline import Gradients, refuse_sparse
+from torchboost.optim.sgd import SGD
+
+__all__ = ["LARS", "TrustRatio"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrustRatio:
+    """Replace each gradient by ``c * (g + weight_decay * w)`` with ``c = coefficient |w| / (|g| + weight_decay |w| + eps)``.
+
+    Works in front of any optimizer, whose own weight decay must then be 0. ``c`` is 1 where ``|w|`` or ``|g|`` is 0.
+    Groups with ``adapt=False`` are left alone, decay and all.
+    Cost: one read of weights and gradients for the norms, one more of both and a write for the rest.
+
+    Source: Y. You, I. Gitman, B. Ginsburg, "Large Batch Training of Convolutional Networks", arXiv 1708.03888.
+
+    Args:
+        coefficient: Trust in a layer's step, above 0.
+        weight_decay: At least 0; None takes that of the param group.
+        eps: Added to the denominator, at least 0.
+        clip: Limit the rate of a layer, ``c * lr``, to that of the group: ``c = min(c / lr, 1)``.
+        vectors: Adapt parameters of one axis too (biases, norms); False leaves them alone, decay and all.
+
+    Raises:
+        TypeError, ValueError: A setting that is not a number in its range.
+    """
+
+    scale_free = False
+    coefficient: float = 0.001
+    weight_decay: float | None = 0.0
+    eps: float = 1e-8
+    clip: bool = False
+    vectors: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("coefficient", self.coefficient, above=True)
+        if self.weight_decay is not None:
+            check_number("weight_decay", self.weight_decay)
+        check_number("eps", self.eps)
+
+    def __call__(self, gradients: Gradients) -> None:
+        """Scale in place."""
+        refuse_sparse(self, gradients)
+        entries = zip(gradients.params, gradients.grads, gradients.groups, strict=True)
+        chosen = [entry for entry in entries if entry[2].get("adapt", True) and (self.vectors or entry[0].ndim > 1)]
+        if not chosen:
+            return
+        params, grads, groups = (list(column) for column in zip(*chosen, strict=True))
+        decays = [group["weight_decay"] if self.weight_decay is None else self.weight_decay for group in groups]
+        sizes, slopes = torch._foreach_norm(params), torch._foreach_norm(grads)
+        for param, grad, group, decay, size, slope in zip(params, grads, groups, decays, sizes, slopes, strict=True):
+            factor = self._factor(size, slope, decay, group)
+            if decay:
+                grad.add_(param, alpha=decay)
+            grad.mul_(factor)
+
+    def _factor(self, size: Tensor, slope: Tensor, decay: float, group: dict[str, Any]) -> Tensor:
+        ratio = self.coefficient * size / (slope + decay * size + self.eps)
+        if self.clip:
+            ratio = (ratio / group["lr"]).clamp(max=1.0)
+        return torch.where((size > 0) & (slope > 0), ratio, torch.ones_like(ratio))
+
+
+class LARS(SGD):
+    """SGD with momentum behind :class:`TrustRatio`: layer-wise adaptive rates for large batches.
+
+    Args:
+        params: Parameters, named parameters or groups; a group may set ``adapt=False``.
+        lr: Learning rate, in any form that :class:`~torchboost.optim.sgd.SGD` takes.
+        momentum: At least 0.
+        weight_decay: At least 0.
+        coefficient: Trust in a layer's step, above 0.
+        eps: Added to the denominator.
+        clip: Limit the rate of a layer to that of the group.
+        vectors: Adapt biases and norms too.
+        **options: Those of :class:`~torchboost.optim.sgd.SGD`; its ``transforms`` come before.
+
+    Raises:
+        TypeError, ValueError: An option that makes no sense.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = LARS(model.parameters(), lr=1.0, weight_decay=1e-4)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        momentum: float = 0.9,
+        weight_decay: Any = 0.0,
+        *,
+        coefficient: float = 0.001,
+        eps: float = 1e-8,
+        clip: bool = False,
+        vectors: bool = False,
+        **options: Any,
+    ) -> None:
+        ratio = TrustRatio(coefficient=coefficient, weight_decay=None, eps=eps, clip=clip, vectors=vectors)
+        transforms = (*options.pop("transforms", ()), ratio)
+        super().__init__(params, lr, momentum, 0.0, weight_decay, transforms=transforms, **options)
+
+    def update(self, group: dict[str, Any], batch: Batch) -> None:
+        """Update in place; the decay is in the gradients already."""
+        super().update({**group, "weight_decay": 0.0}, batch)

@@ -1,0 +1,141 @@
+"""Stochastic gradient descent, with and without momentum; the kernels are torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.sgd import sgd as torch_sgd
+
+from torchboost.optim.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.pipeline import GradientTransform
+
+__all__ = ["SGD", "Momentum"]
+
+
+class SGD(UpdateRule):
+    """``a = momentum * a + (1 - dampening) * g``, ``w -= lr * a``; the first ``a`` is ``g``.
+
+    It is ``torch.optim.SGD``, bit for bit in each of its forms, and checkpoints load both ways; MindSpore's ``SGD`` is
+    the same rule. State: ``momentum_buffer`` where ``momentum`` is above 0, 4 bytes per float32 weight.
+
+    Args:
+        params: Parameters, named parameters or groups.
+        lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
+        momentum: At least 0.
+        dampening: Taken from the gradient's share from the second update on.
+        weight_decay: Added to the gradient, at least 0; a list or function like ``lr``.
+        nesterov: ``w -= lr * (g + momentum * a)``; needs a momentum and no dampening.
+        maximize: Go up instead of down.
+        foreach: Update lists of tensors; None chooses as torch does.
+        fused: One kernel per list of tensors, torch's.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the momentum in float32.
+        transforms: See :class:`~torchboost.optim.base.UpdateRule`.
+        nonfinite: See :class:`~torchboost.optim.base.UpdateRule`.
+
+    Raises:
+        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = SGD(model.parameters(), lr=lambda update: 0.1 / (1 + update), momentum=0.9)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: Any = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        master_weights: bool = False,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+            "differentiable": False,
+            "master_weights": master_weights,
+        }
+        super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
+        if fused and not self.transforms and nonfinite == "ignore":
+            self._step_supports_amp_scaling = True
+
+    def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        """Sparse gradients are welcome where there is nothing dense about the rule."""
+        if group["momentum"] or group["weight_decay"] or group["fused"] or group["foreach"]:
+            super().check_grad(param, grad, group)
+
+    def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the entries of the state."""
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return no buffer: the first gradient becomes it."""
+        return dict.fromkeys(self.state_keys(group))
+
+    def update(self, group: dict[str, Any], batch: Batch) -> None:
+        """Update in place."""
+        buffers = [state.get("momentum_buffer") for state in batch.states]
+        torch_sgd(
+            batch.params,
+            batch.grads,
+            buffers,
+            has_sparse_grad=any(grad.layout is not torch.strided for grad in batch.grads),
+            foreach=group["foreach"],
+            fused=group["fused"],
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+        )
+        if group["momentum"]:
+            for state, buffer in zip(batch.states, buffers, strict=True):
+                state["momentum_buffer"] = buffer
+
+
+class Momentum(SGD):
+    """SGD with momentum: ``a = momentum * a + g``, ``w -= lr * a``, or with ``nesterov`` ``w -= lr * (g + momentum * a)``.
+
+    MindSpore's ``Momentum`` is this rule; its ``use_nesterov`` is ignored on CPU there, and works here.
+
+    Args:
+        params: Parameters, named parameters or groups.
+        lr: Learning rate, in any form that :class:`SGD` takes.
+        momentum: At least 0.
+        weight_decay: Added to the gradient, at least 0.
+        nesterov: See above.
+        **options: Those of :class:`SGD`.
+
+    Raises:
+        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        momentum: float = 0.9,
+        weight_decay: Any = 0.0,
+        nesterov: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, momentum, 0.0, weight_decay, nesterov, **options)
