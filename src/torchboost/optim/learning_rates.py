@@ -1,0 +1,236 @@
+"""What may be given as ``lr``, and schedules under torch's ``LRScheduler``."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchboost.optim.schedules import Schedule, each, function, number, whole
+
+__all__ = ["Listed", "ScheduleLR", "factor", "resolve_lr"]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Entry t at update t, counted from 0; asking beyond the end raises ``IndexError``.
+
+    Args:
+        rates: Learning rates, at least one.
+
+    Raises:
+        TypeError: Not a sequence of numbers.
+        ValueError: Empty, or a rate is negative or not finite.
+
+    Example:
+        >>> Listed([0.1, 0.2])(1)
+        0.2
+    """
+
+    rates: Sequence[float]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rates", _entries("rates", self.rates))
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate at an update, counted from 0."""
+        if whole("step", step, least=0) >= len(self.rates):
+            raise IndexError(
+                f"the list of rates ended at step {len(self.rates) - 1}, and step {step} was asked for (counted from "
+                f"0; it has {len(self.rates)} entries). Give one entry per update, or a schedule; a number or a 0-d "
+                "tensor stays as it is."
+            )
+        return self.rates[step]
+
+
+@dataclass(frozen=True)
+class _Checked:
+    schedule: Callable[[int], Any]
+    name: str
+
+    def __call__(self, step: int) -> float:
+        rate = self.schedule(step)
+        if isinstance(rate, (Tensor, np.ndarray)) and rate.ndim == 0:
+            rate = rate.item()
+        return number(f"{self.name} at step {step}", rate)
+
+
+def resolve_lr(value: Any, *, name: str = "lr") -> Schedule | None:
+    """Return what gives the learning rate at each update, or None where the value stays as it is.
+
+    Args:
+        value: A number or a 0-d tensor: fixed, the result is None. A list, tuple, 1-d tensor or 1-d array: entry t at
+            update t. A function of the step: called at each update, and what it returns is checked.
+        name: What messages call it, such as ``"weight_decay"``.
+
+    Raises:
+        TypeError: Nothing of these, or an entry is not a number.
+        ValueError: A number is negative or not finite, a list is empty, or a tensor has more than one axis. The result
+            raises it too when the function returns such a number, and ``IndexError`` past the end of a list.
+
+    Example:
+        >>> resolve_lr(1e-3) is None
+        True
+        >>> resolve_lr([0.3, 0.2, 0.1])(1)
+        0.2
+        >>> resolve_lr(lambda step: 0.5**step)(2)
+        0.25
+    """
+    if isinstance(value, (Listed, _Checked)):
+        return value
+    if isinstance(value, (Tensor, np.ndarray)):
+        if value.ndim > 1:
+            raise ValueError(
+                f"{name}: found a tensor of shape {tuple(value.shape)}; give a 0-d tensor, or a 1-d one with one entry "
+                "per update."
+            )
+        value = value.tolist()
+    if callable(value):
+        return _Checked(function(name, value), name)
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return Listed(_entries(name, value))
+    try:
+        number(name, value)
+    except TypeError:
+        raise TypeError(
+            f"{name}: found {reprlib.repr(value)}; give a number, a list or 1-d tensor with one entry per update, or a "
+            "function of the step."
+        ) from None
+    return None
+
+
+class ScheduleLR(LRScheduler):
+    """Set the learning rates of an optimizer from schedules, as absolute values.
+
+    Call :meth:`step` after each update that really happened. A tensor ``lr`` is filled in place, so that compiled,
+    capturable and fused optimizers see the change. The state holds numbers only: give the same schedules again and
+    load it, before or after the state of the optimizer; ``{"last_epoch": step}`` is enough.
+
+    Args:
+        optimizer: Its groups get the rates.
+        schedule: One for all groups, also for those added later, or a list with one per group. It replaces what the
+            groups had; to scale their own rates, use torch's ``LambdaLR`` with :func:`factor`. After a list (see
+            :class:`Listed`) one more :meth:`step` is allowed, as loops end with it; the next raises ``IndexError``.
+        last_epoch: Updates done before, minus 1.
+
+    Raises:
+        TypeError: Not an optimizer, or something that is not a schedule.
+        ValueError: Another number of schedules than groups, ``last_epoch`` below -1, or a rate out of range.
+
+    Example:
+        >>> import torch
+        >>> from torchboost.optim.schedules import CosineDecay
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        >>> scheduler = ScheduleLR(optimizer, CosineDecay(0.2, decay_steps=2))
+        >>> for _ in range(2):
+        ...     print(scheduler.get_last_lr())
+        ...     optimizer.step()
+        ...     scheduler.step()
+        [0.2]
+        [0.1]
+    """
+
+    def __init__(self, optimizer: Optimizer, schedule: Schedule | Sequence[Schedule], last_epoch: int = -1) -> None:
+        self._schedules = _one_or_each(schedule)
+        whole("last_epoch", last_epoch, least=-1)
+        if last_epoch >= 0 and isinstance(optimizer, Optimizer):
+            # torch wants this key then; a schedule of absolute values resumes without it.
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", _copied(group["lr"]))
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the learning rate of every group at update ``last_epoch``."""
+        groups = len(self.optimizer.param_groups)
+        if not isinstance(self._schedules, tuple):
+            return [_rate(self._schedules, self.last_epoch)] * groups
+        if len(self._schedules) != groups:
+            raise ValueError(f"found {len(self._schedules)} schedules and {groups} param groups; give one for each.")
+        return [_rate(schedule, self.last_epoch) for schedule in self._schedules]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the scheduler stands, without the schedules."""
+        return {key: value for key, value in super().state_dict().items() if key != "_schedules"}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where another scheduler stood, and set the learning rates of that update.
+
+        Raises:
+            ValueError: No ``last_epoch`` in it, or one below 0.
+        """
+        if "last_epoch" not in state_dict:
+            raise ValueError(f"state_dict: found the keys {sorted(state_dict)}; give one with 'last_epoch'.")
+        whole("last_epoch", state_dict["last_epoch"], least=0)
+        super().load_state_dict({key: value for key, value in state_dict.items() if key in self.state_dict()})
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        self._last_lr = [_copied(group["lr"]) for group in self.optimizer.param_groups]
+
+
+def factor(schedule: Schedule, *, base: float | None = None) -> Callable[[int], float]:
+    """Return a schedule as a factor of ``base``, for torch's ``LambdaLR``, which multiplies each group's own rate.
+
+    Args:
+        schedule: Learning rates.
+        base: Learning rate that counts as 1, above 0; None takes that of update 0.
+
+    Raises:
+        TypeError: Not a schedule, or not a number.
+        ValueError: ``base`` is 0, negative or not finite, or is not given and the schedule begins at 0.
+
+    Example:
+        >>> from torchboost.optim.schedules import CosineDecay
+        >>> half = factor(CosineDecay(0.2, decay_steps=2))
+        >>> half(0), half(1)
+        (1.0, 0.5)
+    """
+    rates = _Checked(function("schedule", schedule), "schedule")
+    one = rates(0) if base is None else number("base", base)
+    if one == 0:
+        given = "the schedule begins at 0" if base is None else "found 0"
+        raise ValueError(f"base: {given}; give the learning rate that counts as 1, such as the highest.")
+
+    # A function, not an object: LambdaLR would save the attributes of an object.
+    def at(step: int) -> float:
+        return rates(step) / one
+
+    return at
+
+
+def _one_or_each(schedule: Any) -> Schedule | tuple[Schedule, ...]:
+    if not isinstance(schedule, (list, tuple)):
+        return _Checked(function("schedule", schedule), "schedule")
+    return tuple(_Checked(one, f"schedule[{i}]") for i, one in enumerate(each("schedule", schedule, function)))
+
+
+def _rate(schedule: Schedule, step: int) -> float:
+    """Return the rate; after the last update of a list, where none may follow, the last one."""
+    try:
+        return schedule(step)
+    except IndexError as ended:
+        if step == 0:
+            raise
+        try:
+            return schedule(step - 1)
+        except IndexError:
+            raise ended from None
+
+
+def _entries(name: str, values: Any) -> tuple[float, ...]:
+    rates = each(name, values, number)
+    if not rates:
+        raise ValueError(f"{name}: found an empty list; give one entry per update.")
+    return rates
+
+
+def _copied(lr: float | Tensor) -> float | Tensor:
+    return lr.clone() if isinstance(lr, Tensor) else lr

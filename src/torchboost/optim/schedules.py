@@ -1,0 +1,397 @@
+"""Learning rates as pure functions of the update, counted from 0: a resumed run needs nothing but the step."""
+
+from __future__ import annotations
+
+import math
+import operator
+import reprlib
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
+from itertools import pairwise
+from numbers import Real
+from typing import Any
+
+__all__ = [
+    "Constant",
+    "CosineDecay",
+    "ExponentialDecay",
+    "InverseDecay",
+    "NaturalExponentialDecay",
+    "PerEpoch",
+    "PiecewiseConstant",
+    "PolynomialDecay",
+    "Schedule",
+    "Warmup",
+    "as_list",
+]
+
+Schedule = Callable[[int], float]
+"""Any function from the update, counted from 0, to the learning rate. Those below are values: comparable, printable."""
+
+
+# No slots: torch's LambdaLR saves and loads the __dict__ of what it is given.
+@dataclass(frozen=True)
+class _Settings:
+    def __post_init__(self) -> None:
+        checks = {"float": number, "int": whole, "bool": _flag, "Schedule": function}
+        for field in fields(self):
+            if field.type in checks:
+                checked = checks[str(field.type)](field.name, getattr(self, field.name))
+                object.__setattr__(self, field.name, checked)
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate at an update, counted from 0."""
+        return self._at(whole("step", step, least=0))
+
+    def _at(self, step: int) -> float:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Constant(_Settings):
+    """The same learning rate at every update.
+
+    Args:
+        lr: Learning rate, at least 0.
+
+    Raises:
+        TypeError: Not a number.
+        ValueError: Negative or not finite.
+
+    Example:
+        >>> Constant(0.1)(1000)
+        0.1
+    """
+
+    lr: float
+
+    def _at(self, step: int) -> float:
+        return self.lr
+
+
+@dataclass(frozen=True)
+class PiecewiseConstant(_Settings):
+    """``rates[k]`` until update ``milestones[k]``, the last rate from the last milestone on.
+
+    As in K. He et al., "Deep Residual Learning for Image Recognition", arXiv 1512.03385. MindSpore gives as many
+    milestones as rates, because its last one is the length of the list; leave that one out here.
+
+    Args:
+        milestones: Updates from which the next rate holds, rising, at least 1.
+        rates: Learning rates, one more than milestones.
+
+    Raises:
+        TypeError: Not sequences of whole numbers and of numbers.
+        ValueError: Milestones do not rise, a rate is out of range, or the lengths do not fit.
+
+    Example:
+        >>> as_list(PiecewiseConstant((2, 3), (0.1, 0.01, 0.001)), 5)
+        [0.1, 0.1, 0.01, 0.001, 0.001]
+    """
+
+    milestones: Sequence[int]
+    rates: Sequence[float]
+
+    def __post_init__(self) -> None:
+        milestones, rates = each("milestones", self.milestones, whole), each("rates", self.rates, number)
+        if any(a >= b for a, b in pairwise(milestones)):
+            raise ValueError(f"milestones: found {reprlib.repr(milestones)}; give rising updates.")
+        if len(rates) != len(milestones) + 1:
+            raise ValueError(
+                f"found {len(milestones)} milestones and {len(rates)} rates; give one rate more than milestones. "
+                "A last milestone that is the length of the run, as in MindSpore, is left out."
+            )
+        object.__setattr__(self, "milestones", milestones)
+        object.__setattr__(self, "rates", rates)
+
+    def _at(self, step: int) -> float:
+        return self.rates[bisect_right(self.milestones, step)]
+
+
+@dataclass(frozen=True)
+class _Decay(_Settings):
+    lr: float
+    _: KW_ONLY
+    decay_rate: float
+    decay_steps: int
+    staircase: bool = False
+
+    def _periods(self, step: int) -> float:
+        return step // self.decay_steps if self.staircase else step / self.decay_steps
+
+
+@dataclass(frozen=True)
+class ExponentialDecay(_Decay):
+    """``lr * decay_rate ** (step / decay_steps)``.
+
+    Z. Li and S. Arora, "An Exponential Learning Rate Schedule for Deep Learning", arXiv 1910.07454. A rate above 1
+    grows, as a learning-rate range test wants.
+
+    Args:
+        lr: Learning rate at update 0.
+        decay_rate: Factor per ``decay_steps`` updates, at least 0.
+        decay_steps: Updates, at least 1.
+        staircase: Round ``step / decay_steps`` down.
+
+    Raises:
+        TypeError: A setting has the wrong type.
+        ValueError: A setting is out of range.
+
+    Example:
+        >>> as_list(ExponentialDecay(0.8, decay_rate=0.5, decay_steps=2, staircase=True), 5)
+        [0.8, 0.8, 0.4, 0.4, 0.2]
+    """
+
+    def _at(self, step: int) -> float:
+        try:
+            return self.lr * self.decay_rate ** self._periods(step)
+        except OverflowError:
+            return math.inf
+
+
+@dataclass(frozen=True)
+class InverseDecay(_Decay):
+    """``lr / (1 + decay_rate * step / decay_steps)``, inverse-time decay.
+
+    After H. Robbins and S. Monro, "A Stochastic Approximation Method", 1951. Settings and errors as in
+    :class:`ExponentialDecay`.
+
+    Example:
+        >>> as_list(InverseDecay(0.6, decay_rate=1.0, decay_steps=1), 3)
+        [0.6, 0.3, 0.19999999999999998]
+    """
+
+    def _at(self, step: int) -> float:
+        return self.lr / (1 + self.decay_rate * self._periods(step))
+
+
+@dataclass(frozen=True)
+class NaturalExponentialDecay(_Decay):
+    """``lr * exp(-decay_rate * step / decay_steps)``, the published form.
+
+    TensorFlow's ``natural_exp_decay``, and what MindSpore documents. What MindSpore computes does not divide by
+    ``decay_steps``: with ``per_step`` it is ``lr * exp(-decay_rate * step)``, the step rounded down to a multiple
+    of ``decay_steps`` where ``staircase`` is set. Other settings and errors as in :class:`ExponentialDecay`.
+
+    Args:
+        per_step: ``decay_rate`` is per update, not per ``decay_steps`` updates (MindSpore).
+
+    Example:
+        >>> published = NaturalExponentialDecay(0.1, decay_rate=0.5, decay_steps=10)
+        >>> mindspore = NaturalExponentialDecay(0.1, decay_rate=0.5, decay_steps=10, per_step=True)
+        >>> round(published(10), 4), round(mindspore(10), 4)
+        (0.0607, 0.0007)
+    """
+
+    _: KW_ONLY
+    per_step: bool = False
+
+    def _at(self, step: int) -> float:
+        scale = self.decay_steps if self.per_step else 1
+        return self.lr * math.exp(-self.decay_rate * scale * self._periods(step))
+
+
+@dataclass(frozen=True)
+class PolynomialDecay(_Settings):
+    """``end_lr + (lr - end_lr) * (1 - step / decay_steps) ** power``, then ``end_lr``.
+
+    The "poly" policy of L.-C. Chen et al., "DeepLab", arXiv 1606.00915. With ``cycle`` it never ends: at each
+    multiple of ``decay_steps`` the period grows by ``decay_steps``, so that the rate jumps up and decays again
+    (``cycle`` of TensorFlow's ``polynomial_decay``, ``update_decay_steps`` of MindSpore).
+
+    Args:
+        lr: Learning rate at update 0.
+        end_lr: Learning rate at update ``decay_steps``.
+        decay_steps: Updates, at least 1.
+        power: Above 0; 1 is linear.
+        cycle: Start again after ``decay_steps``.
+
+    Raises:
+        TypeError: A setting has the wrong type.
+        ValueError: A setting is out of range.
+
+    Example:
+        >>> as_list(PolynomialDecay(0.4, decay_steps=4), 6)
+        [0.4, 0.30000000000000004, 0.2, 0.1, 0.0, 0.0]
+    """
+
+    lr: float
+    _: KW_ONLY
+    end_lr: float = 0.0
+    decay_steps: int
+    power: float = 1.0
+    cycle: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.power == 0:
+            raise ValueError("power: found 0; give a finite number above 0, such as 1.")
+
+    def _at(self, step: int) -> float:
+        periods = max(1, -(-step // self.decay_steps)) if self.cycle else 1
+        length = self.decay_steps * periods
+        return self.end_lr + (self.lr - self.end_lr) * (1 - min(step, length) / length) ** self.power
+
+
+@dataclass(frozen=True)
+class CosineDecay(_Settings):
+    """``min_lr + (max_lr - min_lr) / 2 * (1 + cos(pi * step / decay_steps))``, then ``min_lr``.
+
+    Equation 5 of I. Loshchilov and F. Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts",
+    arXiv 1608.03983, without restarts.
+
+    Args:
+        max_lr: Learning rate at update 0.
+        min_lr: Learning rate from update ``decay_steps`` on, at most ``max_lr``.
+        decay_steps: Updates, at least 1.
+
+    Raises:
+        TypeError: A setting has the wrong type.
+        ValueError: A setting is out of range.
+
+    Example:
+        >>> as_list(CosineDecay(0.2, decay_steps=2), 4)
+        [0.2, 0.1, 0.0, 0.0]
+    """
+
+    max_lr: float
+    _: KW_ONLY
+    min_lr: float = 0.0
+    decay_steps: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_lr > self.max_lr:
+            raise ValueError(f"found max_lr {self.max_lr} below min_lr {self.min_lr}; give the larger as max_lr.")
+
+    def _at(self, step: int) -> float:
+        share = min(step, self.decay_steps) / self.decay_steps
+        return self.min_lr + (self.max_lr - self.min_lr) / 2 * (1 + math.cos(math.pi * share))
+
+
+@dataclass(frozen=True)
+class Warmup(_Settings):
+    """Linear warm-up in front of a schedule: ``min(step, steps) / steps`` of its learning rate.
+
+    Section 2.2 of P. Goyal et al., "Accurate, Large Minibatch SGD", arXiv 1706.02677. The default
+    ``start_factor`` of 0 is MindSpore's and leaves the weights where they are at update 0.
+
+    Args:
+        schedule: Schedule to reach, or a fixed learning rate.
+        steps: Updates of warm-up, at least 1; update ``steps`` is the first with the whole rate.
+        start_factor: Share of the rate at update 0, from 0 to 1.
+        delay: The schedule starts when warm-up ends. If False it runs from update 0, so that its milestones count
+            from the start of the run, and warm-up takes its share of it.
+
+    Raises:
+        TypeError: A setting has the wrong type.
+        ValueError: A setting is out of range.
+
+    Example:
+        >>> as_list(Warmup(CosineDecay(0.2, decay_steps=2), steps=4), 7)
+        [0.0, 0.05, 0.1, 0.15000000000000002, 0.2, 0.1, 0.0]
+    """
+
+    schedule: Schedule | float
+    _: KW_ONLY
+    steps: int
+    start_factor: float = 0.0
+    delay: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.start_factor > 1:
+            raise ValueError(f"start_factor: found {self.start_factor}; give a number from 0 to 1.")
+        check = function if callable(self.schedule) else number
+        object.__setattr__(self, "schedule", check("schedule", self.schedule))
+
+    def _at(self, step: int) -> float:
+        at = max(0, step - self.steps) if self.delay else step
+        rate = self.schedule(at) if callable(self.schedule) else self.schedule
+        if step >= self.steps:
+            return rate
+        return rate * (self.start_factor + (1 - self.start_factor) * (step / self.steps))
+
+
+@dataclass(frozen=True)
+class PerEpoch(_Settings):
+    """A schedule that counts epochs: ``schedule(step // steps_per_epoch)``.
+
+    With :func:`as_list` these are MindSpore's list functions: ``exponential_decay_lr(lr, rate, total, per_epoch,
+    decay_epoch)`` is ``as_list(PerEpoch(ExponentialDecay(lr, decay_rate=rate, decay_steps=decay_epoch),
+    steps_per_epoch=per_epoch), total)``.
+
+    Args:
+        schedule: Its steps are epochs.
+        steps_per_epoch: Updates in an epoch, at least 1.
+
+    Raises:
+        TypeError: ``schedule`` is not callable, or ``steps_per_epoch`` is not a whole number.
+        ValueError: ``steps_per_epoch`` is below 1.
+
+    Example:
+        >>> as_list(PerEpoch(CosineDecay(0.2, decay_steps=2), steps_per_epoch=2), 6)
+        [0.2, 0.2, 0.1, 0.1, 0.0, 0.0]
+    """
+
+    schedule: Schedule
+    _: KW_ONLY
+    steps_per_epoch: int
+
+    def _at(self, step: int) -> float:
+        return self.schedule(step // self.steps_per_epoch)
+
+
+def as_list(schedule: Schedule, steps: int) -> list[float]:
+    """Return the learning rates of the first ``steps`` updates.
+
+    Raises:
+        TypeError: Not a schedule, or not a whole number of steps.
+        ValueError: ``steps`` is below 1, or a learning rate is negative or not finite.
+
+    Example:
+        >>> as_list(Warmup(0.3, steps=2), 4)
+        [0.0, 0.15, 0.3, 0.3]
+    """
+    function("schedule", schedule)
+    return [number(f"the learning rate of update {step}", schedule(step)) for step in range(whole("steps", steps))]
+
+
+def number(name: str, value: Any) -> float:
+    """Return a finite number that is at least 0 as a float; ``name`` is what the caller calls it."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: found {reprlib.repr(value)}; give a finite number, at least 0.")
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name}: found {value!r}; give a finite number, at least 0.")
+    return float(value)
+
+
+def whole(name: str, value: Any, *, least: int = 1) -> int:
+    """Return a whole number that is at least ``least`` as an int."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: found {reprlib.repr(value)}; give a whole number, at least {least}.")
+    if (count := operator.index(value)) < least:
+        raise ValueError(f"{name}: found {count}; give a whole number, at least {least}.")
+    return count
+
+
+def each(name: str, values: Any, check: Callable[[str, Any], Any]) -> tuple[Any, ...]:
+    """Return the checked entries of a list."""
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise TypeError(f"{name}: found {reprlib.repr(values)}; give a list or a tuple of numbers.")
+    return tuple(check(f"{name}[{position}]", value) for position, value in enumerate(values))
+
+
+def function(name: str, value: Any) -> Any:
+    """Return a schedule; a class is not one, although it can be called."""
+    if isinstance(value, type) or not callable(value):
+        wanted = "a function of the step, such as Constant(0.1), or Listed([...]) for one rate per update"
+        raise TypeError(f"{name}: found {reprlib.repr(value)}; give {wanted}.")
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: found {reprlib.repr(value)}; give True or False.")
+    return value
