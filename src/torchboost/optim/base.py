@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchboost.errors import IncompatibleError
+from torchboost.optim.learning_rates import resolve_lr
 from torchboost.optim.options import check_options
 from torchboost.optim.pipeline import Gradients, GradientTransform, check_transforms
-from torchboost.optim.schedules import resolve_lr
 
 __all__ = ["Batch", "Nonfinite", "UpdateRule"]
 
@@ -205,8 +205,8 @@ class UpdateRule(Optimizer):
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.ndim and value.numel() not in (param.numel(), param.shape[0]):
                     raise ValueError(
-                        f"the checkpoint's {key!r} of parameter {position} has shape {tuple(value.shape)}, the parameter "
-                        f"has {tuple(param.shape)}; give the parameters in the order the checkpoint was written with."
+                        f"the checkpoint's {key!r} of parameter {position} has shape {tuple(value.shape)}, "
+                        f"the parameter has {tuple(param.shape)}; give the parameters in the order the checkpoint was written with."
                     )
         return pairs
 

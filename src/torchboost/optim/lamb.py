@@ -78,7 +78,9 @@ class Lamb(UpdateRule):
 
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a step of 0 and moments of 0."""
-        moments = {key: torch.zeros_like(param, memory_format=torch.preserve_format) for key in ("exp_avg", "exp_avg_sq")}
+        moments = {
+            key: torch.zeros_like(param, memory_format=torch.preserve_format) for key in ("exp_avg", "exp_avg_sq")
+        }
         return {"step": torch.zeros((), dtype=torch.float32), **moments}
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
@@ -95,7 +97,9 @@ class Lamb(UpdateRule):
         directions = _direction(group, batch.params, first, second, in_root=False)
         ratios: Sequence[Tensor] = ()
         if group["adapt"]:
-            measured = _direction(group, batch.params, first, second, in_root=True) if group["eps_in_root"] else directions
+            measured = (
+                _direction(group, batch.params, first, second, in_root=True) if group["eps_in_root"] else directions
+            )
             sizes, steepness = torch._foreach_norm(batch.params), torch._foreach_norm(measured)
             ratios = [_ratio(w, u, group["max_ratio"]) for w, u in zip(sizes, steepness, strict=True)]
             torch._foreach_mul_(directions, ratios)
@@ -103,7 +107,12 @@ class Lamb(UpdateRule):
 
 
 def _direction(
-    group: Mapping[str, Any], params: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], *, in_root: bool
+    group: Mapping[str, Any],
+    params: Sequence[Tensor],
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    *,
+    in_root: bool,
 ) -> list[Tensor]:
     """Return Adam's direction with the decay."""
     if in_root:

@@ -19,7 +19,11 @@ from torchboost.core.algorithm import Attachment
 from torchboost.core.arguments import check_optimizer
 from torchboost.errors import IncompatibleError
 
-__all__ = ["GradientPipeline", "GradientTransform", "Gradients", "PipelineAttachment",
+__all__ = [
+    "GradientPipeline",
+    "GradientTransform",
+    "Gradients",
+    "PipelineAttachment",
     "check_transforms",
     "refuse_sparse",
 ]
