@@ -206,7 +206,7 @@ class UpdateRule(Optimizer):
                 if isinstance(value, Tensor) and value.ndim and value.numel() not in (param.numel(), param.shape[0]):
                     raise ValueError(
                         f"the checkpoint's {key!r} of parameter {position} has shape {tuple(value.shape)}, "
-                        f"the parameter has {tuple(param.shape)}; give the parameters in the order the checkpoint was written with."
+                        f"the parameter has {tuple(param.shape)}; give the parameters in the order it was written with."
                     )
         return pairs
 
@@ -287,9 +287,15 @@ def _finite(grads: Sequence[Tensor]) -> bool:
     return all(bool(norm.isfinite()) for norm in norms)
 
 
+def _single(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
 def _take_schedules(options: dict[str, Any]) -> dict[str, Schedule]:
     """Replace lists and functions in the options by their first value and return them."""
-    found = {key: resolve_lr(options[key], name=key) for key in SCHEDULED if key in options}
+    # A tensor with one element is a rate on a device, as in torch, not a list of one.
+    given = {k: options[k] for k in SCHEDULED if k in options and not _single(options[k])}
+    found = {key: resolve_lr(value, name=key) for key, value in given.items()}
     schedules = {key: schedule for key, schedule in found.items() if schedule is not None}
     for key, schedule in schedules.items():
         options[key] = schedule(0)

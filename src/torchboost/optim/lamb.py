@@ -24,7 +24,7 @@ class Lamb(UpdateRule):
     algorithm 2.
 
     Args:
-        params: Parameters, named parameters or groups. A group may set ``adapt=False``: ratio 1, as for biases and norms.
+        params: Parameters, named parameters or groups; one with ``adapt=False`` has ratio 1.
         lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
         betas: Decay of both moments, each at least 0 and below 1.
         eps: Added to the root of the second moment.

@@ -18,7 +18,7 @@ __all__ = ["LARS", "TrustRatio"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrustRatio:
-    """Replace each gradient by ``c * (g + weight_decay * w)`` with ``c = coefficient |w| / (|g| + weight_decay |w| + eps)``.
+    """Replace each gradient by ``c (g + weight_decay w)``, ``c = coefficient |w| / (|g| + weight_decay |w| + eps)``.
 
     Works in front of any optimizer, whose own weight decay must then be 0. ``c`` is 1 where ``|w|`` or ``|g|`` is 0.
     Groups with ``adapt=False`` are left alone, decay and all.
