@@ -113,7 +113,7 @@ class SGD(UpdateRule):
 
 
 class Momentum(SGD):
-    """SGD with momentum: ``a = momentum * a + g``, ``w -= lr * a``; Nesterov's form is ``w -= lr * (g + momentum * a)``.
+    """SGD with momentum: ``a = momentum * a + g``, ``w -= lr * a``; with ``nesterov`` ``w -= lr * (g + momentum * a)``.
 
     MindSpore's ``Momentum`` is this rule; its ``use_nesterov`` is ignored on CPU there, and works here.
 
