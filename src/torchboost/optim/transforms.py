@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from torchboost.core.arguments import check_number
 from torchboost.errors import IncompatibleError
 from torchboost.optim.pipeline import Gradients
 
@@ -85,7 +85,7 @@ class Decay:
     weight_decay: float
 
     def __post_init__(self) -> None:
-        _check_number("weight_decay", self.weight_decay)
+        check_number("weight_decay", self.weight_decay)
 
     def __call__(self, gradients: Gradients) -> None:
         """Add the decay in place."""
@@ -94,7 +94,7 @@ class Decay:
         for param, grad, group in zip(gradients.params, gradients.grads, gradients.groups, strict=True):
             factor = group.get("coupled_weight_decay", self.weight_decay)
             if factor is not self.weight_decay:
-                _check_number("coupled_weight_decay", factor)
+                check_number("coupled_weight_decay", factor)
             if factor:
                 params, grads = by_factor.setdefault(factor, ([], []))
                 params.append(param)
@@ -125,9 +125,9 @@ class ClipNorm:
     error_if_nonfinite: bool = False
 
     def __post_init__(self) -> None:
-        _check_number("max_norm", self.max_norm, above=True)
+        check_number("max_norm", self.max_norm, above=True)
         if self.norm_type != math.inf:
-            _check_number("norm_type", self.norm_type, above=True)
+            check_number("norm_type", self.norm_type, above=True)
         if not isinstance(self.error_if_nonfinite, bool):
             raise TypeError(f"error_if_nonfinite: found {self.error_if_nonfinite!r}; give True or False.")
 
@@ -158,7 +158,7 @@ class ClipValue:
     value: float
 
     def __post_init__(self) -> None:
-        _check_number("value", self.value, above=True)
+        check_number("value", self.value, above=True)
 
     def __call__(self, gradients: Gradients) -> None:
         """Clip in place."""
@@ -199,12 +199,3 @@ def _refuse_sparse(transform: object, gradients: Gradients) -> None:
                 f"{type(transform).__name__} works on dense gradients, found layout {grad.layout} for a parameter of "
                 f"shape {tuple(param.shape)}. Use sparse=False, or give it an optimizer of its own."
             )
-
-
-def _check_number(name: str, value: object, *, above: bool = False) -> None:
-    allowed = "a finite number above 0" if above else "a finite number, at least 0"
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: found {value!r}; give {allowed}.")
-    number = float(value)
-    if not math.isfinite(number) or number < 0 or (above and number == 0):
-        raise ValueError(f"{name}: found {value!r}; give {allowed}.")
