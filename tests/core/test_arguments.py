@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import torchboost
 from torchboost import AutoBoost, Facts, Plan, Target, WithLoss, boost
-from torchboost.core.arguments import check_scaler
+from torchboost.core.arguments import check_number, check_scaler
 
 
 def net() -> nn.Sequential:
@@ -94,3 +94,11 @@ def test_anything_with_the_methods_of_a_scaler_is_one():
 
     for scaler in (None, torch.amp.GradScaler("cpu"), Scaler()):
         check_scaler(scaler)
+
+
+@pytest.mark.parametrize("value", ["1", True, None, -1, float("nan"), float("inf"), 0])
+def test_numbers_out_of_range_are_refused_with_what_was_found(value):
+    kind = TypeError if isinstance(value, (str, bool, type(None))) else ValueError
+    with pytest.raises(kind, match=f"lr: found {value!r}; give a finite number above 0"):
+        check_number("lr", value, above=True)
+    check_number("lr", 0.0)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
+from numbers import Real
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["check_loss_fn", "check_module", "check_optimizer", "check_pair", "check_scaler"]
+__all__ = ["check_loss_fn", "check_module", "check_number", "check_optimizer", "check_pair", "check_scaler"]
 
 _SCALER = ("scale", "unscale_", "step", "update", "get_scale")
 
@@ -57,6 +59,16 @@ def check_loss_fn(value: Any) -> None:
         raise TypeError(f"loss_fn must be a function of outputs and targets, found {_found(value)}.")
     if isinstance(value, type):
         raise TypeError(f"loss_fn must be a function of outputs and targets, found the class; give {value.__name__}().")
+
+
+def check_number(name: str, value: Any, *, above: bool = False) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless ``value`` is a finite number: at least 0, or above 0."""
+    allowed = "a finite number above 0" if above else "a finite number, at least 0"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: found {value!r}; give {allowed}.")
+    number = float(value)
+    if not math.isfinite(number) or number < 0 or (above and number == 0):
+        raise ValueError(f"{name}: found {value!r}; give {allowed}.")
 
 
 def _found(value: Any) -> str:

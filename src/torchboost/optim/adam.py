@@ -14,6 +14,8 @@ from torchboost.optim.pipeline import GradientTransform
 
 __all__ = ["Adam", "AdamWeightDecay"]
 
+aten = torch.ops.aten
+
 LATE = 1e9
 """Update number at which both bias corrections are exactly 1."""
 
@@ -124,7 +126,7 @@ class Adam(UpdateRule):
         steps = batch.state("step")
         if not group["bias_correction"]:
             # The kernels correct by 1 - beta**step, which is 1 when step is large; the steps are counted here.
-            torch._foreach_add_(steps, 1)
+            aten._foreach_add_(steps, 1)
             steps = [step.new_full((), LATE) for step in steps]
         torch_adam(
             batch.params,
@@ -195,29 +197,29 @@ def _variant(group: Mapping[str, Any], batch: Batch) -> None:
     mean, square, steps = batch.state("exp_avg"), batch.state("exp_avg_sq"), batch.state("step")
     mean, square = ([torch.view_as_real(t) if t.is_complex() else t for t in ts] for ts in (mean, square))
     if group["maximize"]:
-        grads = list(torch._foreach_neg(grads))
-    torch._foreach_add_(steps, 1)
+        grads = list(aten._foreach_neg(grads))
+    aten._foreach_add_(steps, 1)
     if decay and group["decoupled_weight_decay"]:
-        torch._foreach_mul_(params, 1 - lr * decay)
+        aten._foreach_mul_(params, 1 - lr * decay)
     elif decay:
-        grads = list(torch._foreach_add(grads, params, alpha=decay))
-    torch._foreach_lerp_(mean, grads, 1 - beta1)
-    torch._foreach_mul_(square, beta2)
-    torch._foreach_addcmul_(square, grads, grads, 1 - beta2)
+        grads = list(aten._foreach_add(grads, params, alpha=decay))
+    aten._foreach_lerp_(mean, grads, 1 - beta1)
+    aten._foreach_mul_(square, beta2)
+    aten._foreach_addcmul_(square, grads, grads, 1 - beta2)
     if group["amsgrad"]:
         largest = [torch.view_as_real(t) if t.is_complex() else t for t in batch.state("max_exp_avg_sq")]
-        torch._foreach_maximum_(largest, square)
+        aten._foreach_maximum_(largest, square)
         square = largest
-    ahead = torch._foreach_lerp(mean, grads, 1 - beta1) if group["nesterov"] else mean
+    ahead = aten._foreach_lerp(mean, grads, 1 - beta1) if group["nesterov"] else mean
     corrected = group["bias_correction"]
     first = [1 - beta1 ** float(step) if corrected else 1.0 for step in steps]
     second = [(1 - beta2 ** float(step)) ** 0.5 if corrected else 1.0 for step in steps]
-    root = torch._foreach_sqrt(square)
+    root = aten._foreach_sqrt(square)
     if group["eps_uncorrected"]:
-        torch._foreach_add_(root, group["eps"])
+        aten._foreach_add_(root, group["eps"])
         sizes = [-lr * s / f for f, s in zip(first, second, strict=True)]
     else:
-        torch._foreach_div_(root, second)
-        torch._foreach_add_(root, group["eps"])
+        aten._foreach_div_(root, second)
+        aten._foreach_add_(root, group["eps"])
         sizes = [-lr / f for f in first]
-    torch._foreach_addcdiv_(params, ahead, root, sizes)
+    aten._foreach_addcdiv_(params, ahead, root, sizes)

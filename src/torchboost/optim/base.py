@@ -17,6 +17,8 @@ from torchboost.optim.pipeline import Gradients, GradientTransform, check_transf
 
 __all__ = ["Batch", "Nonfinite", "UpdateRule"]
 
+aten = torch.ops.aten
+
 Nonfinite = Literal["ignore", "skip", "raise"]
 Schedule = Callable[[int], float]
 
@@ -279,11 +281,11 @@ class UpdateRule(Optimizer):
         params = [param for param in group["params"] if param.grad is not None]
         pairs = [(p, m) for p, m in zip(params, batch.params, strict=True) if m is not p]
         if pairs:
-            torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+            aten._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
 
 
 def _finite(grads: Sequence[Tensor]) -> bool:
-    norms = torch._foreach_norm(list(grads), float("inf"))
+    norms = aten._foreach_norm(list(grads), float("inf"))
     return all(bool(norm.isfinite()) for norm in norms)
 
 

@@ -13,6 +13,8 @@ from torchboost.optim.pipeline import GradientTransform
 
 __all__ = ["Lamb"]
 
+aten = torch.ops.aten
+
 
 class Lamb(UpdateRule):
     """``u = m^ / (sqrt(v^) + eps) + weight_decay * w``, ``w -= lr * ratio * u`` with ``ratio = |w| / |u|`` per tensor.
@@ -87,41 +89,41 @@ class Lamb(UpdateRule):
         """Update in place."""
         beta1, beta2 = (float(beta) for beta in group["betas"])
         mean, square, steps = batch.state("exp_avg"), batch.state("exp_avg_sq"), batch.state("step")
-        grads = list(torch._foreach_neg(batch.grads)) if group["maximize"] else batch.grads
-        torch._foreach_add_(steps, 1)
-        torch._foreach_lerp_(mean, grads, 1 - beta1)
-        torch._foreach_mul_(square, beta2)
-        torch._foreach_addcmul_(square, grads, grads, 1 - beta2)
-        first = torch._foreach_div(mean, [1 - beta1 ** float(step) for step in steps])
-        second = torch._foreach_div(square, [1 - beta2 ** float(step) for step in steps])
+        grads = list(aten._foreach_neg(batch.grads)) if group["maximize"] else batch.grads
+        aten._foreach_add_(steps, 1)
+        aten._foreach_lerp_(mean, grads, 1 - beta1)
+        aten._foreach_mul_(square, beta2)
+        aten._foreach_addcmul_(square, grads, grads, 1 - beta2)
+        first = aten._foreach_div(mean, [1 - beta1 ** float(step) for step in steps])
+        second = aten._foreach_div(square, [1 - beta2 ** float(step) for step in steps])
         directions = _direction(group, batch.params, first, second, in_root=False)
         ratios: Sequence[Tensor] = ()
         if group["adapt"]:
             measured = (
                 _direction(group, batch.params, first, second, in_root=True) if group["eps_in_root"] else directions
             )
-            sizes, steepness = torch._foreach_norm(batch.params), torch._foreach_norm(measured)
+            sizes, steepness = aten._foreach_norm(batch.params), aten._foreach_norm(measured)
             ratios = [_ratio(w, u, group["max_ratio"]) for w, u in zip(sizes, steepness, strict=True)]
-            torch._foreach_mul_(directions, ratios)
-        torch._foreach_add_(batch.params, directions, alpha=-float(group["lr"]))
+            aten._foreach_mul_(directions, ratios)
+        aten._foreach_add_(batch.params, directions, alpha=-float(group["lr"]))
 
 
 def _direction(
     group: Mapping[str, Any],
     params: Sequence[Tensor],
-    first: Sequence[Tensor],
+    first: list[Tensor],
     second: Sequence[Tensor],
     *,
     in_root: bool,
 ) -> list[Tensor]:
     """Return Adam's direction with the decay."""
     if in_root:
-        root = torch._foreach_sqrt(torch._foreach_add(second, group["eps"]))
+        root = aten._foreach_sqrt(aten._foreach_add(second, group["eps"]))
     else:
-        root = torch._foreach_add(torch._foreach_sqrt(second), group["eps"])
-    directions = list(torch._foreach_div(first, root))
+        root = aten._foreach_add(aten._foreach_sqrt(second), group["eps"])
+    directions = list(aten._foreach_div(first, root))
     if group["weight_decay"]:
-        torch._foreach_add_(directions, list(params), alpha=float(group["weight_decay"]))
+        aten._foreach_add_(directions, list(params), alpha=float(group["weight_decay"]))
     return directions
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["check_number", "check_options"]
+from torchboost.core.arguments import check_number
+
+__all__ = ["check_options"]
 
 NOT_NEGATIVE = ("lr", "weight_decay", "eps", "momentum", "max_ratio")
 FLAGS = ("amsgrad", "nesterov", "maximize", "capturable", "bias_correction", "master_weights", "decoupled_weight_decay")
@@ -39,21 +41,6 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError("lr: found a tensor, which foreach takes with capturable=True only.")
     if options.get("nesterov") and "dampening" in options and (not options["momentum"] or options["dampening"]):
         raise ValueError("nesterov: needs a momentum above 0 and dampening=0.")
-
-
-def check_number(name: str, value: object, *, above: bool = False) -> None:
-    """Refuse what is not a finite number of at least 0, or above 0.
-
-    Raises:
-        TypeError: Not a number.
-        ValueError: Out of range.
-    """
-    allowed = "a finite number above 0" if above else "a finite number, at least 0"
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: found {value!r}; give {allowed}.")
-    number = float(value)
-    if not math.isfinite(number) or number < 0 or (above and number == 0):
-        raise ValueError(f"{name}: found {value!r}; give {allowed}.")
 
 
 def _check_scalar(name: str, value: object) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from torchboost.core.arguments import check_number
 from torchboost.errors import IncompatibleError
-from torchboost.optim.options import check_number
 from torchboost.optim.pipeline import Gradients, refuse_sparse
 
 __all__ = ["Centralize", "ClipNorm", "ClipValue", "Coalesce", "Decay", "Unscale"]

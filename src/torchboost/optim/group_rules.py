@@ -1,0 +1,384 @@
+"""Param groups by rule: which parameters get which options, chosen by module type, name or a function."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+from torchboost.core.arguments import check_module, check_number
+from torchboost.core.blocks import blocks_of
+from torchboost.core.wrapping import unwrap, wrapper_of
+from torchboost.errors import IncompatibleError, nearest
+from torchboost.optim.groups import ORDER, ParamGroup
+
+__all__ = ["GroupRule", "layer_wise_decay", "no_decay", "param_groups"]
+
+Predicate = Callable[[str, nn.Parameter, nn.Module], bool]
+
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_OWN_KEYS = ("params", "param_names", ORDER)
+_NUMBERS = ("lr", "weight_decay")
+_FLAG = "grad_centralization"
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class GroupRule:
+    r"""Options for the parameters that meet all of the given criteria.
+
+    Weights that are tied, or in a module that is used under several names, have several names and places: they meet
+    the criteria if one of the places does.
+
+    Args:
+        options: Entries of the param group, such as ``lr``, ``weight_decay`` or ``grad_centralization``; copied. Any
+            key goes, as in torch, which keeps entries it does not know and does not say so.
+        modules: Module types, subclasses included: the parameters in such a module and in the modules inside it.
+        name: Regular expression that is searched for anywhere in the parameter's name (``re.search``), which is that
+            of ``named_parameters()`` of the bare model. Anchor it with ``^`` and ``$``, and write a dot as ``\.``.
+        when: Called with the name, the parameter and the module that holds it; true where the rule applies.
+        optional: Whether the rule may match nothing.
+
+    Raises:
+        TypeError: An argument, an option's key, a learning rate or a decay has the wrong type.
+        ValueError: No option, no criterion, a key that is the group's own (``params``, ``param_names``), no regular
+            expression, or a learning rate or decay that is negative or not finite.
+
+    Example:
+        >>> GroupRule({"lr": 1e-4}, modules=nn.Embedding, name=r"^tokens\.")
+        GroupRule({'lr': 0.0001}, modules=Embedding, name='^tokens\\.')
+    """
+
+    options: Mapping[str, Any] = field(hash=False)
+    _: KW_ONLY
+    modules: type | tuple[type, ...] | None = None
+    name: str | re.Pattern[str] | None = None
+    when: Predicate | None = None
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        _check_options("options", self.options)
+        if not self.options:
+            raise ValueError("options: found none; give at least one, such as {'weight_decay': 0.0}.")
+        _check_criteria(self)
+        object.__setattr__(self, "options", dict(self.options))
+
+    def __repr__(self) -> str:
+        parts = [repr(self.options)]
+        if self.modules is not None:
+            names = [kind.__name__ for kind in _as_tuple(self.modules)]
+            parts.append(f"modules={names[0] if len(names) == 1 else '(' + ', '.join(names) + ')'}")
+        if self.name is not None:
+            parts.append(f"name={_pattern(self.name)!r}")
+        if self.when is not None:
+            parts.append(f"when={getattr(self.when, '__name__', None) or repr(self.when)}")
+        return f"GroupRule({', '.join([*parts, 'optional=True'] if self.optional else parts)})"
+
+
+def param_groups(
+    model: nn.Module,
+    rules: Iterable[GroupRule],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    include_frozen: bool = False,
+) -> list[ParamGroup]:
+    """Sort the parameters of a model into groups with own options, for any ``torch.optim`` optimizer.
+
+    A parameter gets the options of **all** rules it matches; where two set the same option, the later rule wins, so
+    write the general ones first. Rules merge because they decide different things, such as the learning rate by depth
+    and the decay by kind of parameter: were only the first match to count, every combination would need a rule of its
+    own. The parameters that match the same rules form one group.
+
+    Every trainable parameter is in exactly one group, tied weights once, under their first name. Groups are ordered
+    by the first rule they match, then by the next; parameters without a rule come last. Inside a group the order is
+    that of the model, so the same model and rules give the same groups on every rank and after a restart. Names go
+    along as ``param_names``, which torch saves with the optimizer's state.
+
+    Cost: one pass over the parameters per rule, in Python. Nothing is changed on the model.
+
+    Args:
+        model: Bare, inside DDP, ``DataParallel`` or ``torch.compile`` (their prefixes are no part of the names), or
+            after ``fully_shard``.
+        rules: May be empty.
+        defaults: Options of every group, under those of the rules. What is in neither, the optimizer sets.
+        include_frozen: Whether parameters with ``requires_grad=False`` get a group, too. Set it where they are to be
+            unfrozen later, or where they are frozen in turns; torch skips them while they have no gradient.
+
+    Returns:
+        Groups that ``torch.optim.AdamW(groups)`` takes as they are. None is empty.
+
+    Raises:
+        TypeError: An argument has the wrong type, or a rule's ``when`` returned something other than a boolean.
+        ValueError: A rule matches no parameter, frozen ones included; the model has no parameter to train, or one of
+            a lazy module that has no shape yet.
+        IncompatibleError: The model is sharded by FSDP1, whose flat parameters have lost their shapes.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+        >>> rules = [GroupRule({"lr": 1e-4}, modules=nn.Embedding), *no_decay()]
+        >>> groups = param_groups(model, rules, defaults={"lr": 1e-3, "weight_decay": 0.1})
+        >>> for group in groups:
+        ...     print(group["param_names"], group["lr"], group["weight_decay"])
+        ['0.weight'] 0.0001 0.1
+        ['1.weight', '1.bias', '2.bias'] 0.001 0.0
+        ['2.weight'] 0.001 0.1
+        >>> optimizer = torch.optim.AdamW(groups)
+    """
+    check_module(model)
+    rules = _checked(rules)
+    common = {} if defaults is None else defaults
+    _check_options("defaults", common)
+    network = _with_shapes(model)
+    places = _places(network)
+    matched = {p: tuple(i for i, rule in enumerate(rules) if _applies(rule, p, at)) for p, at in places.items()}
+    used = {index for indices in matched.values() for index in indices}
+    for index, rule in enumerate(rules):
+        if index not in used and not rule.optional:
+            raise ValueError(_unmatched(index, rule, network, [name for at in places.values() for name, *_ in at]))
+    members: dict[tuple[int, ...], list[nn.Parameter]] = {}
+    for parameter, indices in matched.items():
+        if include_frozen or parameter.requires_grad:
+            members.setdefault(indices, []).append(parameter)
+    if not members:
+        raise ValueError(
+            f"found no parameter to train among the {len(places)} of {type(network).__name__}; "
+            "set requires_grad, or give include_frozen=True."
+        )
+    groups: list[ParamGroup] = []
+    for indices in sorted(members, key=lambda indices: (not indices, indices)):
+        held = members[indices]
+        group: ParamGroup = {"params": held, "param_names": [places[parameter][0].name for parameter in held], **common}
+        for index in indices:
+            group |= rules[index].options
+        groups.append(group)
+    return groups
+
+
+def no_decay(*, also: type | tuple[type, ...] = ()) -> tuple[GroupRule, ...]:
+    """Return rules that take weight decay off norms, biases and other vectors, found by structure.
+
+    These are all parameters of at most one axis (biases, the scales and shifts of any norm, layer scales,
+    temperatures), and those of torch's norm layers whatever their shape. Names play no part. Weight decay is
+    meant for matrices and kernels; leaving it off vectors is common practice since BERT (Devlin et al., 2019).
+    Parameters of several axes in a norm of your own decay, unless its type is in ``also``.
+
+    Put these rules behind others that set ``weight_decay``: the later rule wins. A model without any such parameter is
+    fine. The coupled decay of a :class:`~torchboost.optim.transforms.Decay` is another option and stays.
+
+    Args:
+        also: Module types whose parameters do not decay either, such as ``nn.Embedding``. Must match something. A tied
+            embedding is one parameter: the head that shares it goes without decay, too.
+
+    Raises:
+        TypeError: ``also`` is not a type or a tuple of types.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+        >>> for group in param_groups(model, no_decay()):
+        ...     print(group["param_names"], group.get("weight_decay"))
+        ['0.bias', '1.weight', '1.bias'] 0.0
+        ['0.weight'] None
+    """
+    _check_types("also", also)
+    options = {"weight_decay": 0.0}
+    vectors = GroupRule(options, when=_is_vector_or_of_norm, optional=True)
+    return (vectors,) if also == () else (vectors, GroupRule(options, modules=also))
+
+
+def layer_wise_decay(model: nn.Module, base_lr: float, *, factor: float) -> tuple[GroupRule, ...]:
+    """Return one rule per block that lowers the learning rate from the head down, for fine-tuning.
+
+    ``lr = base_lr * factor ** (number of blocks after this one)``: the last block, usually the head, learns with
+    ``base_lr``, the first with the least (ELECTRA, Clark et al., 2020; BEiT, Bao et al., 2022, with factors from 0.65
+    to 0.9). Blocks are those that freezing uses (:func:`torchboost.core.blocks.blocks_of`): in the order in which they
+    run, a norm together with the layer before it. So a final norm learns at the rate of the last layer, and token and
+    position embeddings that are two modules of a model are two blocks; BEiT puts the norm with the head, and ELECTRA
+    all embeddings at one depth. Tied weights count once, at their last use: an embedding tied to the head learns with
+    ``base_lr``.
+
+    The rules name parameters, so they also fit a copy of the model. They set ``lr`` alone; add other rules to them.
+
+    Cost: one symbolic trace of the forward pass, or one forward pass on two samples.
+
+    Args:
+        model: Wrapped or not; frozen blocks count like others.
+        base_lr: Learning rate of the last block, above 0.
+        factor: Per block, above 0 and at most 1.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A number is out of range, the model has no parameters, or one of a lazy module without a shape.
+        IncompatibleError: The model is sharded by FSDP1.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        >>> rules = layer_wise_decay(model, 0.1, factor=0.5) + no_decay()
+        >>> for group in param_groups(model, rules):
+        ...     print(group["param_names"], group["lr"], group.get("weight_decay"))
+        ['0.weight'] 0.025 None
+        ['0.bias'] 0.025 0.0
+        ['2.weight'] 0.05 None
+        ['2.bias'] 0.05 0.0
+        ['4.weight'] 0.1 None
+        ['4.bias'] 0.1 0.0
+    """
+    check_module(model)
+    check_number("base_lr", base_lr, above=True)
+    check_number("factor", factor, above=True)
+    if factor > 1:
+        raise ValueError(f"factor: found {factor!r}; give a number above 0 and at most 1, such as 0.75.")
+    names = {parameter: name for name, parameter in _with_shapes(model).named_parameters()}
+    if not names:
+        raise ValueError(f"model: found no parameters in {type(model).__name__}; give a model that has some.")
+    blocks = blocks_of(model)
+    return tuple(
+        GroupRule(
+            {"lr": base_lr * factor ** (len(blocks) - 1 - index)},
+            when=_InBlock(block.name, frozenset(names[parameter] for parameter in block.parameters)),
+        )
+        for index, block in enumerate(blocks)
+    )
+
+
+class _Place(NamedTuple):
+    """Where a parameter is held: its name there, the module that holds it, and all modules around, from the root."""
+
+    name: str
+    holder: nn.Module
+    around: tuple[nn.Module, ...]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _InBlock:
+    block: str
+    names: frozenset[str]
+
+    def __call__(self, name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
+        return name in self.names
+
+    def __repr__(self) -> str:
+        return f"<in block {self.block!r}>"
+
+
+def _is_vector_or_of_norm(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
+    return parameter.ndim <= 1 or isinstance(module, _NORMS)
+
+
+def _with_shapes(model: nn.Module) -> nn.Module:
+    """Return the bare model; refuse one whose parameters do not have the shapes they compute with."""
+    network = unwrap(model)
+    if wrapper_of(network) == "FullyShardedDataParallel":
+        raise IncompatibleError(
+            "the model is sharded by FullyShardedDataParallel (FSDP1), whose flat parameters have lost names and "
+            "shapes; use fully_shard (FSDP2)."
+        )
+    lazy = next((name for name, parameter in network.named_parameters() if is_lazy(parameter)), None)
+    if lazy is not None:
+        raise ValueError(f"found '{lazy}' of a lazy module without a shape; run the model on one batch first.")
+    return network
+
+
+def _places(network: nn.Module) -> dict[nn.Parameter, list[_Place]]:
+    """Return all places of every parameter; parameters, and the places of each, in the order of the model."""
+    around: dict[str, tuple[nn.Module, ...]] = {}
+    places: dict[nn.Parameter, list[_Place]] = {}
+    for path, module in network.named_modules(remove_duplicate=False):
+        around[path] = (*around.get(path.rpartition(".")[0], ()), module)
+        for name, parameter in module.named_parameters(path, recurse=False, remove_duplicate=False):
+            places.setdefault(parameter, []).append(_Place(name, module, around[path]))
+    return places
+
+
+def _applies(rule: GroupRule, parameter: nn.Parameter, places: Sequence[_Place]) -> bool:
+    return any(_holds_at(rule, parameter, place) for place in places)
+
+
+def _holds_at(rule: GroupRule, parameter: nn.Parameter, place: _Place) -> bool:
+    if rule.modules is not None and not any(isinstance(module, rule.modules) for module in place.around):
+        return False
+    if rule.name is not None and not re.search(rule.name, place.name):
+        return False
+    verdict = rule.when is None or rule.when(place.name, parameter, place.holder)
+    if not isinstance(verdict, bool):
+        raise TypeError(f"{rule!r}: 'when' returned {verdict!r} for '{place.name}'; return True or False.")
+    return verdict
+
+
+def _checked(rules: Iterable[GroupRule]) -> tuple[GroupRule, ...]:
+    if isinstance(rules, GroupRule) or not isinstance(rules, Iterable):
+        raise TypeError(f"rules: found {rules!r}; give a list of GroupRule.")
+    found = tuple(rules)
+    for index, rule in enumerate(found):
+        if not isinstance(rule, GroupRule):
+            hint = "put a star before what returned them: [*no_decay()]." if isinstance(rule, tuple) else ""
+            raise TypeError(f"rules[{index}]: found {rule!r}; give a GroupRule. {hint}".rstrip())
+    return found
+
+
+def _check_options(what: str, options: Any) -> None:
+    if not isinstance(options, Mapping):
+        raise TypeError(f"{what}: found {options!r}; give a dict of options, such as {{'weight_decay': 0.0}}.")
+    for key, value in options.items():
+        if not isinstance(key, str):
+            raise TypeError(f"{what}: found the key {key!r}; give names of options, such as 'lr'.")
+        if key in _OWN_KEYS:
+            raise ValueError(f"{what}: found '{key}', which the group fills itself; leave it out.")
+        if key in _NUMBERS and not callable(value) and not isinstance(value, (Tensor, list, tuple)):
+            check_number(f"{what}: {key}", value)
+        if key == _FLAG and not isinstance(value, bool):
+            raise TypeError(f"{what}: {key}: found {value!r}; give True or False.")
+
+
+def _check_criteria(rule: GroupRule) -> None:
+    if rule.modules is None and rule.name is None and rule.when is None:
+        raise ValueError(
+            "found no criterion; give modules, name or when. Options of all parameters are 'defaults' of param_groups."
+        )
+    if rule.modules is not None:
+        _check_types("modules", rule.modules)
+    if rule.name is not None:
+        if not isinstance(_pattern(rule.name), str):
+            raise TypeError(f"name: found {rule.name!r}; give a regular expression as a string.")
+        try:
+            re.compile(rule.name)
+        except re.error as error:
+            raise ValueError(f"name: found {rule.name!r}, which is no regular expression: {error}.") from error
+    if rule.when is not None and (not callable(rule.when) or isinstance(rule.when, type)):
+        raise TypeError(f"when: found {rule.when!r}; give a function of name, parameter and module.")
+    if not isinstance(rule.optional, bool):
+        raise TypeError(f"optional: found {rule.optional!r}; give True or False.")
+
+
+def _check_types(what: str, kinds: Any) -> None:
+    if not all(isinstance(kind, type) for kind in _as_tuple(kinds)):
+        raise TypeError(f"{what}: found {kinds!r}; give a module type or a tuple of them, no instances and no list.")
+
+
+def _unmatched(index: int, rule: GroupRule, network: nn.Module, names: Collection[str]) -> str:
+    """Say which rule matched nothing, and what there is to match."""
+    parts = [f"rules[{index}]: {rule!r} matches no parameter of {type(network).__name__}."]
+    if rule.modules is not None:
+        kinds = dict.fromkeys(type(m).__name__ for m in network.modules() if next(m.parameters(), None) is not None)
+        parts.append(f"Modules with parameters are {', '.join(kinds)}.")
+    if rule.name is not None:
+        plain = re.sub(r"\\[A-Za-z]|[^\w.]", "", str(_pattern(rule.name)))
+        parts.append(nearest(plain, dict.fromkeys(part for name in names for part in (*name.split("."), name))))
+    shown = ", ".join(f"'{name}'" for name in list(names)[:_SHOWN])
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    parts.append(f"There are {shown}{rest}." if names else "It has none.")
+    parts.append("Correct the rule, leave it out, or give it optional=True.")
+    return " ".join(part for part in parts if part)
+
+
+def _as_tuple(kinds: Any) -> tuple[Any, ...]:
+    return kinds if isinstance(kinds, tuple) else (kinds,)
+
+
+def _pattern(name: Any) -> Any:
+    return name.pattern if isinstance(name, re.Pattern) else name
