@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
 from torchboost.optim.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.native_adam import Pipeline, adam_step, load
 from torchboost.optim.pipeline import GradientTransform
 
 __all__ = ["Adam", "AdamWeightDecay"]
@@ -46,6 +47,10 @@ class Adam(UpdateRule):
         foreach: Update lists of tensors; None chooses as torch does.
         fused: One kernel per list of tensors, torch's.
         capturable: Safe in a CUDA graph.
+        native: Transforms and update in two passes over memory, in a C kernel of this package that is compiled at
+            first use (under a second, once per machine): float32 on the CPU, transforms in the order ``Unscale``,
+            ``Decay``, ``Centralize``, ``ClipNorm``, ``ClipValue``. Equal to the other forms but for rounding; the
+            gradients themselves stay as they are.
         master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their moments in float32.
         transforms: See :class:`~torchboost.optim.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.base.UpdateRule`.
@@ -75,10 +80,12 @@ class Adam(UpdateRule):
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
+        native: bool = False,
         master_weights: bool = False,
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:
+        self.native = Pipeline.of(transforms) if native else None
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -97,12 +104,17 @@ class Adam(UpdateRule):
             "master_weights": master_weights,
         }
         super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
-        # GradScaler then leaves unscaling to torch's kernel; with anything between, it unscales before the step.
-        if fused and not self.transforms and nonfinite == "ignore":
+        if native:
+            load()
+        # GradScaler then leaves unscaling to the kernel; with anything before it, it unscales before the step.
+        if native or (fused and not self.transforms and nonfinite == "ignore"):
             self._step_supports_amp_scaling = True
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse a form that torch has no kernel for."""
+        other = [name for name in ("fused", "foreach", "capturable") if group.get(name)]
+        if self.native is not None and other:
+            raise ValueError(f"native and {other[0]} are two ways to do the same; set one of them.")
         own = [name for name in ("nesterov", "eps_uncorrected") if group.get(name)]
         if own and (group.get("fused") or group.get("capturable")):
             raise ValueError(f"{own[0]}: torch has no kernel for it; leave out fused and capturable.")
@@ -117,6 +129,16 @@ class Adam(UpdateRule):
         state = {"step": torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")}
         moments = self.state_keys(group)[1:]
         return state | {key: torch.zeros_like(param, memory_format=torch.preserve_format) for key in moments}
+
+    def apply(self, work: Sequence[Batch]) -> bool:
+        """Transform the gradients and update; False where the update was left out."""
+        if self.native is None:
+            return super().apply(work)
+        found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found is not None and bool(found):
+            return False
+        scale = 1.0 if scale is None else float(scale)
+        return adam_step(self.param_groups, work, self.native, grad_scale=scale, nonfinite=self.nonfinite)
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""

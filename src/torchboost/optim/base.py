@@ -25,6 +25,9 @@ Schedule = Callable[[int], float]
 SCHEDULED = ("lr", "weight_decay")
 """Options that may be a list or a function of the update."""
 
+KEPT = ("transforms", "nonfinite", "native", "_schedules", "_default_schedules", "_step_supports_amp_scaling")
+"""Attributes beside those of ``torch.optim.Optimizer`` that travel with a copy or a pickle."""
+
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -66,9 +69,6 @@ class UpdateRule(Optimizer):
     Raises:
         TypeError, ValueError: An option that makes no sense, or a transform that is none.
     """
-
-    own_form: bool = False
-    """Whether the update applies the transforms itself."""
 
     def __init__(
         self,
@@ -159,11 +159,9 @@ class UpdateRule(Optimizer):
         for group, values in zip(self.param_groups, scheduled, strict=True):
             group.update(values)
         work = [self._gather(group) for group in self.param_groups]
-        if not self._transformed(work):
+        if not self.apply(work):
             return loss
         for group, batch in zip(self.param_groups, work, strict=True):
-            if batch.params:
-                self.update(group, batch)
             self._write_back(group, batch)
         for group in self.param_groups:
             if "updates" in group:
@@ -171,7 +169,7 @@ class UpdateRule(Optimizer):
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {key: self.__dict__[key] for key in ("transforms", "nonfinite", "_schedules", "_default_schedules")}
+        own = {key: self.__dict__[key] for key in KEPT if key in self.__dict__}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -248,18 +246,24 @@ class UpdateRule(Optimizer):
         """Name the entries that :meth:`init_state` returns under these options."""
         raise NotImplementedError
 
-    def _transformed(self, work: Sequence[Batch]) -> bool:
-        """Apply the transforms; False where the update is to be left out."""
-        if self.transforms and not self.own_form:
+    def apply(self, work: Sequence[Batch]) -> bool:
+        """Transform the gradients and update, group by group; False where the update was left out."""
+        if self.transforms:
             self._transform(work)
-        if self.nonfinite == "ignore" or self.own_form:
-            return True
+        if self.nonfinite != "ignore" and not self._finite(work):
+            return False
+        for group, batch in zip(self.param_groups, work, strict=True):
+            if batch.params:
+                self.update(group, batch)
+        return True
+
+    def _finite(self, work: Sequence[Batch]) -> bool:
         grads = [grad._values() if grad.is_sparse else grad for batch in work for grad in batch.grads]
-        if not grads or _finite(grads):
-            return True
-        if self.nonfinite == "raise":
+        norms = aten._foreach_norm(grads, float("inf")) if grads else []
+        finite = all(bool(norm.isfinite()) for norm in norms)
+        if not finite and self.nonfinite == "raise":
             raise FloatingPointError("the gradients contain inf or nan; the update was left out.")
-        return False
+        return finite
 
     def _transform(self, work: Sequence[Batch]) -> None:
         gradients = Gradients([], [], [], [])
@@ -282,11 +286,6 @@ class UpdateRule(Optimizer):
         pairs = [(p, m) for p, m in zip(params, batch.params, strict=True) if m is not p]
         if pairs:
             aten._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
-
-
-def _finite(grads: Sequence[Tensor]) -> bool:
-    norms = aten._foreach_norm(list(grads), float("inf"))
-    return all(bool(norm.isfinite()) for norm in norms)
 
 
 def _single(value: object) -> bool:

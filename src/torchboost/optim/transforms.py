@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,12 +54,16 @@ class Centralize:
             raise ValueError(f"multiple_of: found {self.multiple_of}; give a whole number, at least 1.")
         object.__setattr__(self, "skip", frozenset(self.skip))
 
+    def applies(self, param: Tensor, group: Mapping[str, Any]) -> bool:
+        """Whether the gradient of a parameter is centralised."""
+        if param.ndim < 2 or param in self.skip or param.shape[1] % self.multiple_of:
+            return False
+        return self.flag is None or bool(group.get(self.flag))
+
     def __call__(self, gradients: Gradients) -> None:
         """Centralise in place."""
         for param, grad, group in zip(gradients.params, gradients.grads, gradients.groups, strict=True):
-            if grad.ndim < 2 or param in self.skip or grad.shape[1] % self.multiple_of:
-                continue
-            if self.flag is None or group.get(self.flag):
+            if self.applies(param, group):
                 rows = grad if type(grad) is Tensor and grad.layout is torch.strided else _rows(grad)
                 # Tensor by tensor: the gradient is still in the cache when the mean is subtracted. Lists of
                 # tensors (foreach) are slower here, because they broadcast one by one and come back to cold memory.
@@ -134,14 +138,19 @@ class Decay:
     def __post_init__(self) -> None:
         check_number("weight_decay", self.weight_decay)
 
+    def of(self, group: Mapping[str, Any]) -> float:
+        """Return the factor of a param group."""
+        factor = group.get("coupled_weight_decay", self.weight_decay)
+        if factor is not self.weight_decay:
+            check_number("coupled_weight_decay", factor)
+        return factor
+
     def __call__(self, gradients: Gradients) -> None:
         """Add the decay in place."""
         refuse_sparse(self, gradients)
         by_factor: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
         for param, grad, group in zip(gradients.params, gradients.grads, gradients.groups, strict=True):
-            factor = group.get("coupled_weight_decay", self.weight_decay)
-            if factor is not self.weight_decay:
-                check_number("coupled_weight_decay", factor)
+            factor = self.of(group)
             if factor:
                 params, grads = by_factor.setdefault(factor, ([], []))
                 params.append(param)
