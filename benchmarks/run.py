@@ -8,6 +8,7 @@ import freeze_savings
 import freeze_types
 import gpu
 import host_memory
+import optimizer_step
 import overhead
 import step_time
 import whole_run
@@ -21,6 +22,7 @@ CLAIMS = {
     "fine_tune": fine_tune.measure,
     "whole_run": whole_run.measure,
     "freeze_types": freeze_types.measure,
+    "optimizer_step": optimizer_step.measure,
     "accuracy": accuracy.measure,
     "gpu": gpu.measure,
 }

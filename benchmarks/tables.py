@@ -146,6 +146,7 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "host_memory": alone,
     "freeze_savings": times,
     "whole_run": times,
+    "optimizer_step": times,
     "freeze_types": from_scratch,
     "fine_tune": fine_tuned,
 }

@@ -19,18 +19,26 @@ typedef struct {
     float padding;
 } Block;
 
-static inline float raw(const Block *b, int64_t at) {
-    return b->unscale * b->grad[at] + (b->decay != 0 ? b->decay * b->weight[at] : 0);
-}
+/* A row as the loops want it: its own pointers, which do not overlap, and numbers that no store can change. */
+#define ROW(b, start)                                                                                                  \
+    const float *restrict grad = (b).grad + (start);                                                                   \
+    float *restrict weight = (b).weight + (start);                                                                     \
+    const float unscale = (b).unscale, decay = (b).decay;                                                              \
+    const int64_t columns = (b).columns;
 
-static inline float center_of(const Block *b, int64_t start) {
+static inline float center_of(const float *restrict grad, const float *restrict weight, int64_t columns, float unscale,
+                              float decay) {
     float sum = 0;
-    if (!b->centralize)
-        return 0;
+    if (decay != 0) {
 #pragma omp simd reduction(+ : sum)
-    for (int64_t j = 0; j < b->columns; j++)
-        sum += raw(b, start + j);
-    return sum / (float)b->columns;
+        for (int64_t j = 0; j < columns; j++)
+            sum += unscale * grad[j] + decay * weight[j];
+    } else {
+#pragma omp simd reduction(+ : sum)
+        for (int64_t j = 0; j < columns; j++)
+            sum += unscale * grad[j];
+    }
+    return sum / (float)columns;
 }
 
 /* squares[i]: sum of the squares of x over block i, before any clipping */
@@ -40,13 +48,21 @@ void sum_squares(const Block *blocks, int64_t count, double *squares, int thread
         const Block b = blocks[i];
         double total = 0;
         for (int64_t r = 0; r < b.rows; r++) {
-            const int64_t start = r * b.columns;
-            const float center = center_of(&b, start);
+            ROW(b, r * b.columns)
+            const float center = b.centralize ? center_of(grad, weight, columns, unscale, decay) : 0;
             float sum = 0;
+            if (decay != 0) {
 #pragma omp simd reduction(+ : sum)
-            for (int64_t j = 0; j < b.columns; j++) {
-                const float x = raw(&b, start + j) - center;
-                sum += x * x;
+                for (int64_t j = 0; j < columns; j++) {
+                    const float x = unscale * grad[j] + decay * weight[j] - center;
+                    sum += x * x;
+                }
+            } else {
+#pragma omp simd reduction(+ : sum)
+                for (int64_t j = 0; j < columns; j++) {
+                    const float x = unscale * grad[j] - center;
+                    sum += x * x;
+                }
             }
             total += sum;
         }
@@ -54,42 +70,39 @@ void sum_squares(const Block *blocks, int64_t count, double *squares, int thread
     }
 }
 
-/* Update the moments of one entry and return the numerator of its step. */
-static inline float moments(const Block *b, int64_t at, float center, float clip) {
-    float x = (raw(b, at) - center) * clip;
-    x = x > b->limit ? b->limit : (x < -b->limit ? -b->limit : x);
-    x += b->coupled * b->weight[at];
-    const float mean = b->mean[at] + (x - b->mean[at]) * (1 - b->beta1);
-    b->mean[at] = mean;
-    b->square[at] = b->beta2 * b->square[at] + (1 - b->beta2) * x * x;
-    return mean + b->ahead * (x - mean);
-}
-
-static inline void move(const Block *b, int64_t at, float numerator, float second) {
-    b->weight[at] = b->keep * b->weight[at] - b->rate * numerator / (b->root * sqrtf(second) + b->eps);
-}
-
 /* The whole update; clip is the factor that clipping by norm came to. */
 void adam(const Block *blocks, int64_t count, float clip, int threads) {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
     for (int64_t i = 0; i < count; i++) {
         const Block b = blocks[i];
+        const float limit = b.limit, coupled = b.coupled, keep = b.keep, ahead = b.ahead;
+        const float beta1 = b.beta1, beta2 = b.beta2, rate = b.rate, root = b.root, eps = b.eps;
         for (int64_t r = 0; r < b.rows; r++) {
-            const int64_t start = r * b.columns;
-            const float center = center_of(&b, start);
+            ROW(b, r * b.columns)
+            float *restrict mean = b.mean + r * columns;
+            float *restrict square = b.square + r * columns;
+            const float center = b.centralize ? center_of(grad, weight, columns, unscale, decay) : 0;
+/* One entry; SECOND is what stands under the root, an expression of its second moment v. */
+#define UPDATE(SECOND)                                                                                                 \
+    const float w = weight[j];                                                                                         \
+    float x = (unscale * grad[j] + decay * w - center) * clip;                                                         \
+    x = x > limit ? limit : (x < -limit ? -limit : x);                                                                 \
+    x += coupled * w;                                                                                                  \
+    const float m = mean[j] + (x - mean[j]) * (1 - beta1);                                                             \
+    const float v = beta2 * square[j] + (1 - beta2) * x * x;                                                           \
+    mean[j] = m;                                                                                                       \
+    square[j] = v;                                                                                                     \
+    weight[j] = keep * w - rate * (m + ahead * (x - m)) / (root * sqrtf(SECOND) + eps);
             if (b.largest) {
+                float *restrict largest = b.largest + r * columns;
 #pragma omp simd
-                for (int64_t j = start; j < start + b.columns; j++) {
-                    const float numerator = moments(&b, j, center, clip);
-                    const float second = b.square[j] > b.largest[j] ? b.square[j] : b.largest[j];
-                    b.largest[j] = second;
-                    move(&b, j, numerator, second);
+                for (int64_t j = 0; j < columns; j++) {
+                    UPDATE(largest[j] = v > largest[j] ? v : largest[j])
                 }
             } else {
 #pragma omp simd
-                for (int64_t j = start; j < start + b.columns; j++) {
-                    const float numerator = moments(&b, j, center, clip);
-                    move(&b, j, numerator, b.square[j]);
+                for (int64_t j = 0; j < columns; j++) {
+                    UPDATE(v)
                 }
             }
         }

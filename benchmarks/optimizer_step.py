@@ -1,0 +1,181 @@
+"""Claim: centralise, clip, decay and update cost little more than the update alone; by hand it is twice as much.
+
+The shares of the memory bound are those of the bytes an update must move: weights and both moments read and written,
+gradients read; a pipeline with clipping reads the gradients once more.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from gpu import VOCABULARY
+from options import Options, parser, run
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from torchboost.optim.adam import AdamWeightDecay
+from torchboost.optim.pipeline import GradientPipeline
+from torchboost.optim.transforms import Centralize, ClipNorm
+from torchboost.tuner.evidence import BenchReport, Contestant
+from torchboost.tuner.statistics import bootstrap_median
+from torchboost.tuner.stopwatch import Comparison, compare, environment
+from torchboost.workloads.models import GPT, Bottleneck, ResNet
+
+BARE = "torch fused, nothing before it"
+NORM = 1.0
+SETTINGS = {"lr": 1e-3, "weight_decay": 0.01}
+PASSES = {"update": 7, "pipeline": 8}
+"""Floats moved per weight."""
+
+Step = Callable[[], object]
+
+
+def resnet50() -> nn.Module:
+    return ResNet(Bottleneck, [3, 4, 6, 3], classes=1000, stem="imagenet")
+
+
+def gpt2_small() -> nn.Module:
+    return GPT(VOCABULARY, context=1024)
+
+
+def small() -> nn.Module:
+    return ResNet(Bottleneck, [1, 1], classes=10, width=8)
+
+
+CASES: dict[str, tuple[str, Callable[[], nn.Module]]] = {
+    "resnet50": ("ResNet-50", resnet50),
+    "gpt2-small": ("GPT, 12 layers, width 768", gpt2_small),
+}
+
+
+def weights(make: Callable[[], nn.Module]) -> list[nn.Parameter]:
+    """Return parameters with gradients; none of the steps measured here depends on their values."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(p.detach().clone()) for p in make().parameters()]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    return params
+
+
+def fused(params: list[nn.Parameter]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, fused=True, **SETTINGS)
+
+
+def bare(params: list[nn.Parameter]) -> Step:
+    return fused(params).step
+
+
+def ours(params: list[nn.Parameter]) -> Step:
+    return AdamWeightDecay(params, eps=1e-8, bias_correction=True, fused=True, **SETTINGS).step
+
+
+def by_hand(params: list[nn.Parameter]) -> Step:
+    optimizer = fused(params)
+
+    def step() -> None:
+        with torch.no_grad():
+            for param in params:
+                if param.ndim > 1 and param.grad is not None:
+                    param.grad.sub_(param.grad.mean(tuple(range(1, param.ndim)), keepdim=True))
+        clip_grad_norm_(params, NORM)
+        optimizer.step()
+
+    return step
+
+
+def hooked(params: list[nn.Parameter]) -> Step:
+    optimizer = fused(params)
+    GradientPipeline(Centralize(), ClipNorm(NORM)).attach(optimizer)
+    return optimizer.step
+
+
+def native(params: list[nn.Parameter]) -> Step:
+    transforms = (Centralize(), ClipNorm(NORM))
+    optimizer = AdamWeightDecay(params, eps=1e-8, bias_correction=True, native=True, transforms=transforms, **SETTINGS)
+    return optimizer.step
+
+
+def peer(params: list[nn.Parameter]) -> Step:
+    centralize = importlib.import_module("pytorch_optimizer.optimizer.gradient_centralization").centralize_gradient
+    optimizer = fused(params)
+
+    def step() -> None:
+        with torch.no_grad():
+            for param in params:
+                if param.grad is not None:
+                    centralize(param.grad)
+        clip_grad_norm_(params, NORM)
+        optimizer.step()
+
+    return step
+
+
+WAYS: dict[str, Callable[[list[nn.Parameter]], Step]] = {
+    BARE: bare,
+    "torchboost fused, nothing before it": ours,
+    "pipeline by hand, torch fused": by_hand,
+    "GradientPipeline, torch fused": hooked,
+    "native": native,
+}
+PEER = "pytorch_optimizer's centralisation, torch fused"
+
+
+def ways() -> dict[str, Callable[[list[nn.Parameter]], Step]]:
+    """All that can run here; timm has no gradient centralisation."""
+    found = importlib.util.find_spec("pytorch_optimizer")
+    return WAYS if found is None else {**WAYS, PEER: peer}
+
+
+def measure(options: Options) -> list[Path]:
+    return [measure_case(name, options) for name in CASES]
+
+
+def measure_case(name: str, options: Options) -> Path:
+    title, make = ("small ResNet", small) if options.smoke else CASES[name]
+    chosen = ways()
+    found = compare(
+        {way: build(weights(make)) for way, build in chosen.items()},
+        baselines=[BARE],
+        pairs=3 if options.smoke else 60,
+        progress=options.progress,
+    )
+    count = sum(p.numel() for p in make().parameters())
+    report = BenchReport(
+        title=f"One optimizer step: {title}",
+        workload=f"optimizer_step-{name}",
+        model=title,
+        parameters=count,
+        batch=1,
+        metric_name="none",
+        environment=environment(),
+        contestants=[contestant(way, found, count) for way in chosen],
+        notes=["centralise, clip to a global norm of 1, decay, update; AdamW in float32"],
+    )
+    return report.save(options.file("optimizer_step", name))
+
+
+def contestant(way: str, found: Comparison, count: int) -> Contestant:
+    seconds = found.step_seconds(way)
+    passes = PASSES["update"] if "nothing" in way else PASSES["pipeline"]
+    pairs = zip(found.samples[way], found.samples[BARE], strict=True)
+    times = bootstrap_median([own / base for own, base in pairs])
+    notes = [f"moves at least {4e-9 * passes * count:.2f} GB, so {4e-9 * passes * count / seconds.mid:.0f} GB/s"]
+    if way != BARE:
+        notes.append(f"{times.mid:.2f} times the bare step (95 %: {times.low:.2f} to {times.high:.2f})")
+    return Contestant(
+        name=way,
+        kind="stock" if way == BARE else "algorithm",
+        step_seconds=seconds,
+        samples=found.samples[way],
+        ratios=found.ratios(way),
+        warmup_seconds=found.warmup_seconds[way],
+        notes=notes,
+    )
+
+
+if __name__ == "__main__":
+    run([measure], parser(__doc__).parse_args())
