@@ -1,4 +1,4 @@
-"""Write the tables of docs/levels.md from the level table and the result files; ``--check`` only compares."""
+"""Write the tables of the documentation from the level table and the result files; ``--check`` only compares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchboost.tuner.table import Table, result_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "levels.md"
+PAGES = (ROOT / "docs" / "levels.md", ROOT / "docs" / "optimizers.md")
 BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -168,8 +168,11 @@ def page(text: str) -> str:
 if __name__ == "__main__":
     made = argparse.ArgumentParser(description=__doc__)
     made.add_argument("--check", action="store_true", help="fail where the page and the results differ")
-    before = PAGE.read_text(encoding="utf-8")
-    after = page(before)
-    if made.parse_args().check:
-        sys.exit(0 if after == before else f"{PAGE} does not show the results: run python benchmarks/tables.py")
-    PAGE.write_text(after, encoding="utf-8")
+    check = made.parse_args().check
+    for path in PAGES:
+        before = path.read_text(encoding="utf-8")
+        after = page(before)
+        if check and after != before:
+            sys.exit(f"{path} does not show the results: run python benchmarks/tables.py")
+        if not check:
+            path.write_text(after, encoding="utf-8")

@@ -5,8 +5,9 @@ Names load on first use, so that importing the package costs next to nothing bes
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torchboost.lazy import exports
 
 if TYPE_CHECKING:
     from torchboost.algorithms.accumulation import Accumulation, Accumulator
@@ -107,14 +108,8 @@ _HOMES = {
     "torchboost.plan": ("Plan", "boost"),
     "torchboost.registry": ("Facts", "LEVELS", "REGISTRY"),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'torchboost' has no attribute '{name}'")
-    return getattr(import_module(_HOME_OF[name]), name)
+__getattr__, _names = exports(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return [*globals(), *_names()]

@@ -14,6 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_optimizer
+from torchboost.core.memory_layout import aligned
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
 __all__ = ["FusedOptimizer", "fuse"]
@@ -130,8 +131,8 @@ class _Fusion(Attachment):
                 self._give_up(group)
                 continue
             for p in moving:
-                if p.ndim > 1 and p.grad.stride() != p.stride():
-                    p.grad = _aligned(p.grad, p)
+                if p.ndim > 1:
+                    p.grad = aligned(p.grad, p)
             if group.get("momentum"):
                 _start_momentum(optimizer.state, moving)
 
@@ -208,15 +209,7 @@ def _align_state(state: dict[str, Any], parameter: Tensor) -> None:
         if key == "step":
             state[key] = value.to(parameter.device, torch.float32)
         elif value.shape == parameter.shape:
-            state[key] = _aligned(value, parameter)
-
-
-def _aligned(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return ``value`` in the memory format of ``parameter``; strides of axes of length one mean nothing."""
-    axes = zip(parameter.shape, value.stride(), parameter.stride(), strict=True)
-    if all(a == b for size, a, b in axes if size > 1):
-        return value
-    return torch.empty_like(parameter, dtype=value.dtype, memory_format=torch.preserve_format).copy_(value)
+            state[key] = aligned(value, parameter)
 
 
 def _start_momentum(state: dict[Tensor, dict[str, Any]], parameters: list[Tensor]) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchboost.core.memory_layout import aligned
 from torchboost.errors import IncompatibleError
 from torchboost.optim.base import Batch, Nonfinite
 from torchboost.optim.native import library
@@ -111,8 +112,8 @@ def adam_step(
         IncompatibleError: Tensors the kernel cannot take; nothing was changed.
         FloatingPointError, RuntimeError: The gradients are not finite and the settings ask for an error.
     """
-    for batch in work:
-        _settle(batch)
+    for group, batch in zip(groups, work, strict=True):
+        _settle(batch, ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())))
     blocks = _blocks(groups, work, pipeline, grad_scale)
     if not len(blocks):
         return True
@@ -143,24 +144,19 @@ def _complain(pipeline: Pipeline, nonfinite: Nonfinite) -> None:
         raise RuntimeError("the norm of the gradients is not finite; the update was left out.")
 
 
-def _settle(batch: Batch) -> None:
+def _settle(batch: Batch, keys: Sequence[str]) -> None:
     """Give gradients and moments the memory layout of their parameter; refuse what the kernel cannot walk through."""
     for position, (param, grad, state) in enumerate(zip(batch.params, batch.grads, batch.states, strict=True)):
-        if param.dtype is not torch.float32 or param.device.type != "cpu" or not _dense(param):
+        plain = type(param) in (Tensor, nn.Parameter)  # a sharded tensor has its numbers elsewhere
+        if not plain or param.dtype is not torch.float32 or param.device.type != "cpu" or not _dense(param):
             raise IncompatibleError(
                 f"native=True works on dense float32 parameters on the CPU (master_weights=True makes them float32), "
-                f"found {param.dtype} on {param.device}, shape {tuple(param.shape)}, strides {param.stride()}. "
-                "Leave native out."
+                f"found a {type(param).__name__} of {param.dtype} on {param.device}, shape {tuple(param.shape)}, "
+                f"strides {param.stride()}. Leave native out."
             )
-        if not _like(grad, param):
-            batch.grads[position] = torch.empty_like(param).copy_(grad)
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.ndim and value is not param and not _like(value, param):
-                state[key] = torch.empty_like(param).copy_(value)
-
-
-def _like(tensor: Tensor, param: Tensor) -> bool:
-    return tensor.stride() == param.stride() and tensor.dtype is param.dtype
+        batch.grads[position] = aligned(grad, param)
+        for key in keys:
+            state[key] = aligned(state[key], param)
 
 
 def _dense(param: Tensor) -> bool:

@@ -1,0 +1,124 @@
+"""Every optimizer with its state spread over two ranks: torch's ZeRO optimizer, and FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.models import mlp
+from tests.support.ranks import run_ranks
+from tests.support.wrapped import all_weights, train_share
+from torchboost import IncompatibleError
+from torchboost.core.algorithm import Target
+from torchboost.optim.adam import Adam, AdamWeightDecay
+from torchboost.optim.lamb import Lamb
+from torchboost.optim.lars import LARS
+from torchboost.optim.sgd import SGD, Momentum
+from torchboost.optim.transforms import Centralize, ClipNorm, Decay
+
+RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adam": (Adam, {"lr": 0.01, "weight_decay": 0.01}),
+    "adam, fused": (Adam, {"lr": 0.01, "fused": True}),
+    "adam, nesterov": (Adam, {"lr": 0.01, "nesterov": True, "amsgrad": True}),
+    "adam, rates in a list": (Adam, {"lr": [0.01, 0.02, 0.005, 0.01, 0.02, 0.03]}),
+    "adam weight decay": (AdamWeightDecay, {"lr": 0.01, "weight_decay": 0.1}),
+    "sgd": (SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "momentum": (Momentum, {"lr": 0.05}),
+    "lars": (LARS, {"lr": 1.0, "coefficient": 0.02, "weight_decay": 0.01}),
+    "lamb": (Lamb, {"lr": 0.01, "weight_decay": 0.01}),
+    "adam, pipeline": (Adam, {"lr": 0.01, "transforms": (Decay(0.01), Centralize(), ClipNorm(0.1))}),
+}
+LOCAL = {"adam", "adam, fused", "adam, nesterov", "adam, rates in a list", "adam weight decay", "sgd", "momentum"}
+"""Rules that look at one entry at a time, so that a shard can be updated without the rest."""
+
+
+def _built(name: str, params: Any) -> torch.optim.Optimizer:
+    rule, options = RULES[name]
+    return rule(params, **options)
+
+
+def _alone(name: str) -> list[float]:
+    torch.manual_seed(0)
+    model = mlp()
+    train_share(Target(model, _built(name, model.parameters())), model, steps=6)
+    return all_weights(model)
+
+
+def _zero(names: list[str]) -> list[list[float]]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns about parts of itself
+
+    found = []
+    for name in names:
+        torch.manual_seed(0)
+        model = mlp()
+        rule, options = RULES[name]
+        wrapped = DistributedDataParallel(model)
+        optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), optimizer_class=rule, **options)
+        train_share(Target(wrapped, optimizer), model, steps=6)
+        found.append(all_weights(model))
+    return found
+
+
+def _fsdp(names: list[str]) -> list[list[float]]:
+    """Train, and move the state into another optimizer by way of a checkpoint."""
+    found = []
+    for name in names:
+        torch.manual_seed(0)
+        model = mlp()
+        fully_shard(model)
+        optimizer = _built(name, model.parameters())
+        train_share(Target(model, optimizer), model, steps=6)
+        state = get_optimizer_state_dict(model, optimizer)
+        again = _built(name, model.parameters())
+        set_optimizer_state_dict(model, again, state)
+        for first, second in zip(optimizer.state.values(), again.state.values(), strict=True):
+            assert first.keys() == second.keys()
+            for key in first:
+                assert torch.equal(_local(first[key]), _local(second[key])), (name, key)
+        found.append(all_weights(model))
+    return found
+
+
+def _local(value: Any) -> torch.Tensor:
+    return value.to_local() if hasattr(value, "to_local") else torch.as_tensor(value)
+
+
+def _native_on_shards() -> str:
+    model = mlp()
+    fully_shard(model)
+    optimizer = Adam(model.parameters(), native=True)
+    before = all_weights(model)
+    with pytest.raises(IncompatibleError, match="found a DTensor") as caught:
+        train_share(Target(model, optimizer), model, steps=1)
+    assert all_weights(model) == before
+    dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_zero_redundancy_optimizer_equals_one_process():
+    names = sorted(LOCAL)
+    first, second = run_ranks(_zero, 2, names)
+    for name, ours, theirs in zip(names, first, second, strict=True):
+        assert ours == theirs, name
+        assert ours == pytest.approx(_alone(name), abs=2e-6), name
+
+
+@pytest.mark.dist
+def test_fsdp_equals_one_process_and_its_state_survives_a_checkpoint():
+    names = sorted(RULES)
+    first, second = run_ranks(_fsdp, 2, names)
+    for name, ours, theirs in zip(names, first, second, strict=True):
+        assert ours == theirs, name
+        assert ours == pytest.approx(_alone(name), abs=2e-6), name
+
+
+@pytest.mark.dist
+def test_the_native_form_refuses_shards_before_anything_is_changed():
+    assert all("Leave native out" in message for message in run_ranks(_native_on_shards, 2))
