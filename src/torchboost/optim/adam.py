@@ -8,15 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
+from torch.optim.optimizer import _get_capturable_supported_devices
 
+from torchboost.errors import IncompatibleError
 from torchboost.optim.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.options import check_fused
 from torchboost.optim.pipeline import GradientTransform
 
 __all__ = ["Adam", "AdamWeightDecay"]
 
 aten = torch.ops.aten
 
-LATE = 1e9
+LATE = 1e30
 """Update number at which both bias corrections are exactly 1."""
 
 
@@ -58,6 +61,8 @@ class Adam(UpdateRule):
         >>> optimizer = Adam(model.parameters(), lr=1e-3, fused=True)
     """
 
+    kernel_unscales = True
+
     def __init__(
         self,
         params: Any,
@@ -97,15 +102,23 @@ class Adam(UpdateRule):
             "master_weights": master_weights,
         }
         super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
-        # GradScaler then leaves unscaling to torch's kernel; with anything between, it unscales before the step.
-        if fused and not self.transforms and nonfinite == "ignore":
-            self._step_supports_amp_scaling = True
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse a form that torch has no kernel for."""
         own = [name for name in ("nesterov", "eps_uncorrected") if group.get(name)]
         if own and (group.get("fused") or group.get("capturable")):
             raise ValueError(f"{own[0]}: torch has no kernel for it; leave out fused and capturable.")
+
+    def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        """Refuse what torch's kernels refuse, before anything is changed."""
+        super().check_grad(param, grad, group)
+        check_fused(param, group)
+        if group["capturable"] and not torch.compiler.is_compiling():
+            devices = _get_capturable_supported_devices()
+            if param.device.type not in devices:
+                raise IncompatibleError(
+                    f"capturable=True needs parameters on one of {devices}, found one on {param.device}; set it False."
+                )
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries of the state."""
@@ -126,7 +139,10 @@ class Adam(UpdateRule):
         steps = batch.state("step")
         if not group["bias_correction"]:
             # The kernels correct by 1 - beta**step, which is 1 when step is large; the steps are counted here.
+            found_inf = getattr(self, "found_inf", None)
             aten._foreach_add_(steps, 1)
+            if found_inf is not None:
+                aten._foreach_sub_(steps, [found_inf.to(step.device) for step in steps])
             steps = [step.new_full((), LATE) for step in steps]
         torch_adam(
             batch.params,
