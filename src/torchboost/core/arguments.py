@@ -66,7 +66,10 @@ def check_number(name: str, value: Any, *, above: bool = False) -> None:
     allowed = "a finite number above 0" if above else "a finite number, at least 0"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: found {value!r}; give {allowed}.")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number beyond the floats
+        number = math.inf
     if not math.isfinite(number) or number < 0 or (above and number == 0):
         raise ValueError(f"{name}: found {value!r}; give {allowed}.")
 

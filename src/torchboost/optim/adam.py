@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
+from torch.optim.optimizer import _get_capturable_supported_devices
 
+from torchboost.errors import IncompatibleError
 from torchboost.optim.base import Batch, Nonfinite, UpdateRule
-from torchboost.optim.native_adam import Pipeline, adam_step, load
+from torchboost.optim.native_adam import Pipeline, load, prepared
+from torchboost.optim.options import check_fused
 from torchboost.optim.pipeline import GradientTransform
 
 __all__ = ["Adam", "AdamWeightDecay"]
 
 aten = torch.ops.aten
 
-LATE = 1e9
+LATE = 1e30
 """Update number at which both bias corrections are exactly 1."""
 
 
@@ -63,6 +66,8 @@ class Adam(UpdateRule):
         >>> optimizer = Adam(model.parameters(), lr=1e-3, fused=True)
     """
 
+    kernel_unscales = True
+
     def __init__(
         self,
         params: Any,
@@ -106,9 +111,6 @@ class Adam(UpdateRule):
         super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
         if native:
             load()
-        # GradScaler then leaves unscaling to the kernel; with anything before it, it unscales before the step.
-        if native or (fused and not self.transforms and nonfinite == "ignore"):
-            self._step_supports_amp_scaling = True
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse a form that torch has no kernel for."""
@@ -118,6 +120,17 @@ class Adam(UpdateRule):
         own = [name for name in ("nesterov", "eps_uncorrected") if group.get(name)]
         if own and (group.get("fused") or group.get("capturable")):
             raise ValueError(f"{own[0]}: torch has no kernel for it; leave out fused and capturable.")
+
+    def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        """Refuse what torch's kernels refuse, before anything is changed."""
+        super().check_grad(param, grad, group)
+        check_fused(param, group)
+        if group["capturable"] and not torch.compiler.is_compiling():
+            devices = _get_capturable_supported_devices()
+            if param.device.type not in devices:
+                raise IncompatibleError(
+                    f"capturable=True needs parameters on one of {devices}, found one on {param.device}; set it False."
+                )
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries of the state."""
@@ -130,15 +143,22 @@ class Adam(UpdateRule):
         moments = self.state_keys(group)[1:]
         return state | {key: torch.zeros_like(param, memory_format=torch.preserve_format) for key in moments}
 
-    def apply(self, work: Sequence[Batch]) -> bool:
-        """Transform the gradients and update; False where the update was left out."""
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return self.native is not None or super()._step_supports_amp_scaling
+
+    def prepare(self, work: Sequence[Batch]) -> Callable[[], None] | None:
+        """Do all that can go wrong, and return what then does the update; None where it is to be left out."""
         if self.native is None:
-            return super().apply(work)
+            return super().prepare(work)
+        for group, batch in zip(self.param_groups, work, strict=True):
+            for param, grad in zip(batch.params, batch.grads, strict=True):
+                self.check_grad(param, grad, group)
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found is not None and bool(found):
-            return False
+            return None
         scale = 1.0 if scale is None else float(scale)
-        return adam_step(self.param_groups, work, self.native, grad_scale=scale, nonfinite=self.nonfinite)
+        return prepared(self.param_groups, work, self.native, grad_scale=scale, nonfinite=self.nonfinite)
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
@@ -148,7 +168,10 @@ class Adam(UpdateRule):
         steps = batch.state("step")
         if not group["bias_correction"]:
             # The kernels correct by 1 - beta**step, which is 1 when step is large; the steps are counted here.
+            found_inf = getattr(self, "found_inf", None)
             aten._foreach_add_(steps, 1)
+            if found_inf is not None:
+                aten._foreach_sub_(steps, [found_inf.to(step.device) for step in steps])
             steps = [step.new_full((), LATE) for step in steps]
         torch_adam(
             batch.params,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchboost.errors import IncompatibleError
+from torchboost.optim.checkpoints import in_order, paired
 from torchboost.optim.learning_rates import resolve_lr
 from torchboost.optim.options import check_options
 from torchboost.optim.pipeline import Gradients, GradientTransform, check_transforms
@@ -25,7 +27,7 @@ Schedule = Callable[[int], float]
 SCHEDULED = ("lr", "weight_decay")
 """Options that may be a list or a function of the update."""
 
-KEPT = ("transforms", "nonfinite", "native", "_schedules", "_default_schedules", "_step_supports_amp_scaling")
+KEPT = ("transforms", "nonfinite", "native", "_schedules", "_default_schedules")
 """Attributes beside those of ``torch.optim.Optimizer`` that travel with a copy or a pickle."""
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -70,6 +72,9 @@ class UpdateRule(Optimizer):
         TypeError, ValueError: An option that makes no sense, or a transform that is none.
     """
 
+    kernel_unscales: bool = False
+    """Whether the fused form of the update divides by ``grad_scale`` and heeds ``found_inf``."""
+
     def __init__(
         self,
         params: Any,
@@ -103,16 +108,30 @@ class UpdateRule(Optimizer):
         """
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Refuse a gradient the rule cannot use; the default takes dense ones, and sparse ones before a transform.
+        """Refuse a gradient the rule cannot use; the default takes dense ones of the parameter's own precision.
+
+        Called after the transforms; ``param`` is the float32 master where there is one.
 
         Raises:
             IncompatibleError: The gradient cannot be used.
         """
-        if grad.layout is not torch.strided and not self.transforms:
+        if grad.layout is not torch.strided:
             raise IncompatibleError(
                 f"{type(self).__name__} works on dense gradients, found layout {grad.layout} for a parameter of shape "
                 f"{tuple(param.shape)}. Use LazyAdam, sparse=False, or transforms=(Coalesce(dense=True),)."
             )
+        if grad.dtype != param.dtype:
+            raise IncompatibleError(
+                f"{type(self).__name__} found a gradient in {grad.dtype} for a parameter in {param.dtype} of shape "
+                f"{tuple(param.shape)}. Give both the same precision."
+            )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # GradScaler reads this name: True leaves unscaling and skipping to the fused kernel. Whatever must see true
+        # gradients, or know whether there was an update, has GradScaler unscale before the step and skip it.
+        needs_truth = self.transforms or self.nonfinite != "ignore" or any(self._schedules)
+        return self.kernel_unscales and not needs_truth and all(group.get("fused") for group in self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; missing options are the defaults.
@@ -143,24 +162,39 @@ class UpdateRule(Optimizer):
         Raises:
             IncompatibleError: A gradient the rule cannot use.
             FloatingPointError: Inf or nan in the gradients where ``nonfinite="raise"``.
-            ValueError: A list of learning rates is used up, or an option was set to something senseless.
+            IndexError: A list of learning rates is used up.
+            TypeError, ValueError: An option was set to something senseless, or is gone.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         scheduled = self._scheduled()
-        for group in self.param_groups:
-            check_options(group)
-            self.check_group(group)
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.check_grad(param, param.grad, group)
-        for group, values in zip(self.param_groups, scheduled, strict=True):
-            group.update(values)
-        work = [self._gather(group) for group in self.param_groups]
-        if not self.apply(work):
+        before = [
+            {key: group[key] for key in values if key in group}
+            for group, values in zip(self.param_groups, scheduled, strict=True)
+        ]
+        fresh: list[tuple[Tensor, dict[str, Any]]] = []
+        perform = None
+        try:
+            for group, values in zip(self.param_groups, scheduled, strict=True):
+                group.update(values)
+                self._check_options(group)
+            work = [self._gather(group, fresh) for group in self.param_groups]
+            perform = self.prepare(work)
+        except BaseException:
+            # GradScaler does not clean up after an exception; the next step would unscale by a scale left here.
+            for name in ("grad_scale", "found_inf"):
+                self.__dict__.pop(name, None)
+            raise
+        finally:
+            if perform is None:
+                for group, values in zip(self.param_groups, before, strict=True):
+                    group.update(values)
+        if perform is None:
             return loss
+        self.state.update(fresh)
+        perform()
         for group, batch in zip(self.param_groups, work, strict=True):
             self._write_back(group, batch)
         for group in self.param_groups:
@@ -174,43 +208,52 @@ class UpdateRule(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:
+        for group, schedules in zip(self.param_groups, self._schedules, strict=True):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
+            own = [self.state[param] for param in group["params"] if param in self.state]
+            for entry in own:
+                if "step" in entry and not isinstance(entry["step"], Tensor):  # torch before 1.12
+                    entry["step"] = torch.tensor(float(entry["step"]), dtype=torch.float32)
+            if schedules:  # torch's checkpoints do not count updates, except in Adam's state
+                group.setdefault("updates", max((int(entry.get("step", 0)) for entry in own), default=0))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a checkpoint of this rule, or of torch's where the rule is the same.
 
-        Entries keep the precision they were saved with, float32 moments of bfloat16 parameters too.
+        Where both sides name their parameters, entries find theirs by name, otherwise by position as in torch. The
+        state of low-precision parameters with masters stays in float32. A file of torch's SGD does not say how many
+        updates were done: with a list or function as ``lr``, set ``"updates"`` in the groups after loading it.
 
         Raises:
             ValueError: Other groups, or a state whose shape is not that of its parameter; nothing was changed.
         """
-        pairs = self._paired(state_dict)
+        state_dict = in_order(state_dict, self.param_groups)
+        pairs = paired(state_dict, self.param_groups, self.defaults, self.state_keys)
         super().load_state_dict(state_dict)
-        for param, saved in pairs:
+        for param, group, saved in pairs:
+            wide = group.get("master_weights") and param.dtype in LOW_PRECISION
             for key, value in saved.items():
                 own = self.state[param].get(key) if param in self.state else None
-                if isinstance(own, Tensor) and isinstance(value, Tensor) and own.dtype != value.dtype:
+                if not isinstance(own, Tensor) or not isinstance(value, Tensor) or own.dtype == value.dtype:
+                    continue
+                # torch casts all but the step to the precision of the parameter: right for moments next to it only.
+                if key != "step" and (wide or key not in self.state_keys(group) or not value.is_floating_point()):
                     self.state[param][key] = value.detach().clone().to(own.device)
 
-    def _paired(self, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
-        """Return each parameter with its saved state, in the order torch pairs them."""
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        if len(saved) != len(params):
-            return []  # torch refuses it, with its own words
-        pairs = [(p, state_dict["state"][i]) for p, i in zip(params, saved, strict=True) if i in state_dict["state"]]
-        for position, (param, state) in enumerate(pairs):
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.ndim and value.numel() not in (param.numel(), param.shape[0]):
-                    raise ValueError(
-                        f"the checkpoint's {key!r} of parameter {position} has shape {tuple(value.shape)}, "
-                        f"the parameter has {tuple(param.shape)}; give the parameters in the order it was written with."
-                    )
-        return pairs
+    def _check_options(self, group: Mapping[str, Any]) -> None:
+        missing = self.defaults.keys() - group.keys()
+        if missing:
+            raise ValueError(f"a param group has no {sorted(missing)[0]!r}; add groups by add_param_group.")
+        check_options(group)
+        self.check_group(group)
 
     def _scheduled(self) -> list[dict[str, float]]:
+        if len(self._schedules) != len(self.param_groups):
+            raise ValueError(
+                f"found {len(self.param_groups)} param groups, {len(self._schedules)} were added; change the entries "
+                "of a group as you like, but add groups by add_param_group and take none away."
+            )
         values = []
         for group, schedules in zip(self.param_groups, self._schedules, strict=True):
             if "lr" in schedules and "initial_lr" in group:
@@ -221,22 +264,32 @@ class UpdateRule(Optimizer):
             values.append({key: schedule(group["updates"]) for key, schedule in schedules.items()})
         return values
 
-    def _gather(self, group: dict[str, Any]) -> Batch:
-        params = [param for param in group["params"] if param.grad is not None]
-        states = []
+    def _gather(self, group: dict[str, Any], fresh: list[tuple[Tensor, dict[str, Any]]]) -> Batch:
+        """Return what takes part; states that are new or get new entries are only listed in ``fresh``."""
         masters = bool(group.get("master_weights"))
-        batch = Batch([], [], states)
-        for param in params:
-            state = self.state[param]
+        batch = Batch([], [], [])
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            kept = self.state.get(param)
+            state = {} if kept is None else kept
             wide = masters and param.dtype in LOW_PRECISION
             if wide and "master" not in state:
+                state = {key: _widened(value) for key, value in state.items()}
                 state["master"] = param.detach().float()
+            elif not wide and "master" in state:
+                raise IncompatibleError(
+                    f"a parameter in {param.dtype} with float32 masters is to be updated without them; leave "
+                    "'master_weights' and the precision of the model as they were."
+                )
             worked = state["master"] if wide else param
-            for key, value in self.init_state(worked, group).items() if self._incomplete(state, group) else ():
-                state.setdefault(key, value)
+            if self._incomplete(state, group):
+                state = {**self.init_state(worked, group), **state}
+            if state is not kept:
+                fresh.append((param, state))
             batch.params.append(worked)
             batch.grads.append(param.grad.float() if wide else param.grad)
-            states.append(state)
+            batch.states.append(state)
         return batch
 
     def _incomplete(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
@@ -246,24 +299,30 @@ class UpdateRule(Optimizer):
         """Name the entries that :meth:`init_state` returns under these options."""
         raise NotImplementedError
 
-    def apply(self, work: Sequence[Batch]) -> bool:
-        """Transform the gradients and update, group by group; False where the update was left out."""
+    def prepare(self, work: Sequence[Batch]) -> Callable[[], None] | None:
+        """Do all that can go wrong, and return what then does the update; None where it is to be left out."""
         if self.transforms:
             self._transform(work)
-        if self.nonfinite != "ignore" and not self._finite(work):
-            return False
+        for group, batch in zip(self.param_groups, work, strict=True):
+            for param, grad in zip(batch.params, batch.grads, strict=True):
+                self.check_grad(param, grad, group)
+        return partial(self._update_all, work) if self._usable(work) else None
+
+    def _usable(self, work: Sequence[Batch]) -> bool:
+        """Whether the gradients are as ``nonfinite`` asks for."""
+        if self.nonfinite == "ignore":
+            return True
+        grads = [grad._values() if grad.is_sparse else grad for batch in work for grad in batch.grads]
+        if not grads or _finite(grads):
+            return True
+        if self.nonfinite == "raise":
+            raise FloatingPointError("the gradients contain inf or nan; the update was left out.")
+        return False
+
+    def _update_all(self, work: Sequence[Batch]) -> None:
         for group, batch in zip(self.param_groups, work, strict=True):
             if batch.params:
                 self.update(group, batch)
-        return True
-
-    def _finite(self, work: Sequence[Batch]) -> bool:
-        grads = [grad._values() if grad.is_sparse else grad for batch in work for grad in batch.grads]
-        norms = aten._foreach_norm(grads, float("inf")) if grads else []
-        finite = all(bool(norm.isfinite()) for norm in norms)
-        if not finite and self.nonfinite == "raise":
-            raise FloatingPointError("the gradients contain inf or nan; the update was left out.")
-        return finite
 
     def _transform(self, work: Sequence[Batch]) -> None:
         gradients = Gradients([], [], [], [])
@@ -288,16 +347,27 @@ class UpdateRule(Optimizer):
             aten._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
 
 
-def _single(value: object) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1
+def _finite(grads: Sequence[Tensor]) -> bool:
+    norms: dict[torch.device, list[Tensor]] = {}
+    for norm in aten._foreach_norm([grad for grad in grads if grad.numel()], float("inf")):
+        norms.setdefault(norm.device, []).append(norm)
+    # One wait per device, not per tensor.
+    return all(bool(torch.stack([norm.float() for norm in own]).isfinite().all()) for own in norms.values())
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in LOW_PRECISION else value
 
 
 def _take_schedules(options: dict[str, Any]) -> dict[str, Schedule]:
     """Replace lists and functions in the options by their first value and return them."""
-    # A tensor with one element is a rate on a device, as in torch, not a list of one.
-    given = {k: options[k] for k in SCHEDULED if k in options and not _single(options[k])}
-    found = {key: resolve_lr(value, name=key) for key, value in given.items()}
-    schedules = {key: schedule for key, schedule in found.items() if schedule is not None}
-    for key, schedule in schedules.items():
-        options[key] = schedule(0)
+    schedules: dict[str, Schedule] = {}
+    for key in SCHEDULED:
+        value = options.get(key)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            # One element is a rate on a device, as in torch, not a list of one.
+            options[key] = value if key == "lr" else value.item()
+        elif key in options and (schedule := resolve_lr(value, name=key)) is not None:
+            schedules[key] = schedule
+            options[key] = schedule(0)
     return schedules

@@ -89,23 +89,23 @@ class Lamb(UpdateRule):
         """Update in place."""
         beta1, beta2 = (float(beta) for beta in group["betas"])
         mean, square, steps = batch.state("exp_avg"), batch.state("exp_avg_sq"), batch.state("step")
-        grads = list(aten._foreach_neg(batch.grads)) if group["maximize"] else batch.grads
+        params, grads, mean, square = (_real(tensors) for tensors in (batch.params, batch.grads, mean, square))
+        if group["maximize"]:
+            grads = list(aten._foreach_neg(grads))
         aten._foreach_add_(steps, 1)
         aten._foreach_lerp_(mean, grads, 1 - beta1)
         aten._foreach_mul_(square, beta2)
         aten._foreach_addcmul_(square, grads, grads, 1 - beta2)
         first = aten._foreach_div(mean, [1 - beta1 ** float(step) for step in steps])
         second = aten._foreach_div(square, [1 - beta2 ** float(step) for step in steps])
-        directions = _direction(group, batch.params, first, second, in_root=False)
+        directions = _direction(group, params, first, second, in_root=False)
         ratios: Sequence[Tensor] = ()
         if group["adapt"]:
-            measured = (
-                _direction(group, batch.params, first, second, in_root=True) if group["eps_in_root"] else directions
-            )
-            sizes, steepness = aten._foreach_norm(batch.params), aten._foreach_norm(measured)
+            measured = _direction(group, params, first, second, in_root=True) if group["eps_in_root"] else directions
+            sizes, steepness = aten._foreach_norm(params), aten._foreach_norm(measured)
             ratios = [_ratio(w, u, group["max_ratio"]) for w, u in zip(sizes, steepness, strict=True)]
             aten._foreach_mul_(directions, ratios)
-        aten._foreach_add_(batch.params, directions, alpha=-float(group["lr"]))
+        aten._foreach_add_(params, directions, alpha=-float(group["lr"]))
 
 
 def _direction(
@@ -125,6 +125,10 @@ def _direction(
     if group["weight_decay"]:
         aten._foreach_add_(directions, list(params), alpha=float(group["weight_decay"]))
     return directions
+
+
+def _real(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
 
 
 def _ratio(size: Tensor, steepness: Tensor, most: float) -> Tensor:

@@ -51,6 +51,9 @@ class TrustRatio:
         if self.weight_decay is not None:
             check_number("weight_decay", self.weight_decay)
         check_number("eps", self.eps)
+        for name in ("clip", "vectors"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}: found {getattr(self, name)!r}; give True or False.")
 
     def __call__(self, gradients: Gradients) -> None:
         """Scale in place."""
@@ -65,7 +68,8 @@ class TrustRatio:
         for param, grad, group, decay, size, slope in zip(params, grads, groups, decays, sizes, slopes, strict=True):
             factor = self._factor(size, slope, decay, group)
             if decay:
-                grad.add_(param, alpha=decay)
+                # An optimizer with maximize=True goes along -g, where a decay must not grow the weights.
+                grad.add_(param, alpha=-decay if group.get("maximize") else decay)
             grad.mul_(factor)
 
     def _factor(self, size: Tensor, slope: Tensor, decay: float, group: dict[str, Any]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -22,7 +22,7 @@ from torchboost.optim.native import library
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay, Unscale
 
-__all__ = ["Pipeline", "adam_step", "load"]
+__all__ = ["Pipeline", "load", "prepared"]
 
 ORDER = (Unscale, Decay, Centralize, ClipNorm, ClipValue)
 
@@ -88,53 +88,55 @@ def load() -> ctypes.CDLL:
     return kernel
 
 
-def adam_step(
+def prepared(
     groups: Sequence[Mapping[str, Any]],
     work: Sequence[Batch],
     pipeline: Pipeline,
     *,
     grad_scale: float = 1.0,
     nonfinite: Nonfinite = "ignore",
-) -> bool:
-    """Update everything in place; the gradients are only read.
+) -> Callable[[], None] | None:
+    """Read the gradients once, for their norm, and return what then updates everything in place.
 
     Args:
         groups: Param groups of Adam.
-        work: What they have to update: float32 tensors on the CPU.
+        work: What they have to update: float32 tensors on the CPU. The gradients are only read.
         pipeline: Before the update.
         grad_scale: Loss scale that is still in the gradients.
         nonfinite: As of :class:`~torchboost.optim.base.UpdateRule`; a norm that overflows counts as not finite.
 
     Returns:
-        False where the update was left out.
+        The update, or None where it is to be left out.
 
     Raises:
-        IncompatibleError: Tensors the kernel cannot take; nothing was changed.
+        IncompatibleError: Tensors the kernel cannot take.
         FloatingPointError, RuntimeError: The gradients are not finite and the settings ask for an error.
     """
     for group, batch in zip(groups, work, strict=True):
         _settle(batch, ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())))
     blocks = _blocks(groups, work, pipeline, grad_scale)
-    if not len(blocks):
-        return True
     threads, clip = torch.get_num_threads(), 1.0
-    if pipeline.clip_norm is not None or nonfinite != "ignore":
+    if len(blocks) and (pipeline.clip_norm is not None or nonfinite != "ignore"):
         squares = np.empty(len(blocks), np.float64)
         load().sum_squares(blocks.ctypes.data, len(blocks), squares.ctypes.data, threads)
         norm = math.sqrt(squares.sum())
         if not math.isfinite(norm):
             if nonfinite == "skip":
-                return False
+                return None
             _complain(pipeline, nonfinite)
         if pipeline.clip_norm is not None:
             # Not min(): a norm that is not a number must reach the weights, as it does in torch.
             factor = pipeline.clip_norm.max_norm / (norm + 1e-6)
             clip = 1.0 if factor > 1 else factor
-    for batch in work:
-        if batch.params:
-            torch.ops.aten._foreach_add_(batch.state("step"), 1)
-    load().adam(blocks.ctypes.data, len(blocks), clip, threads)
-    return True
+
+    def update() -> None:
+        for batch in work:
+            if batch.params:
+                torch.ops.aten._foreach_add_(batch.state("step"), 1)
+        if len(blocks):
+            load().adam(blocks.ctypes.data, len(blocks), clip, threads)
+
+    return update
 
 
 def _complain(pipeline: Pipeline, nonfinite: Nonfinite) -> None:

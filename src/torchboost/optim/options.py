@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from numbers import Real
+from types import NoneType
 from typing import Any
 
+import numpy as np
 from torch import Tensor
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from torchboost.core.arguments import check_number
+from torchboost.errors import IncompatibleError
+from torchboost.optim.schedules import whole
 
-__all__ = ["check_options"]
+__all__ = ["check_fused", "check_options"]
 
-NOT_NEGATIVE = ("lr", "weight_decay", "eps", "momentum", "max_ratio")
-FLAGS = ("amsgrad", "nesterov", "maximize", "capturable", "bias_correction", "master_weights", "decoupled_weight_decay")
+FUSED_DEVICES = tuple(_get_fused_kernels_supported_devices())
+NOT_NEGATIVE = ("lr", "weight_decay", "eps", "momentum", "max_ratio", "l1", "l2")
+FLAGS = (
+    "adapt",
+    "amsgrad",
+    "bias_correction",
+    "capturable",
+    "centered",
+    "decoupled_weight_decay",
+    "eps_in_root",
+    "eps_uncorrected",
+    "master_weights",
+    "maximize",
+    "nesterov",
+)
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -28,37 +45,84 @@ def check_options(options: Mapping[str, Any]) -> None:
         if name in options:
             _check_scalar(name, options[name])
     if "betas" in options:
-        _check_betas(options["betas"])
-    dampening = options.get("dampening", 0.0)
-    if isinstance(dampening, bool) or not isinstance(dampening, Real) or not math.isfinite(float(dampening)):
-        raise ValueError(f"dampening: found {dampening!r}; give a finite number.")
+        _check_betas(options)
+    if "dampening" in options and not _is_number(options["dampening"]):
+        raise ValueError(f"dampening: found {options['dampening']!r}; give a finite number.")
+    if "updates" in options:
+        whole("updates", options["updates"], least=0)
     for name in FLAGS:
         if name in options and not isinstance(options[name], bool):
             raise TypeError(f"{name}: found {options[name]!r}; give True or False.")
-    if options.get("foreach") and options.get("fused"):
-        raise ValueError("foreach and fused are two ways to do the same; set one of them.")
-    if options.get("foreach") and isinstance(options.get("lr"), Tensor) and not options.get("capturable"):
-        raise ValueError("lr: found a tensor, which foreach takes with capturable=True only.")
+    _check_form(options)
     if options.get("nesterov") and "dampening" in options and (not options["momentum"] or options["dampening"]):
         raise ValueError("nesterov: needs a momentum above 0 and dampening=0.")
+
+
+def check_fused(param: Tensor, group: Mapping[str, Any]) -> None:
+    """Refuse parameters that torch's fused kernels do not take.
+
+    Raises:
+        IncompatibleError: Such a parameter in a group with ``fused=True``.
+    """
+    if group["fused"] and not (param.is_floating_point() and param.device.type in FUSED_DEVICES):
+        raise IncompatibleError(
+            f"fused=True needs floating-point parameters on one of {FUSED_DEVICES}, found {param.dtype} on "
+            f"{param.device}; leave fused out."
+        )
+
+
+def _check_form(options: Mapping[str, Any]) -> None:
+    for name in ("foreach", "fused"):
+        if not isinstance(options.get(name), (bool, NoneType)):
+            raise TypeError(f"{name}: found {options[name]!r}; give True, False or None.")
+    if options.get("foreach") and options.get("fused"):
+        raise ValueError("foreach and fused are two ways to do the same; set one of them.")
+    if options.get("differentiable"):
+        raise ValueError("differentiable: found True; the update is not part of the graph here. Leave it False.")
+    if options.get("foreach") and "capturable" in options and not options["capturable"]:
+        tensors = [name for name in ("lr", "betas") if _has_tensor(options.get(name))]
+        if tensors:
+            raise ValueError(f"{tensors[0]}: found a tensor, which foreach takes with capturable=True only.")
 
 
 def _check_scalar(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         check_number(name, value)
+        _check_kind(name, value)
         return
+    if name != "lr":
+        raise TypeError(f"{name}: found a tensor; give a finite number, at least 0.")
     if value.numel() != 1:
         raise ValueError(f"{name}: found a tensor of shape {tuple(value.shape)}; give one with one element.")
     if value.device.type == "cpu":
         check_number(name, value.item())
 
 
-def _check_betas(betas: object) -> None:
+def _check_kind(name: str, value: object) -> None:
+    """Refuse numbers torch's kernels do not take, such as ``Fraction``."""
+    if not isinstance(value, (float, int, np.number)):
+        raise TypeError(f"{name}: found {value!r}; give a float.")
+
+
+def _check_betas(options: Mapping[str, Any]) -> None:
+    betas, wanted = options["betas"], "give two numbers, at least 0 and below 1"
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise TypeError(f"betas: found {betas!r}; give two numbers, at least 0 and below 1.")
+        raise TypeError(f"betas: found {betas!r}; {wanted}.")
+    if isinstance(betas[0], Tensor) != isinstance(betas[1], Tensor):
+        raise ValueError(f"betas: found a number and a tensor; {wanted}, or two tensors with one element.")
     for value in betas:
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"betas: found a tensor of shape {tuple(value.shape)}; give one with one element.")
         number = value.item() if isinstance(value, Tensor) and value.device.type == "cpu" else value
-        if isinstance(number, Tensor):
-            continue
-        if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= float(number) < 1:
-            raise ValueError(f"betas: found {betas!r}; give two numbers, at least 0 and below 1.")
+        if not isinstance(number, Tensor) and not (_is_number(number) and 0 <= float(number) < 1):
+            raise ValueError(f"betas: found {betas!r}; {wanted}.")
+
+
+def _has_tensor(value: object) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and isinstance(value[0], Tensor))
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (float, int, np.floating, np.integer)):
+        return False
+    return bool(abs(value) < math.inf)

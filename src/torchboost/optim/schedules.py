@@ -12,6 +12,8 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any
 
+from torchboost.core.arguments import check_number
+
 __all__ = [
     "Constant",
     "CosineDecay",
@@ -362,8 +364,7 @@ def number(name: str, value: Any) -> float:
     """Return a finite number that is at least 0 as a float; ``name`` is what the caller calls it."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: found {reprlib.repr(value)}; give a finite number, at least 0.")
-    if not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name}: found {value!r}; give a finite number, at least 0.")
+    check_number(name, value)
     return float(value)
 
 

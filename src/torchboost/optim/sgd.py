@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd as torch_sgd
 
 from torchboost.optim.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.options import check_fused
 from torchboost.optim.pipeline import GradientTransform
 
 __all__ = ["SGD", "Momentum"]
@@ -43,6 +44,8 @@ class SGD(UpdateRule):
         >>> optimizer = SGD(model.parameters(), lr=lambda update: 0.1 / (1 + update), momentum=0.9)
     """
 
+    kernel_unscales = True
+
     def __init__(
         self,
         params: Any,
@@ -72,13 +75,13 @@ class SGD(UpdateRule):
             "master_weights": master_weights,
         }
         super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
-        if fused and not self.transforms and nonfinite == "ignore":
-            self._step_supports_amp_scaling = True
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
         """Sparse gradients are welcome where there is nothing dense about the rule."""
-        if group["momentum"] or group["weight_decay"] or group["fused"] or group["foreach"]:
+        dense = group["momentum"] or group["weight_decay"] or group["fused"] or group["foreach"]
+        if dense or grad.layout is not torch.sparse_coo:
             super().check_grad(param, grad, group)
+        check_fused(param, group)
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries of the state."""

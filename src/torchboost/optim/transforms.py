@@ -89,6 +89,8 @@ class Unscale:
 
     def __post_init__(self) -> None:
         check_number("scale", self.scale, above=True)
+        if not math.isfinite(1.0 / self.scale):
+            raise ValueError(f"scale: found {self.scale!r}; give a finite number above 0 whose inverse is finite.")
 
     def __call__(self, gradients: Gradients) -> None:
         """Divide in place."""
@@ -105,10 +107,17 @@ class Coalesce:
 
     Args:
         dense: Make the sparse gradient a dense one, for optimizers and transforms that take no other.
+
+    Raises:
+        TypeError: ``dense`` is not a bool.
     """
 
     scale_free = True
     dense: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dense, bool):
+            raise TypeError(f"dense: found {self.dense!r}; give True or False.")
 
     def __call__(self, gradients: Gradients) -> None:
         """Replace sparse gradients."""
@@ -143,7 +152,8 @@ class Decay:
         factor = group.get("coupled_weight_decay", self.weight_decay)
         if factor is not self.weight_decay:
             check_number("coupled_weight_decay", factor)
-        return factor
+        # An optimizer with maximize=True goes along -g, where a decay must not grow the weights.
+        return -factor if group.get("maximize") else factor
 
     def __call__(self, gradients: Gradients) -> None:
         """Add the decay in place."""

@@ -1,0 +1,79 @@
+"""Which saved state belongs to which parameter: by name where both sides have names, otherwise by position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+__all__ = ["Pair", "in_order", "paired"]
+
+
+class Pair(NamedTuple):
+    """A parameter, the options it is about to get, and its saved state (empty where there is none)."""
+
+    param: Tensor
+    group: dict[str, Any]
+    saved: dict[str, Any]
+
+
+def in_order(state_dict: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state dict with its parameters in the order of ``groups``, where the names on both sides are the same.
+
+    torch pairs by position only, so that a model whose layers were reordered would get the wrong moments.
+
+    Args:
+        state_dict: Of an optimizer; not changed.
+        groups: The param groups it is to be loaded into.
+    """
+    wanted = [name for group in groups for name in group.get("param_names", ())]
+    found: dict[str, int] = {}
+    for saved in state_dict["param_groups"]:
+        found.update(zip(saved.get("param_names", ()), saved["params"], strict=False))
+    sizes = [len(group["params"]) for group in groups]
+    if set(found) != set(wanted) or sizes != [len(saved["params"]) for saved in state_dict["param_groups"]]:
+        return state_dict
+    ordered = [
+        {**saved, "params": [found[name] for name in own["param_names"]], "param_names": list(own["param_names"])}
+        if "param_names" in own
+        else saved
+        for own, saved in zip(groups, state_dict["param_groups"], strict=True)
+    ]
+    return {**state_dict, "param_groups": ordered}
+
+
+def paired(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+    keys: Callable[[Mapping[str, Any]], Sequence[str]],
+) -> list[Pair]:
+    """Pair as torch does; nothing where torch is going to refuse the state dict.
+
+    Args:
+        state_dict: Of an optimizer.
+        groups: The param groups it is to be loaded into.
+        defaults: Options of a saved group that lacks them.
+        keys: Names the entries of a state under the options of a group; their shapes are checked.
+
+    Raises:
+        ValueError: An entry has neither the shape of its parameter, nor one value per row.
+    """
+    saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+    places = [(param, place) for place, group in enumerate(groups) for param in group["params"]]
+    if len(saved) != len(places) or len(state_dict["param_groups"]) != len(groups):
+        return []
+    pairs = []
+    for position, ((param, place), index) in enumerate(zip(places, saved, strict=True)):
+        group = {**defaults, **state_dict["param_groups"][place]}
+        state = state_dict["state"].get(index, {})
+        for key in (*keys(group), "master"):
+            value = state.get(key)
+            if isinstance(value, Tensor) and value.ndim and value.shape not in (param.shape, param.shape[:1]):
+                raise ValueError(
+                    f"the checkpoint's {key!r} of parameter {position} has shape {tuple(value.shape)}, "
+                    f"the parameter has {tuple(param.shape)}; give the parameters in the order it was written with."
+                )
+        pairs.append(Pair(param, group, state))
+    return pairs

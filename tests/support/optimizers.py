@@ -1,0 +1,112 @@
+"""The update rules under test, a small problem for them, and what they hold as plain values."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import torchboost.optim
+from torchboost.optim.adam import Adam, AdamWeightDecay
+from torchboost.optim.base import UpdateRule
+from torchboost.optim.ftrl import FTRL
+from torchboost.optim.lamb import Lamb
+from torchboost.optim.lars import LARS
+from torchboost.optim.rmsprop import RMSProp
+from torchboost.optim.sgd import SGD, Momentum
+
+SHAPES = ((4, 3), (4,), (), (2, 3, 2, 2), (0, 3))
+FORMS: dict[str, dict[str, Any]] = {
+    "loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "default": {},
+}
+
+
+def _cases() -> dict[str, Callable[..., UpdateRule]]:
+    cases: dict[str, Callable[..., UpdateRule]] = {}
+    for name, form in FORMS.items():
+        cases[f"Adam-{name}"] = partial(Adam, lr=0.01, weight_decay=0.1, **form)
+        cases[f"Adam-amsgrad-{name}"] = partial(Adam, lr=0.01, amsgrad=True, **form)
+        cases[f"AdamWeightDecay-{name}"] = partial(AdamWeightDecay, lr=0.01, weight_decay=0.1, **form)
+        cases[f"SGD-{name}"] = partial(SGD, lr=0.01, momentum=0.9, dampening=0.3, weight_decay=0.1, **form)
+        cases[f"Momentum-{name}"] = partial(Momentum, lr=0.01, nesterov=True, **form)
+        cases[f"LARS-{name}"] = partial(LARS, lr=0.1, weight_decay=0.1, coefficient=0.1, **form)
+    cases["SGD-plain"] = partial(SGD, lr=0.01)
+    cases["Adam-nesterov"] = partial(Adam, lr=0.01, weight_decay=0.1, nesterov=True, amsgrad=True)
+    cases["Adam-eps_uncorrected"] = partial(Adam, lr=0.01, weight_decay=0.1, eps_uncorrected=True)
+    cases["Lamb"] = partial(Lamb, lr=0.01, weight_decay=0.1)
+    cases["Lamb-eps_in_root"] = partial(Lamb, lr=0.01, weight_decay=0.1, eps_in_root=True)
+    cases["RMSProp"] = partial(RMSProp, lr=0.01, weight_decay=0.1)
+    cases["RMSProp-centered"] = partial(RMSProp, lr=0.01, momentum=0.9, centered=True)
+    cases["FTRL"] = partial(FTRL, lr=0.1, l1=0.001, l2=0.01)
+    return cases
+
+
+CASES = _cases()
+RULES: dict[str, Callable[..., UpdateRule]] = {
+    rule.__name__: rule for rule in (Adam, AdamWeightDecay, SGD, Momentum, LARS, Lamb, RMSProp, FTRL)
+}
+
+
+def all_rules() -> set[type[UpdateRule]]:
+    """Return every rule in the package, listed here or not."""
+    for module in pkgutil.iter_modules(torchboost.optim.__path__):
+        importlib.import_module(f"torchboost.optim.{module.name}")
+    found: set[type[UpdateRule]] = set()
+    todo = [UpdateRule]
+    while todo:
+        new = [rule for rule in todo.pop().__subclasses__() if rule.__module__.startswith("torchboost.")]
+        found.update(new)
+        todo += new
+    return found
+
+
+def parameters(
+    shapes: Iterable[Sequence[int]] = SHAPES, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(tuple(shape), generator=generator).to(dtype)) for shape in shapes]
+
+
+def give_grads(params: Sequence[Tensor], step: int, *, scale: float = 1.0) -> None:
+    """Gradients that depend on the step and the position only."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for param in params:
+        grad = torch.randn(param.shape, generator=generator) * scale
+        param.grad = grad.to(param.dtype)
+
+
+def train(optimizer: Optimizer, params: Sequence[Tensor], steps: Iterable[int]) -> list[Tensor]:
+    """Take the steps and return copies of the parameters."""
+    for step in steps:
+        give_grads(params, step)
+        optimizer.step()
+    return [param.detach().clone() for param in params]
+
+
+def values(optimizer: Optimizer) -> Any:
+    """Everything an optimizer holds, as values that can be compared: groups, state, weights."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    groups = [{k: frozen(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    states = [{k: frozen(v) for k, v in optimizer.state[p].items()} if p in optimizer.state else None for p in params]
+    return groups, states, [frozen(param) for param in params]
+
+
+def frozen(value: Any) -> Any:
+    """Bytes and layout of a tensor, the value itself otherwise (nan equal to nan)."""
+    if isinstance(value, Tensor):
+        plain = value.detach().contiguous().reshape(-1)
+        return str(value.dtype), tuple(value.shape), bytes(plain.view(torch.uint8).tolist()) if plain.numel() else b""
+    return repr(value)
+
+
+def same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    return all(frozen(a) == frozen(b) for a, b in zip(ours, theirs, strict=True))
