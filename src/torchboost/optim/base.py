@@ -161,10 +161,7 @@ class UpdateRule(Optimizer):
         work = [self._gather(group) for group in self.param_groups]
         if not self._transformed(work):
             return loss
-        for group, batch in zip(self.param_groups, work, strict=True):
-            if batch.params:
-                self.update(group, batch)
-            self._write_back(group, batch)
+        self._update_all(work)
         for group in self.param_groups:
             if "updates" in group:
                 group["updates"] += 1
@@ -226,20 +223,31 @@ class UpdateRule(Optimizer):
     def _gather(self, group: dict[str, Any]) -> Batch:
         params = [param for param in group["params"] if param.grad is not None]
         states = []
-        masters = bool(group.get("master_weights"))
         batch = Batch([], [], states)
         for param in params:
             state = self.state[param]
-            wide = masters and param.dtype in LOW_PRECISION
-            if wide and "master" not in state:
-                state["master"] = param.detach().float()
-            worked = state["master"] if wide else param
+            worked, grad = self._worked(param, state, group)
             for key, value in self.init_state(worked, group).items() if self._incomplete(state, group) else ():
                 state.setdefault(key, value)
             batch.params.append(worked)
-            batch.grads.append(param.grad.float() if wide else param.grad)
+            batch.grads.append(grad)
             states.append(state)
         return batch
+
+    def _worked(self, param: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        """Return what the update changes, the parameter or its float32 master, and the gradient for it."""
+        if not group.get("master_weights") or param.dtype not in LOW_PRECISION:
+            return param, param.grad
+        if "master" not in state:
+            state["master"] = param.detach().float()
+        return state["master"], param.grad.float() if param.grad is not None else None
+
+    def _update_all(self, work: Sequence[Batch]) -> None:
+        """Update the batches of all groups."""
+        for group, batch in zip(self.param_groups, work, strict=True):
+            if batch.params:
+                self.update(group, batch)
+            self._write_back(group, batch)
 
     def _incomplete(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
         return any(key not in state for key in self.state_keys(group))
