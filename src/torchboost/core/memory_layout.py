@@ -5,7 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["aligned", "same_layout"]
+__all__ = ["aligned", "is_dense", "same_layout"]
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the numbers of a tensor fill a stretch of memory, in any order of the axes."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((t, s) for t, s in zip(tensor.stride(), tensor.shape, strict=True) if s > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def same_layout(value: Tensor, model: Tensor) -> bool:

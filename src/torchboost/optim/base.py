@@ -17,7 +17,7 @@ from torchboost.optim.learning_rates import resolve_lr
 from torchboost.optim.options import check_options
 from torchboost.optim.pipeline import Gradients, GradientTransform, check_transforms
 
-__all__ = ["Batch", "Nonfinite", "UpdateRule"]
+__all__ = ["Batch", "Nonfinite", "UpdateRule", "has_master"]
 
 aten = torch.ops.aten
 
@@ -232,7 +232,7 @@ class UpdateRule(Optimizer):
         pairs = paired(state_dict, self.param_groups, self.defaults, self.state_keys)
         super().load_state_dict(state_dict)
         for param, group, saved in pairs:
-            wide = group.get("master_weights") and param.dtype in LOW_PRECISION
+            wide = has_master(param, group)
             for key, value in saved.items():
                 own = self.state[param].get(key) if param in self.state else None
                 if not isinstance(own, Tensor) or not isinstance(value, Tensor) or own.dtype == value.dtype:
@@ -266,31 +266,36 @@ class UpdateRule(Optimizer):
 
     def _gather(self, group: dict[str, Any], fresh: list[tuple[Tensor, dict[str, Any]]]) -> Batch:
         """Return what takes part; states that are new or get new entries are only listed in ``fresh``."""
-        masters = bool(group.get("master_weights"))
         batch = Batch([], [], [])
         for param in group["params"]:
             if param.grad is None:
                 continue
             kept = self.state.get(param)
-            state = {} if kept is None else kept
-            wide = masters and param.dtype in LOW_PRECISION
-            if wide and "master" not in state:
-                state = {key: _widened(value) for key, value in state.items()}
-                state["master"] = param.detach().float()
-            elif not wide and "master" in state:
-                raise IncompatibleError(
-                    f"a parameter in {param.dtype} with float32 masters is to be updated without them; leave "
-                    "'master_weights' and the precision of the model as they were."
-                )
-            worked = state["master"] if wide else param
+            worked, grad, state = self._worked(param, {} if kept is None else kept, group)
             if self._incomplete(state, group):
                 state = {**self.init_state(worked, group), **state}
             if state is not kept:
                 fresh.append((param, state))
             batch.params.append(worked)
-            batch.grads.append(param.grad.float() if wide else param.grad)
+            batch.grads.append(grad)
             batch.states.append(state)
         return batch
+
+    def _worked(
+        self, param: Tensor, state: dict[str, Any], group: Mapping[str, Any]
+    ) -> tuple[Tensor, Any, dict[str, Any]]:
+        """Return what the update changes (the parameter or its master), the gradient for it, and the state to use."""
+        wide = has_master(param, group)
+        if not wide and "master" in state:
+            raise IncompatibleError(
+                f"a parameter in {param.dtype} with float32 masters is to be updated without them; leave "
+                "'master_weights' and the precision of the model as they were."
+            )
+        if not wide:
+            return param, param.grad, state
+        if "master" not in state:
+            state = {key: _widened(value) for key, value in state.items()} | {"master": param.detach().float()}
+        return state["master"], param.grad.float() if param.grad is not None else None, state
 
     def _incomplete(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
         return any(key not in state for key in self.state_keys(group))
@@ -345,6 +350,11 @@ class UpdateRule(Optimizer):
         pairs = [(p, m) for p, m in zip(params, batch.params, strict=True) if m is not p]
         if pairs:
             aten._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+
+
+def has_master(param: Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether the update works on a float32 master of the parameter."""
+    return bool(group.get("master_weights")) and param.dtype in LOW_PRECISION
 
 
 def _finite(grads: Sequence[Tensor]) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchboost.core.memory_layout import aligned
+from torchboost.core.memory_layout import aligned, is_dense
 from torchboost.errors import IncompatibleError
 from torchboost.optim.base import Batch, Nonfinite
 from torchboost.optim.native import library
@@ -150,7 +150,7 @@ def _settle(batch: Batch, keys: Sequence[str]) -> None:
     """Give gradients and moments the memory layout of their parameter; refuse what the kernel cannot walk through."""
     for position, (param, grad, state) in enumerate(zip(batch.params, batch.grads, batch.states, strict=True)):
         plain = type(param) in (Tensor, nn.Parameter)  # a sharded tensor has its numbers elsewhere
-        if not plain or param.dtype is not torch.float32 or param.device.type != "cpu" or not _dense(param):
+        if not plain or param.dtype is not torch.float32 or param.device.type != "cpu" or not _walkable(param):
             raise IncompatibleError(
                 f"native=True works on dense float32 parameters on the CPU (master_weights=True makes them float32), "
                 f"found a {type(param).__name__} of {param.dtype} on {param.device}, shape {tuple(param.shape)}, "
@@ -161,11 +161,10 @@ def _settle(batch: Batch, keys: Sequence[str]) -> None:
             state[key] = aligned(state[key], param)
 
 
-def _dense(param: Tensor) -> bool:
-    if param.is_contiguous():
-        return True
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return param.ndim in formats and param.is_contiguous(memory_format=formats[param.ndim])
+def _walkable(param: Tensor) -> bool:
+    """Whether the numbers fill a stretch of memory, row after row."""
+    rows = param.shape[0] if param.ndim > 1 else 1
+    return is_dense(param) and (rows <= 1 or param.stride(0) * rows == param.numel())
 
 
 @lru_cache(maxsize=4096)

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from torchboost.core.arguments import check_number
+from torchboost.core.memory_layout import is_dense
 from torchboost.errors import IncompatibleError
 from torchboost.optim.schedules import whole
 
 __all__ = ["check_fused", "check_options"]
 
-FUSED_DEVICES = tuple(_get_fused_kernels_supported_devices())
 NOT_NEGATIVE = ("lr", "weight_decay", "eps", "momentum", "max_ratio", "l1", "l2")
 FLAGS = (
     "adapt",
@@ -64,10 +64,18 @@ def check_fused(param: Tensor, group: Mapping[str, Any]) -> None:
     Raises:
         IncompatibleError: Such a parameter in a group with ``fused=True``.
     """
-    if group["fused"] and not (param.is_floating_point() and param.device.type in FUSED_DEVICES):
+    if not group["fused"]:
+        return
+    devices = tuple(_get_fused_kernels_supported_devices())
+    if not (param.is_floating_point() and param.device.type in devices):
         raise IncompatibleError(
-            f"fused=True needs floating-point parameters on one of {FUSED_DEVICES}, found {param.dtype} on "
-            f"{param.device}; leave fused out."
+            f"fused=True needs floating-point parameters on one of {devices}, found {param.dtype} on {param.device}; "
+            "leave fused out."
+        )
+    if not is_dense(param):  # the kernel would write into the gaps
+        raise IncompatibleError(
+            f"fused=True needs parameters without gaps in memory, found one of shape {tuple(param.shape)} with strides "
+            f"{param.stride()}; leave fused out."
         )
 
 
