@@ -165,6 +165,8 @@ class Adam(UpdateRule):
         if group["nesterov"] or group["eps_uncorrected"]:
             _variant(group, batch)
             return
+        if group["fused"]:
+            batch.align(self.state_keys(group)[1:])
         steps = batch.state("step")
         if not group["bias_correction"]:
             # The kernels correct by 1 - beta**step, which is 1 when step is large; the steps are counted here.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchboost.core.memory_layout import aligned
 from torchboost.errors import IncompatibleError
 from torchboost.optim.checkpoints import in_order, paired
 from torchboost.optim.learning_rates import resolve_lr
@@ -50,6 +51,17 @@ class Batch:
     def state(self, key: str) -> list[Tensor]:
         """Return one entry of all states."""
         return [state[key] for state in self.states]
+
+    def align(self, keys: Sequence[str]) -> None:
+        """Give gradients and the entries ``keys`` of the states the memory layout of their parameter.
+
+        Kernels that walk through memory in order would read them at the wrong places.
+        """
+        for position, (param, state) in enumerate(zip(self.params, self.states, strict=True)):
+            self.grads[position] = aligned(self.grads[position], param)
+            for key in keys:
+                if state.get(key) is not None:
+                    state[key] = aligned(state[key], param)
 
 
 class UpdateRule(Optimizer):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchboost.core.memory_layout import aligned, is_dense
+from torchboost.core.memory_layout import is_dense
 from torchboost.errors import IncompatibleError
 from torchboost.optim.base import Batch, Nonfinite
 from torchboost.optim.native import library
@@ -148,7 +148,7 @@ def _complain(pipeline: Pipeline, nonfinite: Nonfinite) -> None:
 
 def _settle(batch: Batch, keys: Sequence[str]) -> None:
     """Give gradients and moments the memory layout of their parameter; refuse what the kernel cannot walk through."""
-    for position, (param, grad, state) in enumerate(zip(batch.params, batch.grads, batch.states, strict=True)):
+    for param in batch.params:
         plain = type(param) in (Tensor, nn.Parameter)  # a sharded tensor has its numbers elsewhere
         if not plain or param.dtype is not torch.float32 or param.device.type != "cpu" or not _walkable(param):
             raise IncompatibleError(
@@ -156,9 +156,7 @@ def _settle(batch: Batch, keys: Sequence[str]) -> None:
                 f"found a {type(param).__name__} of {param.dtype} on {param.device}, shape {tuple(param.shape)}, "
                 f"strides {param.stride()}. Leave native out."
             )
-        batch.grads[position] = aligned(grad, param)
-        for key in keys:
-            state[key] = aligned(state[key], param)
+    batch.align(keys)
 
 
 def _walkable(param: Tensor) -> bool:

@@ -93,6 +93,8 @@ class SGD(UpdateRule):
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
+        if group["fused"]:
+            batch.align(self.state_keys(group))
         buffers = [state.get("momentum_buffer") for state in batch.states]
         torch_sgd(
             batch.params,
