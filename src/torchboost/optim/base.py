@@ -285,8 +285,9 @@ class UpdateRule(Optimizer):
 
 
 def _finite(grads: Sequence[Tensor]) -> bool:
-    norms = aten._foreach_norm(list(grads), float("inf"))
-    return all(bool(norm.isfinite()) for norm in norms)
+    # Sparse gradients of a batch without ids have no entry, and torch no maximum of nothing.
+    filled = [grad for grad in grads if grad.numel()]
+    return not filled or all(bool(norm.isfinite()) for norm in aten._foreach_norm(filled, float("inf")))
 
 
 def _single(value: object) -> bool:
