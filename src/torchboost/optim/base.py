@@ -371,7 +371,9 @@ def has_master(param: Tensor, group: Mapping[str, Any]) -> bool:
 
 def _finite(grads: Sequence[Tensor]) -> bool:
     norms: dict[torch.device, list[Tensor]] = {}
-    for norm in aten._foreach_norm([grad for grad in grads if grad.numel()], float("inf")):
+    # Sparse gradients of a batch without ids have no entry, and torch knows no maximum of nothing.
+    filled = [grad for grad in grads if grad.numel()]
+    for norm in aten._foreach_norm(filled, float("inf")) if filled else ():
         norms.setdefault(norm.device, []).append(norm)
     # One wait per device, not per tensor.
     return all(bool(torch.stack([norm.float() for norm in own]).isfinite().all()) for own in norms.values())

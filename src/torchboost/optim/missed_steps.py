@@ -1,0 +1,198 @@
+"""What dense Adam does to a row in the steps in which it has no gradient, made up for later, all rows at once.
+
+Momentum keeps moving the weight, both moments shrink, weight decay goes on. The sum of the moves has no closed form,
+because of epsilon, so the steps are repeated one by one; a row leaves the loop once no move can change its weight any
+more, and what is left of its moments and of decoupled weight decay is a product, taken in one operation.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["FORM", "form_of", "new_past", "record", "replay"]
+
+FORM = ("nesterov", "amsgrad", "decoupled_weight_decay", "bias_correction", "eps_uncorrected")
+"""Options that choose the formula."""
+
+CHUNK = 32
+"""Missed steps between two looks at which rows have come to rest."""
+
+
+def form_of(group: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return the values of ``FORM``."""
+    return tuple(bool(group[name]) for name in FORM)
+
+
+def new_past(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an empty record of past options: plain numbers, for a checkpoint."""
+    return {"form": form_of(group), "options": []}
+
+
+def record(past: dict[str, Any], step: int, group: Mapping[str, Any]) -> None:
+    """Note the numbers used at a step; nothing is added while they stay the same.
+
+    Cost: about 150 bytes for each step that changes one.
+
+    Args:
+        past: What :func:`new_past` returned.
+        step: Counted from 1.
+        group: The options.
+    """
+    options = past["options"]
+    values = (float(group["lr"]), float(group["weight_decay"]), *map(float, group["betas"]), float(group["eps"]))
+    if not options or options[-1][1:] != values:
+        options.append((step, *values))
+
+
+def replay(rows: Mapping[str, Tensor], last: Tensor, step: int, past: Mapping[str, Any]) -> None:
+    """Bring rows to a step, in place, as dense Adam with a gradient of zero would have.
+
+    Equal to it up to rounding. Cost: one pass over the rows per missed step until a row rests, which with
+    ``betas=(0.9, 0.999)`` it does after some 250 steps; coupled (L2) weight decay lets none rest, nor do
+    ``beta1 >= sqrt(beta2)`` and betas that changed meanwhile.
+
+    Args:
+        rows: ``"weight"``, ``"exp_avg"``, ``"exp_avg_sq"`` and with ``amsgrad`` ``"max_exp_avg_sq"``: contiguous, in
+            float32 or float64, the first axis counts rows.
+        last: For every row the last step it has made.
+        step: The step that all are to reach.
+        past: The options of all steps after the earliest of ``last``.
+    """
+    # Oldest first: the rows that still have a step to make are then always the first ones.
+    order = torch.argsort(last, stable=True)
+    order = order[last[order] < step]
+    if not len(order):
+        return
+    steps = _Steps.window(past, int(last[order[0]]), step, rows["weight"])
+    live = {key: value.flatten(1)[order] if value.ndim > 1 else value[order, None] for key, value in rows.items()}
+    begin = last[order].double()
+    while len(order):
+        rest = steps.at_rest(live, begin)
+        if bool(rest.any()):
+            done = {key: value[rest] for key, value in live.items()}
+            steps.finish(done, begin[rest])
+            for key, value in done.items():
+                rows[key].index_copy_(0, order[rest], value.view(-1, *rows[key].shape[1:]))
+            live = {key: value[~rest] for key, value in live.items()}
+            order, begin = order[~rest], begin[~rest]
+        steps.advance(live, begin)
+        begin = (begin + CHUNK).clamp_(max=step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """The options of a range of steps, ready to be looked up by step.
+
+    Args:
+        first: The step from which on each set of options holds.
+        values: The sets, one per line: learning rate, weight decay, betas, epsilon.
+        faded: Logarithm of what decoupled decay leaves of a weight in one step, per set.
+        end: The last step.
+        dtype: That of the rows, whose rounding of factors is followed.
+        form: What :func:`form_of` returns.
+    """
+
+    first: Tensor
+    values: Tensor
+    faded: Tensor
+    end: int
+    dtype: torch.dtype
+    form: tuple[bool, ...]
+
+    @classmethod
+    def window(cls, past: Mapping[str, Any], begin: int, end: int, like: Tensor) -> _Steps:
+        options = past["options"]
+        start = max(bisect_right(options, (begin + 1, math.inf)) - 1, 0)
+        table = torch.tensor(options[start:], dtype=torch.float64, device=like.device)
+        values = table[:, 1:].contiguous()
+        faded = (1 - values[:, 0] * values[:, 1]).to(like.dtype).double().log()
+        return cls(table[:, 0].contiguous(), values, faded, end, like.dtype, tuple(past["form"]))
+
+    def at_rest(self, rows: Mapping[str, Tensor], begin: Tensor) -> Tensor:
+        """Say which rows no further step moves by as much as rounding would notice."""
+        missing = self.end - begin
+        _, _, decoupled, corrected, _ = self.form
+        lr, decay, beta1, beta2, eps = self.values.unbind(1)
+        shrink = float(beta1[0]) / math.sqrt(float(beta2[0])) if beta2[0] else math.inf
+        varied = bool((beta1 != beta1[0]).any() or (beta2 != beta2[0]).any())
+        if varied or shrink >= 1 or (bool(decay.any()) and not decoupled):
+            return missing <= 0
+        # The first step moves at most lr / (1 - beta1**n) * |m| / max(sqrt(v), eps), every later one at most
+        # beta1 / sqrt(beta2) times the one before; what counts is their sum.
+        square = rows["exp_avg_sq"]
+        if "max_exp_avg_sq" in rows:
+            square = torch.maximum(square, rows["max_exp_avg_sq"])
+        reach = lr.max() * shrink / (1 - shrink)
+        reach = (reach / (1 - beta1[0] ** (begin + 1)) if corrected else reach.expand_as(begin)).to(self.dtype)
+        travel = reach[:, None] * rows["exp_avg"].abs() / square.sqrt().clamp_(min=float(eps.min()))
+        info = torch.finfo(self.dtype)
+        left = self._left(begin).to(self.dtype) if decoupled else torch.ones_like(reach)
+        limit = rows["weight"].abs() * (left[:, None] * (info.eps / 8)) + info.tiny
+        return (missing <= 0) | (travel <= limit).all(1)
+
+    def finish(self, rows: Mapping[str, Tensor], begin: Tensor) -> None:
+        """Take resting rows to the end."""
+        missing = (self.end - begin)[:, None]
+        _, _, decoupled, _, _ = self.form
+        beta1, beta2 = self.values[0, 2], self.values[0, 3]
+        # The loop multiplies by factors rounded to the precision of the rows.
+        kept1 = 1 - (1 - beta1).to(self.dtype).double()
+        kept2 = beta2.to(self.dtype).double()
+        if decoupled:
+            rows["weight"].mul_(torch.where(missing > 0, self._left(begin)[:, None], 1.0).to(self.dtype))
+        if "max_exp_avg_sq" in rows:
+            next_square = rows["exp_avg_sq"] * torch.where(missing > 0, kept2, 0.0).to(self.dtype)
+            torch.maximum(rows["max_exp_avg_sq"], next_square, out=rows["max_exp_avg_sq"])
+        rows["exp_avg"].mul_((kept1**missing).to(self.dtype))
+        rows["exp_avg_sq"].mul_((kept2**missing).to(self.dtype))
+
+    def advance(self, rows: Mapping[str, Tensor], begin: Tensor) -> None:
+        """Make the next steps, at most ``CHUNK``."""
+        if not len(begin):
+            return
+        nesterov, _, decoupled, corrected, uncorrected = self.form
+        count = min(CHUNK, int(self.end - begin.min()))
+        numbers = torch.arange(1, count + 1, dtype=torch.float64, device=begin.device)[:, None] + begin
+        active = (numbers <= self.end).sum(1).tolist()
+        lr, decay, beta1, beta2, eps = self.values[self._index(numbers)].unbind(2)
+        first = 1 - beta1**numbers if corrected else torch.ones_like(numbers)
+        second = (1 - beta2**numbers).sqrt() if corrected else torch.ones_like(numbers)
+        size = -lr * second / first if uncorrected else -lr / first
+        decays = bool(decay.any())
+        factors = (1 - beta1, beta2, 1 - beta2, eps, second, size, 1 - lr * decay, decay)
+        by_step = zip(*(factor.to(self.dtype)[..., None] for factor in factors), strict=True)
+        nothing = torch.zeros_like(rows["weight"])
+        for n, (new1, kept2, new2, floor, root2, scale, fade, pull) in zip(active, by_step, strict=True):
+            weight, mean, square, grad = (t[:n] for t in (rows["weight"], rows["exp_avg"], rows["exp_avg_sq"], nothing))
+            if decays and decoupled:
+                weight.mul_(fade[:n])
+            elif decays:
+                grad = weight * pull[:n]
+            mean.lerp_(grad, new1[:n])
+            square.mul_(kept2[:n])
+            if decays and not decoupled:
+                square.addcmul_(grad, grad * new2[:n])
+            if "max_exp_avg_sq" in rows:
+                largest = rows["max_exp_avg_sq"][:n]
+                square = torch.maximum(largest, square, out=largest)
+            ahead = mean.lerp(grad, new1[:n]) if nesterov else mean
+            root = square.sqrt() + floor[:n] if uncorrected else square.sqrt().div_(root2[:n]).add_(floor[:n])
+            weight.addcdiv_(ahead * scale[:n], root)
+
+    def _index(self, steps: Tensor) -> Tensor:
+        return (torch.searchsorted(self.first, steps, right=True) - 1).clamp_(min=0)
+
+    def _left(self, begin: Tensor) -> Tensor:
+        """Return what decoupled decay leaves of a weight between a step and the end."""
+        lengths = self.first.diff(append=self.first.new_full((1,), self.end + 1))
+        before = (lengths * self.faded).cumsum(0) - lengths * self.faded
+        index = self._index(begin)
+        until_begin = before[index] + (begin - self.first[index] + 1) * self.faded[index]
+        return ((lengths * self.faded).sum() - until_begin).exp()
