@@ -18,6 +18,7 @@ from tests.support.wrapped import Kind, all_weights, train_share, wrap
 from torchboost.algorithms.fused_optimizer import FusedOptimizer, fuse
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.optim import LARS, SGD, Adam, AdamWeightDecay
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -316,3 +317,39 @@ def test_ranks_under_ddp_and_fsdp_train_like_one_unfused_process() -> None:
     assert a == b
     for kind, weights in a.items():
         torch.testing.assert_close(weights, _train("single", kind.split()[1]), rtol=0, atol=1e-5)
+
+
+OURS = {
+    "adam": lambda params, **more: Adam(params, lr=0.01, weight_decay=0.1, **more),
+    "adam weight decay": lambda params, **more: AdamWeightDecay(params, lr=0.01, weight_decay=0.1, **more),
+    "sgd": lambda params, **more: SGD(params, lr=0.05, momentum=0.9, **more),
+    "lars": lambda params, **more: LARS(params, lr=1.0, coefficient=0.02, **more),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_optimizers_of_this_package_are_fused_too(name: str) -> None:
+    fused, plain = pair(OURS[name], cnn)
+    effect = fuse(fused.optimizer)
+    assert fused.optimizer.param_groups[0]["fused"] is True
+    for target in (fused, plain):
+        train(target, 4, 3)
+    assert_same(fused, plain)
+    effect.remove()
+    assert fused.optimizer.param_groups[0]["fused"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"nesterov": True}, "nesterov: torch has no kernel"),
+        ({"native": True}, "native and fused are two ways"),
+        ({"fused": True}, "already fused"),
+    ],
+)
+def test_forms_torch_has_no_kernel_for_are_left_alone(options: dict[str, bool], reason: str) -> None:
+    optimizer = OURS["adam"](mlp().parameters(), **options)
+    assert reason in str(FusedOptimizer().idle(mlp(), optimizer))
+    with pytest.warns(NoEffectWarning, match=reason):
+        fuse(optimizer)
+    assert optimizer.param_groups[0]["fused"] is options.get("fused")

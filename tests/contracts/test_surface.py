@@ -10,9 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import typer
 
 import torchboost
+from torchboost import optim
 from torchboost.cli.app import app
 from torchboost.config import BoostConfig
 
@@ -39,6 +41,7 @@ def surface() -> dict[str, Any]:
     commands = typer.main.get_command(app).commands
     return {
         "names": {name: signature(getattr(torchboost, name)) for name in sorted(torchboost.__all__)},
+        "optim": {name: signature(getattr(optim, name)) for name in sorted(optim.__all__)},
         "levels": {level: {name: dict(s) for name, s in row.items()} for level, row in torchboost.LEVELS.items()},
         "schema": BoostConfig.model_json_schema(),
         "commands": {
@@ -56,12 +59,13 @@ def test_the_surface_is_the_one_agreed_on():
     assert found.keys() == expected.keys()
 
 
-def test_every_public_name_loads_from_its_home_and_no_other():
-    homes = [name for names in torchboost._HOMES.values() for name in names]
-    assert sorted(homes) == sorted(torchboost.__all__)
-    assert set(torchboost.__all__) <= set(dir(torchboost))
-    for home, names in torchboost._HOMES.items():
-        values = [getattr(torchboost, name) for name in names]
+@pytest.mark.parametrize("package", [torchboost, optim], ids=lambda package: package.__name__)
+def test_every_public_name_loads_from_its_home_and_no_other(package):
+    homes = [name for names in package._HOMES.values() for name in names]
+    assert sorted(homes) == sorted(package.__all__)
+    assert set(package.__all__) <= set(dir(package))
+    for home, names in package._HOMES.items():
+        values = [getattr(package, name) for name in names]
         assert {value.__module__ for value in values if callable(value)} <= {home}
 
 

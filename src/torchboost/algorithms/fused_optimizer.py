@@ -16,15 +16,21 @@ from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.memory_layout import aligned
 from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.optim import adam, sgd
+from torchboost.optim.base import UpdateRule
 
 __all__ = ["FusedOptimizer", "fuse"]
 
-# The most special class first: AdamW is an Adam.
-_FUSABLE: tuple[type[Optimizer], ...] = (AdamW, Adam, SGD, Adagrad)
+# Rule -> torch's class of the kernel; the most special class first: AdamW is an Adam.
+_FUSABLE: dict[type[Optimizer], type[Optimizer]] = {
+    **{kind: kind for kind in (AdamW, Adam, SGD, Adagrad)},
+    adam.Adam: Adam,
+    sgd.SGD: SGD,
+}
 
 
 def fuse(optimizer: Optimizer) -> Attachment:
-    """Let ``torch.optim``'s SGD, Adam, AdamW or Adagrad update all parameters in one kernel.
+    """Let SGD, Adam, AdamW or Adagrad, torch's or ours, update all parameters in one kernel.
 
     Sets the ``fused`` flag of the param groups and of the defaults, as if the optimizer had been built with
     ``fused=True``; it stays the same object. Results agree with the ordinary form up to float32 rounding.
@@ -176,6 +182,11 @@ def _obstacle(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
         return f"{name} has no fused form in torch.optim (SGD, Adam, AdamW and Adagrad have)"
     if group.get("fused"):
         return f"{name} is already fused"
+    if isinstance(optimizer, UpdateRule):
+        try:
+            optimizer.check_group({**group, **_FUSED})
+        except ValueError as error:
+            return str(error)
     if group.get("differentiable"):
         return f"{name} was built with differentiable=True, which excludes fusing"
     if group.get("dampening"):
@@ -186,7 +197,7 @@ def _obstacle(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
     samples: dict[tuple[Any, ...], Tensor] = {}
     for p in sorted(group["params"], key=Tensor.numel):
         samples.setdefault((type(p), p.device, p.dtype), p)
-    return next((text for sample in samples.values() if (text := _probe(kind, sample))), None)
+    return next((text for sample in samples.values() if (text := _probe(_FUSABLE[kind], sample))), None)
 
 
 def _probe(kind: type[Optimizer], sample: Tensor) -> str | None:

@@ -1,0 +1,104 @@
+"""Optimizers with a gradient pipeline, schedules of the learning rate, and parameter groups.
+
+Names load on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchboost.lazy import exports
+
+if TYPE_CHECKING:
+    from torchboost.optim.adam import Adam, AdamWeightDecay
+    from torchboost.optim.base import Batch, UpdateRule
+    from torchboost.optim.ftrl import FTRL
+    from torchboost.optim.group_rules import GroupRule, layer_wise_decay, no_decay, param_groups
+    from torchboost.optim.lamb import Lamb
+    from torchboost.optim.lars import LARS, TrustRatio
+    from torchboost.optim.lazy_adam import LazyAdam
+    from torchboost.optim.learning_rates import ScheduleLR, factor
+    from torchboost.optim.offload import AdamOffload, OffloadPlan
+    from torchboost.optim.pipeline import GradientPipeline, Gradients, GradientTransform
+    from torchboost.optim.rmsprop import RMSProp
+    from torchboost.optim.schedules import (
+        Constant,
+        CosineDecay,
+        ExponentialDecay,
+        InverseDecay,
+        NaturalExponentialDecay,
+        PerEpoch,
+        PiecewiseConstant,
+        PolynomialDecay,
+        Warmup,
+        as_list,
+    )
+    from torchboost.optim.sgd import SGD, Momentum
+    from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Coalesce, Decay, Unscale
+
+__all__ = [
+    "FTRL",
+    "LARS",
+    "SGD",
+    "Adam",
+    "AdamOffload",
+    "AdamWeightDecay",
+    "Batch",
+    "Centralize",
+    "ClipNorm",
+    "ClipValue",
+    "Coalesce",
+    "Constant",
+    "CosineDecay",
+    "Decay",
+    "ExponentialDecay",
+    "GradientPipeline",
+    "GradientTransform",
+    "Gradients",
+    "GroupRule",
+    "InverseDecay",
+    "Lamb",
+    "LazyAdam",
+    "Momentum",
+    "NaturalExponentialDecay",
+    "OffloadPlan",
+    "PerEpoch",
+    "PiecewiseConstant",
+    "PolynomialDecay",
+    "RMSProp",
+    "ScheduleLR",
+    "TrustRatio",
+    "Unscale",
+    "UpdateRule",
+    "Warmup",
+    "as_list",
+    "factor",
+    "layer_wise_decay",
+    "no_decay",
+    "param_groups",
+]
+
+_HOMES = {
+    "torchboost.optim.adam": ("Adam", "AdamWeightDecay"),
+    "torchboost.optim.base": ("Batch", "UpdateRule"),
+    "torchboost.optim.ftrl": ("FTRL",),
+    "torchboost.optim.group_rules": ("GroupRule", "layer_wise_decay", "no_decay", "param_groups"),
+    "torchboost.optim.lamb": ("Lamb",),
+    "torchboost.optim.lars": ("LARS", "TrustRatio"),
+    "torchboost.optim.lazy_adam": ("LazyAdam",),
+    "torchboost.optim.learning_rates": ("ScheduleLR", "factor"),
+    "torchboost.optim.offload": ("AdamOffload", "OffloadPlan"),
+    "torchboost.optim.pipeline": ("GradientPipeline", "GradientTransform", "Gradients"),
+    "torchboost.optim.rmsprop": ("RMSProp",),
+    "torchboost.optim.schedules": (
+        *("Constant", "CosineDecay", "ExponentialDecay", "InverseDecay", "NaturalExponentialDecay", "PerEpoch"),
+        *("PiecewiseConstant", "PolynomialDecay", "Warmup", "as_list"),
+    ),
+    "torchboost.optim.sgd": ("SGD", "Momentum"),
+    "torchboost.optim.transforms": ("Centralize", "ClipNorm", "ClipValue", "Coalesce", "Decay", "Unscale"),
+}
+__getattr__, _names = exports(__name__, _HOMES)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_names()]

@@ -44,7 +44,10 @@ class SGD(UpdateRule):
         >>> optimizer = SGD(model.parameters(), lr=lambda update: 0.1 / (1 + update), momentum=0.9)
     """
 
-    kernel_unscales = True
+    @property
+    def kernel_unscales(self) -> bool:
+        """False with momentum: torch's kernel reads memory nobody wrote when its first step overflows."""
+        return not any(group["momentum"] for group in self.param_groups)
 
     def __init__(
         self,
@@ -96,13 +99,15 @@ class SGD(UpdateRule):
         if group["fused"]:
             batch.align(self.state_keys(group))
         buffers = [state.get("momentum_buffer") for state in batch.states]
+        started = [buffer is not None for buffer in buffers]
         torch_sgd(
             batch.params,
             batch.grads,
             buffers,
             has_sparse_grad=any(grad.layout is not torch.strided for grad in batch.grads),
             foreach=group["foreach"],
-            fused=group["fused"],
+            # The kernel takes buffers for all parameters or for none; some start late, as after freezing.
+            fused=group["fused"] and (all(started) or not any(started)),
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
             weight_decay=group["weight_decay"],
