@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import NoneType
 from typing import Any
@@ -18,6 +17,9 @@ from torchboost.optim.schedules import whole
 __all__ = ["check_fused", "check_options"]
 
 FUSED_DEVICES = tuple(_get_fused_kernels_supported_devices())
+LARGEST = 1e30
+"""What comes of a larger one does not fit into float32, which torch's kernels refuse."""
+
 NOT_NEGATIVE = ("lr", "weight_decay", "eps", "momentum", "max_ratio", "l1", "l2")
 FLAGS = (
     "adapt",
@@ -47,7 +49,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     if "betas" in options:
         _check_betas(options)
     if "dampening" in options and not _is_number(options["dampening"]):
-        raise ValueError(f"dampening: found {options['dampening']!r}; give a finite number.")
+        raise ValueError(f"dampening: found {options['dampening']!r}; give a finite number, at most {LARGEST:g}.")
     if "updates" in options:
         whole("updates", options["updates"], least=0)
     for name in FLAGS:
@@ -96,12 +98,15 @@ def _check_scalar(name: str, value: object) -> None:
         raise ValueError(f"{name}: found a tensor of shape {tuple(value.shape)}; give one with one element.")
     if value.device.type == "cpu":
         check_number(name, value.item())
+        _check_kind(name, value.item())
 
 
-def _check_kind(name: str, value: object) -> None:
-    """Refuse numbers torch's kernels do not take, such as ``Fraction``."""
+def _check_kind(name: str, value: Any) -> None:
+    """Refuse numbers torch's kernels do not take, such as ``Fraction``: they would do so in the middle of an update."""
     if not isinstance(value, (float, int, np.number)):
         raise TypeError(f"{name}: found {value!r}; give a float.")
+    if value > LARGEST:
+        raise ValueError(f"{name}: found {value!r}; give a number, at most {LARGEST:g}.")
 
 
 def _check_betas(options: Mapping[str, Any]) -> None:
@@ -125,4 +130,4 @@ def _has_tensor(value: object) -> bool:
 def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, (float, int, np.floating, np.integer)):
         return False
-    return bool(abs(value) < math.inf)
+    return bool(abs(value) <= LARGEST)
