@@ -92,7 +92,11 @@ def test_transforms_inside_equal_a_pipeline_in_front(name, chain):
 @pytest.mark.parametrize("rule", RULES)
 def test_a_scheduler_equals_a_function_and_a_list(rule):
     runs = []
-    for rate in ({"lr": 0.1}, {"lr": lambda t: 0.1 * 0.5 ** (t // 2)}, {"lr": [0.1 * 0.5 ** (t // 2) for t in range(6)]}):
+    for rate in (
+        {"lr": 0.1},
+        {"lr": lambda t: 0.1 * 0.5 ** (t // 2)},
+        {"lr": [0.1 * 0.5 ** (t // 2) for t in range(6)]},
+    ):
         params = parameters()
         optimizer = RULES[rule](params, **rate)
         scheduler = StepLR(optimizer, 2, 0.5) if rate["lr"] == 0.1 else None

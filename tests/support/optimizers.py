@@ -96,9 +96,7 @@ def values(optimizer: Optimizer) -> Any:
     """Everything an optimizer holds, as values that can be compared: groups, state, weights."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     groups = [{k: frozen(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    states = [
-        {k: frozen(v) for k, v in optimizer.state[p].items()} if p in optimizer.state else None for p in params
-    ]
+    states = [{k: frozen(v) for k, v in optimizer.state[p].items()} if p in optimizer.state else None for p in params]
     return groups, states, [frozen(param) for param in params]
 
 

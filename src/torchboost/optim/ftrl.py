@@ -124,6 +124,7 @@ class FTRL(UpdateRule):
         aten._foreach_sub_(before, steepness)
         aten._foreach_add_(linear, grads)
         aten._foreach_addcmul_(linear, before, params, 1 / lr)
+        del before
         aten._foreach_div_(steepness, lr)
         aten._foreach_add_(steepness, 2 * float(group["l2"]))
         # What l1 leaves of z: sign(z) * max(|z| - l1, 0).

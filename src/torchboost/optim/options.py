@@ -20,6 +20,9 @@ FUSED_DEVICES = tuple(_get_fused_kernels_supported_devices())
 LARGEST = 1e30
 """What comes of a larger one does not fit into float32, which torch's kernels refuse."""
 
+LARGEST_WHOLE = 2**62
+"""Larger ones do not fit into what the kernels take either."""
+
 NOT_NEGATIVE = ("lr", "weight_decay", "eps", "momentum", "max_ratio", "l1", "l2")
 FLAGS = (
     "adapt",
@@ -50,8 +53,9 @@ def check_options(options: Mapping[str, Any]) -> None:
         _check_betas(options)
     if "dampening" in options and not _is_number(options["dampening"]):
         raise ValueError(f"dampening: found {options['dampening']!r}; give a finite number, at most {LARGEST:g}.")
-    if "updates" in options:
-        whole("updates", options["updates"], least=0)
+    if not isinstance(options.get("updates", 0), (int, np.integer)):
+        raise TypeError(f"updates: found {options['updates']!r}; give a whole number, at least 0.")
+    whole("updates", options.get("updates", 0), least=0)
     for name in FLAGS:
         if name in options and not isinstance(options[name], bool):
             raise TypeError(f"{name}: found {options[name]!r}; give True or False.")
@@ -105,8 +109,8 @@ def _check_kind(name: str, value: Any) -> None:
     """Refuse numbers torch's kernels do not take, such as ``Fraction``: they would do so in the middle of an update."""
     if not isinstance(value, (float, int, np.number)):
         raise TypeError(f"{name}: found {value!r}; give a float.")
-    if value > LARGEST:
-        raise ValueError(f"{name}: found {value!r}; give a number, at most {LARGEST:g}.")
+    if value > (LARGEST if isinstance(value, float) else LARGEST_WHOLE):
+        raise ValueError(f"{name}: found {value!r}; give a float, at most {LARGEST:g}.")
 
 
 def _check_betas(options: Mapping[str, Any]) -> None:
@@ -130,4 +134,4 @@ def _has_tensor(value: object) -> bool:
 def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, (float, int, np.floating, np.integer)):
         return False
-    return bool(abs(value) <= LARGEST)
+    return bool(abs(value) <= (LARGEST if isinstance(value, float) else LARGEST_WHOLE))
