@@ -101,6 +101,7 @@ class UpdateRule(Optimizer):
         self.transforms = tuple(transforms)
         self.nonfinite: Nonfinite = nonfinite
         self._schedules: list[dict[str, Schedule]] = []
+        defaults.setdefault("differentiable", False)  # torch adds it to whatever was pickled
         self._default_schedules = _take_schedules(defaults)
         super().__init__(params, defaults)
 
@@ -153,6 +154,8 @@ class UpdateRule(Optimizer):
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group: found {type(param_group).__name__}; give a dict with the key 'params'.")
+        if "params" not in param_group:
+            raise ValueError(f"param_group: found the keys {sorted(param_group)}; give 'params' too.")
         group = dict(param_group)
         schedules = {key: rule for key, rule in self._default_schedules.items() if key not in group}
         schedules |= _take_schedules(group)

@@ -107,7 +107,7 @@ class FTRL(UpdateRule):
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sum of squares at its initial value and a linear term of 0."""
         linear = torch.zeros_like(param, memory_format=torch.preserve_format)
-        return {"accumulator": torch.full_like(linear, group["initial_accumulator_value"]), "linear": linear}
+        return {"accumulator": torch.full_like(linear, float(group["initial_accumulator_value"])), "linear": linear}
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
@@ -124,6 +124,7 @@ class FTRL(UpdateRule):
         aten._foreach_sub_(before, steepness)
         aten._foreach_add_(linear, grads)
         aten._foreach_addcmul_(linear, before, params, 1 / lr)
+        del before
         aten._foreach_div_(steepness, lr)
         aten._foreach_add_(steepness, 2 * float(group["l2"]))
         # What l1 leaves of z: sign(z) * max(|z| - l1, 0).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import NoneType
 from typing import Any
@@ -17,6 +16,12 @@ from torchboost.errors import IncompatibleError
 from torchboost.optim.schedules import whole
 
 __all__ = ["check_fused", "check_options"]
+
+LARGEST = 1e30
+"""What comes of a larger one does not fit into float32, which torch's kernels refuse."""
+
+LARGEST_WHOLE = 2**62
+"""Larger ones do not fit into what the kernels take either."""
 
 NOT_NEGATIVE = ("lr", "weight_decay", "eps", "momentum", "max_ratio", "l1", "l2")
 FLAGS = (
@@ -47,9 +52,10 @@ def check_options(options: Mapping[str, Any]) -> None:
     if "betas" in options:
         _check_betas(options)
     if "dampening" in options and not _is_number(options["dampening"]):
-        raise ValueError(f"dampening: found {options['dampening']!r}; give a finite number.")
-    if "updates" in options:
-        whole("updates", options["updates"], least=0)
+        raise ValueError(f"dampening: found {options['dampening']!r}; give a finite number, at most {LARGEST:g}.")
+    if not isinstance(options.get("updates", 0), (int, np.integer)):
+        raise TypeError(f"updates: found {options['updates']!r}; give a whole number, at least 0.")
+    whole("updates", options.get("updates", 0), least=0)
     for name in FLAGS:
         if name in options and not isinstance(options[name], bool):
             raise TypeError(f"{name}: found {options[name]!r}; give True or False.")
@@ -104,12 +110,15 @@ def _check_scalar(name: str, value: object) -> None:
         raise ValueError(f"{name}: found a tensor of shape {tuple(value.shape)}; give one with one element.")
     if value.device.type == "cpu":
         check_number(name, value.item())
+        _check_kind(name, value.item())
 
 
-def _check_kind(name: str, value: object) -> None:
-    """Refuse numbers torch's kernels do not take, such as ``Fraction``."""
+def _check_kind(name: str, value: Any) -> None:
+    """Refuse numbers torch's kernels do not take, such as ``Fraction``: they would do so in the middle of an update."""
     if not isinstance(value, (float, int, np.number)):
         raise TypeError(f"{name}: found {value!r}; give a float.")
+    if value > (LARGEST if isinstance(value, float) else LARGEST_WHOLE):
+        raise ValueError(f"{name}: found {value!r}; give a float, at most {LARGEST:g}.")
 
 
 def _check_betas(options: Mapping[str, Any]) -> None:
@@ -133,4 +142,4 @@ def _has_tensor(value: object) -> bool:
 def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, (float, int, np.floating, np.integer)):
         return False
-    return bool(abs(value) < math.inf)
+    return bool(abs(value) <= (LARGEST if isinstance(value, float) else LARGEST_WHOLE))

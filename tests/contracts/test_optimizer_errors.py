@@ -1,0 +1,305 @@
+"""A step that raises changes nothing; junk in any option is refused clearly; finite gradients give finite weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.support.optimizers import CASES, RULES, SHAPES, frozen, give_grads, parameters, train, values
+from torchboost.optim.base import UpdateRule
+from torchboost.optim.pipeline import Gradients
+from torchboost.optim.transforms import Centralize, ClipNorm
+
+CLEAR = (TypeError, ValueError, RuntimeError)  # IncompatibleError is a RuntimeError
+OPTIONS = (
+    "lr", "betas", "eps", "weight_decay", "amsgrad", "nesterov", "decoupled_weight_decay", "bias_correction",
+    "eps_uncorrected", "maximize", "foreach", "fused", "capturable", "master_weights", "momentum", "dampening",
+    "max_ratio", "eps_in_root", "alpha", "centered", "lr_power", "l1", "l2", "initial_accumulator_value", "adapt",
+    "updates", "differentiable",
+)  # fmt: skip
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.text(max_size=3),
+    st.integers(),
+    st.floats(),
+    st.complex_numbers(),
+    st.lists(st.floats(), max_size=2),
+    st.tuples(st.floats(), st.floats()),
+    st.tuples(st.none(), st.text(max_size=2)),
+    st.sampled_from(
+        [
+            10**400,
+            -(10**400),
+            Fraction(1, 3),
+            object(),
+            dict,
+            {"a": 1},
+            b"x",
+            torch.tensor(math.nan),
+            torch.tensor(-1.0),
+            torch.tensor([0.1, 0.2]),
+            torch.tensor([[0.1]]),
+            torch.tensor(True),
+            torch.tensor(1j),
+            torch.ones(0),
+            torch.ones(2, 2),
+            (torch.tensor(0.9), 0.99),
+            (torch.tensor(0.9), torch.tensor([0.9, 0.8])),
+            lambda: 1.0,
+            lambda step: "fast",
+            lambda step: -1.0,
+            math.sin,
+        ]
+    ),
+)
+# What comes of these is finite as long as the numbers are no larger than a float32 holds comfortably.
+SENSIBLE = 1e3
+
+
+def sensible(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(sensible(entry) for entry in value)
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex() and sensible(value.item())
+    return not isinstance(value, (int, float)) or isinstance(value, bool) or 1e-6 <= abs(value) <= SENSIBLE
+
+
+def attempt(change: Callable[[], Any]) -> bool:
+    """Whether it went through; errors must be clear ones."""
+    try:
+        change()
+    except (*CLEAR, IndexError) as error:
+        if isinstance(error, IndexError) and "Give one entry per update" not in str(error):
+            raise
+        return False
+    return True
+
+
+def finite(optimizer: UpdateRule) -> bool:
+    return all(bool(p.isfinite().all()) for group in optimizer.param_groups for p in group["params"])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(option=st.sampled_from(OPTIONS), junk=JUNK)
+def test_junk_at_construction(rule, option, junk):
+    params = parameters(SHAPES[:3])
+    before = [frozen(param) for param in params]
+    built: list[UpdateRule] = []
+
+    def build() -> None:
+        built.append(RULES[rule]([{"params": params, option: junk}]))
+
+    if attempt(build) and attempt(lambda: train(built[0], params, range(2))):
+        assert finite(built[0]) or not sensible(junk)
+    elif not built:
+        assert [frozen(param) for param in params] == before
+
+
+@pytest.mark.parametrize("rule", RULES)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(option=st.sampled_from(OPTIONS), junk=JUNK)
+def test_junk_in_a_group_that_is_added(rule, option, junk):
+    params = parameters(SHAPES[:3])
+    optimizer = RULES[rule](params[:1], lr=0.01)
+    train(optimizer, params[:1], [0])
+    before = values(optimizer)
+    if not attempt(lambda: optimizer.add_param_group({"params": params[1:], option: junk})):
+        assert values(optimizer) == before
+        return
+    give_grads(params, 1)
+    before = values(optimizer)
+    if attempt(optimizer.step):
+        assert finite(optimizer) or not sensible(junk)
+    else:
+        assert values(optimizer) == before
+
+
+@pytest.mark.parametrize("rule", RULES)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@given(option=st.sampled_from(OPTIONS), junk=JUNK, started=st.booleans())
+def test_junk_written_into_a_group(rule, option, junk, started):
+    params = parameters(SHAPES[:3])
+    optimizer = RULES[rule]([{"params": params[:1]}, {"params": params[1:]}], lr=lambda step: 0.01)
+    if started:
+        train(optimizer, params, [0])
+    give_grads(params, 1)
+    optimizer.param_groups[1][option] = junk
+    before = values(optimizer)
+    if attempt(optimizer.step):
+        assert finite(optimizer) or not sensible(junk)
+    else:
+        assert values(optimizer) == before
+
+
+@pytest.mark.parametrize("rule", RULES)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    lr=st.floats(1e-6, 1.0),
+    decay=st.floats(0.0, 1.0),
+    scale=st.sampled_from([0.0, 1e-30, 1e-10, 1e-3, 1.0, 1e3, 1e10, 1e15]),
+    constant=st.booleans(),
+)
+def test_finite_gradients_give_finite_weights(rule, lr, decay, scale, constant):
+    """Up to 1e15: the square of more is no float32, with torch's kernels as well."""
+    params = parameters(SHAPES[:3])
+    optimizer = RULES[rule](params, lr=lr, weight_decay=decay)
+    for step in range(6):
+        give_grads(params, 0 if constant else step, scale=scale)
+        optimizer.step()
+    assert finite(optimizer)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (1,), (0,), (0, 2), (), (2, 1, 2), (1, 3, 2, 2)])
+def test_any_shape_and_gradients_of_zero(name, shape):
+    params = [nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.ones(shape))]
+    optimizer = CASES[name](params)
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.zeros(shape)
+        optimizer.step()
+    assert finite(optimizer)
+    assert not params[0].any()
+
+
+class Spoilt:
+    """A transform that fails after it has worked."""
+
+    scale_free = True
+
+    def __call__(self, gradients: Gradients) -> None:
+        gradients.grads[0].mul_(2)
+        raise OSError("out of paper")
+
+
+def sparse_grad(params: list[nn.Parameter]) -> None:
+    params[0].grad = torch.ones_like(params[0]).to_sparse()
+
+
+def row_sparse_grad(params: list[nn.Parameter]) -> None:
+    params[0].grad = torch.ones_like(params[0]).to_sparse(1)
+
+
+def wide_grad(params: list[nn.Parameter]) -> None:
+    params[0].grad = None
+    params[0].grad_dtype = torch.float64
+    params[0].grad = torch.ones_like(params[0], dtype=torch.float64)
+
+
+def infinite_grad(params: list[nn.Parameter]) -> None:
+    params[0].grad[0, 0] = math.inf
+
+
+FAULTS: dict[str, tuple[dict[str, Any], Callable[[list[nn.Parameter]], None] | None, type[Exception]]] = {
+    "sparse": ({"weight_decay": 0.1}, sparse_grad, RuntimeError),
+    "sparse after transforms": ({"transforms": (Centralize(),), "weight_decay": 0.1}, row_sparse_grad, RuntimeError),
+    "sparse at a transform": ({"transforms": (ClipNorm(1.0),)}, sparse_grad, RuntimeError),
+    "precision": ({}, wide_grad, RuntimeError),
+    "nonfinite": ({"nonfinite": "raise"}, infinite_grad, FloatingPointError),
+    "norm": ({"transforms": (ClipNorm(1.0, error_if_nonfinite=True),)}, infinite_grad, RuntimeError),
+    "transform": ({"transforms": (Spoilt(),)}, None, OSError),
+    "list": ({"lr": [0.1]}, None, IndexError),
+    "function": ({"lr": lambda step: 0.1 if step < 1 else "late"}, None, TypeError),
+    "decay": ({"weight_decay": lambda step: 0.1 if step < 1 else math.nan}, None, ValueError),
+}
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_that_raises_changes_nothing(rule, fault, started):
+    options, spoil, error = FAULTS[fault]
+    if not started and fault in ("list", "function", "decay"):
+        started = True
+    params = parameters()
+    # The faulty gradient stands in the last group, behind others that could have been updated.
+    options = {"lr": lambda step: 0.1 / (1 + step), **options}
+    first = (
+        {"params": params[1:], "weight_decay": lambda step: 0.1 * step} if fault != "decay" else {"params": params[1:]}
+    )
+    optimizer = RULES[rule]([first, {"params": params[:1]}], **options)
+    if started and fault != "transform":
+        train(optimizer, params, [0])
+    give_grads(params, 1)
+    if spoil is not None:
+        spoil(params)
+    before = values(optimizer)
+    with pytest.raises(error):
+        optimizer.step()
+    assert values(optimizer) == before
+    assert len(optimizer.state) == sum(state is not None for state in before[1])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_nonfinite_skip_changes_nothing_and_goes_on(rule):
+    params, plain = parameters(), parameters()
+    schedule = lambda step: 0.1 / (1 + step)  # noqa: E731
+    optimizer = RULES[rule](params, lr=schedule, nonfinite="skip")
+    other = RULES[rule](plain, lr=schedule)
+    for step, bad in enumerate([math.nan, 0.0, -math.inf, 0.0]):
+        give_grads(params, step)
+        if bad:
+            params[0].grad[1, 1] = bad
+            before = values(optimizer)
+            optimizer.step()
+            assert values(optimizer) == before
+        else:
+            optimizer.step()
+            train(other, plain, [step])
+            assert values(optimizer) == values(other)
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_list_that_is_used_up_says_so(rule):
+    params = parameters()
+    optimizer = RULES[rule](params, lr=[0.1, 0.05])
+    train(optimizer, params, range(2))
+    before = values(optimizer)
+    with pytest.raises(IndexError, match=r"ended at step 1, and step 2 was asked for.*Give one entry per update"):
+        train(optimizer, params, [2])
+    assert values(optimizer) == before
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_groups_behind_the_back(rule):
+    params = parameters()
+    optimizer = RULES[rule](params[:2], lr=0.1)
+    give_grads(params, 0)
+    before = [frozen(param) for param in params]
+    optimizer.param_groups.append({"params": params[2:], "lr": 0.1})
+    with pytest.raises(ValueError, match="add groups by add_param_group"):
+        optimizer.step()
+    optimizer.param_groups.pop()
+    del optimizer.param_groups[0]["weight_decay"]
+    with pytest.raises(ValueError, match="has no 'weight_decay'"):
+        optimizer.step()
+    assert [frozen(param) for param in params] == before
+
+
+@pytest.mark.parametrize("group", [None, 3, [1], {}, {"params": "w"}, {"params": [3]}, {"params": [("n", 3)]}])
+@pytest.mark.parametrize("rule", RULES)
+def test_groups_that_are_none(rule, group):
+    optimizer = RULES[rule](parameters()[:1], lr=0.1)
+    before = values(optimizer)
+    with pytest.raises((TypeError, ValueError)):
+        optimizer.add_param_group(group)
+    assert values(optimizer) == before
+    leafless = parameters()[1] * 2
+    with pytest.raises(ValueError, match="non-leaf"):
+        optimizer.add_param_group({"params": [leafless]})
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": optimizer.param_groups[0]["params"]})
+    assert values(optimizer) == before
+    train(optimizer, optimizer.param_groups[0]["params"], [0])

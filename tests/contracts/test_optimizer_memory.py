@@ -1,0 +1,103 @@
+"""Steps leave nothing behind, and the fused one needs no temporary of the size of the gradients."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from tests.support.optimizers import CASES, RULES, give_grads, parameters
+from torchboost.optim.transforms import Centralize, ClipNorm, Unscale
+
+WARM, STEPS = 50, 1000
+ALLOWED = STEPS // 4  # blocks of Python's memory: caches of the interpreter, not one object per step
+LEFT = ["Adam-foreach", "Adam-fused", "Adam-nesterov", "AdamWeightDecay-fused", "SGD-fused", "LARS-default", "Lamb"]
+LEFT += ["RMSProp-centered", "FTRL"]
+
+
+def tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_a_thousand_steps_leave_nothing_behind(name):
+    params = parameters([(4, 3), (4,)])
+    optimizer = CASES[name](params, lr=lambda step: 1e-3, transforms=(Unscale(1.0), Centralize(), ClipNorm(1.0)))
+    give_grads(params, 0)
+    for _ in range(WARM):
+        optimizer.step()
+    before, blocks_before = tensors(), sys.getallocatedblocks()
+    for _ in range(STEPS):
+        optimizer.step()
+    after, blocks_after = tensors(), sys.getallocatedblocks()
+    assert after == before
+    assert blocks_after - blocks_before < ALLOWED
+
+
+def peak(step: Any) -> int:
+    """Bytes of tensors that one call has at most above what was there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    events = profiler.profiler.kineto_results.events()
+    level = most = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        level += event.nbytes()
+        most = max(most, level)
+    return most
+
+
+SIZE = 4 * (256 * 256 + 64 * 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [
+        ("Adam-fused", 0.01),
+        ("AdamWeightDecay-fused", 0.01),
+        ("SGD-fused", 0.01),
+        ("Momentum-fused", 0.01),
+        ("SGD-plain", 0.01),
+        ("Adam-foreach", 1.01),  # for the decay, as in torch
+        ("Adam-nesterov", 3.01),
+        ("Lamb", 4.01),
+        ("RMSProp", 2.01),
+        ("RMSProp-centered", 1.01),
+        ("FTRL", 2.01),
+    ],
+)
+def test_the_peak_of_a_step(name, shares):
+    """In shares of the size of all gradients."""
+    params = parameters([(256, 256), (64, 64)])
+    optimizer = CASES[name](params)
+    give_grads(params, 0)
+    optimizer.step()
+    assert peak(optimizer.step) <= shares * SIZE
+    assert peak(lambda: torch.ones(1000)) == 4000  # the measure measures
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_state_has_the_documented_size(rule):
+    wanted = {"Adam": 2, "AdamWeightDecay": 2, "SGD": 0, "Momentum": 1, "LARS": 1, "Lamb": 2, "RMSProp": 1, "FTRL": 2}
+    params = parameters([(16, 16)])
+    optimizer = RULES[rule](params)
+    give_grads(params, 0)
+    optimizer.step()
+    kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.ndim]
+    assert sum(v.numel() for v in kept) == wanted[rule] * 256
+
+
+@pytest.mark.parametrize("rule", ["Adam", "SGD"])
+def test_transforms_in_place_take_no_copy_of_the_gradients(rule):
+    params = parameters([(256, 256), (64, 64)])
+    options = {"momentum": 0.9} if rule == "SGD" else {}
+    optimizer = RULES[rule](params, fused=True, transforms=(Unscale(2.0), Centralize(), ClipNorm(1.0)), **options)
+    give_grads(params, 0)
+    optimizer.step()
+    assert peak(optimizer.step) <= 0.05 * SIZE
+    assert torch.isfinite(params[0]).all()
