@@ -224,7 +224,11 @@ def test_grad_scaler_equals_plain_gradients(rule):
         assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
 
 
-@pytest.mark.parametrize("options", [{"lr": halved}, {"transforms": (ClipNorm(1.0),)}, {"nonfinite": "skip"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"lr": halved}, {"transforms": (ClipNorm(1.0),)}, {"nonfinite": "skip"}],
+    ids=["schedule", "transform", "check"],
+)
 @pytest.mark.parametrize("rule", ["Adam", "AdamWeightDecay", "SGD"])
 def test_a_fused_rule_under_grad_scaler_sees_true_gradients_where_it_must(rule, options):
     scaled, plain = parameters(SHAPES[:2]), parameters(SHAPES[:2])

@@ -44,10 +44,7 @@ class SGD(UpdateRule):
         >>> optimizer = SGD(model.parameters(), lr=lambda update: 0.1 / (1 + update), momentum=0.9)
     """
 
-    @property
-    def kernel_unscales(self) -> bool:
-        """False with momentum: torch's kernel reads memory nobody wrote when its first step overflows."""
-        return not any(group["momentum"] for group in self.param_groups)
+    kernel_unscales = True
 
     def __init__(
         self,
@@ -99,17 +96,25 @@ class SGD(UpdateRule):
         if group["fused"]:
             batch.align(self.state_keys(group))
         buffers = [state.get("momentum_buffer") for state in batch.states]
-        started = [buffer is not None for buffer in buffers]
+        fused, scale, found_inf = group["fused"], getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if fused and group["momentum"] and any(buffer is None for buffer in buffers):
+            # torch's kernel leaves new buffers unwritten where it skips an overflow, ...
+            if found_inf is not None and bool(found_inf):
+                return
+            # ... and takes buffers for all parameters or for none; some start late, as after freezing.
+            if any(buffer is not None for buffer in buffers):
+                fused = False
+                batch.grads[:] = [grad if scale is None else grad / scale.to(grad.device) for grad in batch.grads]
+                scale = found_inf = None
         torch_sgd(
             batch.params,
             batch.grads,
             buffers,
             has_sparse_grad=any(grad.layout is not torch.strided for grad in batch.grads),
             foreach=group["foreach"],
-            # The kernel takes buffers for all parameters or for none; some start late, as after freezing.
-            fused=group["fused"] and (all(started) or not any(started)),
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
+            fused=fused,
+            grad_scale=scale,
+            found_inf=found_inf,
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
             lr=group["lr"],
