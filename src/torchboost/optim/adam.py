@@ -263,10 +263,10 @@ def _variant(group: Mapping[str, Any], batch: Batch) -> None:
     second = [(1 - beta2 ** float(step)) ** 0.5 if corrected else 1.0 for step in steps]
     root = aten._foreach_sqrt(square)
     if group["eps_uncorrected"]:
-        aten._foreach_add_(root, group["eps"])
+        aten._foreach_add_(root, float(group["eps"]))
         sizes = [-lr * s / f for f, s in zip(first, second, strict=True)]
     else:
         aten._foreach_div_(root, second)
-        aten._foreach_add_(root, group["eps"])
+        aten._foreach_add_(root, float(group["eps"]))
         sizes = [-lr / f for f in first]
     aten._foreach_addcdiv_(params, ahead, root, sizes)

@@ -103,7 +103,7 @@ class Lamb(UpdateRule):
         if group["adapt"]:
             measured = _direction(group, params, first, second, in_root=True) if group["eps_in_root"] else directions
             sizes, steepness = aten._foreach_norm(params), aten._foreach_norm(measured)
-            ratios = [_ratio(w, u, group["max_ratio"]) for w, u in zip(sizes, steepness, strict=True)]
+            ratios = [_ratio(w, u, float(group["max_ratio"])) for w, u in zip(sizes, steepness, strict=True)]
             aten._foreach_mul_(directions, ratios)
         aten._foreach_add_(params, directions, alpha=-float(group["lr"]))
 
@@ -118,9 +118,9 @@ def _direction(
 ) -> list[Tensor]:
     """Return Adam's direction with the decay."""
     if in_root:
-        root = aten._foreach_sqrt(aten._foreach_add(second, group["eps"]))
+        root = aten._foreach_sqrt(aten._foreach_add(second, float(group["eps"])))
     else:
-        root = aten._foreach_add(aten._foreach_sqrt(second), group["eps"])
+        root = aten._foreach_add(aten._foreach_sqrt(second), float(group["eps"]))
     directions = list(aten._foreach_div(first, root))
     if group["weight_decay"]:
         aten._foreach_add_(directions, list(params), alpha=float(group["weight_decay"]))

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.optimizers import frozen, give_grads, parameters, same, train, values
+from torchboost.errors import IncompatibleError
+from torchboost.optim.adam import Adam, AdamWeightDecay
+from torchboost.optim.base import Batch, UpdateRule
+from torchboost.optim.pipeline import Gradients
+from torchboost.optim.sgd import SGD
+from torchboost.optim.transforms import Centralize, ClipNorm, Coalesce
+
+
+class Signed(UpdateRule):
+    """The smallest rule: go by the sign of the gradient, count the updates."""
+
+    def __init__(self, params: Any, lr: Any = 0.1, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0}, **options)
+
+    def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("count",)
+
+    def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {"count": torch.zeros(())}
+
+    def update(self, group: dict[str, Any], batch: Batch) -> None:
+        for param, grad, count in zip(batch.params, batch.grads, batch.state("count"), strict=True):
+            param.sub_(grad.sign(), alpha=group["lr"])
+            count.add_(1)
+
+
+class Remembering:
+    """A transform that keeps something of another shape and precision than its parameter."""
+
+    scale_free = True
+
+    def __call__(self, gradients: Gradients) -> None:
+        for grad, memory in zip(gradients.grads, gradients.memory, strict=True):
+            seen = memory.setdefault("seen", torch.zeros(7, dtype=torch.float64))
+            seen += 1
+            grad.mul_(seen[0].item())
+
+
+def test_a_rule_is_two_methods():
+    param = nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = Signed([param], lr=[0.5, 0.25])
+    param.grad = torch.tensor([3.0, -4.0])
+    optimizer.step()
+    optimizer.step()
+    assert param.tolist() == [0.25, -1.25]
+    assert optimizer.state[param]["count"] == 2
+    assert optimizer.param_groups[0]["updates"] == 2
+
+
+def test_the_base_itself_is_no_rule():
+    base = UpdateRule(parameters(), {"lr": 0.1})
+    for call in (lambda: base.state_keys({}), lambda: base.init_state(torch.ones(1), {})):
+        with pytest.raises(NotImplementedError):
+            call()
+    with pytest.raises(NotImplementedError):
+        base.update({}, Batch([], [], []))
+
+
+@pytest.mark.parametrize("bad", ["stop", None, True, 1])
+def test_nonfinite_is_one_of_three_words(bad):
+    with pytest.raises(ValueError, match="nonfinite: found"):
+        Signed(parameters(), nonfinite=bad)
+
+
+@pytest.mark.parametrize("bad", [(3,), (Centralize,), (lambda gradients: None,)])
+def test_transforms_are_checked(bad):
+    with pytest.raises(TypeError, match="found"):
+        Signed(parameters(), transforms=bad)
+
+
+@pytest.mark.parametrize("numel", [0, 3])
+@pytest.mark.parametrize("nonfinite", ["ignore", "skip", "raise"])
+def test_nonfinite_with_empty_complex_mixed_and_sparse_gradients(nonfinite, numel):
+    params = [*parameters([(numel,), (2,)]), *parameters([(2,)], dtype=torch.complex64)]
+    params += parameters([(2,)], dtype=torch.float64)
+    give_grads(params, 0)
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1, 1])).sum().backward()
+    optimizer = SGD([*params, table.weight], lr=0.1, nonfinite=nonfinite)
+    before = table.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(before, table.weight)
+    table.weight.grad._values()[0, 0] = torch.nan
+    before = values(optimizer)
+    if nonfinite == "raise":
+        with pytest.raises(FloatingPointError, match="inf or nan"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    assert (values(optimizer) == before) is (nonfinite != "ignore")
+
+
+def test_the_memory_of_a_transform_is_saved_and_resumed():
+    params = parameters(dtype=torch.bfloat16)
+    optimizer = SGD(params, lr=0.1, transforms=(Remembering(),))
+    train(optimizer, params, range(2))
+    resumed = [nn.Parameter(param.detach().clone()) for param in params]
+    other = SGD(resumed, lr=0.1, transforms=(Remembering(),))
+    train(other, resumed, [0])  # so that there is something to replace
+    for param, weight in zip(resumed, params, strict=True):
+        param.data.copy_(weight.data)
+    other.load_state_dict(optimizer.state_dict())
+    train(optimizer, params, [2])
+    train(other, resumed, [2])
+    assert values(other) == values(optimizer)
+    assert optimizer.state[params[0]]["seen"].tolist() == [3.0] * 7
+    assert optimizer.state[params[0]]["seen"].dtype == torch.float64
+
+
+def test_sparse_gradients_need_a_transform_that_makes_them_dense():
+    for transforms, works in (((), False), ((Centralize(),), False), ((Coalesce(dense=True), ClipNorm(1.0)), True)):
+        table = nn.Embedding(4, 2, sparse=True)
+        table(torch.tensor([1, 1])).sum().backward()
+        optimizer = Adam(table.parameters(), transforms=transforms)
+        if works:
+            optimizer.step()
+            continue
+        with pytest.raises(IncompatibleError, match=r"Adam works on dense gradients.*shape \(4, 2\).*LazyAdam"):
+            optimizer.step()
+        assert not optimizer.state
+
+
+def test_shapes_are_checked_on_loading_and_nothing_changes():
+    params, others = parameters([(4, 3), (2,)]), parameters([(3, 4), (2,)])
+    optimizer, other = Adam(params), Adam(others)
+    train(optimizer, params, [0])
+    train(other, others, [0])
+    before = values(other)
+    with pytest.raises(ValueError, match=r"'exp_avg' of parameter 0 has shape \(4, 3\).*\(3, 4\)"):
+        other.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="different number of parameter groups|doesn't match the size"):
+        other.load_state_dict(Adam(others[:1]).state_dict())
+    assert values(other) == before
+
+
+def test_a_torch_checkpoint_tells_adam_how_far_the_schedule_is():
+    params = parameters()
+    theirs = torch.optim.Adam(params, lr=0.1)
+    train(theirs, params, range(4))
+    ours = Adam(params, lr=lambda update: 0.1 / (1 + update))
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["updates"] == 4
+    train(ours, params, [4])
+    assert ours.param_groups[0]["lr"] == pytest.approx(0.02)
+
+
+def test_a_checkpoint_from_before_tensors_counted_steps():
+    params = parameters()
+    optimizer = Adam(params)
+    train(optimizer, params, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    for entry in state["state"].values():
+        entry["step"] = 2
+    weights = [nn.Parameter(param.detach().clone()) for param in params]
+    other = Adam(weights)
+    other.load_state_dict(state)
+    train(optimizer, params, [2])
+    train(other, weights, [2])
+    assert values(other) == values(optimizer)
+
+
+def test_options_that_an_older_file_lacks_are_the_defaults():
+    params = parameters()
+    optimizer = Adam(params, lr=0.1, master_weights=True)
+    state = copy.deepcopy(optimizer.state_dict())
+    for key in ("master_weights", "nesterov", "eps_uncorrected"):
+        del state["param_groups"][0][key]
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["master_weights"] is True
+    train(optimizer, params, [0])
+
+
+def test_an_added_group_starts_its_own_list():
+    params = parameters()
+    optimizer = SGD(params[:1], lr=[0.4, 0.3, 0.2])
+    train(optimizer, params[:1], [0])
+    optimizer.add_param_group({"params": params[1:2]})
+    optimizer.add_param_group({"params": params[2:], "lr": 0.5})
+    train(optimizer, params, [1])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.3, 0.4, 0.5]
+    assert [group.get("updates") for group in optimizer.param_groups] == [2, 1, None]
+
+
+def test_a_bare_parameter_and_a_generator_are_groups():
+    params = parameters()
+    optimizer = SGD(iter(params[:2]), lr=0.1)
+    given = {"params": params[2]}
+    optimizer.add_param_group(given)
+    assert given == {"params": params[2]}
+    optimizer.add_param_group({"params": (param for param in params[3:])})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1, 2]
+
+
+def test_turning_an_option_on_mid_run_completes_the_state():
+    params = parameters()
+    optimizer = Adam(params)
+    train(optimizer, params, range(2))
+    kept = optimizer.state[params[0]]["exp_avg"].clone()
+    optimizer.param_groups[0]["amsgrad"] = True
+    give_grads(params, 2)
+    optimizer.step()
+    assert set(optimizer.state[params[0]]) == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+    torch.testing.assert_close(optimizer.state[params[0]]["exp_avg"], 0.9 * kept + 0.1 * params[0].grad)
+
+
+def test_only_all_fused_groups_leave_unscaling_to_the_kernel():
+    def supports(optimizer: UpdateRule) -> bool:
+        return optimizer._step_supports_amp_scaling
+
+    params = parameters()
+    assert supports(Adam(params, fused=True))
+    assert supports(copy.deepcopy(AdamWeightDecay(params, fused=True)))
+    for options in ({}, {"transforms": (Centralize(),)}, {"nonfinite": "skip"}, {"lr": [0.1]}):
+        fused = {"fused": True} if options else {}
+        assert not supports(SGD(params, **{"lr": 0.1, **fused, **options}))
+    assert not supports(Adam([{"params": params[:1], "fused": False}, {"params": params[1:]}], fused=True))
+    assert not supports(Signed(params))
+
+
+def test_frozen_values_tell_bits_apart():
+    assert frozen(torch.tensor(0.0)) != frozen(torch.tensor(-0.0))
+    assert same([torch.tensor(torch.nan)], [torch.tensor(torch.nan)])
