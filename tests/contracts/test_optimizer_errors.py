@@ -219,6 +219,8 @@ FAULTS: dict[str, tuple[dict[str, Any], Callable[[list[nn.Parameter]], None] | N
 @pytest.mark.parametrize("rule", RULES)
 def test_a_step_that_raises_changes_nothing(rule, fault, started):
     options, spoil, error = FAULTS[fault]
+    if rule == "LazyAdam" and fault == "sparse after transforms":
+        spoil = sparse_grad  # rows are what it is for; single entries are not
     if not started and fault in ("list", "function", "decay"):
         started = True
     params = parameters()

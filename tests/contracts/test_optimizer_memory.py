@@ -83,13 +83,13 @@ def test_the_peak_of_a_step(name, shares):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_state_has_the_documented_size(rule):
-    wanted = {"Adam": 2, "AdamWeightDecay": 2, "SGD": 0, "Momentum": 1, "LARS": 1, "Lamb": 2, "RMSProp": 1, "FTRL": 2}
+    wanted = {"SGD": 0, "Momentum": 1, "LARS": 1, "RMSProp": 1}
     params = parameters([(16, 16)])
     optimizer = RULES[rule](params)
     give_grads(params, 0)
     optimizer.step()
     kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.ndim]
-    assert sum(v.numel() for v in kept) == wanted[rule] * 256
+    assert sum(v.numel() for v in kept) == wanted.get(rule, 2) * 256
 
 
 @pytest.mark.parametrize("rule", ["Adam", "SGD"])

@@ -254,7 +254,7 @@ def test_the_norm_is_that_of_the_centralised_gradient(rows, columns, shift, limi
 
 def test_nothing_to_update_and_empty_parameters():
     params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(0, 3))]
-    optimizer = Adam(params, native=True, transforms=(ClipNorm(1.0),), nonfinite="raise")
+    optimizer = Adam(params, native=True, transforms=(Centralize(), ClipNorm(1.0)), nonfinite="raise")
     optimizer.step()
     params[1].grad = torch.ones(0, 3)
     optimizer.step()

@@ -18,6 +18,8 @@ from torchboost.optim.base import UpdateRule
 from torchboost.optim.ftrl import FTRL
 from torchboost.optim.lamb import Lamb
 from torchboost.optim.lars import LARS
+from torchboost.optim.lazy_adam import LazyAdam
+from torchboost.optim.offload import AdamOffload
 from torchboost.optim.rmsprop import RMSProp
 from torchboost.optim.sgd import SGD, Momentum
 
@@ -42,6 +44,10 @@ def _cases() -> dict[str, Callable[..., UpdateRule]]:
     cases["SGD-plain"] = partial(SGD, lr=0.01)
     cases["Adam-nesterov"] = partial(Adam, lr=0.01, weight_decay=0.1, nesterov=True, amsgrad=True)
     cases["Adam-eps_uncorrected"] = partial(Adam, lr=0.01, weight_decay=0.1, eps_uncorrected=True)
+    cases["Adam-native"] = partial(Adam, lr=0.01, weight_decay=0.1, native=True)
+    cases["LazyAdam"] = partial(LazyAdam, lr=0.01, weight_decay=0.1)
+    cases["LazyAdam-exact"] = partial(LazyAdam, lr=0.01, weight_decay=0.1, exact=True)
+    cases["AdamOffload"] = partial(AdamOffload, lr=0.01, weight_decay=0.1)
     cases["Lamb"] = partial(Lamb, lr=0.01, weight_decay=0.1)
     cases["Lamb-eps_in_root"] = partial(Lamb, lr=0.01, weight_decay=0.1, eps_in_root=True)
     cases["RMSProp"] = partial(RMSProp, lr=0.01, weight_decay=0.1)
@@ -52,7 +58,8 @@ def _cases() -> dict[str, Callable[..., UpdateRule]]:
 
 CASES = _cases()
 RULES: dict[str, Callable[..., UpdateRule]] = {
-    rule.__name__: rule for rule in (Adam, AdamWeightDecay, SGD, Momentum, LARS, Lamb, RMSProp, FTRL)
+    rule.__name__: rule
+    for rule in (Adam, AdamWeightDecay, LazyAdam, AdamOffload, SGD, Momentum, LARS, Lamb, RMSProp, FTRL)
 }
 
 

@@ -168,7 +168,7 @@ def _walkable(param: Tensor) -> bool:
 @lru_cache(maxsize=4096)
 def _cuts(entries: int, rows: int, centralize: bool) -> np.ndarray:
     """Return one line per block of a parameter: offset in entries, rows, columns."""
-    if not centralize:  # no row to keep together
+    if not centralize or not entries:  # no row to keep together
         starts = np.arange(0, entries, BLOCK_ENTRIES)
         return np.stack([starts, np.ones_like(starts), np.minimum(BLOCK_ENTRIES, entries - starts)], axis=1)
     columns = entries // rows
