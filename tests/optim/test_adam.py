@@ -195,3 +195,27 @@ def test_channels_last_and_other_precisions(dtype):
     train(right, other, range(3))
     assert same(mine, other)
     assert left.state[mine[0]]["exp_avg"].stride() == right.state[other[0]]["exp_avg"].stride()
+
+
+def test_fused_kernels_get_gradients_and_moments_in_the_layout_of_the_weights():
+    """They walk through memory in order, and would pair the wrong numbers."""
+    runs = []
+    for fused in (True, False):
+        param = nn.Parameter(torch.ones(4, 3, 3, 3).to(memory_format=torch.channels_last))
+        optimizer = Adam([param], lr=0.1, fused=fused)
+        for step in range(3):
+            param.grad = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+            state = optimizer.state[param]
+            state["exp_avg"] = state["exp_avg"].contiguous()  # as a checkpoint of another layout brings it
+        runs.append(param)
+    torch.testing.assert_close(*runs)
+
+
+def test_fused_kernels_never_see_a_parameter_with_gaps():
+    whole = torch.ones(4, 6)
+    param = nn.Parameter(whole[:, ::2])
+    param.grad = torch.ones(4, 3)
+    with pytest.raises(IncompatibleError, match="without gaps in memory"):
+        Adam([param], fused=True).step()
+    assert torch.equal(whole, torch.ones(4, 6))

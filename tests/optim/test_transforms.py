@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchboost.errors import IncompatibleError
 from torchboost.optim.pipeline import Gradients, GradientTransform
-from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay
+from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Coalesce, Decay, Unscale
 
 SHAPES = [(5,), (4, 7), (6, 3, 3, 3), (6, 5, 1, 1), (2, 3, 4), (3, 2, 2, 2, 2), (1, 1), ()]
 
@@ -123,6 +123,66 @@ def test_sparse_gradients_are_refused_where_they_have_no_meaning():
         Centralize()(entries)
 
 
+def embedded(rows: Any, size: int = 6) -> Gradients:
+    table = nn.Embedding(size, 2, sparse=True)
+    (table(torch.tensor(rows)) * torch.arange(2.0 * len(rows)).view(-1, 2)).sum().backward()
+    dense = nn.Parameter(torch.ones(3))
+    dense.grad = torch.ones(3)
+    return Gradients([table.weight, dense], [table.weight.grad, dense.grad], [{}, {}], [{}, {}])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_unscale_divides_exactly_by_a_power_of_two(dtype):
+    given = gradients(dtype=dtype)
+    expected = [grad / 64 for grad in given.grads]
+    for got, want in zip(run(Unscale(64), given), expected, strict=True):
+        assert torch.equal(got, want)
+    run(Unscale(2.0), gradients([]))
+
+
+def test_unscale_sparse_rows_too():
+    given = embedded([1, 1, 4])
+    expected = [grad.to_dense() / 8 for grad in given.grads]
+    for got, want in zip(run(Unscale(8.0), given), expected, strict=True):
+        assert torch.equal(got.to_dense(), want)
+
+
+def test_unscale_keeps_what_overflowed():
+    given = gradients([(3,)])
+    given.grads[0][0], given.grads[0][1] = math.inf, math.nan
+    got = run(Unscale(2.0), given)[0]
+    assert math.isinf(got[0])
+    assert math.isnan(got[1])
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("rows", [[1, 1, 4], [5, 0, 2], [3]])
+def test_coalesce_merges_rows_and_leaves_dense_gradients(rows, dense):
+    given = embedded(rows)
+    before = list(given.grads)
+    Coalesce(dense=dense)(given)
+    assert given.grads[1] is before[1]
+    assert torch.equal(given.grads[0].to_dense(), before[0].to_dense())
+    if dense:
+        assert given.grads[0].layout is torch.strided
+    else:
+        assert given.grads[0].is_coalesced()
+        assert given.grads[0]._values().shape[0] == len(set(rows))
+
+
+def test_decay_pulls_towards_zero_where_the_optimizer_goes_up():
+    weights = []
+    for maximize in (False, True):
+        param = nn.Parameter(torch.tensor([2.0, -2.0]))
+        param.grad = torch.zeros(2)
+        optimizer = torch.optim.SGD([param], lr=0.5, maximize=maximize)
+        given = Gradients([param], [param.grad], optimizer.param_groups, [{}])
+        run(Decay(0.5), given)
+        optimizer.step()
+        weights.append(param.tolist())
+    assert weights == [[1.5, -1.5], [1.5, -1.5]]
+
+
 def test_decay_adds_the_weights():
     given = gradients()
     expected = [g + 0.1 * p.detach() for p, g in zip(given.params, given.grads, strict=True)]
@@ -167,7 +227,9 @@ def test_clip_value_equals_torch():
         assert torch.equal(got, param.grad)
 
 
-@pytest.mark.parametrize("transform", [Centralize(), Decay(0.1), ClipNorm(0.5), ClipValue(0.3)], ids=repr)
+@pytest.mark.parametrize(
+    "transform", [Centralize(), Unscale(8.0), Coalesce(), Decay(0.1), ClipNorm(0.5), ClipValue(0.3)], ids=repr
+)
 def test_scale_free_is_what_it_says(transform):
     scaled, plain = gradients(dtype=torch.float64), gradients(dtype=torch.float64)
     torch._foreach_mul_(scaled.grads, 1024.0)
@@ -183,14 +245,14 @@ BAD_NUMBERS = st.one_of(st.floats(max_value=-1e-300), st.just(math.nan), st.just
 
 @given(NOT_NUMBERS)
 def test_what_is_no_number_is_refused(bad):
-    for build in (Decay, ClipNorm, ClipValue, lambda x: ClipNorm(1.0, x)):
+    for build in (Decay, ClipNorm, ClipValue, Unscale, lambda x: ClipNorm(1.0, x)):
         with pytest.raises(TypeError, match="found"):
             build(bad)
 
 
 @given(BAD_NUMBERS)
 def test_numbers_out_of_range_are_refused(bad):
-    for build in (Decay, ClipNorm, ClipValue):
+    for build in (Decay, ClipNorm, ClipValue, Unscale):
         with pytest.raises(ValueError, match="found"):
             build(bad)
 
@@ -202,11 +264,17 @@ def test_what_is_no_collection_of_parameters_is_refused(bad):
 
 
 def test_zero_limits_and_other_bad_settings_are_refused():
-    for build in (ClipNorm, ClipValue, lambda x: ClipNorm(1.0, x)):
+    for build in (ClipNorm, ClipValue, Unscale, lambda x: ClipNorm(1.0, x)):
         with pytest.raises(ValueError, match="above 0"):
             build(0)
     with pytest.raises(TypeError, match="error_if_nonfinite"):
         ClipNorm(1.0, error_if_nonfinite="yes")
+    for bad in (5e-324, 10**400):
+        with pytest.raises(ValueError, match="scale: found"):
+            Unscale(bad)
+    for bad in ("yes", 1, None):
+        with pytest.raises(TypeError, match="dense: found"):
+            Coalesce(dense=bad)
     with pytest.raises(TypeError, match="flag"):
         Centralize(flag=3)
     with pytest.raises(TypeError, match="multiple_of"):

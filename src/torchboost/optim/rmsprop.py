@@ -23,8 +23,8 @@ class RMSProp(UpdateRule):
     ``torch.optim.RMSprop`` starts ``s`` at 0, adds ``eps`` outside the root, and keeps the learning rate out of ``b``;
     it is the one to take where nothing has to be matched. With ``centered``, ``s - m^2`` stands under the root, where
     ``m`` is the mean of the gradients. State: ``square_avg``, with ``momentum`` ``momentum_buffer``, with ``centered``
-    ``grad_avg``, each 4 bytes per float32 weight. Cost: one temporary of the size of the parameters,
-    another for the weight decay.
+    ``grad_avg``, each 4 bytes per float32 weight. Cost: one temporary of the size of the
+    parameters, another for the weight decay.
 
     Source: T. Tieleman, G. Hinton, Lecture 6.5, "Neural Networks for Machine Learning", 2012; ``centered``: A. Graves,
     "Generating Sequences With Recurrent Neural Networks", arXiv 1308.0850, equations 38 to 45.
