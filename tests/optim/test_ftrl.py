@@ -55,7 +55,9 @@ def test_l1_makes_most_weights_of_useless_inputs_exactly_zero():
     [
         ({"lr": 0.0}, ValueError),
         ({"lr": torch.tensor(0.0)}, ValueError),
+        ({"lr": 1e-200}, ValueError),
         ({"lr_power": 0.5}, ValueError),
+        ({"lr_power": -64}, ValueError),
         ({"lr_power": math.nan}, ValueError),
         ({"lr_power": "x"}, TypeError),
         ({"l1": -1}, ValueError),

@@ -17,6 +17,9 @@ __all__ = ["FTRL"]
 
 aten = torch.ops.aten
 
+SMALLEST_LR = 1e-30
+"""The rule divides by it; what comes of a smaller one does not fit into float32."""
+
 
 class FTRL(UpdateRule):
     """Follow the regularised leader, per weight, with ``p = -lr_power``.
@@ -35,7 +38,7 @@ class FTRL(UpdateRule):
         params: Parameters, named parameters or groups; real ones.
         lr: Learning rate above 0: a float, a tensor with one element, a list with one per update, or a function of the
             update.
-        lr_power: At most 0; -0.5 gives rates that fall with the root of the sum of squares.
+        lr_power: From -1 to 0; -0.5 gives rates that fall with the root of the sum of squares.
         l1: Strength of the L1 term, at least 0.
         l2: Strength of the L2 term, at least 0.
         weight_decay: Added to the gradient, at least 0; a list or function like ``lr``.
@@ -86,11 +89,13 @@ class FTRL(UpdateRule):
         lr = group["lr"]
         if not isinstance(lr, Tensor) or lr.device.type == "cpu":
             check_number("lr", float(lr), above=True)
+            if lr < SMALLEST_LR:
+                raise ValueError(f"lr: found {float(lr)!r}; give a number, at least {SMALLEST_LR:g}.")
         power = group["lr_power"]
         if isinstance(power, bool) or not isinstance(power, (int, float)):
-            raise TypeError(f"lr_power: found {power!r}; give a finite number, at most 0.")
-        if not -1e3 <= power <= 0:
-            raise ValueError(f"lr_power: found {power!r}; give a number from -1000 to 0, such as -0.5.")
+            raise TypeError(f"lr_power: found {power!r}; give a number from -1 to 0, such as -0.5.")
+        if not -1 <= power <= 0:
+            raise ValueError(f"lr_power: found {power!r}; give a number from -1 to 0, such as -0.5.")
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
         """Refuse complex parameters too: the rule compares with ``l1``."""
