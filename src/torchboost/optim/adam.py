@@ -111,8 +111,10 @@ class Adam(UpdateRule):
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
         """Refuse what torch's kernels refuse, before anything is changed."""
-        super().check_grad(param, grad, group)
-        check_fused(param, group)
+        if grad.layout is not torch.strided or grad.dtype != param.dtype:
+            super().check_grad(param, grad, group)
+        if group["fused"] and param.is_complex():
+            check_fused(param, group)
         if group["capturable"] and not torch.compiler.is_compiling():
             devices = _get_capturable_supported_devices()
             if param.device.type not in devices:
@@ -126,6 +128,7 @@ class Adam(UpdateRule):
 
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a step of 0 and moments of 0."""
+        check_fused(param, group)
         on_device = group["capturable"] or group["fused"]
         state = {"step": torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")}
         moments = self.state_keys(group)[1:]

@@ -270,9 +270,11 @@ class UpdateRule(Optimizer):
     def _gather(self, group: dict[str, Any], fresh: list[tuple[Tensor, dict[str, Any]]]) -> Batch:
         """Return what takes part; states that are new or get new entries are only listed in ``fresh``."""
         masters = bool(group.get("master_weights"))
+        keys = frozenset(self.state_keys(group))
         batch = Batch([], [], [])
         for param in group["params"]:
-            if param.grad is None:
+            grad = param.grad
+            if grad is None:
                 continue
             kept = self.state.get(param)
             state = {} if kept is None else kept
@@ -286,17 +288,14 @@ class UpdateRule(Optimizer):
                     "'master_weights' and the precision of the model as they were."
                 )
             worked = state["master"] if wide else param
-            if self._incomplete(state, group):
+            if not keys <= state.keys():
                 state = {**self.init_state(worked, group), **state}
             if state is not kept:
                 fresh.append((param, state))
             batch.params.append(worked)
-            batch.grads.append(param.grad.float() if wide else param.grad)
+            batch.grads.append(grad.float() if wide else grad)
             batch.states.append(state)
         return batch
-
-    def _incomplete(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
-        return any(key not in state for key in self.state_keys(group))
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries that :meth:`init_state` returns under these options."""

@@ -78,10 +78,12 @@ class SGD(UpdateRule):
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
         """Sparse gradients are welcome where there is nothing dense about the rule."""
-        dense = group["momentum"] or group["weight_decay"] or group["fused"] or group["foreach"]
-        if dense or grad.layout is not torch.sparse_coo:
-            super().check_grad(param, grad, group)
-        check_fused(param, group)
+        if grad.layout is not torch.strided or grad.dtype != param.dtype:
+            dense = group["momentum"] or group["weight_decay"] or group["fused"] or group["foreach"]
+            if dense or grad.layout is not torch.sparse_coo:
+                super().check_grad(param, grad, group)
+        if group["fused"] and (param.is_complex() or not param.is_cpu):
+            check_fused(param, group)
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries of the state."""
