@@ -154,3 +154,12 @@ def test_late_buffers_and_a_first_overflow_are_right_in_the_fused_form(overflows
     for ours, plain in zip(*runs, strict=True):
         assert ours.isfinite().all()
         torch.testing.assert_close(ours, plain)
+
+
+def test_fused_kernels_never_see_a_parameter_with_gaps():
+    whole = torch.ones(4, 6)
+    param = nn.Parameter(whole[:, ::2])
+    param.grad = torch.ones(4, 3)
+    with pytest.raises(IncompatibleError, match="without gaps in memory"):
+        SGD([param], lr=0.1, fused=True).step()
+    assert torch.equal(whole, torch.ones(4, 6))

@@ -281,13 +281,14 @@ class UpdateRule(Optimizer):
 
     def _gather(self, group: dict[str, Any], fresh: list[tuple[Tensor, dict[str, Any]]]) -> Batch:
         """Return what takes part; states that are new or get new entries are only listed in ``fresh``."""
+        keys = frozenset(self.state_keys(group))
         batch = Batch([], [], [])
         for param in group["params"]:
             if param.grad is None:
                 continue
             kept = self.state.get(param)
             worked, grad, state = self._worked(param, {} if kept is None else kept, group)
-            if self._incomplete(state, group):
+            if not keys <= state.keys():
                 state = {**self.init_state(worked, group), **state}
             if state is not kept:
                 fresh.append((param, state))
@@ -311,9 +312,6 @@ class UpdateRule(Optimizer):
         if "master" not in state:
             state = {key: _widened(value) for key, value in state.items()} | {"master": param.detach().float()}
         return state["master"], param.grad.float() if param.grad is not None else None, state
-
-    def _incomplete(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
-        return any(key not in state for key in self.state_keys(group))
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries that :meth:`init_state` returns under these options."""
