@@ -159,8 +159,9 @@ class TrainStep:
         scaler.update()
         optimizer.zero_grad()
         after = scaler.get_scale()
-        self.updated = after >= before
-        return StepOutput(self._last, torch.tensor(after < before), torch.tensor(after))
+        overflow = getattr(scaler, "overflowed", after < before)
+        self.updated = not overflow
+        return StepOutput(self._last, torch.tensor(overflow), torch.tensor(after))
 
     def _scale_tensor(self) -> Tensor:
         scaler = self.target.scaler
