@@ -168,4 +168,4 @@ def checked_scales(scales: Any, groups: int, rule: ScaleRule, name: str = "init_
         listed = list(scales)
     else:
         listed = [scales] * groups
-    return [rule.start(scale).scale for scale in listed]
+    return [rule.start(scale, name).scale for scale in listed]

@@ -79,16 +79,16 @@ class ScaleRule:
                 "both lie between 2**-100 and 2**100."
             )
 
-    def start(self, scale: float) -> ScaleState:
-        """Return the state at the beginning of a run.
+    def start(self, scale: float, name: str = "init_scale") -> ScaleState:
+        """Return the state at the beginning of a run; ``name`` is what the caller calls the scale.
 
         Raises:
             TypeError, ValueError: The scale is no number, or outside floor and ceiling.
         """
-        check_scale("init_scale", scale)
+        check_scale(name, scale)
         if not self.floor <= scale <= self.ceiling:
             raise ValueError(
-                f"init_scale: found {scale}; allowed are {self.floor} (floor) to {self.ceiling} (ceiling): move the "
+                f"{name}: found {scale}; allowed are {self.floor} (floor) to {self.ceiling} (ceiling): move the "
                 "scale or the bound."
             )
         return ScaleState(float(scale), 0, self.hysteresis - 1)
