@@ -62,7 +62,9 @@ def test_trains_like_the_cell_without_a_scale_and_skips_overflows(kind):
             assert not cell.updated
             assert equal(network, before)
             after = optimizer.state_dict()["state"]
-            assert all(torch.equal(after[k]["momentum_buffer"], v["momentum_buffer"]) for k, v in state["state"].items())
+            assert all(
+                torch.equal(after[k]["momentum_buffer"], v["momentum_buffer"]) for k, v in state["state"].items()
+            )
             assert float(out.loss_scale) == 1024.0 if kind.startswith("tensor") else float(out.loss_scale) < 1024.0
         out = cell(x, y)
         assert type(out).__name__ == "StepOutput"
@@ -198,9 +200,7 @@ def test_borders_by_hand_train_like_no_scale(scale):
     torch.manual_seed(0)
     network = ByHand(scale)
     plain = copy.deepcopy(network)
-    cell = BoostTrainOneStepWithLossScaleCell(
-        network, torch.optim.SGD(network.parameters(), lr=0.1), network.manager
-    )
+    cell = BoostTrainOneStepWithLossScaleCell(network, torch.optim.SGD(network.parameters(), lr=0.1), network.manager)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for number in range(5):
         x, y = data(number)

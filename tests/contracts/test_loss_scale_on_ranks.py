@@ -39,9 +39,11 @@ def _train(kind: Kind | str, how: str, window: int, bad: tuple[int, ...]) -> dic
     torch.manual_seed(0)
     model = mlp()
     # "own": every rank trains for itself, so that only the agreement keeps them in step.
+    before_wrapping = GroupGradScaler(model, ["0", "2", "4"]) if how == "group first" else None
     wrapped: nn.Module = model if kind == "own" else wrap(model, kind)  # pyright: ignore[reportArgumentType]
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
-    scaler = DynamicLossScale(1024.0) if how == "dynamic" else GroupGradScaler(wrapped, ["0", "2", "4"])
+    scaler = DynamicLossScale(1024.0) if how == "dynamic" else before_wrapping
+    scaler = scaler or GroupGradScaler(wrapped, ["0", "2", "4"])
     accumulator = Accumulator(window, wrapped) if window > 1 else None
     poison = {"value": 1.0}
     step = TrainStep(
@@ -65,7 +67,7 @@ def _train(kind: Kind | str, how: str, window: int, bad: tuple[int, ...]) -> dic
 def _all() -> dict[str, dict[str, Any]]:
     found = {}
     for kind in ("own", "ddp", "fsdp"):
-        for how in ("dynamic", "group"):
+        for how in ("dynamic", "group", "group first"):
             for window in (1, 2):
                 found[f"{kind} {how} {window}"] = _train(kind, how, window, BAD)
                 found[f"{kind} {how} {window} clean"] = _train(kind, how, window, ())
@@ -90,3 +92,4 @@ def test_an_overflow_on_one_rank_skips_the_update_on_every_rank() -> None:
     for kind in ("ddp", "fsdp"):
         wanted = first[f"{kind} dynamic 1 clean"]["weights"]
         assert first[f"{kind} group 1 clean"]["weights"] == wanted
+        assert first[f"{kind} group first 1 clean"]["weights"] == wanted

@@ -29,9 +29,7 @@ def test_scripted_overflows_move_the_scale_as_in_the_reference(oracle):
     for case in meta["expected"]:
         param = nn.Parameter(torch.zeros(2))
         optimizer = torch.optim.SGD([param], lr=1.0)
-        manager = DynamicLossScale(
-            case["loss_scale_value"], factor=case["scale_factor"], window=case["scale_window"]
-        )
+        manager = DynamicLossScale(case["loss_scale_value"], factor=case["scale_factor"], window=case["scale_window"])
         found = []
         for overflow in case["overflow"]:
             manager.scale(param.sum() * (np.inf if overflow else 0.0)).backward()
