@@ -178,6 +178,14 @@ def test_the_order_of_calls_is_checked():
         scaler.unscale_(model)  # pyright: ignore[reportArgumentType]
 
 
+def test_a_closure_is_refused():
+    model = nn.Linear(2, 2)
+    scaler = DynamicLossScale()
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    with pytest.raises(IncompatibleError, match=r"DynamicLossScale\.step was given a closure"):
+        scaler.step(torch.optim.LBFGS(model.parameters()), lambda: 0.0)
+
+
 def test_gradients_in_float16_are_refused():
     model = nn.Linear(2, 2).half()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

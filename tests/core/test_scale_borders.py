@@ -10,6 +10,7 @@ from collections import namedtuple
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from torchboost.core.scale_borders import Ratios, ScaleBorders, change_scale
 from torchboost.errors import IncompatibleError
@@ -140,6 +141,44 @@ def test_a_module_that_is_never_called_is_found():
     attention(x, x, x)[0].sum().backward()
     with pytest.raises(IncompatibleError, match="'out_proj' is in a group but is never called itself"):
         borders.check_called()
+
+
+def test_an_operation_in_place_on_a_border_is_refused_by_torch_and_fine_inside_of_the_group():
+    x = torch.ones(3, 2)
+    for inside, fails in ((["0"], True), (["0", "1"], False)):
+        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2))
+        plain = copy.deepcopy(model)
+        ratios = Ratios(2)
+        ScaleBorders([{name: model.get_submodule(name) for name in inside}], ratios)
+        if fails:
+            with pytest.raises(RuntimeError, match="is being modified inplace"):
+                model(x)
+            continue
+        loss = model(x).sum()
+        ratios.set([1.0, 16.0])
+        loss.backward()
+        plain(x).sum().backward()
+        assert torch.equal(model[0].weight.grad, plain[0].weight.grad * 16)
+        assert torch.equal(model[2].weight.grad, plain[2].weight.grad)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant):
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+    plain = copy.deepcopy(model)
+    ratios = Ratios(3)
+    ScaleBorders([{"0": model[0], "1": model[1]}, {"2": model[2]}], ratios)
+    scales = [1.0, 2.0**12, 2.0**-5]
+    for blocks in (model, plain):
+        x = torch.ones(2, 4, requires_grad=True)
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=reentrant)
+        if blocks is model:
+            ratios.set(scales)
+        x.square().sum().backward()
+    for block, other, scale in zip(model, plain, (*scales[1:2] * 2, scales[2]), strict=True):
+        assert torch.equal(block[0].weight.grad, other[0].weight.grad * scale)
 
 
 def test_models_with_borders_can_be_copied_and_pickled():

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torchboost.core.arguments import check_number, check_optimizer
 from torchboost.core.scale_rule import Alarm, ScaleRule, ScaleState, check_scale
 from torchboost.core.unscaling import Part, check_scaled, last_bad, overflow_anywhere, unscale_
+from torchboost.errors import IncompatibleError
 
 __all__ = ["DynamicLossScale", "FixedLossScale", "LossScaler"]
 
@@ -83,7 +84,13 @@ class LossScaler:
 
         Raises:
             RuntimeError: Called twice since the last update.
+            IncompatibleError: A closure, which would make gradients after they were unscaled.
         """
+        if any(callable(arg) for arg in args):
+            raise IncompatibleError(
+                f"{type(self).__name__}.step was given a closure, whose gradients nothing would unscale; compute the "
+                "gradients before the step, or train this optimizer without a loss scale."
+            )
         if id(optimizer) not in self._seen:
             self.unscale_(optimizer)
         seen = self._seen[id(optimizer)]

@@ -32,7 +32,8 @@ class Ratios:
     def __init__(self, groups: int) -> None:
         # On the host, in float32: kernels then multiply in float32, also where the gradient is in half precision and
         # could not hold the ratio, and no device has to be waited for.
-        self._table = [[torch.ones(()) for _ in range(groups)] for _ in range(groups)]
+        self._numbers = torch.ones(groups, groups)
+        self._table = [list(row.unbind()) for row in self._numbers.unbind()]
 
     def between(self, into: int, out_of: int) -> Tensor:
         """Return the number for gradients that leave group ``out_of`` and go on in group ``into``."""
@@ -40,10 +41,11 @@ class Ratios:
 
     def set(self, scales: Sequence[float] | None) -> None:
         """Let the borders change from one scale to the other; None lets gradients pass as they are."""
-        for i, row in enumerate(self._table):
-            for j, ratio in enumerate(row):
-                # Through .data, as autograd would take the change of a tensor it saved for a mistake.
-                ratio.data.fill_(1.0 if scales is None else scales[i] / scales[j])
+        # Through .data, as autograd would take the change of a tensor it saved for a mistake.
+        if scales is None:
+            self._numbers.data.fill_(1.0)
+        else:
+            self._numbers.data.copy_(torch.tensor([[into / out_of for out_of in scales] for into in scales]))
 
 
 class _Border(torch.autograd.Function):

@@ -49,8 +49,9 @@ class TrainStep:
     Attributes:
         updated: Whether the last call moved the weights: the window was full and no gradient had overflowed.
 
-    Cost: a few microseconds per call over the same loop written by hand. With an enabled scaler, reading the
-    scale for ``overflow`` synchronises with the device once per update; without one nothing does.
+    Cost: a few microseconds per call over the same loop written by hand. The scalers of this package wait
+    for the device once per update, ``GradScaler`` once more for each reading of its scale; without a scaler nothing
+    does.
     """
 
     def __init__(
