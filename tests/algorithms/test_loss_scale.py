@@ -376,6 +376,14 @@ def test_a_compiled_model_has_its_borders_too(backend):
         scaler.update()
 
 
+def test_a_model_that_is_compiled_already_is_refused():
+    model = mlp()
+    model.compile(backend="eager")
+    for compiled in (model, torch.compile(mlp(), backend="eager")):
+        with pytest.raises(IncompatibleError, match="set the borders first"):
+            GroupGradScaler(compiled, 2)
+
+
 def test_settings_are_values():
     value = GroupLossScale(groups=[["a", "b"], "c"], init_scale=[4.0, 8.0])
     assert value.groups == (("a", "b"), "c")

@@ -16,7 +16,7 @@ from torchboost.core.blocks import blocks_of, group_starts
 from torchboost.core.group_scale import GROUP_RULE, GroupScaler, Scales, checked_scales
 from torchboost.core.scale_borders import Ratios, ScaleBorders
 from torchboost.core.scale_rule import ScaleRule
-from torchboost.core.wrapping import unwrap
+from torchboost.core.wrapping import is_compiled, unwrap
 from torchboost.errors import IncompatibleError, nearest
 
 __all__ = ["GroupGradScaler", "GroupLossScale", "GroupLossScaling", "Groups"]
@@ -55,7 +55,8 @@ class GroupGradScaler(GroupScaler):
 
     Raises:
         TypeError, ValueError: An argument that makes no sense, or a name that no module has.
-        IncompatibleError: Two groups, or a group and the rest, share a parameter; nothing was changed.
+        IncompatibleError: Two groups, or a group and the rest, share a parameter, or the model is compiled already;
+            nothing was changed.
 
     Warns:
         ScaleCollapseWarning: A scale falls and falls; names group and gradient.
@@ -255,6 +256,12 @@ def _picks(entry: Any) -> list[Any]:
 def _resolved(model: nn.Module, groups: Any) -> list[dict[str, nn.Module]]:
     """Return the modules of each group by name, none inside another, and no parameter in two groups."""
     _check_groups(groups)
+    if is_compiled(model):
+        # Graphs that were made before stay in use, and know nothing of hooks that come later.
+        raise IncompatibleError(
+            "loss_scale_group: the model is compiled already, and its graphs would go on without borders; set the "
+            "borders first (GroupGradScaler, or attach) and compile afterwards."
+        )
     network = unwrap(model)
     if isinstance(groups, int):
         return _automatic(model, network, groups)
