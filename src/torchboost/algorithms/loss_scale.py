@@ -72,9 +72,10 @@ class GroupGradScaler(GroupScaler):
     Source: layer-wise loss scaling, Zhao et al. 2019 (arXiv:1910.12385); shrinkage and growth as in MindSpore.
 
     Example:
+        >>> import torch, torchboost
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> scaler = GroupGradScaler(model, [["0", "1"], "2"])
+        >>> scaler = torchboost.GroupGradScaler(model, [["0", "1"], "2"])
         >>> scaler.scale(model(torch.randn(3, 4)).sum()).backward()
         >>> scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
     """

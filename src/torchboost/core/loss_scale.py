@@ -177,9 +177,11 @@ class FixedLossScale(LossScaler):
         TypeError, ValueError: The scale is no finite number above 0.
 
     Example:
+        >>> import torch, torchboost
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> step = torchboost.boost(model, optimizer, torch.nn.functional.cross_entropy, scaler=FixedLossScale(128.0))
+        >>> scaler = torchboost.FixedLossScale(128.0)
+        >>> step = torchboost.boost(model, optimizer, torch.nn.functional.cross_entropy, scaler=scaler)
     """
 
     def __init__(self, scale: float, *, agree: bool = True, process_group: Any = None) -> None:
@@ -224,9 +226,10 @@ class DynamicLossScale(LossScaler):
     ranks one collective of a single number.
 
     Example:
+        >>> import torch, torchboost
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> scaler = DynamicLossScale(1024.0, window=100)
+        >>> scaler = torchboost.DynamicLossScale(1024.0, window=100)
         >>> scaler.scale(model(torch.randn(3, 4)).sum()).backward()
         >>> scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
     """

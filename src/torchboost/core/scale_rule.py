@@ -50,8 +50,9 @@ class ScaleRule:
         TypeError, ValueError: A setting that makes no sense.
 
     Example:
-        >>> rule = ScaleRule(growth=2.0, shrink=0.5, window=2)
-        >>> rule.after(ScaleState(8.0), overflow=True).scale
+        >>> import torchboost
+        >>> rule = torchboost.ScaleRule(growth=2.0, shrink=0.5, window=2)
+        >>> rule.after(rule.start(8.0), overflow=True).scale
         4.0
     """
 
