@@ -8,6 +8,7 @@ import freeze_savings
 import freeze_types
 import gpu
 import host_memory
+import loss_scale
 import optimizer_step
 import overhead
 import step_time
@@ -18,6 +19,7 @@ CLAIMS = {
     "overhead": overhead.measure,
     "step_time": step_time.measure,
     "host_memory": host_memory.measure,
+    "loss_scale": loss_scale.measure,
     "freeze_savings": freeze_savings.measure,
     "fine_tune": fine_tune.measure,
     "whole_run": whole_run.measure,

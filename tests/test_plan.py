@@ -355,3 +355,32 @@ def test_a_wrapped_model_without_anything_to_remove_attaches():
     wrapped = torch.compile(model, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert list(plan.attach(Target(wrapped, optimizer))) == ["less_bn"]
+
+
+SCALED = {"boost": {"mode": "manual", "loss_scale_group": True}}
+
+
+@pytest.mark.parametrize("loop", ["transformers", "lightning", "accelerate"])
+def test_trainers_scale_the_loss_themselves(loop):
+    plan = Plan.of("O0", SCALED, replace(FAST, loop=loop))
+    assert reasons(plan)["loss_scale_group"] == f"{loop} owns the loop and scales the loss itself"
+
+
+def test_group_loss_scaling_takes_its_settings_from_extra():
+    config = {**SCALED, "extra": {"loss_scale_group": {"groups": [["0", "1"], "2"], "init_scale": [8, 16.0]}}}
+    (scale,) = Plan.of("O0", config, FAST).algorithms
+    assert (scale.groups, scale.init_scale) == ((("0", "1"), "2"), (8, 16.0))
+    for wrong in ({"groups": "0"}, {"groups": [0]}, {"init_scale": "8"}, {"floor": 0.0}, {"grow": 2.0}):
+        with pytest.raises(ConfigError, match=r"extra\.loss_scale_group"):
+            Plan.of("O0", {**SCALED, "extra": {"loss_scale_group": wrong}}, FAST)
+
+
+def test_boost_scales_by_group_and_refuses_a_second_scaler():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(IncompatibleError, match="the target has a scaler already, a GradScaler"):
+        boost(model, optimizer, F.cross_entropy, config=SCALED, scaler=torch.amp.GradScaler("cpu"))
+    step = boost(model, optimizer, F.cross_entropy, config=SCALED)
+    assert step(torch.randn(8, 4), torch.randint(0, 2, (8,))).loss_scale >= 2.0**16
+    step.attached.remove()
+    assert step.target.scaler is None

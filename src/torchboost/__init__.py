@@ -18,17 +18,21 @@ if TYPE_CHECKING:
     from torchboost.algorithms.fused_optimizer import FusedOptimizer, fuse
     from torchboost.algorithms.host_memory import HostMemory, retain_host_memory
     from torchboost.algorithms.less_bn import LessBatchNorm, reduce_batch_norm
+    from torchboost.algorithms.loss_scale import GroupGradScaler, GroupLossScale
     from torchboost.algorithms.memory_format import ChannelsLast, channels_last
     from torchboost.compat.auto_boost import AutoBoost
     from torchboost.compat.cells import BoostTrainOneStepCell, WithLoss
     from torchboost.compat.freeze import FreezeOpt, GradientFreeze, freeze_cell
+    from torchboost.compat.loss_scale import BoostTrainOneStepWithLossScaleCell, GroupLossScaleManager
     from torchboost.compat.process import OptimizerProcess, ParameterProcess
     from torchboost.compat.wrappers import GradientAccumulation, LessBN
     from torchboost.config import BoostConfig
     from torchboost.core.algorithm import Algorithm, Attached, Attachment, Target, Traits, attach_all
     from torchboost.core.folding import fold_batch_norms
+    from torchboost.core.loss_scale import DynamicLossScale, FixedLossScale
+    from torchboost.core.scale_rule import ScaleRule
     from torchboost.core.step import StepOutput, TrainStep
-    from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning
+    from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning, ScaleCollapseWarning
     from torchboost.optim.pipeline import GradientPipeline
     from torchboost.plan import Plan, boost
     from torchboost.registry import LEVELS, REGISTRY, Facts
@@ -48,16 +52,22 @@ __all__ = [
     "BlockFreeze",
     "BoostConfig",
     "BoostTrainOneStepCell",
+    "BoostTrainOneStepWithLossScaleCell",
     "Centralization",
     "ChannelsLast",
     "Compile",
     "ConfigError",
+    "DynamicLossScale",
     "Facts",
+    "FixedLossScale",
     "FreezeOpt",
     "FusedOptimizer",
     "GradientAccumulation",
     "GradientFreeze",
     "GradientPipeline",
+    "GroupGradScaler",
+    "GroupLossScale",
+    "GroupLossScaleManager",
     "HostMemory",
     "IncompatibleError",
     "LessBN",
@@ -66,6 +76,8 @@ __all__ = [
     "OptimizerProcess",
     "ParameterProcess",
     "Plan",
+    "ScaleCollapseWarning",
+    "ScaleRule",
     "StepOutput",
     "Target",
     "TrainStep",
@@ -93,17 +105,21 @@ _HOMES = {
     "torchboost.algorithms.fused_optimizer": ("FusedOptimizer", "fuse"),
     "torchboost.algorithms.host_memory": ("HostMemory", "retain_host_memory"),
     "torchboost.algorithms.less_bn": ("LessBatchNorm", "reduce_batch_norm"),
+    "torchboost.algorithms.loss_scale": ("GroupGradScaler", "GroupLossScale"),
     "torchboost.algorithms.memory_format": ("ChannelsLast", "channels_last"),
     "torchboost.compat.auto_boost": ("AutoBoost",),
     "torchboost.compat.cells": ("BoostTrainOneStepCell", "WithLoss"),
     "torchboost.compat.freeze": ("FreezeOpt", "GradientFreeze", "freeze_cell"),
+    "torchboost.compat.loss_scale": ("BoostTrainOneStepWithLossScaleCell", "GroupLossScaleManager"),
     "torchboost.compat.process": ("OptimizerProcess", "ParameterProcess"),
     "torchboost.compat.wrappers": ("GradientAccumulation", "LessBN"),
     "torchboost.config": ("BoostConfig",),
     "torchboost.core.algorithm": ("Algorithm", "Attached", "Attachment", "Target", "Traits", "attach_all"),
     "torchboost.core.folding": ("fold_batch_norms",),
+    "torchboost.core.loss_scale": ("DynamicLossScale", "FixedLossScale"),
+    "torchboost.core.scale_rule": ("ScaleRule",),
     "torchboost.core.step": ("StepOutput", "TrainStep"),
-    "torchboost.errors": ("ConfigError", "IncompatibleError", "NoEffectWarning"),
+    "torchboost.errors": ("ConfigError", "IncompatibleError", "NoEffectWarning", "ScaleCollapseWarning"),
     "torchboost.optim.pipeline": ("GradientPipeline",),
     "torchboost.plan": ("Plan", "boost"),
     "torchboost.registry": ("Facts", "LEVELS", "REGISTRY"),

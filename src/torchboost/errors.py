@@ -6,7 +6,14 @@ import difflib
 from collections.abc import Iterable
 from functools import partial
 
-__all__ = ["CacheSpaceWarning", "ConfigError", "IncompatibleError", "NoEffectWarning", "nearest"]
+__all__ = [
+    "CacheSpaceWarning",
+    "ConfigError",
+    "IncompatibleError",
+    "NoEffectWarning",
+    "ScaleCollapseWarning",
+    "nearest",
+]
 
 
 class ConfigError(ValueError):
@@ -45,6 +52,10 @@ class CacheSpaceWarning(RuntimeWarning):
 
 class NoEffectWarning(UserWarning):
     """An algorithm was asked for and found nothing to do."""
+
+
+class ScaleCollapseWarning(RuntimeWarning):
+    """A loss scale falls and falls; soon no gradient will be representable and the run is lost."""
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ from torchboost.algorithms.freeze import BlockFreeze, Pattern
 from torchboost.algorithms.fused_optimizer import FusedOptimizer
 from torchboost.algorithms.host_memory import HostMemory
 from torchboost.algorithms.less_bn import LessBatchNorm
+from torchboost.algorithms.loss_scale import GroupLossScale
 from torchboost.algorithms.memory_format import ChannelsLast
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import check_module
@@ -155,6 +156,10 @@ def _accumulated_by_the_trainer(facts: Facts) -> str | None:
     return None if setting is None else f"{facts.loop} owns the loop and accumulates itself; use {setting}"
 
 
+def _scaled_by_the_trainer(facts: Facts) -> str | None:
+    return f"{facts.loop} owns the loop and scales the loss itself" if facts.loop in _TRAINER_SETTINGS else None
+
+
 def _less_bn_unproven(facts: Facts) -> str | None:
     if not facts.trained:
         return None
@@ -252,6 +257,11 @@ _ENTRIES = (
         section="grad_accumulation",
         words=MappingProxyType({"grad_accumulation_step": "steps"}),
         unusable=_accumulated_by_the_trainer,
+    ),
+    Entry(
+        algorithm=GroupLossScale,
+        summary="scales the gradients of each group of modules by itself, for float16",
+        unusable=_scaled_by_the_trainer,
     ),
 )
 

@@ -19,8 +19,11 @@ import torchboost
 from tests.support.ranks import run_ranks
 from torchboost import REGISTRY, Algorithm, Attached, Target, TrainStep, attach_all
 
-# Dynamo itself looks at .grad of intermediate tensors.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+# Dynamo itself looks at .grad of intermediate tensors and makes instances of torch.autograd.Function.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 FAST_TO_BUILD: dict[str, dict[str, Any]] = {
     "compile": {"backend": "eager"},

@@ -90,7 +90,7 @@ class Autocast(Algorithm):
 
     def check(self, target: Target) -> None:
         """Refuse float16 without a scaler: small gradients would vanish."""
-        if self.dtype == "float16" and target.scaler is None:
+        if self.dtype == "float16" and target.scaler is None and not target.scaler_follows:
             raise IncompatibleError(
                 "autocast to float16 without a scaler: small gradients would become zero; pass "
                 "scaler=torch.amp.GradScaler() to boost(...), network_auto_process_train(...) or Target(...), or "

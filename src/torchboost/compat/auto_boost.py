@@ -22,16 +22,22 @@ from torchboost.errors import IncompatibleError
 from torchboost.plan import Plan
 from torchboost.registry import Facts
 
-__all__ = ["AutoBoost", "observers_of"]
+__all__ = ["AutoBoost", "observers_of", "scaler_of"]
 
 # The reference's API hands only network and optimizer from AutoBoost to the training cell. An observer must not hold
 # the optimizer, so that the entry goes when the optimizer goes.
 _OBSERVERS: weakref.WeakKeyDictionary[Optimizer, list[Callable[[Tensor], None]]] = weakref.WeakKeyDictionary()
+_SCALERS: weakref.WeakKeyDictionary[Optimizer, Scaler] = weakref.WeakKeyDictionary()
 
 
 def observers_of(optimizer: Optimizer) -> list[Callable[[Tensor], None]]:
     """Return what wants to be told the losses of this optimizer's updates."""
     return _OBSERVERS.get(optimizer, [])
+
+
+def scaler_of(optimizer: Optimizer) -> Scaler | None:
+    """Return the scaler that an algorithm brought for this optimizer."""
+    return _SCALERS.get(optimizer)
 
 
 class AutoBoost:
@@ -59,6 +65,7 @@ class AutoBoost:
         self.level = level
         self.plan = Plan.of(level, self._config)
         self.attached = Attached()
+        self.scaler: Scaler | None = None
         self._boosted: nn.Module | None = None
 
     def network_auto_process_train(
@@ -68,7 +75,8 @@ class AutoBoost:
 
         ``.plan`` then says what was chosen for this pair, ``.attached`` is what was attached: its ``remove()``
         takes it away (BatchNorms that went stay away), its ``state_dict()`` belongs into the checkpoint. A second call
-        for the same network takes away what the first one attached.
+        for the same network takes away what the first one attached. ``.scaler`` is the scaler of the loop: the one
+        given, or that of group loss scaling, which a loop of your own must use as it would a ``GradScaler``.
 
         The optimizer returned is the one given, except with gradient accumulation: then it is one in front of it,
         :class:`~torchboost.compat.accumulating.AccumulatingOptimizer`, which applies every k-th ``step``.
@@ -105,6 +113,10 @@ class AutoBoost:
         if isinstance(target.accumulator, Accumulator):
             returned = AccumulatingOptimizer(optimizer, target.accumulator)
         _OBSERVERS[returned] = target.observers
+        self.scaler = target.scaler
+        _SCALERS.pop(returned, None)
+        if target.scaler is not None and target.scaler is not scaler:
+            _SCALERS[returned] = target.scaler
         return network, returned
 
     def network_auto_process_eval(self, network: nn.Module) -> nn.Module:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.compat.accumulating import AccumulatingOptimizer
-from torchboost.compat.auto_boost import observers_of
+from torchboost.compat.auto_boost import observers_of, scaler_of
 from torchboost.compat.wrappers import GradientAccumulation
-from torchboost.core.algorithm import Target
+from torchboost.core.algorithm import Scaler, Target
 from torchboost.core.arguments import check_loss_fn, check_module, check_pair
 from torchboost.core.step import StepOutput, TrainStep
 from torchboost.core.wrapping import unwrap
@@ -94,7 +94,8 @@ class BoostTrainOneStepCell:
     Raises:
         TypeError: ``sens`` is not a number, ``network`` no module, or ``optimizer`` no optimizer.
         ValueError: None of the parameters of the optimizer belongs to the network.
-        IncompatibleError: Gradients are to accumulate in a network that was wrapped in a way that does not allow it.
+        IncompatibleError: Gradients are to accumulate in a network that was wrapped in a way that does not allow it; or
+            ``sens`` meets group loss scaling.
 
     Example:
         >>> import torch, torchboost
@@ -107,11 +108,20 @@ class BoostTrainOneStepCell:
         check_pair(network, optimizer, name="network")
         if isinstance(sens, bool) or not isinstance(sens, (int, float)):
             raise TypeError(f"sens must be a number, found {type(sens).__name__} {sens!r}.")
+        self.sens = float(sens)
+        scaler: Scaler | None = scaler_of(optimizer)
+        if self.sens != 1.0:
+            if scaler is not None:
+                raise IncompatibleError(
+                    f"sens={self.sens}: group loss scaling scales the loss of this optimizer already; leave sens at 1."
+                )
+            scaler = _Sens(self.sens)
+        self._build(network, optimizer, scaler)
+
+    def _build(self, network: nn.Module, optimizer: Optimizer, scaler: Scaler | None) -> None:
         self.network = network
         self.optimizer = optimizer
-        self.sens = float(sens)
         self.updated = False
-        scaler = None if self.sens == 1.0 else _Sens(self.sens)
         target = Target(network, optimizer, scaler, observers=observers_of(optimizer))
         window = 1
         if isinstance(optimizer, AccumulatingOptimizer):

@@ -43,6 +43,7 @@ class Traits:
         reversible: Whether ``remove()`` leaves the model as it was before.
         unused_parameters: Whether some parameters get no gradient on some steps.
         replaces_optimizer: Whether ``attach`` puts another optimizer into the target.
+        brings_scaler: Whether ``attach`` puts a scaler into the target.
         process_wide: Whether the effect reaches beyond the target, so that loops measured in one process must take
             turns with it.
         excludes: Names of algorithms that cannot work together with this one.
@@ -52,12 +53,17 @@ class Traits:
     reversible: bool = True
     unused_parameters: bool = False
     replaces_optimizer: bool = False
+    brings_scaler: bool = False
     process_wide: bool = False
     excludes: frozenset[str] = frozenset()
 
 
 class Scaler(Protocol):
-    """The part of ``torch.amp.GradScaler`` that a training step uses."""
+    """The part of ``torch.amp.GradScaler`` that a training step uses.
+
+    A scaler whose scale does not fall at each overflow says in an attribute ``overflowed`` whether the last
+    :meth:`update` followed one; of others a step takes a lower scale for an overflow.
+    """
 
     def scale(self, outputs: Tensor) -> Tensor:
         """Return the loss times the scale."""
@@ -126,6 +132,7 @@ class Target:
         topology: Ranks of the job.
         seed: Source of every random decision of an algorithm; must be the same on every rank.
         observers: Told the loss of each update, of shape ``()`` and detached, before ``optimizer.step()``.
+        scaler_follows: Whether an algorithm that is being attached will bring a scaler; :func:`attach_all` sets it.
 
     Raises:
         TypeError: Not a module, not an optimizer, or not a scaler.
@@ -138,6 +145,7 @@ class Target:
     topology: Topology = field(default_factory=Topology.current)
     seed: int = 0
     observers: list[Callable[[Tensor], None]] = field(default_factory=list)
+    scaler_follows: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         check_module(self.model)
@@ -300,6 +308,7 @@ def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> Attached:
     chosen = sorted(algorithms, key=lambda algorithm: algorithm.traits.order)
     _check_conflicts(chosen)
     _check_wrapping(target.model, chosen)
+    target.scaler_follows = any(algorithm.traits.brings_scaler for algorithm in chosen)
     for algorithm in chosen:
         algorithm.check(target)
     for algorithm in chosen:

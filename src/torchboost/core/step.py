@@ -49,8 +49,9 @@ class TrainStep:
     Attributes:
         updated: Whether the last call moved the weights: the window was full and no gradient had overflowed.
 
-    Cost: a few microseconds per call over the same loop written by hand. With an enabled scaler, reading the
-    scale for ``overflow`` synchronises with the device once per update; without one nothing does.
+    Cost: a few microseconds per call over the same loop written by hand. The scalers of this package wait
+    for the device once per update, ``GradScaler`` once more for each reading of its scale; without a scaler nothing
+    does.
     """
 
     def __init__(
@@ -159,8 +160,9 @@ class TrainStep:
         scaler.update()
         optimizer.zero_grad()
         after = scaler.get_scale()
-        self.updated = after >= before
-        return StepOutput(self._last, torch.tensor(after < before), torch.tensor(after))
+        overflow = getattr(scaler, "overflowed", after < before)
+        self.updated = not overflow
+        return StepOutput(self._last, torch.tensor(overflow), torch.tensor(after))
 
     def _scale_tensor(self) -> Tensor:
         scaler = self.target.scaler

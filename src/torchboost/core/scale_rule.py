@@ -1,0 +1,163 @@
+"""The rule by which a loss scale follows overflows, and the alarm that tells of a scale which collapses."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torchboost.core.arguments import check_number
+from torchboost.errors import ScaleCollapseWarning
+
+__all__ = ["Alarm", "ScaleRule", "ScaleState", "check_scale"]
+
+LARGEST = 2.0**100
+"""Scales stay within this and its inverse, so that float32 holds both."""
+
+
+class ScaleState(NamedTuple):
+    """Where a scale stands.
+
+    Args:
+        scale: The scale.
+        clean: Updates without overflow since the scale last moved.
+        patience: Overflows that are skipped before the scale falls.
+    """
+
+    scale: float
+    clean: int = 0
+    patience: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleRule:
+    """How a scale follows overflows: the reference's rule, with bounds and hysteresis.
+
+    On overflow ``scale = max(scale * shrink, floor)`` and the window starts again; after every ``window`` updates
+    without one ``scale = min(scale * growth, ceiling)``.
+
+    Args:
+        growth: Factor after a clean window, at least 1.
+        shrink: Factor at an overflow, above 0 and below 1.
+        window: Clean updates per growth.
+        floor: Smallest scale.
+        ceiling: Largest scale.
+        hysteresis: The scale falls at the overflow of this number; a clean window starts the count again.
+
+    Raises:
+        TypeError, ValueError: A setting that makes no sense.
+
+    Example:
+        >>> import torchboost
+        >>> rule = torchboost.ScaleRule(growth=2.0, shrink=0.5, window=2)
+        >>> rule.after(rule.start(8.0), overflow=True).scale
+        4.0
+    """
+
+    growth: float = 2.0
+    shrink: float = 0.5
+    window: int = 1000
+    floor: float = 1.0
+    ceiling: float = 2.0**32
+    hysteresis: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("window", "hysteresis"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: found {value!r}; give an integer of 1 or more.")
+        for name in ("growth", "shrink", "floor", "ceiling"):
+            check_number(name, getattr(self, name), above=True)
+        if self.growth < 1:
+            raise ValueError(f"growth: found {self.growth}; a clean window multiplies the scale: give 1 or more.")
+        if self.shrink >= 1:
+            raise ValueError(f"shrink: found {self.shrink}; an overflow multiplies the scale: give less than 1.")
+        if not 1 / LARGEST <= self.floor <= self.ceiling <= LARGEST:
+            raise ValueError(
+                f"floor, ceiling: found {self.floor} and {self.ceiling}; the floor must not be above the ceiling, and "
+                "both lie between 2**-100 and 2**100."
+            )
+
+    def start(self, scale: float, name: str = "init_scale") -> ScaleState:
+        """Return the state at the beginning of a run; ``name`` is what the caller calls the scale.
+
+        Raises:
+            TypeError, ValueError: The scale is no number, or outside floor and ceiling.
+        """
+        check_scale(name, scale)
+        if not self.floor <= scale <= self.ceiling:
+            raise ValueError(
+                f"{name}: found {scale}; allowed are {self.floor} (floor) to {self.ceiling} (ceiling): move the "
+                "scale or the bound."
+            )
+        return ScaleState(float(scale), 0, self.hysteresis - 1)
+
+    def after(self, state: ScaleState, overflow: bool) -> ScaleState:
+        """Return the state after an update that overflowed, or did not."""
+        scale, clean, patience = state
+        if overflow and patience:
+            return ScaleState(scale, 0, patience - 1)
+        if overflow:
+            return ScaleState(max(scale * self.shrink, self.floor), 0, 0)
+        if clean + 1 < self.window:
+            return ScaleState(scale, clean + 1, patience)
+        return ScaleState(min(scale * self.growth, self.ceiling), 0, self.hysteresis - 1)
+
+
+class Alarm:
+    """Counts the overflows of one scale and warns once while it collapses, before the run is lost.
+
+    It collapses when eight updates in a row overflow, or when it is nearer to its floor than to where it began (on a
+    logarithmic scale).
+
+    Args:
+        what: The scale in words, such as ``"the loss scale of group 'stem'"``.
+        start: Scale at the beginning.
+        floor: Smallest scale.
+
+    Attributes:
+        overflows: How many so far.
+        in_a_row: How many in the last updates without a clean one between.
+    """
+
+    ROW = 8
+
+    def __init__(self, what: str, start: float, floor: float) -> None:
+        self.overflows = self.in_a_row = 0
+        self._what, self._start, self._floor = what, start, floor
+        self._low = math.sqrt(start * floor)
+        self._warned = False
+
+    def observe(self, scale: float, overflow: bool, where: str | None) -> None:
+        """Take note of an update, with the scale after it and the name of a gradient that was not finite."""
+        self.in_a_row = self.in_a_row + 1 if overflow else 0
+        self.overflows += overflow
+        falls = overflow and (scale < self._low or self.in_a_row >= self.ROW)
+        if falls and not self._warned:
+            warnings.warn(
+                f"{self._what} fell from {self._start:g} to {scale:g} (floor {self._floor:g}): {self.in_a_row} "
+                f"overflows in a row, {self.overflows} in all; not finite: {where or 'a gradient of another rank'}. "
+                "The run is lost if this goes on: lower the learning rate, clip the gradients, or compute this part "
+                "in bfloat16 or float32.",
+                ScaleCollapseWarning,
+                stacklevel=4,
+            )
+        self._warned = falls or (self._warned and (overflow or scale < self._low))
+
+    def state(self) -> list[int]:
+        """Return the counters."""
+        return [self.overflows, self.in_a_row, int(self._warned)]
+
+    def load(self, state: Sequence[int]) -> None:
+        """Continue from :meth:`state`."""
+        self.overflows, self.in_a_row, warned = state
+        self._warned = bool(warned)
+
+
+def check_scale(name: str, value: Any) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless ``value`` is a number that can scale gradients in float32."""
+    check_number(name, value, above=True)
+    if not 1 / LARGEST <= value <= LARGEST:
+        raise ValueError(f"{name}: found {value}; allowed are 2**-100 to 2**100.")

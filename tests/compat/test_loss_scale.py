@@ -1,0 +1,254 @@
+"""The training cell with a loss scale, and the manager of scales per group."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.models import BottleneckNet, batch_for, mlp
+from torchboost import (
+    AutoBoost,
+    BoostTrainOneStepCell,
+    BoostTrainOneStepWithLossScaleCell,
+    DynamicLossScale,
+    FixedLossScale,
+    GroupGradScaler,
+    GroupLossScaleManager,
+    IncompatibleError,
+    WithLoss,
+)
+
+
+def pair(make=mlp):
+    torch.manual_seed(0)
+    network = WithLoss(make(), F.cross_entropy)
+    return network, torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+
+
+def data(seed: int, model: nn.Module | None = None):
+    return batch_for(mlp() if model is None else model, torch.Generator().manual_seed(seed), 6)
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+MANAGERS = {
+    "tensor": lambda network: torch.tensor(1024.0),
+    "tensor (1,)": lambda network: torch.tensor([1024.0]),
+    "dynamic": lambda network: DynamicLossScale(1024.0),
+    "GradScaler": lambda network: torch.amp.GradScaler("cpu", init_scale=1024.0),
+    "group": lambda network: GroupGradScaler(network, 2, init_scale=1024.0),
+}
+
+
+@pytest.mark.parametrize("kind", MANAGERS)
+def test_trains_like_the_cell_without_a_scale_and_skips_overflows(kind):
+    network, optimizer = pair()
+    plain, plain_optimizer = pair()
+    cell = BoostTrainOneStepWithLossScaleCell(network, optimizer, MANAGERS[kind](network))
+    plain_cell = BoostTrainOneStepCell(plain, plain_optimizer)
+    for number in range(6):
+        x, y = data(number)
+        if number == 3:
+            before, state = copy.deepcopy(network), copy.deepcopy(optimizer.state_dict())
+            out = cell(x * math.inf, y)
+            assert bool(out.overflow)
+            assert not cell.updated
+            assert equal(network, before)
+            after = optimizer.state_dict()["state"]
+            assert all(
+                torch.equal(after[k]["momentum_buffer"], v["momentum_buffer"]) for k, v in state["state"].items()
+            )
+            assert float(out.loss_scale) == 1024.0 if kind.startswith("tensor") else float(out.loss_scale) < 1024.0
+        out = cell(x, y)
+        assert type(out).__name__ == "StepOutput"
+        assert not out.overflow
+        assert torch.equal(out.loss, plain_cell(x, y).loss)
+        assert cell.updated
+    assert equal(network, plain)
+
+
+def test_the_scale_can_be_set():
+    network, optimizer = pair()
+    cell = BoostTrainOneStepWithLossScaleCell(network, optimizer, torch.tensor(2.0))
+    cell.set_sense_scale(torch.tensor([8.0]))
+    assert float(cell(*data(0)).loss_scale) == cell.sens == 8.0
+    with pytest.raises(TypeError, match=r"sens must be a tensor of shape \(\) or \(1,\), found float 4.0"):
+        cell.set_sense_scale(4.0)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"sens: found a tensor of shape \(2,\)"):
+        cell.set_sense_scale(torch.ones(2))
+    with pytest.raises(ValueError, match="scale: found nan"):
+        cell.set_sense_scale(torch.tensor(math.nan))
+    assert cell.sens == 8.0
+    cell = BoostTrainOneStepWithLossScaleCell(network, optimizer, DynamicLossScale())
+    with pytest.raises(TypeError, match="moved by a DynamicLossScale"):
+        cell.set_sense_scale(torch.tensor(4.0))
+
+
+@pytest.mark.parametrize("sense", [1024.0, None, "8", [8.0], DynamicLossScale])
+def test_a_scale_that_is_neither_tensor_nor_manager(sense):
+    with pytest.raises(TypeError, match=r"scale_sense must be a tensor of shape \(\) or \(1,\), or a manager"):
+        BoostTrainOneStepWithLossScaleCell(*pair(), sense)
+
+
+@pytest.mark.parametrize("sense", [torch.ones(2), torch.ones(1, 1), torch.ones(0)])
+def test_a_tensor_of_another_shape(sense):
+    with pytest.raises(ValueError, match="scale_sense: found a tensor of shape"):
+        BoostTrainOneStepWithLossScaleCell(*pair(), sense)
+
+
+def test_the_checkpoint_goes_on():
+    def start():
+        network, optimizer = pair()
+        manager = DynamicLossScale(8.0, window=3)
+        return network, optimizer, BoostTrainOneStepWithLossScaleCell(network, optimizer, manager)
+
+    network, optimizer, cell = start()
+    for number in range(4):
+        cell(*data(number))
+    again, other, resumed = start()
+    again.load_state_dict(network.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed.load_state_dict(copy.deepcopy(cell.state_dict()))
+    for number in range(4, 8):
+        assert cell(*data(number)).loss_scale == resumed(*data(number)).loss_scale
+    assert equal(network, again)
+
+
+SWITCHES = {
+    "freeze": {"grad_freeze": True},
+    "accumulation": {"grad_accumulation": True},
+    "less_bn": {"less_bn": True},
+    "all": {"grad_freeze": True, "grad_accumulation": True, "less_bn": True},
+}
+
+
+@pytest.mark.parametrize("how", ["fixed", "dynamic", "group"])
+@pytest.mark.parametrize("name", SWITCHES)
+def test_it_works_with_every_algorithm_of_a_configuration(name, how):
+    def boosted(group: bool):
+        network, optimizer = pair(BottleneckNet)
+        config = {
+            "boost": {"mode": "manual", **SWITCHES[name], "loss_scale_group": group},
+            "grad_freeze": {"param_groups": 3, "freeze_p": 0.3, "total_steps": 12},
+            "grad_accumulation": {"grad_accumulation_step": 2},
+            "extra": {"loss_scale_group": {"groups": 3, "init_scale": 512.0}} if group else {},
+        }
+        booster = AutoBoost("O0", config)
+        return booster, *booster.network_auto_process_train(network, optimizer)
+
+    _, plain, plain_optimizer = boosted(False)
+    plain_cell = BoostTrainOneStepCell(plain, plain_optimizer)
+    booster, network, optimizer = boosted(how == "group")
+    sense = {"fixed": torch.tensor(512.0), "dynamic": DynamicLossScale(512.0), "group": booster.scaler}[how]
+    cell = BoostTrainOneStepWithLossScaleCell(network, optimizer, sense)
+    for number in range(6):
+        x, y = data(number, BottleneckNet())
+        assert torch.equal(plain_cell(x, y).loss, cell(x, y).loss)
+    assert equal(plain, network)
+    assert cell.sens >= 512.0
+
+
+def test_the_plain_cell_uses_the_scaler_of_the_switch_and_refuses_another():
+    network, optimizer = pair()
+    config = {"boost": {"mode": "manual", "loss_scale_group": True}}
+    booster = AutoBoost("O0", config)
+    network, optimizer = booster.network_auto_process_train(network, optimizer)
+    assert isinstance(booster.scaler, GroupGradScaler)
+    out = BoostTrainOneStepCell(network, optimizer)(*data(0))
+    assert float(out.loss_scale) > 2.0**16
+    with pytest.raises(IncompatibleError, match="AutoBoost brought a GroupGradScaler"):
+        BoostTrainOneStepWithLossScaleCell(network, optimizer, torch.tensor(4.0))
+    with pytest.raises(IncompatibleError, match="leave sens at 1"):
+        BoostTrainOneStepCell(network, optimizer, sens=2.0)
+
+
+class ByHand(nn.Module):
+    """Borders as the reference sets them; the rest of the forward is the user's."""
+
+    def __init__(self, scale) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 6), nn.Linear(6, 4)
+        groups = [list(self.first.parameters()), list(self.second.parameters())]
+        self.manager = GroupLossScaleManager(scale, groups)
+
+    def forward(self, x, y):
+        x = torch.tanh(self.first(self.manager(x, 0, 1)))
+        x = self.second(self.manager(x, 1, 2))
+        return F.cross_entropy(self.manager(x, 2, 3), y)
+
+
+def test_a_border_multiplies_by_the_ratio_of_the_scales():
+    manager = GroupLossScaleManager([6.0, 24.0], [[nn.Parameter(torch.ones(1))], [nn.Parameter(torch.ones(1))]])
+    for layers, wanted in {(0, 1): 1 / 6, (1, 2): 0.25, (2, 3): 24.0, (0, 3): 1.0, (2, 1): 4.0}.items():
+        x = torch.ones(2, requires_grad=True)
+        y = manager(x, *layers)
+        assert torch.equal(x, y)
+        y.sum().backward()
+        assert x.grad.tolist() == pytest.approx([wanted] * 2)
+    assert manager.get_update_cell() is manager
+
+
+@pytest.mark.parametrize("scale", [2.0**12, [2.0**20, 2.0**-0.0]])
+def test_borders_by_hand_train_like_no_scale(scale):
+    torch.manual_seed(0)
+    network = ByHand(scale)
+    plain = copy.deepcopy(network)
+    cell = BoostTrainOneStepWithLossScaleCell(network, torch.optim.SGD(network.parameters(), lr=0.1), network.manager)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number in range(5):
+        x, y = data(number)
+        assert not cell(x, y).overflow
+        out = plain.second(torch.tanh(plain.first(x)))
+        F.cross_entropy(out, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for a, b in zip(network.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    before = network.manager.get_loss_scale()
+    handle = network.second.weight.register_hook(lambda grad: grad * math.nan)
+    assert cell(*data(9)).overflow
+    handle.remove()
+    grown, shrunk = network.manager.get_loss_scale()[1:3]
+    assert grown == pytest.approx(before[1] * 2 ** (1 / 1000))
+    assert shrunk == pytest.approx(max(before[2] * 2**-0.5, 1.0))
+
+
+def test_what_the_manager_refuses():
+    one, two = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    for groups, error, text in [
+        ([], ValueError, "for each group the list of its parameters"),
+        (8, ValueError, "for each group the list of its parameters"),
+        ([[torch.ones(1)]], TypeError, r"loss_scale_groups\[0\]: found a Tensor"),
+        ([[one], [one]], ValueError, "is in the groups 0 and 1"),
+    ]:
+        with pytest.raises(error, match=text):
+            GroupLossScaleManager(8.0, groups)
+    with pytest.raises(ValueError, match="init_loss_scale: found 3 scales for 2 groups"):
+        GroupLossScaleManager([1.0, 2.0, 4.0], [[one], [two]])
+    manager = GroupLossScaleManager(8.0, [[one], [two]])
+    for call, error, text in [
+        (lambda: manager(one, 0, 4), ValueError, "layer2: found 4; the list of scales has the entries 0 to 3"),
+        (lambda: manager.set_loss_scale_status(3, 8.0), ValueError, "loss_scale_number: found 3"),
+        (lambda: manager.set_loss_scale_status(2, -1.0), ValueError, "init_loss_scale"),
+        (lambda: manager.update_loss_scale_status(2, 2.0), ValueError, "layer: found 2; the groups are 0 to 1"),
+        (lambda: manager.update_loss_scale_status(0, -2.0), ValueError, "update_ratio"),
+        (lambda: manager.update_loss_scale_status(0, "2"), TypeError, "update_ratio"),
+    ]:
+        with pytest.raises(error, match=text):
+            call()
+    assert manager.get_loss_scale() == [1.0, 8.0, 8.0, 1.0]
+    manager.set_loss_scale_status(2, [4.0, 2.0])
+    assert manager.get_loss_scale() == [1.0, 4.0, 2.0, 1.0]
+
+
+def test_a_fixed_scale_is_a_scaler_too():
+    network, optimizer = pair()
+    cell = BoostTrainOneStepWithLossScaleCell(network, optimizer, FixedLossScale(16.0))
+    assert float(cell(*data(0)).loss_scale) == 16.0
