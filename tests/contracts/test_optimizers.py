@@ -274,7 +274,7 @@ COMPILED = ["Adam-foreach", "Adam-fused", "Adam-nesterov", "AdamWeightDecay-loop
 COMPILED += ["Momentum-loop", "LARS-default", "Lamb", "RMSProp-centered", "FTRL"]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Converting a tensor with requires_grad")
 def test_a_compiled_step_equals_the_plain_one(name, backend):

@@ -111,7 +111,7 @@ def frozen(value: Any) -> Any:
     """Bytes and layout of a tensor, the value itself otherwise (nan equal to nan)."""
     if isinstance(value, Tensor):
         plain = value.detach().contiguous().reshape(-1)
-        return str(value.dtype), tuple(value.shape), bytes(plain.view(torch.uint8).tolist()) if plain.numel() else b""
+        return str(value.dtype), tuple(value.shape), plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return repr(value)
 
 
