@@ -36,7 +36,7 @@ def test_a_thousand_steps_leave_nothing_behind(name):
     for _ in range(HALF):
         optimizer.step()
     after, blocks_after = tensors(), sys.getallocatedblocks()
-    assert after == before
+    assert after <= before  # what other tests left may go meanwhile
     assert blocks_after - blocks_before < ALLOWED
 
 
