@@ -159,6 +159,7 @@ def fine_tuned(path: Path) -> str:
 MAKERS: dict[str, Callable[[Path], str]] = {
     "step_time": times,
     "overhead": times,
+    "loss_scale": times,
     "accuracy": accuracy,
     "gpu": times,
     "host_memory": alone,
