@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
 from typing import Any
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.support.memory import live_tensors
 from tests.support.offload import (
     SMALL,
     Remote,
@@ -278,17 +278,14 @@ def test_the_plan_for_parameters_on_the_host():
 
 @pytest.mark.parametrize("kind", [AdamOffload, Remote])
 def test_no_memory_is_added_step_by_step(kind):
-    def tensors() -> tuple[int, int]:
-        gc.collect()
-        alive = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
-        return len(alive), sum(tensor.untyped_storage().nbytes() for tensor in alive)
-
     model = small_network(torch.bfloat16)
     optimizer = kind(model.parameters(), chunk_mebibytes=SMALL)
     train(model, optimizer, range(3))
-    before = tensors()
+    count, size = live_tensors()
     train(model, optimizer, range(200))
-    assert tensors() == before
+    count_after, size_after = live_tensors()
+    assert count_after <= count
+    assert size_after <= size
 
 
 def test_the_base_is_an_ordinary_rule():
