@@ -389,3 +389,9 @@ def test_settings_are_values():
     assert value.groups == (("a", "b"), "c")
     assert hash(value) == hash(GroupLossScale(groups=(("a", "b"), "c"), init_scale=(4.0, 8.0)))
     assert GroupLossScale().idle(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters())) is not None
+
+
+def test_a_rule_is_a_scale_rule():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"rule: found dict; give a torchboost.ScaleRule\(\.\.\.\)"):
+        GroupGradScaler(model, ["0", "1"], rule={"window": 2})  # type: ignore[arg-type]

@@ -64,7 +64,7 @@ def test_the_folder_is_the_users_unless_told_otherwise(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCHBOOST_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert native.cache_folder() == tmp_path / "torchboost"
-    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert native.cache_folder() == tmp_path / ".cache" / "torchboost"
 

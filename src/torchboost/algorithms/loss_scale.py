@@ -91,6 +91,8 @@ class GroupGradScaler(GroupScaler):
         process_group: Any = None,
     ) -> None:
         check_module(model)
+        if not isinstance(rule, ScaleRule):
+            raise TypeError(f"rule: found {type(rule).__name__}; give a torchboost.ScaleRule(...).")
         self._removed = False
         self._groups = _resolved(model, groups)
         scales = checked_scales(init_scale, len(self._groups), rule)

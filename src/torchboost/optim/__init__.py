@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchboost.optim.lamb import Lamb
     from torchboost.optim.lars import LARS, TrustRatio
     from torchboost.optim.lazy_adam import LazyAdam
-    from torchboost.optim.learning_rates import ScheduleLR, factor
+    from torchboost.optim.learning_rates import Listed, ScheduleLR, factor
     from torchboost.optim.offload import AdamOffload, OffloadPlan
     from torchboost.optim.pipeline import GradientPipeline, Gradients, GradientTransform
     from torchboost.optim.rmsprop import RMSProp
@@ -59,6 +59,7 @@ __all__ = [
     "InverseDecay",
     "Lamb",
     "LazyAdam",
+    "Listed",
     "Momentum",
     "NaturalExponentialDecay",
     "OffloadPlan",
@@ -86,7 +87,7 @@ _HOMES = {
     "torchboost.optim.lamb": ("Lamb",),
     "torchboost.optim.lars": ("LARS", "TrustRatio"),
     "torchboost.optim.lazy_adam": ("LazyAdam",),
-    "torchboost.optim.learning_rates": ("ScheduleLR", "factor"),
+    "torchboost.optim.learning_rates": ("Listed", "ScheduleLR", "factor"),
     "torchboost.optim.offload": ("AdamOffload", "OffloadPlan"),
     "torchboost.optim.pipeline": ("GradientPipeline", "GradientTransform", "Gradients"),
     "torchboost.optim.rmsprop": ("RMSProp",),

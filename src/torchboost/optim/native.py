@@ -24,7 +24,11 @@ COMPILERS = ("cc", "gcc", "clang")
 def cache_folder() -> Path:
     """Return where compiled libraries are kept: ``TORCHBOOST_CACHE``, or ``torchboost`` in the user's cache folder."""
     given = os.environ.get("TORCHBOOST_CACHE")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "torchboost"
+    if given:
+        return Path(given)
+    shared = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG rules: an empty or relative path counts for nothing.
+    return (Path(shared) if Path(shared).is_absolute() else Path.home() / ".cache") / "torchboost"
 
 
 @cache
