@@ -14,8 +14,8 @@ from tests.support.memory import live_tensors
 from tests.support.optimizers import CASES, RULES, give_grads, parameters
 from torchboost.optim.transforms import Centralize, ClipNorm, Unscale
 
-HALF = 500  # the first fills the caches of the interpreter, the second may leave nothing behind
-ALLOWED = HALF * 4 // 5  # blocks of Python's memory: less than one object per step
+QUARTER = 250
+ALLOWED = QUARTER * 4 // 5  # blocks of Python's memory: less than one object per step
 QUICK = ["Adam-fused", "SGD-fused"]
 SLOW = ["Adam-foreach", "Adam-nesterov", "AdamWeightDecay-loop", "LARS-default", "Lamb", "RMSProp-centered", "FTRL"]
 
@@ -25,14 +25,16 @@ def test_a_thousand_steps_leave_nothing_behind(name):
     params = parameters([(4, 3), (4,)])
     optimizer = CASES[name](params, lr=lambda step: 1e-3, transforms=(Unscale(1.0), Centralize(), ClipNorm(1.0)))
     give_grads(params, 0)
-    for _ in range(HALF):
-        optimizer.step()
-    (before, _), blocks_before = live_tensors(), sys.getallocatedblocks()
-    for _ in range(HALF):
-        optimizer.step()
-    (after, _), blocks_after = live_tensors(), sys.getallocatedblocks()
-    assert after <= before
-    assert blocks_after - blocks_before < ALLOWED
+    grown = []
+    for _ in range(4):
+        (tensors, _), blocks = live_tensors(), sys.getallocatedblocks()
+        for _ in range(QUARTER):
+            optimizer.step()
+        (tensors_after, _), blocks_after = live_tensors(), sys.getallocatedblocks()
+        assert tensors_after <= tensors + 4 * len(params) * (not grown)  # the first step makes the state
+        grown.append(blocks_after - blocks)
+    # Caches fill and threads come and go now and then; what a step leaves behind is there in every quarter.
+    assert min(grown) < ALLOWED
 
 
 def peak(step: Any) -> int:
