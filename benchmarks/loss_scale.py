@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from options import Options, parser, run
+from options import Options, added_cost, parser, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -14,9 +14,8 @@ from torchboost.algorithms.loss_scale import GroupGradScaler
 from torchboost.core.algorithm import Scaler, Target
 from torchboost.core.loss_scale import DynamicLossScale, FixedLossScale
 from torchboost.core.step import TrainStep
-from torchboost.tuner.evidence import AlgorithmRow, BenchReport, Contestant
-from torchboost.tuner.statistics import bootstrap_median
-from torchboost.tuner.stopwatch import Comparison, compare, environment
+from torchboost.tuner.evidence import AlgorithmRow, BenchReport
+from torchboost.tuner.stopwatch import compare, environment
 from torchboost.workloads.models import Bottleneck, ResNet
 
 STAGES = [f"stages.{index}" for index in range(4)]
@@ -66,27 +65,12 @@ def measure(options: Options) -> list[Path]:
         batch=shape[0],
         metric_name="none",
         environment=environment(),
-        contestants=[contestant(way, found) for way in WAYS],
+        contestants=[
+            added_cost(found, way, "no scaling", AlgorithmRow(name="loss scale", settings=WAYS[way][1])) for way in WAYS
+        ],
         notes=["ratio below 1: slower than without scaling"],
     )
     return [report.save(options.file("loss_scale", "resnet"))]
-
-
-def contestant(way: str, found: Comparison) -> Contestant:
-    bare = way == "no scaling"
-    differences = zip(found.samples[way], found.samples["no scaling"], strict=True)
-    extra = bootstrap_median([1e6 * (own - base) for own, base in differences])
-    note = f"{extra.mid:.1f} microseconds per step more than without (95 %: {extra.low:.1f} to {extra.high:.1f})"
-    return Contestant(
-        name=way,
-        kind="stock" if bare else "level",
-        algorithms=[] if bare else [AlgorithmRow(name="loss scale", settings=WAYS[way][1])],
-        step_seconds=found.step_seconds(way),
-        samples=found.samples[way],
-        ratios=found.ratios(way),
-        warmup_seconds=found.warmup_seconds[way],
-        notes=[] if bare else [note],
-    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchboost.registry import REGISTRY
-from torchboost.tuner.evidence import BenchReport
+from torchboost.tuner.evidence import AlgorithmRow, BenchReport, Contestant
+from torchboost.tuner.statistics import bootstrap_median
+from torchboost.tuner.stopwatch import Comparison
 from torchboost.tuner.table import plain, result_table
 
 SYSTEM = ("channels_last", "autocast", "fused_optimizer", "compile")
@@ -44,6 +46,24 @@ class Options:
 
 
 Measure = Callable[[Options], list[Path]]
+
+
+def added_cost(found: Comparison, way: str, baseline: str, algorithm: AlgorithmRow) -> Contestant:
+    """Report a step beside the one without the algorithm, with what it takes more, in microseconds."""
+    bare = way == baseline
+    differences = zip(found.samples[way], found.samples[baseline], strict=True)
+    extra = bootstrap_median([1e6 * (own - base) for own, base in differences])
+    note = f"{extra.mid:.1f} microseconds per step more than {baseline} (95 %: {extra.low:.1f} to {extra.high:.1f})"
+    return Contestant(
+        name=way,
+        kind="stock" if bare else "level",
+        algorithms=[] if bare else [algorithm],
+        step_seconds=found.step_seconds(way),
+        samples=found.samples[way],
+        ratios=found.ratios(way),
+        warmup_seconds=found.warmup_seconds[way],
+        notes=[] if bare else [note],
+    )
 
 
 def single_algorithms() -> list[str]:

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from options import Options, parser, run
+from options import Options, added_cost, parser, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchboost.core.algorithm import Target
 from torchboost.plan import Plan, boost
-from torchboost.tuner.evidence import AlgorithmRow, BenchReport, Contestant
-from torchboost.tuner.statistics import bootstrap_median
-from torchboost.tuner.stopwatch import Comparison, compare, environment
+from torchboost.tuner.evidence import AlgorithmRow, BenchReport
+from torchboost.tuner.stopwatch import compare, environment
 from torchboost.workloads.models import Bottleneck, ResNet
 
 Step = Callable[[], object]
@@ -88,6 +87,7 @@ def measure_case(name: str, options: Options) -> Path:
         calls=5 if options.smoke and calls > 1 else calls,
         progress=options.progress,
     )
+    nothing = AlgorithmRow(name="O0", settings="nothing attached")
     report = BenchReport(
         title=f"Cost of doing nothing: {name}",
         workload=f"overhead-{name}",
@@ -96,27 +96,12 @@ def measure_case(name: str, options: Options) -> Path:
         batch=shape[0],
         metric_name="none",
         environment=environment(),
-        contestants=[contestant(way, found) for way in WAYS],
+        contestants=[
+            added_cost(found, way, "stock", AlgorithmRow(name="O0", settings="nothing attached")) for way in WAYS
+        ],
         notes=["ratio below 1: slower than the raw loop"],
     )
     return report.save(options.file("overhead", name))
-
-
-def contestant(way: str, found: Comparison) -> Contestant:
-    stock = way == "stock"
-    differences = zip(found.samples[way], found.samples["stock"], strict=True)
-    extra = bootstrap_median([1e6 * (own - base) for own, base in differences])
-    note = f"{extra.mid:.1f} microseconds per step more than stock (95 %: {extra.low:.1f} to {extra.high:.1f})"
-    return Contestant(
-        name=way,
-        kind="stock" if stock else "level",
-        algorithms=[] if stock else [AlgorithmRow(name="O0", settings="nothing attached")],
-        step_seconds=found.step_seconds(way),
-        samples=found.samples[way],
-        ratios=found.ratios(way),
-        warmup_seconds=found.warmup_seconds[way],
-        notes=[] if stock else [note],
-    )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -393,5 +394,6 @@ def test_settings_are_values():
 
 def test_a_rule_is_a_scale_rule():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    rule: Any = {"window": 2}
     with pytest.raises(TypeError, match=r"rule: found dict; give a torchboost.ScaleRule\(\.\.\.\)"):
-        GroupGradScaler(model, ["0", "1"], rule={"window": 2})  # type: ignore[arg-type]
+        GroupGradScaler(model, ["0", "1"], rule=rule)

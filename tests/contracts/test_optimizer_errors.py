@@ -244,8 +244,10 @@ def test_a_step_that_raises_changes_nothing(rule, fault, started):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_nonfinite_skip_changes_nothing_and_goes_on(rule):
+    def schedule(step: int) -> float:
+        return 0.1 / (1 + step)
+
     params, plain = parameters(), parameters()
-    schedule = lambda step: 0.1 / (1 + step)  # noqa: E731
     optimizer = RULES[rule](params, lr=schedule, nonfinite="skip")
     other = RULES[rule](plain, lr=schedule)
     for step, bad in enumerate([math.nan, 0.0, -math.inf, 0.0]):

@@ -8,19 +8,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.normalized_linear import NormalizedLinear
 from torchboost.errors import NoEffectWarning
+from torchboost.optim.group_rules import NORMS
 from torchboost.optim.pipeline import GradientPipeline
 from torchboost.optim.transforms import Centralize
 
 __all__ = ["Centralization", "centralizable", "centralize_gradients", "depthwise_and_normalized"]
-
-_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
 def centralize_gradients(optimizer: Optimizer, *, skip: Collection[Tensor] = ()) -> Attachment:
@@ -50,7 +48,7 @@ def centralizable(param: Tensor, owner: nn.Module | None) -> bool:
     layers and for the ``NormalizedLinear`` head. Decided by structure; names play no part.
     """
     depthwise = isinstance(owner, _ConvNd) and owner.groups > 1 and owner.groups == owner.in_channels
-    return param.ndim >= 2 and not depthwise and not isinstance(owner, (*_NORMS, NormalizedLinear))
+    return param.ndim >= 2 and not depthwise and not isinstance(owner, (*NORMS, NormalizedLinear))
 
 
 def depthwise_and_normalized(model: nn.Module) -> set[Tensor]:

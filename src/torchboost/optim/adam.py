@@ -112,6 +112,9 @@ class Adam(UpdateRule):
         if native:
             load()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "native": self.native}
+
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse a form that torch has no kernel for."""
         other = [name for name in ("fused", "foreach", "capturable") if group.get(name)]

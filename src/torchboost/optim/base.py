@@ -28,7 +28,7 @@ Schedule = Callable[[int], float]
 SCHEDULED = ("lr", "weight_decay")
 """Options that may be a list or a function of the update."""
 
-KEPT = ("transforms", "nonfinite", "native", "_schedules", "_default_schedules")
+KEPT = ("transforms", "nonfinite", "_schedules", "_default_schedules")
 """Attributes beside those of ``torch.optim.Optimizer`` that travel with a copy or a pickle."""
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)

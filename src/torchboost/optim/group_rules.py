@@ -17,11 +17,13 @@ from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, nearest
 from torchboost.optim.groups import ORDER, ParamGroup
 
-__all__ = ["GroupRule", "layer_wise_decay", "no_decay", "param_groups"]
+__all__ = ["NORMS", "GroupRule", "layer_wise_decay", "no_decay", "param_groups"]
 
 Predicate = Callable[[str, nn.Parameter, nn.Module], bool]
 
-_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+"""torch's normalisation layers that have weights."""
+
 _OWN_KEYS = ("params", "param_names", ORDER)
 _NUMBERS = ("lr", "weight_decay")
 _FLAG = "grad_centralization"
@@ -267,7 +269,7 @@ class _InBlock:
 
 
 def _is_vector_or_of_norm(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
-    return parameter.ndim <= 1 or isinstance(module, _NORMS)
+    return parameter.ndim <= 1 or isinstance(module, NORMS)
 
 
 def _with_shapes(model: nn.Module) -> nn.Module:

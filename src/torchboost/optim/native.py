@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torchboost.errors import IncompatibleError
 
-__all__ = ["cache_folder", "library"]
+__all__ = ["cache_folder", "compiled"]
 
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
@@ -32,7 +32,7 @@ def cache_folder() -> Path:
 
 
 @cache
-def library(source: Path) -> ctypes.CDLL:
+def compiled(source: Path) -> ctypes.CDLL:
     """Compile ``source`` for this processor, unless that was done before, and load it.
 
     Takes under a second once per machine and version. The compiler is that of the environment variable ``CC``, else

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchboost.core.memory_layout import is_dense
 from torchboost.errors import IncompatibleError
 from torchboost.optim.base import Batch, Nonfinite
-from torchboost.optim.native import library
+from torchboost.optim.native import compiled
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay, Unscale
 
@@ -79,9 +79,9 @@ def load() -> ctypes.CDLL:
     """Compile and load the kernel.
 
     Raises:
-        IncompatibleError: See :func:`torchboost.optim.native.library`.
+        IncompatibleError: See :func:`torchboost.optim.native.compiled`.
     """
-    kernel = library(Path(__file__).with_name("adam_kernel.c"))
+    kernel = compiled(Path(__file__).with_name("adam_kernel.c"))
     kernel.sum_squares.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int]
     kernel.adam.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int]
     kernel.sum_squares.restype = kernel.adam.restype = None
