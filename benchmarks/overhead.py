@@ -96,9 +96,7 @@ def measure_case(name: str, options: Options) -> Path:
         batch=shape[0],
         metric_name="none",
         environment=environment(),
-        contestants=[
-            added_cost(found, way, "stock", AlgorithmRow(name="O0", settings="nothing attached")) for way in WAYS
-        ],
+        contestants=[added_cost(found, way, "stock", nothing) for way in WAYS],
         notes=["ratio below 1: slower than the raw loop"],
     )
     return report.save(options.file("overhead", name))
