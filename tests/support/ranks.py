@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 import pickle
 import socket
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from time import monotonic
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 __all__ = ["RankError", "run_ranks"]
 
@@ -34,7 +36,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     Raises:
         RankError: With the traceback of the rank that failed first, or the ranks that did not answer in time.
     """
-    context = mp.get_context("spawn")
+    context = _context()
     # The server binds a port of the system's choice before the ranks start, so that no other process can take it.
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
@@ -42,10 +44,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     workers: list[BaseProcess] = []
     try:
         for rank, (_, writer) in enumerate(pipes):
-            with _environment(rank, world_size, server.port):
-                call = (rank, world_size, server.port, timeout, writer, fn, args)
-                workers.append(context.Process(target=_run, args=call, daemon=True))
-                workers[-1].start()
+            call = (rank, world_size, server.port, timeout, writer, fn, args)
+            workers.append(context.Process(target=_run, args=call, daemon=True))
+            workers[-1].start()
             writer.close()
         results = _collect(readers, timeout)
         for worker in workers:
@@ -99,6 +100,7 @@ def _run(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    os.environ.update(_launcher(rank, world_size, port))
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout)
     try:
@@ -113,25 +115,33 @@ def _run(
     writer.send_bytes(answer)
 
 
-@contextmanager
-def _environment(rank: int, world_size: int, port: int) -> Iterator[None]:
-    """Give a child that starts here what a launcher would set; OpenMP reads its variable before Python code runs."""
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    launcher = {
+def _launcher(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return what a launcher would set in the environment of a rank."""
+    return {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": loopback,
+        "GLOO_SOCKET_IFNAME": next(name for _, name in socket.if_nameindex() if name.startswith("lo")),
     }
-    before = {name: os.environ.get(name) for name in launcher}
-    os.environ.update(launcher)
+
+
+@cache
+def _context() -> ForkServerContext:
+    """Start the process that ranks are forked from: it has imported torch, which takes longer than most tests.
+
+    It is single-threaded, so a fork is safe; OpenMP reads its variable when torch is loaded, that is here.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.fsdp", "torch.nn.parallel"])
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        yield
+        forkserver.ensure_running()
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+    return context
