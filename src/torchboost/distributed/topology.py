@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-__all__ = ["Topology"]
+from torchboost.errors import IncompatibleError
+
+__all__ = ["NodeGroups", "Topology"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,3 +44,42 @@ class Topology:
         world_size = dist.get_world_size()
         per_node = devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         return cls(rank=dist.get_rank(), world_size=world_size, devices_per_node=min(per_node, world_size))
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroups:
+    """The process groups of this rank.
+
+    Args:
+        inside: The ranks of this node.
+        across: The rank at this place in every node.
+    """
+
+    inside: dist.ProcessGroup
+    across: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, topology: Topology) -> NodeGroups:
+        """Create both groups; all ranks of the job must call this at the same place.
+
+        Raises:
+            IncompatibleError: The nodes do not all have the same number of ranks.
+        """
+        ranks, per_node = topology.world_size, topology.devices_per_node
+        if ranks % per_node:
+            raise IncompatibleError(
+                f"found {ranks} ranks in nodes of {per_node}, so that the last node is not full; start the same number "
+                "on every node, or set common.device_number to how many there are."
+            )
+        inside, _ = dist.new_subgroups_by_enumeration(
+            [list(range(first, first + per_node)) for first in range(0, ranks, per_node)]
+        )
+        across, _ = dist.new_subgroups_by_enumeration([list(range(i, ranks, per_node)) for i in range(per_node)])
+        if not (isinstance(inside, dist.ProcessGroup) and isinstance(across, dist.ProcessGroup)):
+            raise RuntimeError(f"rank {topology.rank} is in no group of {ranks} ranks.")
+        return cls(inside, across)
+
+    def destroy(self) -> None:
+        """End both groups; every rank must call this."""
+        for group in (self.inside, self.across):
+            dist.destroy_process_group(group)
