@@ -1,0 +1,59 @@
+"""Optimizers that look at the loss again while they step, and the forward pass they repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["ClosureOptimizer", "Replay"]
+
+
+class ClosureOptimizer(Optimizer):
+    """An optimizer whose ``step`` needs a function that returns the loss of the batch, without a backward pass.
+
+    :class:`~torchboost.core.step.TrainStep` computes loss and gradients as always, then calls
+    ``step(closure)`` with a :class:`Replay`.
+    """
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update; ``closure`` is called under ``no_grad`` after the weights were moved on trial."""
+        raise NotImplementedError
+
+
+class Replay:
+    """Repeats a forward pass with the random numbers of the first time, so that dropout drops the same.
+
+    Args:
+        forward: Returns the loss.
+        device: Whose generator is used besides that of the host.
+
+    Attributes:
+        loss: What the first pass returned, detached; None before it.
+    """
+
+    def __init__(self, forward: Callable[[], Tensor], device: torch.device) -> None:
+        self._forward = forward
+        self._devices = [device] if device.type not in ("cpu", "meta") else []
+        self._kind = device.type if self._devices else "cuda"
+        self._generators: list[Tensor] = []
+        self.loss: Tensor | None = None
+
+    def first(self) -> Tensor:
+        """Run the pass, with autograd, and remember where the generators stood."""
+        self._generators = [torch.get_rng_state()]
+        self._generators += [torch.get_device_module(d).get_rng_state(d) for d in self._devices]
+        loss = self._forward()
+        self.loss = loss.detach()
+        return loss
+
+    def __call__(self) -> Tensor:
+        """Return the loss again; the generators are left as they are."""
+        with torch.random.fork_rng(self._devices, device_type=self._kind):
+            torch.set_rng_state(self._generators[0])
+            for device, state in zip(self._devices, self._generators[1:], strict=True):
+                torch.get_device_module(device).set_rng_state(state, device)
+            return self._forward()

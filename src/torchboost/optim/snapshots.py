@@ -1,0 +1,240 @@
+"""Weights of several moments of a run, read part by part: from checkpoint files, or kept while training."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["CheckpointFiles", "Layout", "SnapshotBuffer", "Snapshots", "checkpoint_files"]
+
+SUFFIXES = (".safetensors", ".pt", ".pth")
+
+
+class Layout(NamedTuple):
+    """Which parameters a vector of all weights consists of, in order.
+
+    Args:
+        names: Names of the parameters.
+        shapes: Their shapes.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Layout:
+        """Take the parameters of a model that require grad, a shared one once."""
+        named = [(name, tuple(p.shape)) for name, p in model.named_parameters() if p.requires_grad]
+        return cls(tuple(name for name, _ in named), tuple(shape for _, shape in named))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of weights in each parameter."""
+        return tuple(torch.Size(shape).numel() for shape in self.shapes)
+
+    @property
+    def length(self) -> int:
+        """Number of all weights."""
+        return sum(self.sizes)
+
+
+class Snapshots(Protocol):
+    """Several vectors of weights."""
+
+    layout: Layout
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        ...
+
+    def part(self, snapshot: int, parameter: int, rows: slice) -> Tensor:
+        """Return part of one parameter at one moment, cut along its first dimension (whole where it has none)."""
+        ...
+
+
+class CheckpointFiles:
+    """Checkpoints of one model: safetensors, or ``.pt`` and ``.pth`` that hold tensors only.
+
+    Files are mapped into memory and read in part; nothing in them is ever executed: ``torch.load`` runs with
+    ``weights_only=True``. A file may hold a state dict, or one under a key ``model`` or ``state_dict``.
+
+    Args:
+        paths: The files, in the order in which they were written.
+        layout: The parameters to read; other entries, such as buffers, are left alone. By default all floating point
+            entries of the first file that are not statistics of a normalisation layer.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: A file is no checkpoint, holds objects other than tensors, or belongs to another model (names and
+            shapes are listed).
+    """
+
+    def __init__(self, paths: Sequence[Path], layout: Layout | None = None) -> None:
+        if not paths:
+            raise ValueError(f"found no checkpoints; give files that end in {', '.join(SUFFIXES)}.")
+        self.paths = tuple(Path(path) for path in paths)
+        self.layout = layout if layout is not None else _layout_of(_opened(self.paths[0]))
+        self._files = [_opened(path) for path in self.paths]
+        for path, file in zip(self.paths, self._files, strict=True):
+            self._check(path, file.shapes)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def part(self, snapshot: int, parameter: int, rows: slice) -> Tensor:
+        """Return part of one parameter, as :class:`Snapshots` says."""
+        return self._files[snapshot].read(self.layout.names[parameter], rows)
+
+    def _check(self, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        wanted = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        missing = [name for name in wanted if name not in shapes]
+        other = [f"{n} {shapes[n]} (wanted {s})" for n, s in wanted.items() if n in shapes and shapes[n] != s]
+        if missing or other:
+            said = f"missing {_few(missing)}" if missing else ""
+            said += "; " if missing and other else ""
+            said += f"of another shape {_few(other)}" if other else ""
+            raise ValueError(
+                f"{path}: a checkpoint of another model: {said}; it holds {_few(list(shapes))}. Give checkpoints of "
+                "the model that is trained."
+            )
+
+
+class SnapshotBuffer:
+    """Weights that are kept in host memory while a run goes on.
+
+    Args:
+        layout: The parameters.
+        dtype: How they are kept; bfloat16 halves the memory and costs three digits of the directions.
+
+    Cost: ``2 n`` bytes per snapshot in bfloat16, ``4 n`` in float32.
+    """
+
+    def __init__(self, layout: Layout, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.layout = layout
+        self.dtype = dtype
+        self._kept: list[list[Tensor]] = []
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, parameters: Sequence[Tensor]) -> None:
+        """Keep a copy of the weights as they are now.
+
+        Raises:
+            ValueError: Number or shapes of the parameters are not those of the layout.
+        """
+        shapes = tuple(tuple(parameter.shape) for parameter in parameters)
+        if shapes != self.layout.shapes:
+            raise ValueError(f"parameters: found shapes {_few(shapes)}, wanted {_few(self.layout.shapes)}.")
+        self._kept.append([p.detach().to("cpu", self.dtype, copy=True) for p in parameters])
+
+    def part(self, snapshot: int, parameter: int, rows: slice) -> Tensor:
+        """Return part of one parameter, as :class:`Snapshots` says."""
+        whole = self._kept[snapshot][parameter]
+        return whole[rows] if whole.ndim else whole
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._kept.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs: all snapshots."""
+        return {"kept": [[t.clone() for t in snapshot] for snapshot in self._kept]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned."""
+        self._kept = [[t.to(self.dtype, copy=True) for t in snapshot] for snapshot in state["kept"]]
+
+
+def checkpoint_files(folder: str | Path) -> list[Path]:
+    """Return the checkpoints in a folder, by name with numbers in their order.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: found no folder; give one that holds checkpoints of the model.")
+    return sorted((path for path in folder.iterdir() if path.suffix in SUFFIXES), key=_natural)
+
+
+class _Reader(NamedTuple):
+    shapes: dict[str, tuple[int, ...]]
+    """Of the floating point entries."""
+    read: Callable[[str, slice], Tensor]
+
+
+def _opened(path: Path) -> _Reader:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: found no file; give the checkpoints of the model.")
+    if path.suffix == ".safetensors":
+        return _safetensors(path)
+    if path.suffix in SUFFIXES:
+        return _torch_file(path)
+    raise ValueError(f"{path}: found a file that ends in {path.suffix!r}; allowed are {', '.join(SUFFIXES)}.")
+
+
+def _safetensors(path: Path) -> _Reader:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file: Any = safe_open(path, framework="pt")
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (the file is no mapping)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: found no safetensors file ({error}).") from None
+    shapes = {
+        name: tuple(part.get_shape())
+        for name, part in slices.items()
+        if part.get_dtype() in ("F64", "F32", "F16", "BF16")
+    }
+    return _Reader(shapes, lambda name, rows: slices[name][rows] if shapes[name] else file.get_tensor(name))
+
+
+def _torch_file(path: Path) -> _Reader:
+    from pickle import UnpicklingError
+
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise ValueError(
+            f"{path}: refused, as it is no file of tensors alone ({str(error).splitlines()[0]}). Save the weights with "
+            "safetensors, or torch.save(model.state_dict(), ...)."
+        ) from None
+    for key in ("model", "state_dict"):
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
+            loaded = loaded[key]
+    if not isinstance(loaded, Mapping):
+        raise ValueError(f"{path}: found a {type(loaded).__name__}; a checkpoint is a state dict.")
+    tensors = {n: t for n, t in loaded.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return _Reader(shapes, lambda name, rows: tensors[name][rows] if shapes[name] else tensors[name])
+
+
+def _layout_of(reader: _Reader) -> Layout:
+    statistics = ("running_mean", "running_var")
+    chosen = {n: s for n, s in reader.shapes.items() if n.rpartition(".")[2] not in statistics}
+    return Layout(tuple(chosen), tuple(chosen.values()))
+
+
+def _natural(path: Path) -> list[tuple[int, int, str]]:
+    """Sort ``step-9`` before ``step-10``."""
+    parts, digits = [], ""
+    for character in f"{path.stem} ":
+        if character.isdigit():
+            digits += character
+            continue
+        if digits:
+            parts.append((0, int(digits), ""))
+            digits = ""
+        parts.append((1, 0, character))
+    return parts
+
+
+def _few(items: Sequence[Any]) -> str:
+    shown = ", ".join(str(item) for item in items[:5])
+    return f"{shown} and {len(items) - 5} more" if len(items) > 5 else shown

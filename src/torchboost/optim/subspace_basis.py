@@ -1,0 +1,196 @@
+"""A few orthonormal directions in the space of all weights, their rows shared out over the ranks of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Block", "SubspaceBasis", "blocks_within", "rows_of"]
+
+_CHUNK = 1 << 16  # columns at a time, so that a product of few rows finds them in the cache
+
+TOLERANCE = 1e-3
+"""How far the products of two rows may be from those of orthonormal ones."""
+
+
+class Block(NamedTuple):
+    """Consecutive weights with directions of their own.
+
+    Args:
+        start: First weight, counted over the flattened parameters.
+        stop: Behind the last weight.
+        components: Number of directions.
+    """
+
+    start: int
+    stop: int
+    components: int
+
+
+def blocks_within(length: int, components: int, *, budget: int | None = None, ranks: int = 1) -> tuple[Block, ...]:
+    """Divide the weights into as few blocks as a memory budget allows; the directions are shared out evenly.
+
+    A dense basis takes ``4 k n`` bytes over all ranks. With b blocks every direction covers one block only, which is
+    ``4 k n / b``; what is lost are directions across blocks.
+
+    Args:
+        length: Number of weights, n.
+        components: Number of directions, k.
+        budget: Bytes on each rank; None allows a dense basis.
+        ranks: Number of ranks that share the rows.
+
+    Raises:
+        ValueError: More directions than weights, or not even one direction per block fits.
+    """
+    if not 1 <= components <= length:
+        raise ValueError(
+            f"n_components: found {components}; a subspace of {length} weights has at least 1 and at most {length}."
+        )
+    for count in range(1, components + 1):
+        blocks = tuple(
+            Block(
+                length * i // count,
+                length * (i + 1) // count,
+                components * (i + 1) // count - components * i // count,
+            )
+            for i in range(count)
+        )
+        most = max(sum(4 * len(rows_of(b, r, ranks)) * (b.stop - b.start) for b in blocks) for r in range(ranks))
+        if budget is None or most <= budget:
+            if any(b.components > b.stop - b.start for b in blocks):
+                break
+            return blocks
+    raise ValueError(
+        f"n_components={components} directions of {length} weights need {4 * length} bytes over {ranks} ranks even "
+        f"with one direction per block, the budget is {budget} bytes on each; raise the budget."
+    )
+
+
+def rows_of(block: Block, rank: int, ranks: int) -> range:
+    """Return which rows of a block a rank holds; their number need not be divisible by that of the ranks."""
+    return range(block.components * rank // ranks, block.components * (rank + 1) // ranks)
+
+
+class SubspaceBasis:
+    """Projects vectors into the subspace and lifts coordinates back: ``P v`` and ``P' c`` for k x n rows P.
+
+    Args:
+        blocks: Cover the weights without gaps, in order.
+        rows: For each block the rows that this rank holds, shape ``(rows, weights of the block)``.
+        group: The ranks that share the rows; None where this process holds all of them.
+        orthonormal: Whether to refuse rows that are not, of which the reference takes no notice.
+
+    Raises:
+        ValueError: Shapes do not fit the blocks, a row holds NaN or infinities, or the rows are not orthonormal.
+
+    Cost: memory ``k n / ranks`` numbers; ``project`` and ``lift`` each read them once, and exchange k numbers and
+    n numbers per vector.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        rows: Sequence[Tensor],
+        group: dist.ProcessGroup | None = None,
+        *,
+        orthonormal: bool = True,
+    ) -> None:
+        self.blocks = tuple(blocks)
+        self.rows = tuple(rows)
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.ranks = 1 if group is None else dist.get_world_size(group)
+        for block, held in zip(self.blocks, self.rows, strict=True):
+            wanted = (len(rows_of(block, self.rank, self.ranks)), block.stop - block.start)
+            if tuple(held.shape) != wanted:
+                raise ValueError(f"rows: found shape {tuple(held.shape)} for {block}; this rank holds {wanted}.")
+        self._check_values(orthonormal)
+
+    @classmethod
+    def of(cls, matrix: Tensor, *, orthonormal: bool = True) -> SubspaceBasis:
+        """Take a whole k x n matrix.
+
+        Raises:
+            ValueError: No matrix, or its rows are not orthonormal.
+        """
+        if matrix.ndim != 2 or not 1 <= matrix.shape[0] <= matrix.shape[1]:
+            raise ValueError(
+                f"the basis has shape {tuple(matrix.shape)}; give one row per direction and one column per weight, at "
+                "most as many rows as columns."
+            )
+        return cls((Block(0, matrix.shape[1], matrix.shape[0]),), (matrix,), orthonormal=orthonormal)
+
+    @property
+    def components(self) -> int:
+        """Number of directions, k."""
+        return sum(block.components for block in self.blocks)
+
+    @property
+    def length(self) -> int:
+        """Number of weights, n."""
+        return self.blocks[-1].stop
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> SubspaceBasis:
+        """Return the basis on a device and in a precision."""
+        moved = SubspaceBasis.__new__(SubspaceBasis)
+        moved.__dict__ = {**self.__dict__, "rows": tuple(rows.to(device, dtype) for rows in self.rows)}
+        return moved
+
+    def project(self, vector: Tensor) -> Tensor:
+        """Return ``P v``, shape ``(k,)``, float64 on the host, the same on all ranks.
+
+        Args:
+            vector: Shape ``(n,)``.
+        """
+        found = torch.zeros(self.components, dtype=vector.dtype, device=vector.device)
+        for block, rows, place in self._placed():
+            found[place] = rows @ vector[block.start : block.stop]
+        if self.group is not None:
+            dist.all_reduce(found, group=self.group)
+        return found.to("cpu", torch.float64)
+
+    def lift(self, coordinates: Tensor) -> Tensor:
+        """Return ``P' c`` for several c at once, so that the rows are read once.
+
+        Args:
+            coordinates: Shape ``(vectors, k)``.
+
+        Returns:
+            Shape ``(vectors, n)``, where the rows are and in their precision.
+        """
+        kind = self.rows[0]
+        found = torch.empty(len(coordinates), self.length, dtype=kind.dtype, device=kind.device)
+        coordinates = coordinates.to(kind.device, kind.dtype)
+        for block, rows, place in self._placed():
+            for part, out in zip(
+                rows.split(_CHUNK, dim=1), found[:, block.start : block.stop].split(_CHUNK, dim=1), strict=True
+            ):
+                torch.mm(coordinates[:, place], part, out=out)
+        if self.group is not None:
+            dist.all_reduce(found, group=self.group)
+        return found
+
+    def _placed(self) -> Iterator[tuple[Block, Tensor, slice]]:
+        """Yield each block with the rows held here and their places among all coordinates."""
+        first = 0
+        for block, rows in zip(self.blocks, self.rows, strict=True):
+            mine = rows_of(block, self.rank, self.ranks)
+            yield block, rows, slice(first + mine.start, first + mine.stop)
+            first += block.components
+
+    def _check_values(self, orthonormal: bool) -> None:
+        """Look at the rows of this rank only: each block's product with itself."""
+        for block, rows in zip(self.blocks, self.rows, strict=True):
+            products = rows.float() @ rows.float().T
+            if not products.isfinite().all():
+                raise ValueError(f"the basis of weights {block.start} to {block.stop} holds NaN or infinities.")
+            off = (products - torch.eye(len(rows), device=rows.device)).abs().max().item() if len(rows) else 0.0
+            if orthonormal and off > TOLERANCE:
+                raise ValueError(
+                    f"the rows of the basis are not orthonormal: a product of two is off by {off:.3g}, allowed are "
+                    f"{TOLERANCE}; make the basis with `torchboost pca`, or orthonormalise it."
+                )
