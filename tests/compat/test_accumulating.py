@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchboost.algorithms.accumulation import Accumulator
-from torchboost.compat.accumulating import AccumulatingOptimizer, FrontOptimizer
+from torchboost.compat.accumulating import AccumulatingOptimizer
+from torchboost.optim.front import FrontOptimizer
 
 
 def start(steps: int = 3, seed: int = 0):

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.freeze import BlockFreeze, Pattern, freeze_blocks
-from torchboost.compat.accumulating import FrontOptimizer
 from torchboost.core.arguments import check_optimizer, check_pair
 from torchboost.core.blocks import group_starts
 from torchboost.core.freeze_schedule import Repeated
 from torchboost.core.freezing import Freezing, Prefix
 from torchboost.errors import NoEffectWarning
+from torchboost.optim.front import FrontOptimizer
 
 __all__ = ["FreezeOpt", "GradientFreeze", "freeze_cell"]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchboost.core.algorithm import Attached, MicroSteps, Target
+from torchboost.core.closure import ClosureOptimizer, Replay
 
 __all__ = ["StepOutput", "TrainStep"]
 
@@ -34,6 +35,9 @@ class TrainStep:
 
         loss = loss_fn(*inputs);  s.scale(a.share(loss)).backward()
         when the window is full:  s.unscale_(opt); s.step(opt); s.update(); opt.zero_grad()
+
+    An optimizer that searches along the loss (:class:`~torchboost.core.closure.ClosureOptimizer`) is handed the
+    forward pass of the batch.
 
     An algorithm acts through the hooks it attached to the model and the optimizer, so the same weights come
     out of this step and of the same lines written by hand. Gradients are always unscaled before the hooks of
@@ -65,6 +69,7 @@ class TrainStep:
         self.attached = attached if attached is not None else Attached()
         self.updated = False
         self._loss = loss
+        self._replay: Replay | None = None
         self._last = torch.full((), torch.nan)
         self._clean = torch.zeros((), dtype=torch.bool)
         self._unit_scale = torch.ones(())
@@ -127,6 +132,21 @@ class TrainStep:
             getattr(self.target, name).load_state_dict(state[name])
 
     def _forward_backward(self, inputs: tuple[Any, ...], accumulator: MicroSteps | None) -> None:
+        optimizer = self.target.optimizer
+        if isinstance(optimizer, ClosureOptimizer):
+            device = optimizer.param_groups[0]["params"][0].device
+            self._replay = Replay(lambda: self._checked_loss(inputs)[0], device)
+            loss, count = self._replay.first(), None
+        else:
+            self._replay = None
+            loss, count = self._checked_loss(inputs)
+        self._last = loss.detach()
+        share = loss if accumulator is None else accumulator.share(loss, count)
+        if self.target.scaler is not None:
+            share = self.target.scaler.scale(share)
+        share.backward()
+
+    def _checked_loss(self, inputs: tuple[Any, ...]) -> tuple[Tensor, float | None]:
         returned = self._loss(*inputs)
         loss, count = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         if not isinstance(loss, Tensor) or not (count is None or type(count) in (int, float)):
@@ -139,24 +159,22 @@ class TrainStep:
                 f"the loss has shape {tuple(loss.shape)}; a training step needs a single number: "
                 "reduce it (for instance with .mean()) or pass a loss_fn."
             )
-        self._last = loss.detach()
-        share = loss if accumulator is None else accumulator.share(loss, count)
-        if self.target.scaler is not None:
-            share = self.target.scaler.scale(share)
-        share.backward()
+        return loss, count
 
     def _update(self) -> StepOutput:
         optimizer, scaler = self.target.optimizer, self.target.scaler
         for observe in self.target.observers:
             observe(self._last)
+        closure = () if self._replay is None else (self._replay,)
         if scaler is None:
-            optimizer.step()
+            update: Callable[..., Any] = optimizer.step
+            update(*closure)
             optimizer.zero_grad()
             self.updated = True
             return StepOutput(self._last, self._clean, self._unit_scale)
         before = scaler.get_scale()
         scaler.unscale_(optimizer)
-        scaler.step(optimizer)
+        scaler.step(optimizer, *closure)
         scaler.update()
         optimizer.zero_grad()
         after = scaler.get_scale()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -51,6 +52,7 @@ class SubspaceOptimizer(ClosureOptimizer):
     Attributes:
         accepted: Updates so far in which a trial was accepted.
         trial: Which trial the last update accepted, from 1; 0 where none was, or a number was not finite.
+        loss: The loss before the last update, averaged over the ranks.
 
     Raises:
         ValueError: A setting out of range, or the basis spans another number of weights.
@@ -91,6 +93,7 @@ class SubspaceOptimizer(ClosureOptimizer):
         self.basis = basis.to(first.device, first.dtype)
         self.inverse_hessian = InverseHessian(basis.components)
         self.accepted = self.trial = 0
+        self.loss = math.nan
         self._buffers = tuple(buffers)
         self._residual = torch.zeros(basis.length, dtype=first.dtype, device=first.device)
 
@@ -128,9 +131,9 @@ class SubspaceOptimizer(ClosureOptimizer):
         parameters = self.param_groups[0]["params"]
         gradient = torch.cat([_gradient(parameter).reshape(-1) for parameter in parameters])
         projected = self.basis.project(gradient)
-        start = self._mean(loss)
+        self.loss = start = self._mean(loss)
         self.trial = 0
-        if not (projected.isfinite().all() and torch.isfinite(torch.tensor(start))):
+        if not (projected.isfinite().all() and math.isfinite(start)):
             return
         before = self._gathered()
         direction = self.inverse_hessian.direction(projected)
