@@ -148,7 +148,7 @@ class SubspaceDescent(Algorithm):
                     f"dim_reduce: the {self.n_components} directions of {self.pca_mat_path} cover all weights, which "
                     f"memory_mebibytes={self.memory_mebibytes} does not hold; raise it, or give weight_load_dir."
                 )
-            make = partial(MatrixFile, self.pca_mat_path, self.n_components, layout.length)
+            make = partial(MatrixFile, self.pca_mat_path, self.n_components, layout)
         else:
             make = partial(_from_folder, self.weight_load_dir or "", layout, blocks)
         return shared_basis(make, blocks, group, timeout=self.timeout)

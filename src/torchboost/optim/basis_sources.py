@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchboost.optim.principal_components import PrincipalComponents, Progress
-from torchboost.optim.snapshots import Snapshots
+from torchboost.optim.snapshots import Layout, Snapshots
 from torchboost.optim.subspace_basis import Block, SubspaceBasis, blocks_within, rows_of
 
-__all__ = ["BasisSource", "MatrixFile", "principal_basis", "shared_basis"]
+__all__ = ["BasisSource", "MatrixFile", "principal_basis", "shared_basis", "write_matrix"]
+
+_AT_ONCE = 1 << 30  # bytes of components that are held together while a file is written
 
 
 class BasisSource(Protocol):
@@ -30,18 +34,22 @@ class BasisSource(Protocol):
 class MatrixFile:
     """A basis in an ``.npy`` file, one row per direction; never unpickled, and mapped instead of read.
 
+    Beside it :func:`write_matrix` puts a ``.json`` file of the same name that says which columns belong to which
+    parameter. Where it is missing, columns are taken to be in the order of the model.
+
     Args:
         path: The file.
         components: How many rows to take, from the first.
-        length: Number of weights of the model.
+        layout: The parameters of the model.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: No ``.npy`` file of floating point numbers, or one of another shape.
+        ValueError: No ``.npy`` file of floating point numbers, or one of another model.
     """
 
-    def __init__(self, path: str | Path, components: int, length: int) -> None:
-        if not Path(path).is_file():
+    def __init__(self, path: str | Path, components: int, layout: Layout) -> None:
+        path = Path(path)
+        if not path.is_file():
             raise FileNotFoundError(f"{path}: found no file; give an .npy file, or make one with `torchboost pca`.")
         try:
             self._matrix = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -50,15 +58,78 @@ class MatrixFile:
         shape = getattr(self._matrix, "shape", ())
         if len(shape) != 2 or self._matrix.dtype.kind != "f":
             raise ValueError(f"{path}: found shape {shape} of {self._matrix.dtype}; a basis is a matrix of floats.")
-        if shape[0] < components or shape[1] != length:
+        if shape[0] < components or shape[1] != layout.length:
             raise ValueError(
-                f"{path}: found {shape[0]} directions of {shape[1]} weights; wanted {components} of the {length} "
-                "weights that are trained: make it from checkpoints of this model, or set n_components."
+                f"{path}: found {shape[0]} directions of {shape[1]} weights; wanted {components} of the "
+                f"{layout.length} weights that are trained: make it from checkpoints of this model, or set n_components."
             )
+        self._columns = _columns(path.with_suffix(".json"), layout)
 
     def rows(self, block: int, chosen: range) -> Tensor:
         """Return some rows, as :class:`BasisSource` says."""
-        return torch.from_numpy(np.array(self._matrix[chosen.start : chosen.stop], dtype=np.float32))
+        part = self._matrix[chosen.start : chosen.stop]
+        found = np.empty(part.shape, dtype=np.float32)
+        at = 0
+        for columns in self._columns:
+            found[:, at : at + columns.stop - columns.start] = part[:, columns]
+            at += columns.stop - columns.start
+        return torch.from_numpy(found)
+
+
+def write_matrix(path: str | Path, snapshots: Snapshots, components: int, *, progress: Progress) -> float:
+    """Write the principal components of snapshots into an ``.npy`` file, and their columns' names into a ``.json``.
+
+    The files appear when they are complete; an interrupted run leaves none.
+
+    Args:
+        path: The ``.npy`` file.
+        snapshots: At least as many as components.
+        components: Number of directions.
+        progress: Called with what is done, how much of it, and how much there is.
+
+    Returns:
+        The share of the variance of the snapshots that the components hold.
+
+    Raises:
+        ValueError: See :class:`~torchboost.optim.principal_components.PrincipalComponents`.
+
+    Cost: one read of the snapshots for their products, and one for each gibibyte of the result.
+    """
+    path, layout = Path(path), snapshots.layout
+    found = PrincipalComponents(snapshots, blocks_within(layout.length, components), progress=progress)
+    at_once = max(1, _AT_ONCE // (4 * layout.length))
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        matrix = np.lib.format.open_memmap(unfinished, "w+", np.float32, (components, layout.length))
+        for first in range(0, components, at_once):
+            chosen = range(first, min(first + at_once, components))
+            matrix[chosen.start : chosen.stop] = found.rows(0, chosen).numpy()
+        matrix.flush()
+        columns = {"names": layout.names, "shapes": layout.shapes, "explained": found.explained}
+        path.with_suffix(".json").write_text(json.dumps(columns, indent=1), encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return found.explained
+
+
+def _columns(path: Path, layout: Layout) -> list[slice]:
+    """Return where in the rows of a file the weights of each parameter of the model lie."""
+    names, sizes = layout.names, layout.sizes
+    if path.is_file():
+        held = json.loads(path.read_text(encoding="utf-8"))
+        shapes = {name: tuple(shape) for name, shape in zip(held["names"], held["shapes"], strict=True)}
+        wanted = dict(zip(layout.names, layout.shapes, strict=True))
+        if shapes != wanted:
+            other = sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
+            raise ValueError(
+                f"{path}: a basis of another model: {len(other)} parameters differ, among them {', '.join(other[:5])}; "
+                "make it from checkpoints of this model."
+            )
+        names, sizes = tuple(shapes), tuple(torch.Size(shape).numel() for shape in shapes.values())
+    ends = [0, *accumulate(sizes)]
+    places = {name: slice(a, b) for name, (a, b) in zip(names, pairwise(ends), strict=True)}
+    return [places[name] for name in layout.names]
 
 
 def principal_basis(

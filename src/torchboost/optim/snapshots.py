@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -66,7 +67,9 @@ class CheckpointFiles:
     Args:
         paths: The files, in the order in which they were written.
         layout: The parameters to read; other entries, such as buffers, are left alone. By default all floating point
-            entries of the first file that are not statistics of a normalisation layer.
+            entries of the first file.
+        exclude: Patterns of names, as in a shell, that are left out of the default; a file does not say what is a
+            parameter and what a buffer.
 
     Raises:
         FileNotFoundError: A file is missing.
@@ -74,12 +77,12 @@ class CheckpointFiles:
             shapes are listed).
     """
 
-    def __init__(self, paths: Sequence[Path], layout: Layout | None = None) -> None:
+    def __init__(self, paths: Sequence[Path], layout: Layout | None = None, *, exclude: Sequence[str] = ()) -> None:
         if not paths:
             raise ValueError(f"found no checkpoints; give files that end in {', '.join(SUFFIXES)}.")
         self.paths = tuple(Path(path) for path in paths)
-        self.layout = layout if layout is not None else _layout_of(_opened(self.paths[0]))
         self._files = [_opened(path) for path in self.paths]
+        self.layout = layout if layout is not None else _layout_of(self._files[0], exclude)
         for path, file in zip(self.paths, self._files, strict=True):
             self._check(path, file.shapes)
 
@@ -215,9 +218,10 @@ def _torch_file(path: Path) -> _Reader:
     return _Reader(shapes, lambda name, rows: tensors[name][rows] if shapes[name] else tensors[name])
 
 
-def _layout_of(reader: _Reader) -> Layout:
-    statistics = ("running_mean", "running_var")
-    chosen = {n: s for n, s in reader.shapes.items() if n.rpartition(".")[2] not in statistics}
+def _layout_of(reader: _Reader, exclude: Sequence[str]) -> Layout:
+    chosen = {n: s for n, s in reader.shapes.items() if not any(fnmatchcase(n, pattern) for pattern in exclude)}
+    if not chosen:
+        raise ValueError(f"found no floating point entry that {', '.join(exclude)} do not leave out.")
     return Layout(tuple(chosen), tuple(chosen.values()))
 
 

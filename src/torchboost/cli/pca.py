@@ -1,0 +1,56 @@
+"""``torchboost pca``: the basis of dimension-reduced training from a folder of checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchboost.cli.output import fail, print_json, user_errors
+from torchboost.cli.progress import display
+from torchboost.optim.basis_sources import write_matrix
+from torchboost.optim.snapshots import CheckpointFiles, checkpoint_files
+
+__all__ = ["pca"]
+
+
+def pca(
+    folder: Annotated[Path, typer.Argument(help="Checkpoints of one model: .safetensors, or .pt with tensors only.")],
+    components: Annotated[int, typer.Option(min=1, help="Number of directions.")] = 32,
+    out: Annotated[Path, typer.Option(help="The .npy file to write; a .json beside it names the columns.")] = Path(
+        "pca.npy"
+    ),
+    exclude: Annotated[
+        str, typer.Option(help="Entries that are no trained parameters: patterns of names, comma-separated.")
+    ] = "*running_mean,*running_var",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file in --out.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
+) -> None:
+    """Compute the principal components of the weights in checkpoints, for dim_reduce.pca_mat_path."""
+    if out.suffix != ".npy":
+        fail(f"--out: found {out}; give a file that ends in .npy.")
+    if out.exists() and not force:
+        fail(f"--out: {out} is there already; choose another file, or overwrite it with --force.")
+    patterns = [pattern.strip() for pattern in exclude.split(",") if pattern.strip()]
+    with user_errors(), display() as shown:
+        try:
+            snapshots = CheckpointFiles(checkpoint_files(folder), exclude=patterns)
+            explained = write_matrix(out, snapshots, components, progress=shown)
+        except ValueError as error:
+            fail(str(error))
+    answer = {
+        "out": str(out),
+        "components": components,
+        "checkpoints": len(snapshots),
+        "parameters": len(snapshots.layout.names),
+        "weights": snapshots.layout.length,
+        "explained": explained,
+    }
+    if json:
+        print_json(answer)
+        return
+    typer.echo(
+        f"wrote {out}: {components} directions of {answer['weights']:,} weights in {answer['parameters']} parameters, "
+        f"from {len(snapshots)} checkpoints; they hold {explained:.1%} of the variance"
+    )
