@@ -7,7 +7,6 @@ from torch.nn import functional as F
 
 from torchboost.algorithms.accumulation import Accumulator
 from torchboost.compat.accumulating import AccumulatingOptimizer
-from torchboost.optim.front import FrontOptimizer
 
 
 def start(steps: int = 3, seed: int = 0):
@@ -125,8 +124,3 @@ def test_files_load_both_ways():
     _, inner, optimizer = start()
     inner.load_state_dict(optimizer.state_dict())
     optimizer.load_state_dict(inner.state_dict())
-
-
-def test_only_optimizers_have_a_front():
-    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer, found str"):
-        FrontOptimizer("sgd")  # pyright: ignore[reportArgumentType]

@@ -12,6 +12,7 @@ from torchboost.lazy import exports
 if TYPE_CHECKING:
     from torchboost.optim.adam import Adam, AdamWeightDecay
     from torchboost.optim.base import Batch, UpdateRule
+    from torchboost.optim.basis_sources import principal_basis
     from torchboost.optim.ftrl import FTRL
     from torchboost.optim.group_rules import GroupRule, layer_wise_decay, no_decay, param_groups
     from torchboost.optim.lamb import Lamb
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
         as_list,
     )
     from torchboost.optim.sgd import SGD, Momentum
+    from torchboost.optim.snapshots import CheckpointFiles, SnapshotBuffer
+    from torchboost.optim.subspace import SubspaceOptimizer
+    from torchboost.optim.subspace_basis import SubspaceBasis
     from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Coalesce, Decay, Unscale
 
 __all__ = [
@@ -45,6 +49,7 @@ __all__ = [
     "AdamWeightDecay",
     "Batch",
     "Centralize",
+    "CheckpointFiles",
     "ClipNorm",
     "ClipValue",
     "Coalesce",
@@ -68,6 +73,9 @@ __all__ = [
     "PolynomialDecay",
     "RMSProp",
     "ScheduleLR",
+    "SnapshotBuffer",
+    "SubspaceBasis",
+    "SubspaceOptimizer",
     "TrustRatio",
     "Unscale",
     "UpdateRule",
@@ -77,11 +85,13 @@ __all__ = [
     "layer_wise_decay",
     "no_decay",
     "param_groups",
+    "principal_basis",
 ]
 
 _HOMES = {
     "torchboost.optim.adam": ("Adam", "AdamWeightDecay"),
     "torchboost.optim.base": ("Batch", "UpdateRule"),
+    "torchboost.optim.basis_sources": ("principal_basis",),
     "torchboost.optim.ftrl": ("FTRL",),
     "torchboost.optim.group_rules": ("GroupRule", "layer_wise_decay", "no_decay", "param_groups"),
     "torchboost.optim.lamb": ("Lamb",),
@@ -96,6 +106,9 @@ _HOMES = {
         *("PiecewiseConstant", "PolynomialDecay", "Warmup", "as_list"),
     ),
     "torchboost.optim.sgd": ("SGD", "Momentum"),
+    "torchboost.optim.snapshots": ("CheckpointFiles", "SnapshotBuffer"),
+    "torchboost.optim.subspace": ("SubspaceOptimizer",),
+    "torchboost.optim.subspace_basis": ("SubspaceBasis",),
     "torchboost.optim.transforms": ("Centralize", "ClipNorm", "ClipValue", "Coalesce", "Decay", "Unscale"),
 }
 __getattr__, _names = exports(__name__, _HOMES)

@@ -61,7 +61,7 @@ class MatrixFile:
         if shape[0] < components or shape[1] != layout.length:
             raise ValueError(
                 f"{path}: found {shape[0]} directions of {shape[1]} weights; wanted {components} of the "
-                f"{layout.length} weights that are trained: make it from checkpoints of this model, or set n_components."
+                f"{layout.length} trained weights: make it from checkpoints of this model, or set n_components."
             )
         self._columns = _columns(path.with_suffix(".json"), layout)
 
@@ -206,16 +206,19 @@ def _received(make: Callable[[], BasisSource], blocks: Sequence[Block], control:
     if told[0] is not None:
         raise told[0]
     held = []
+    shares = [rows_of(blocks, owner, ranks) for owner in range(ranks)]
     for i, block in enumerate(blocks):
         for owner in range(ranks):
-            chosen = rows_of(block, owner, ranks)
+            chosen = shares[owner][i]
+            if not chosen and owner != rank:
+                continue
             if source is not None:
                 rows = source.rows(i, chosen)
-                if owner:
+                if owner != rank:
                     dist.send(rows, group=control, group_dst=owner)
             else:
                 rows = torch.empty(len(chosen), block.stop - block.start) if owner == rank else None
-                if rows is not None:
+                if rows is not None and chosen:
                     dist.recv(rows, group=control, group_src=0)
             if owner == rank and rows is not None:
                 held.append(rows)

@@ -202,11 +202,14 @@ def _torch_file(path: Path) -> _Reader:
     from pickle import UnpicklingError
 
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        if not zipfile.is_zipfile(path):
+            raise ValueError("not in the format that torch.save writes")
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"{path}: refused, as it is no file of tensors alone ({str(error).splitlines()[0]}). Save the weights with "
-            "safetensors, or torch.save(model.state_dict(), ...)."
+            f"{path}: refused, as it is no file of tensors alone ({reason}). Save the weights with safetensors, or "
+            "torch.save(model.state_dict(), ...)."
         ) from None
     for key in ("model", "state_dict"):
         if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):

@@ -59,7 +59,10 @@ def blocks_within(length: int, components: int, *, budget: int | None = None, ra
             )
             for i in range(count)
         )
-        most = max(sum(4 * len(rows_of(b, r, ranks)) * (b.stop - b.start) for b in blocks) for r in range(ranks))
+        most = max(
+            sum(4 * len(rows) * (b.stop - b.start) for b, rows in zip(blocks, rows_of(blocks, r, ranks), strict=True))
+            for r in range(ranks)
+        )
         if budget is None or most <= budget:
             if any(b.components > b.stop - b.start for b in blocks):
                 break
@@ -70,9 +73,16 @@ def blocks_within(length: int, components: int, *, budget: int | None = None, ra
     )
 
 
-def rows_of(block: Block, rank: int, ranks: int) -> range:
-    """Return which rows of a block a rank holds; their number need not be divisible by that of the ranks."""
-    return range(block.components * rank // ranks, block.components * (rank + 1) // ranks)
+def rows_of(blocks: Sequence[Block], rank: int, ranks: int) -> list[range]:
+    """Return which rows of each block a rank holds; their number need not be divisible by that of the ranks."""
+    total = sum(block.components for block in blocks)
+    low, high = total * rank // ranks, total * (rank + 1) // ranks
+    found, first = [], 0
+    for block in blocks:
+        start = min(max(low - first, 0), block.components)
+        found.append(range(start, max(start, min(high - first, block.components))))
+        first += block.components
+    return found
 
 
 class SubspaceBasis:
@@ -104,8 +114,9 @@ class SubspaceBasis:
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.ranks = 1 if group is None else dist.get_world_size(group)
-        for block, held in zip(self.blocks, self.rows, strict=True):
-            wanted = (len(rows_of(block, self.rank, self.ranks)), block.stop - block.start)
+        self._mine = rows_of(self.blocks, self.rank, self.ranks)
+        for block, held, mine in zip(self.blocks, self.rows, self._mine, strict=True):
+            wanted = (len(mine), block.stop - block.start)
             if tuple(held.shape) != wanted:
                 raise ValueError(f"rows: found shape {tuple(held.shape)} for {block}; this rank holds {wanted}.")
         self._check_values(orthonormal)
@@ -177,8 +188,7 @@ class SubspaceBasis:
     def _placed(self) -> Iterator[tuple[Block, Tensor, slice]]:
         """Yield each block with the rows held here and their places among all coordinates."""
         first = 0
-        for block, rows in zip(self.blocks, self.rows, strict=True):
-            mine = rows_of(block, self.rank, self.ranks)
+        for block, rows, mine in zip(self.blocks, self.rows, self._mine, strict=True):
             yield block, rows, slice(first + mine.start, first + mine.stop)
             first += block.components
 

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torchboost.core.algorithm import Target
+from torchboost.core.closure import ClosureOptimizer, Replay
+from torchboost.core.step import TrainStep
+
+CPU = torch.device("cpu")
+
+
+def test_a_replay_draws_the_same_numbers_and_leaves_the_generator_alone() -> None:
+    x = torch.randn(1000)
+    replay = Replay(lambda: F.dropout(x, 0.5).sum(), CPU)
+    assert replay.loss is None
+    first = replay.first()
+    after = torch.get_rng_state()
+    assert torch.equal(replay(), first)
+    assert torch.equal(replay(), first)
+    assert replay.loss is not None
+    assert torch.equal(replay.loss, first)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert not torch.equal(F.dropout(x, 0.5).sum(), first)
+
+
+def test_step_is_for_subclasses() -> None:
+    with pytest.raises(NotImplementedError):
+        ClosureOptimizer([nn.Parameter(torch.ones(1))], {}).step(lambda: torch.zeros(()))
+
+
+class Watching(ClosureOptimizer):
+    """Notes what it is handed, and descends."""
+
+    seen: list[tuple[float, float]]
+
+    def step(self, closure=None):
+        assert isinstance(closure, Replay)
+        assert closure.loss is not None
+        with torch.no_grad():
+            self.seen.append((closure.loss.item(), closure().item()))
+            for p in self.param_groups[0]["params"]:
+                p.sub_(0.1 * p.grad)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_training_step_hands_over_its_forward_pass(scaled: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    optimizer = Watching(model.parameters(), {})
+    optimizer.seen = []
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
+    step = TrainStep(Target(model, optimizer, scaler), lambda x, y: (F.mse_loss(model(x), y), len(y)))
+    x, y = torch.randn(8, 3), torch.randn(8, 3)
+    losses = [float(step(x, y).loss) for _ in range(3)]
+    assert [first for first, _ in optimizer.seen] == losses
+    assert all(first == again for first, again in optimizer.seen)
+    assert len(set(losses)) == 3
