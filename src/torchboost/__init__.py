@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchboost.algorithms.autocast import Autocast, autocast_forward
     from torchboost.algorithms.centralization import Centralization, centralize_gradients
     from torchboost.algorithms.compilation import Compile
+    from torchboost.algorithms.dim_reduce import SubspaceDescent
     from torchboost.algorithms.freeze import BlockFreeze, freeze_blocks
     from torchboost.algorithms.fused_optimizer import FusedOptimizer, fuse
     from torchboost.algorithms.host_memory import HostMemory, retain_host_memory
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torchboost.algorithms.memory_format import ChannelsLast, channels_last
     from torchboost.compat.auto_boost import AutoBoost
     from torchboost.compat.cells import BoostTrainOneStepCell, WithLoss
+    from torchboost.compat.dim_reduce import DimReduce
     from torchboost.compat.freeze import FreezeOpt, GradientFreeze, freeze_cell
     from torchboost.compat.loss_scale import BoostTrainOneStepWithLossScaleCell, GroupLossScaleManager
     from torchboost.compat.process import OptimizerProcess, ParameterProcess
@@ -57,6 +59,7 @@ __all__ = [
     "ChannelsLast",
     "Compile",
     "ConfigError",
+    "DimReduce",
     "DynamicLossScale",
     "Facts",
     "FixedLossScale",
@@ -79,6 +82,7 @@ __all__ = [
     "ScaleCollapseWarning",
     "ScaleRule",
     "StepOutput",
+    "SubspaceDescent",
     "Target",
     "TrainStep",
     "Traits",
@@ -101,6 +105,7 @@ _HOMES = {
     "torchboost.algorithms.autocast": ("Autocast", "autocast_forward"),
     "torchboost.algorithms.centralization": ("Centralization", "centralize_gradients"),
     "torchboost.algorithms.compilation": ("Compile",),
+    "torchboost.algorithms.dim_reduce": ("SubspaceDescent",),
     "torchboost.algorithms.freeze": ("BlockFreeze", "freeze_blocks"),
     "torchboost.algorithms.fused_optimizer": ("FusedOptimizer", "fuse"),
     "torchboost.algorithms.host_memory": ("HostMemory", "retain_host_memory"),
@@ -109,6 +114,7 @@ _HOMES = {
     "torchboost.algorithms.memory_format": ("ChannelsLast", "channels_last"),
     "torchboost.compat.auto_boost": ("AutoBoost",),
     "torchboost.compat.cells": ("BoostTrainOneStepCell", "WithLoss"),
+    "torchboost.compat.dim_reduce": ("DimReduce",),
     "torchboost.compat.freeze": ("FreezeOpt", "GradientFreeze", "freeze_cell"),
     "torchboost.compat.loss_scale": ("BoostTrainOneStepWithLossScaleCell", "GroupLossScaleManager"),
     "torchboost.compat.process": ("OptimizerProcess", "ParameterProcess"),

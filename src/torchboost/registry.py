@@ -14,6 +14,7 @@ from torchboost.algorithms.accumulation import Accumulation
 from torchboost.algorithms.autocast import Autocast
 from torchboost.algorithms.centralization import Centralization
 from torchboost.algorithms.compilation import Compile
+from torchboost.algorithms.dim_reduce import SubspaceDescent
 from torchboost.algorithms.freeze import BlockFreeze, Pattern
 from torchboost.algorithms.fused_optimizer import FusedOptimizer
 from torchboost.algorithms.host_memory import HostMemory
@@ -160,6 +161,12 @@ def _scaled_by_the_trainer(facts: Facts) -> str | None:
     return f"{facts.loop} owns the loop and scales the loss itself" if facts.loop in _TRAINER_SETTINGS else None
 
 
+def _stepped_by_the_trainer(facts: Facts) -> str | None:
+    if facts.loop not in _TRAINER_SETTINGS:
+        return None
+    return f"{facts.loop} owns the loop and calls step() without the loss, which a line search must look at"
+
+
 def _less_bn_unproven(facts: Facts) -> str | None:
     if not facts.trained:
         return None
@@ -265,7 +272,24 @@ _ENTRIES = (
     ),
 )
 
-REGISTRY: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
+_ALONE = Entry(
+    algorithm=SubspaceDescent,
+    summary="trains along a few directions that earlier training has shown to matter",
+    section="dim_reduce",
+    words=MappingProxyType(
+        {
+            key: key
+            for key in (
+                *("rho", "gamma", "alpha", "sigma", "n_components"),
+                *("pca_mat_path", "weight_load_dir", "timeout"),
+            )
+        }
+    ),
+    unusable=_stepped_by_the_trainer,
+    displaces=frozenset(entry.name for entry in _ENTRIES),
+)
+
+REGISTRY: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in (*_ENTRIES, _ALONE)})
 """Every algorithm under its JSON name."""
 
 _SYSTEM: dict[str, Mapping[str, Any]] = {

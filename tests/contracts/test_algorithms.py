@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchboost
 from tests.support.ranks import run_ranks
 from torchboost import REGISTRY, Algorithm, Attached, Target, TrainStep, attach_all
+from torchboost.core.closure import ClosureOptimizer, Replay
 
 # Dynamo itself looks at .grad of intermediate tensors and makes instances of torch.autograd.Function.
 pytestmark = [
@@ -27,6 +28,7 @@ pytestmark = [
 
 FAST_TO_BUILD: dict[str, dict[str, Any]] = {
     "compile": {"backend": "eager"},
+    "dim_reduce": {"n_components": 2, "snapshot_every": 1, "patience": 2, "tolerance": 0.5, "alpha": 0.05},
     "grad_freeze": {"groups": 3, "full_share": 0.3, "total_steps": 12},
 }
 NAMES = sorted(REGISTRY)
@@ -81,6 +83,9 @@ def start(name: str, seed: int = 0) -> tuple[Target, Attached]:
 
 def train(target: Target, data: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for x, y in data:
+        if isinstance(target.optimizer, ClosureOptimizer):
+            target.optimizer.step(lambda x=x, y=y: F.cross_entropy(target.model(x), y))
+            continue
         F.cross_entropy(target.model(x), y).backward()
         target.optimizer.step()
         target.optimizer.zero_grad()
@@ -166,15 +171,17 @@ def test_the_optimizer_stays_the_users_under_scheduler_and_scaler(name):
     model, optimizer = build()
     target = Target(model, optimizer)
     attach_all(target, [algorithm(name)])
-    assert target.optimizer is optimizer
+    assert (target.optimizer is optimizer) != REGISTRY[name].algorithm.traits.replaces_optimizer
+    optimizer = target.optimizer
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
     reference, _ = start(name)
     reference_scheduler = torch.optim.lr_scheduler.LambdaLR(reference.optimizer, lambda step: 0.5**step)
     for x, y in batches(4):
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        pass_ = Replay(lambda x=x, y=y: F.cross_entropy(model(x), y), x.device)
+        scaler.scale(pass_.first()).backward()
         scaler.unscale_(optimizer)
-        scaler.step(optimizer)
+        scaler.step(optimizer, *([pass_] if isinstance(optimizer, ClosureOptimizer) else []))
         scaler.update()
         optimizer.zero_grad()
         scheduler.step()

@@ -73,19 +73,19 @@ def by_hand(model: nn.Module, rows: torch.Tensor, steps: int, *, alpha: float, g
         before = g
         d = -inverse @ g
         start = torch.nn.utils.parameters_to_vector(parameters).detach()
-        trial, length = 0, 1.0
+        accepted, move = 0, torch.zeros(n, dtype=torch.float64)
         for trial, length in ((1, 1.0), (2, rho)):
             torch.nn.utils.vector_to_parameters(start + length * rows.T @ d, parameters)
             with torch.no_grad():
                 new = F.cross_entropy(model(x.double()), y)
             if new < loss + sigma * length * (g @ d):
-                step, move = length * d, length * rows.T @ d
+                accepted, step, move = trial, length * d, length * rows.T @ d
                 break
-        else:
-            trial, move, (inverse, before) = 0, torch.zeros(n, dtype=torch.float64), kept
+        if not accepted:
+            inverse, before = kept
         residual = gamma * residual + gradient - rows.T @ g
         torch.nn.utils.vector_to_parameters(start + move - alpha * residual, parameters)
-        trials.append(trial)
+        trials.append(accepted)
     return trials
 
 

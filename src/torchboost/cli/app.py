@@ -1,4 +1,4 @@
-"""The commands that answer at once, and the way into the one that works for longer."""
+"""The commands that answer at once, and the way into those that work for longer."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torchboost import __version__
 from torchboost.cli.bench import bench
 from torchboost.cli.doctor import examine
 from torchboost.cli.output import fail, print_json, print_table, settings_of, summary_of, user_errors
+from torchboost.cli.pca import pca
 from torchboost.config import BoostConfig
 from torchboost.core.hardware import device_fault, half_precision_is_fast
 from torchboost.errors import ConfigError
@@ -30,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(bench)
+app.command()(pca)
 
 
 def _print_version(wanted: bool) -> None:

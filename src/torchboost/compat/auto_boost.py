@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.accumulation import Accumulator
+from torchboost.algorithms.dim_reduce import SubspaceRun
 from torchboost.algorithms.memory_format import ChannelsLast, channels_last
 from torchboost.compat.accumulating import AccumulatingOptimizer
 from torchboost.config import BoostConfig, ConfigSource
@@ -79,7 +80,9 @@ class AutoBoost:
         given, or that of group loss scaling, which a loop of your own must use as it would a ``GradScaler``.
 
         The optimizer returned is the one given, except with gradient accumulation: then it is one in front of it,
-        :class:`~torchboost.compat.accumulating.AccumulatingOptimizer`, which applies every k-th ``step``.
+        :class:`~torchboost.compat.accumulating.AccumulatingOptimizer`, which applies every k-th ``step``; and with
+        dimension-reduced training, whose ``step`` needs a function that returns the loss
+        (:class:`~torchboost.algorithms.dim_reduce.SubspaceRun`; the training cells give it).
 
         Args:
             network: A bare module, on the device it will train on; DDP and compile come after this call. For FSDP2,
@@ -103,13 +106,13 @@ class AutoBoost:
             )
         if network is self._boosted:
             self.attached.remove()
-        if isinstance(optimizer, AccumulatingOptimizer):
+        if isinstance(optimizer, (AccumulatingOptimizer, SubspaceRun)):
             optimizer = optimizer.opt  # from an earlier call
         self.plan = Plan.of(self.level, self._config, Facts.measure(network, loop="own")).fit(network, optimizer)
         target = Target(network, optimizer, scaler)
         self.attached = self.plan.attach(target)
         self._boosted = network
-        returned = optimizer
+        returned = target.optimizer
         if isinstance(target.accumulator, Accumulator):
             returned = AccumulatingOptimizer(optimizer, target.accumulator)
         _OBSERVERS[returned] = target.observers

@@ -14,6 +14,7 @@ from torchboost.compat.auto_boost import observers_of, scaler_of
 from torchboost.compat.wrappers import GradientAccumulation
 from torchboost.core.algorithm import Scaler, Target
 from torchboost.core.arguments import check_loss_fn, check_module, check_pair
+from torchboost.core.closure import ClosureOptimizer
 from torchboost.core.step import StepOutput, TrainStep
 from torchboost.core.wrapping import unwrap
 from torchboost.errors import IncompatibleError
@@ -166,8 +167,8 @@ class BoostTrainOneStepCell:
         return False
 
     def check_dim_reduce_enable(self) -> bool:
-        """Whether dimension-reduced training acts in this cell; false, as this version does not have it."""
-        return False
+        """Whether dimension-reduced training acts in this cell: its optimizer searches along the loss."""
+        return isinstance(self.optimizer, ClosureOptimizer)
 
     def adasum_process(self, loss: Tensor, grads: Any) -> Tensor:
         """Not in this version; raises :class:`IncompatibleError`."""

@@ -44,11 +44,19 @@ class Replay:
 
     def first(self) -> Tensor:
         """Run the pass, with autograd, and remember where the generators stood."""
-        self._generators = [torch.get_rng_state()]
-        self._generators += [torch.get_device_module(d).get_rng_state(d) for d in self._devices]
+        self._note_generators()
         loss = self._forward()
         self.loss = loss.detach()
         return loss
+
+    def told(self, loss: Tensor) -> None:
+        """Take the loss of a first pass that others ran; the random numbers are those from here on."""
+        self._note_generators()
+        self.loss = loss.detach()
+
+    def _note_generators(self) -> None:
+        self._generators = [torch.get_rng_state()]
+        self._generators += [torch.get_device_module(d).get_rng_state(d) for d in self._devices]
 
     def __call__(self) -> Tensor:
         """Return the loss again; the generators are left as they are."""
