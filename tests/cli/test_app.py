@@ -13,7 +13,7 @@ from torchboost.cli import main
 from torchboost.cli.app import app
 from torchboost.registry import LEVELS, REGISTRY
 
-COMMANDS = ("bench", "levels", "check", "explain", "report", "doctor")
+COMMANDS = ("bench", "levels", "check", "explain", "report", "doctor", "pca")
 
 
 def run(*words: str, stdin: str | None = None):

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.ranks import run_ranks
+from torchboost import AutoBoost, BoostTrainOneStepCell, DimReduce, WithLoss
+from torchboost.errors import ConfigError, IncompatibleError
+from torchboost.optim import SubspaceBasis, SubspaceOptimizer
+from torchboost.optim.subspace_basis import blocks_within, rows_of
+
+SETTINGS: dict[str, Any] = {"rho": 0.55, "gamma": 0.9, "alpha": 0.01, "sigma": 0.4}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return WithLoss(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), F.cross_entropy)
+
+
+def length(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def rows(k: int, n: int) -> torch.Tensor:
+    a = torch.randn(n, k, generator=torch.Generator().manual_seed(1))
+    return torch.linalg.qr(a)[0].T.contiguous()
+
+
+def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 4, generator=g), torch.randint(0, 3, (8,), generator=g)
+
+
+def build(model: nn.Module, local: torch.Tensor, k: int, rank: int = 0, ranks: int = 1) -> DimReduce:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    weights = list(model.parameters())
+    return DimReduce(model, optimizer, weights, local, k, *SETTINGS.values(), rank, ranks)
+
+
+def call(step: DimReduce, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    weights = list(model.parameters())
+    loss = model(x, y)
+    gradients = torch.autograd.grad(loss, weights)
+    return step(loss, gradients, weights, [w.detach().clone() for w in weights], x, y)
+
+
+def test_equals_the_optimizer_of_the_subspace() -> None:
+    one, two = network(), network()
+    matrix = rows(3, length(one))
+    step = build(one, matrix, 3)
+    own = SubspaceOptimizer(
+        two.parameters(), SubspaceBasis.of(matrix), lr=SETTINGS["alpha"], rho=0.55, gamma=0.9, sigma=0.4
+    )
+    for number in range(5):
+        x, y = batch(number)
+        loss = call(step, one, x, y)
+        assert torch.equal(loss, own.step(lambda x=x, y=y: two(x, y)))
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
+    assert all(p.grad is None for p in one.parameters())
+
+
+def test_begins_at_the_clones() -> None:
+    model, other = network(), network()
+    x, y = batch(0)
+    step = build(model, rows(2, length(model)), 2)
+    weights = list(model.parameters())
+    clones = [w.detach().clone() for w in weights]
+    loss = model(x, y)
+    gradients = torch.autograd.grad(loss, weights)
+    with torch.no_grad():
+        weights[0].add_(5.0)
+    step(loss, gradients, weights, clones, x, y)
+    call(build(other, rows(2, length(other)), 2), other, x, y)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_bad_arguments_change_nothing() -> None:
+    model = network()
+    n = length(model)
+    with pytest.raises(TypeError, match="network: found int"):
+        DimReduce(3, torch.optim.SGD(model.parameters()), [], rows(2, n), 2, *SETTINGS.values(), 0, 1)  # pyright: ignore
+    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer"):
+        DimReduce(model, model, [], rows(2, n), 2, *SETTINGS.values(), 0, 1)  # pyright: ignore
+    with pytest.raises(ValueError, match="found 2 rows; rank 0 of 1 holds rows 0 to 3"):
+        build(model, rows(2, n), 3)
+    with pytest.raises(ValueError, match="this rank holds"):
+        build(model, rows(2, n - 1), 2)
+    with pytest.raises(IncompatibleError, match="rank=1 of rank_size=2, this process is rank 0 of 1"):
+        build(model, rows(2, n)[:1], 2, 1, 2)
+    step = build(model, rows(2, n), 2)
+    before = [p.detach().clone() for p in model.parameters()]
+    weights = list(model.parameters())
+    loss = model(*batch(0))
+    with pytest.raises(ValueError, match="other parameters"):
+        step(loss, weights, before, before, *batch(0))
+    with pytest.raises(ValueError, match="old_grad"):
+        step(loss, weights[:1], weights, before, *batch(0))
+    with pytest.raises(ValueError, match="weight_clone"):
+        step(loss, weights, weights, before[::-1], *batch(0))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def _shares(k: int) -> list[float]:
+    model = network()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    (mine,) = rows_of(blocks_within(length(model), k), rank, ranks)
+    step = build(model, rows(k, length(model))[mine.start : mine.stop], k, rank, ranks)
+    for number in range(4):
+        call(step, model, *batch(number))
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+@pytest.mark.dist
+def test_ranks_may_hold_different_numbers_of_rows() -> None:
+    model = network()
+    step = build(model, rows(5, length(model)), 5)
+    for number in range(4):
+        call(step, model, *batch(number))
+    alone = torch.cat([p.detach().flatten() for p in model.parameters()])
+    one, two = run_ranks(_shares, 2, 5)
+    assert one == two
+    torch.testing.assert_close(torch.tensor(one), alone, rtol=1e-5, atol=1e-6)
+
+
+def test_auto_boost_and_the_cell(tmp_path: Path) -> None:
+    model = network()
+    np.save(tmp_path / "basis.npy", rows(4, length(model)).numpy())
+    section = {"n_components": 4, "pca_mat_path": str(tmp_path / "basis.npy"), "alpha": 0.05}
+    booster = AutoBoost("O0", {"boost": {"mode": "manual", "dim_reduce": True, "less_bn": True}, "dim_reduce": section})
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = booster.network_auto_process_train(model, given)
+    assert optimizer is not given
+    assert "dim_reduce is on, which stands alone" in booster.explain()
+    cell = BoostTrainOneStepCell(model, optimizer)
+    assert cell.check_dim_reduce_enable() is True
+    x, y = batch(0)
+    losses = [float(cell(x, y).loss) for _ in range(20)]
+    assert losses[-1] < 0.9 * losses[0]
+    again = booster.network_auto_process_train(model, optimizer)[1]
+    assert again.opt is given  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_bad_sections_say_where() -> None:
+    with pytest.raises(ConfigError, match=r"dim_reduce\.rho"):
+        AutoBoost("O0", {"dim_reduce": {"rho": 2.0}})
+    both = {"pca_mat_path": "a.npy", "weight_load_dir": "b"}
+    with pytest.raises(ConfigError, match="both set"):
+        AutoBoost("O0", {"boost": {"mode": "manual", "dim_reduce": True}, "dim_reduce": both})

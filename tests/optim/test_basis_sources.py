@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+from torchboost.optim import basis_sources
+from torchboost.optim.basis_sources import MatrixFile, principal_basis, shared_basis, write_matrix
+from torchboost.optim.principal_components import PrincipalComponents
+from torchboost.optim.snapshots import Layout, SnapshotBuffer
+from torchboost.optim.subspace_basis import blocks_within
+
+LAYOUT = Layout(("a", "b"), ((4, 3), (5,)))
+
+
+def snapshots(count: int = 5, layout: Layout = LAYOUT) -> SnapshotBuffer:
+    kept = SnapshotBuffer(layout, torch.float32)
+    g = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        kept.add([torch.randn(shape, generator=g) for shape in layout.shapes])
+    return kept
+
+
+def silent(*_: object) -> None:
+    pass
+
+
+def test_components_written_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "basis.npy"
+    monkeypatch.setattr(basis_sources, "_AT_ONCE", 2 * 4 * LAYOUT.length)
+    explained = write_matrix(path, snapshots(), 3, progress=silent)
+    own = principal_basis(snapshots(), 3)
+    assert np.array_equal(np.load(path), own.rows[0].numpy())
+    assert json.loads(path.with_suffix(".json").read_text())["names"] == ["a", "b"]
+    assert 0 < explained < 1
+    assert torch.equal(MatrixFile(path, 3, LAYOUT).rows(0, range(1, 3)), own.rows[0][1:])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["basis.json", "basis.npy"]
+
+
+def test_columns_follow_the_model_whatever_their_order_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "basis.npy"
+    write_matrix(path, snapshots(), 2, progress=silent)
+    turned = Layout(LAYOUT.names[::-1], LAYOUT.shapes[::-1])
+    rows, plain = MatrixFile(path, 2, turned).rows(0, range(2)), MatrixFile(path, 2, LAYOUT).rows(0, range(2))
+    assert torch.equal(rows, torch.cat([plain[:, 12:], plain[:, :12]], dim=1))
+    path.with_suffix(".json").unlink()
+    assert torch.equal(MatrixFile(path, 2, turned).rows(0, range(2)), plain)
+
+
+def test_columns_of_another_model_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "basis.npy"
+    write_matrix(path, snapshots(), 2, progress=silent)
+    with pytest.raises(ValueError, match=r"2 parameters differ, among them b, c"):
+        MatrixFile(path, 2, Layout(("a", "c"), LAYOUT.shapes))
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what.startswith("components"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_matrix(tmp_path / "basis.npy", snapshots(), 2, progress=interrupt)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_budget_makes_blocks() -> None:
+    layout = Layout(("w",), ((300_000,),))
+    basis = principal_basis(snapshots(4, layout), 3, memory_mebibytes=2)
+    assert len(basis.blocks) == 2
+    assert basis.components == 3
+    assert sum(rows.numel() * 4 for rows in basis.rows) <= 2 << 20
+
+
+def _share(case: str) -> list[list[float]] | str:
+    blocks = blocks_within(LAYOUT.length, 5, budget=4 * 5 * 10 if case == "blocks" else None)
+
+    def make() -> PrincipalComponents:
+        if case == "late":
+            time.sleep(4)
+        return PrincipalComponents(snapshots(6), blocks)
+
+    try:
+        basis = shared_basis(make, blocks, dist.group.WORLD, timeout=2 if case == "late" else 60)
+    except TimeoutError as error:
+        return str(error)
+    return basis.lift(torch.eye(5, dtype=torch.float64)).tolist()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_rank_gets_its_rows(ranks: int) -> None:
+    for case in ("dense", "blocks"):
+        found = run_ranks(_share, ranks, case)
+        blocks = blocks_within(LAYOUT.length, 5, budget=4 * 5 * 10 if case == "blocks" else None)
+        alone = shared_basis(lambda blocks=blocks: PrincipalComponents(snapshots(6), blocks), blocks)
+        assert (len(blocks) > 1) == (case == "blocks")
+        for one in found:
+            torch.testing.assert_close(torch.tensor(one), alone.lift(torch.eye(5, dtype=torch.float64)))
+
+
+@pytest.mark.dist
+def test_the_others_do_not_wait_for_ever() -> None:
+    waited = run_ranks(_share, 2, "late", timeout=60)[1]
+    assert "rank 1 of 2 waited 2 s for the basis" in waited
+    assert "dim_reduce.timeout" in waited
