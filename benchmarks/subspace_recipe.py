@@ -168,7 +168,7 @@ def main() -> None:
             print(rate, seed, {k: round(v["accuracy"], 4) for k, v in one.items() if k != "curve"}, flush=True)
         found[str(rate)] = runs
     result = {
-        "title": "The published recipe of dimension-reduced training on CIFAR-10, beside SGD and averaging at equal cost",
+        "title": "The published recipe of subspace training on CIFAR-10, beside SGD and averaging at equal cost",
         "model": "ResNet, basic blocks [1, 1, 1, 1], width 16",
         "settings": {
             "train_samples": data.samples,
