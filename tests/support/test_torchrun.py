@@ -19,6 +19,7 @@ def _gone(pid: int) -> bool:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_script_that_hangs_is_ended_with_its_ranks(tmp_path):
     script = tmp_path / "hangs.py"
     script.write_text(
