@@ -112,7 +112,7 @@ def test_numbers_that_make_no_sense_are_refused(tmp_path):
     path = run.save(tmp_path, 1)
     with pytest.raises(FileExistsError, match="give a larger number"):
         run.save(tmp_path, 1)
-    with pytest.raises(FileNotFoundError, match="no '.metadata'"):
+    with pytest.raises(FileNotFoundError, match=r"no '\.metadata'"):
         run.load(tmp_path / "2")
     assert list(tmp_path.iterdir()) == [path]
 

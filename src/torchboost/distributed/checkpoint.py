@@ -176,8 +176,8 @@ def _check_model(metadata: Metadata, weights: Mapping[str, Any]) -> None:
         other = sorted(name for name in saved.keys() | here.keys() if saved.get(name) != here.get(name))
         raise ValueError(
             f"the checkpoint is of another model: {len(other)} entries differ, the first is '{other[0]}', of shape "
-            f"{saved.get(other[0], 'none')} in the checkpoint and {here.get(other[0], 'none')} here. Build the model as "
-            "it was, and transform it (plan.transform) before loading."
+            f"{saved.get(other[0], 'none')} in the checkpoint and {here.get(other[0], 'none')} here. Build the model "
+            "as it was, and transform it (plan.transform) before loading."
         )
 
 
