@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver
 from torch.nn import functional as F
 
 from tests.support.models import batch_for, mlp
@@ -81,7 +81,7 @@ def test_an_interrupted_write_loses_nothing(when, tmp_path, monkeypatch):
     run.train(0)
     first = run.save(tmp_path, 1)
     run.train(1)
-    write = dcp.save
+    write = state_dict_saver.save
 
     def killed(*args, **options):
         if when == "after":
@@ -90,7 +90,7 @@ def test_an_interrupted_write_loses_nothing(when, tmp_path, monkeypatch):
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(dcp, "save", killed)
+        patch.setattr(state_dict_saver, "save", killed)
         with pytest.raises(Killed):
             run.save(tmp_path, 2)
     assert checkpoint.latest(tmp_path) == first

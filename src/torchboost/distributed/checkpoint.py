@@ -17,8 +17,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -93,9 +95,9 @@ def save(
         _clear(folder)
     _barrier()
     # By default DCP spreads copies over the ranks, and a replica's BatchNorm statistics are not those of rank 0.
-    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     with _quiet():
-        dcp.save(content, checkpoint_id=unfinished, planner=planner)
+        state_dict_saver.save(content, checkpoint_id=unfinished, planner=planner)
     if _rank() == 0:
         _sync(unfinished)
         unfinished.rename(path)
@@ -192,9 +194,11 @@ def _template(metadata: Metadata, names: list[str], optimizer: Optimizer) -> dic
         room = None
         if isinstance(entry, TensorStorageMetadata):
             param = params.get(place[2]) if place[1] == "state" else None
-            shard = isinstance(param, DTensor) and param.shape == entry.size
             dtype = entry.properties.dtype
-            room = torch.empty_like(param, dtype=dtype) if shard else torch.empty(entry.size, dtype=dtype)
+            if isinstance(param, DTensor) and param.shape == entry.size:
+                room = torch.empty_like(param, dtype=dtype)
+            else:
+                room = torch.empty(entry.size, dtype=dtype)
         _put(template, place[1:], room)
     return template
 
@@ -261,12 +265,12 @@ def _same(a: Any, b: Any) -> bool:
 def _metadata(path: Path) -> Metadata:
     if not (path / ".metadata").is_file():
         raise FileNotFoundError(f"{path} is no checkpoint: it has no '.metadata'; latest(folder) finds the newest.")
-    return dcp.FileSystemReader(path).read_metadata()
+    return FileSystemReader(path).read_metadata()
 
 
 def _read(path: Path, content: dict[str, Any]) -> None:
     with _quiet():
-        dcp.load(content, checkpoint_id=path)
+        state_dict_loader.load(content, checkpoint_id=path)
 
 
 def _complete(folder: Path) -> list[Path]:
