@@ -46,8 +46,8 @@ def test_less_bn_report_counts_the_published_networks():
 
 @pytest.mark.dist
 def test_ddp_o2_learns_on_two_ranks():
-    first, second = run_ranks(train, 2, "ddp_o2", 4)
-    assert first == second > 0.8
+    first, second = run_ranks(train, 2, "ddp_o2", 3)
+    assert first == second > 0.7
 
 
 @pytest.mark.dist

@@ -10,11 +10,13 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.nn import functional as F
 
 from tests.support.models import batch_for, mlp
+from tests.support.optimizers import CASES, values
 from tests.support.trajectories import snapshot
 from torchboost.core.algorithm import Target
 from torchboost.core.loss_scale import DynamicLossScale
 from torchboost.core.step import TrainStep
 from torchboost.distributed import checkpoint
+from torchboost.optim.adam import Adam
 
 
 class Killed(BaseException):
@@ -127,3 +129,42 @@ def test_groups_in_another_order_get_their_own_moments(tmp_path):
     for name, param in run.model.named_parameters():
         other = again.model.get_parameter(name)
         assert torch.equal(run.optimizer.state[param]["exp_avg"], again.optimizer.state[other]["exp_avg"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rule_resumes_bit_for_bit_and_gets_back_all_it_keeps(name, tmp_path):
+    models = [mlp(), mlp()]
+    optimizers = [CASES[name](model.named_parameters()) for model in models]
+
+    def train(index: int, numbers: range) -> None:
+        for number in numbers:
+            inputs, labels = batch_for(models[index], torch.Generator().manual_seed(number))
+            F.cross_entropy(models[index](inputs), labels).backward()
+            optimizers[index].step()
+            optimizers[index].zero_grad()
+
+    train(0, range(2))
+    checkpoint.load(checkpoint.save(tmp_path, 2, models[0], optimizers[0]), models[1], optimizers[1])
+    (groups, states, weights), loaded = map(values, optimizers)
+    # An empty state leaves no trace in a file, and is as good as none.
+    assert (groups, [state or None for state in states], weights) == loaded
+    for index in (0, 1):
+        train(index, range(2, 4))
+    assert snapshot(models[0]) == snapshot(models[1])
+
+
+def test_masters_of_bfloat16_parameters_stay_in_float32(tmp_path):
+    models = [mlp().bfloat16(), mlp().bfloat16()]
+    optimizers = [Adam(model.parameters(), lr=0.01, master_weights=True) for model in models]
+    inputs, labels = batch_for(models[0], torch.Generator().manual_seed(0))
+    F.cross_entropy(models[0](inputs.bfloat16()).float(), labels).backward()
+    optimizers[0].step()
+    checkpoint.load(checkpoint.save(tmp_path, 1, models[0], optimizers[0]), models[1], optimizers[1])
+    assert values(optimizers[0]) == values(optimizers[1])
+    assert {state["master"].dtype for state in optimizers[1].state.values()} == {torch.float32}
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="parameters that are not in the model"):
+        checkpoint.save(tmp_path, 1, mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1))
+    assert list(tmp_path.iterdir()) == []

@@ -71,7 +71,7 @@ def save(
         The path of the checkpoint.
 
     Raises:
-        ValueError: A number or ``keep`` that is too small.
+        ValueError: A number or ``keep`` that is too small, or an optimizer of another model.
         FileExistsError: There is a checkpoint of this number; nothing was written.
     """
     if number < 0 or keep < 1:
@@ -164,7 +164,12 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     probe = torch.optim.SGD(params)
     probe.state[params[0]] = {}  # of an optimizer without state, torch would make one by stepping it
-    return get_optimizer_state_dict(model, probe)["param_groups"][0]["params"]  # pyright: ignore
+    try:
+        return get_optimizer_state_dict(model, probe)["param_groups"][0]["params"]  # pyright: ignore
+    except KeyError as error:
+        raise ValueError(
+            "the optimizer holds parameters that are not in the model; give the model they belong to."
+        ) from error
 
 
 def _check_model(metadata: Metadata, weights: Mapping[str, Any]) -> None:
