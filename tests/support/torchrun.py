@@ -29,7 +29,7 @@ def torchrun(
     ranks: int = 2,
     nodes: int = 1,
     restarts: int = 0,
-    timeout: float = 120.0,
+    timeout: float = 300.0,
     environment: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Run a script on ``nodes`` agents of ``ranks`` processes each and return what each agent's processes wrote.
