@@ -76,7 +76,7 @@ def share(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
     return x[mine], y[mine]
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int], backward: int = 1) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int]) -> None:
     for step in steps:
         x, y = share(step)
         F.cross_entropy(model(x), y).backward()
@@ -102,14 +102,14 @@ WAYS = (*DDP, "late plain", "late unused", "late views", "group", "sharded", "sh
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_train_like_one_process(ranks: int) -> None:
-    found = run_ranks(_trained_all, ranks, WAYS)
+@pytest.mark.parametrize(("ranks", "ways"), [(2, WAYS), (4, ("plain", "late plain", "sharded by block"))])
+def test_ranks_train_like_one_process(ranks: int, ways: Sequence[str]) -> None:
+    found = run_ranks(_trained_all, ranks, ways)
     for key, weights in found[0].items():
         assert all(other[key] == weights for other in found)
     for schedule in SCHEDULES:
         alone = _trained("bare", schedule)
-        for how in WAYS:
+        for how in ways:
             torch.testing.assert_close(found[0][f"{how} {schedule}"], alone, rtol=0, atol=1e-6, msg=how)
 
 
@@ -138,8 +138,11 @@ def _gradient_bytes(how: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("how", ["plain", "unused", "small buckets", "sharded", "sharded by block", "replicate"])
+@pytest.mark.parametrize(
+    ("how", "ranks"),
+    [(h, 2) for h in ("plain", "unused", "small buckets", "sharded", "sharded by block", "replicate")]
+    + [("plain", 4), ("sharded by block", 4)],
+)
 def test_no_gradient_of_a_frozen_part_is_sent(how: str, ranks: int) -> None:
     for seen in run_ranks(_gradient_bytes, ranks, how):
         assert seen == [(index, 4 * sum(PARTS[index:])) for index in (0, 0, 2, 2, 3, 1, 0)]
@@ -257,19 +260,41 @@ def test_communication_hooks_without_a_state_stay_and_others_are_refused() -> No
         assert "static_graph=False" in str(found["static"])
 
 
+def _before_the_group() -> list[float]:
+    """Attached before there is a process group, as far as freezing can tell; wrapped while two blocks are frozen."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchboost.core.replicas.several_ranks", lambda: False)
+        freeze(model, optimizer, SCHEDULES[1])
+    train(DistributedDataParallel(model), optimizer, range(8))
+    return all_weights(model)
+
+
+@pytest.mark.dist
+def test_freezing_that_was_attached_before_the_process_group_finds_it() -> None:
+    first, second = run_ranks(_before_the_group, 2)
+    assert first == second
+    torch.testing.assert_close(first, _trained("bare", SCHEDULES[1]), rtol=0, atol=1e-6)
+
+
 def _found_apart(what: str) -> str:
     rank, model = dist.get_rank(), network()
     called = wrapped(model, "plain" if what != "sharded" else "sharded")
     optimizer = torch.optim.SGD(called.parameters(), lr=0.05)
     seed = rank if what == "seed" else 0
     freeze(called, optimizer, (0, 2) if what != "schedule" or rank else (0, 1), alike={"seed": seed})
-    with pytest.raises(RankDisagreementError) as caught:
+
+    def go_on() -> None:
         for step in range(4):
             x, y = share(step)
             F.cross_entropy(called(x), y).backward()
             if not (what in ("update", "sharded") and step == 2 and rank == 1):
                 optimizer.step()
             optimizer.zero_grad()
+
+    with pytest.raises(RankDisagreementError) as caught:
+        go_on()
     return str(caught.value)
 
 

@@ -54,9 +54,7 @@ class Plasticity:
         self._loss = value.clone() if self._loss is None else self._loss + value
         self._losses += 1
 
-    def decide(
-        self, frozen: int, *, may_freeze: bool = True, total: Callable[[Tensor], Tensor] | None = None
-    ) -> int:
+    def decide(self, frozen: int, *, may_freeze: bool = True, total: Callable[[Tensor], Tensor] | None = None) -> int:
         """End the window, begin the next one, and return how many groups are frozen in it, of ``frozen`` so far.
 
         Args:

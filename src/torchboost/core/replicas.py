@@ -99,7 +99,7 @@ class Replicas(Attachment):
         if self._watching or not several_ranks():
             return
         self._watching = True
-        hook = torch.compiler.disable(self._before_pass)
+        hook: Callable[..., None] = torch.compiler.disable(self._before_pass)  # pyright: ignore
         for module in _replicas_in(self._model) or [self._model]:
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
@@ -156,11 +156,12 @@ class Replicas(Attachment):
 
     def _sharding(self) -> list[int]:
         """The ranks that FSDP2 spreads the parameters over; none where nothing is sharded."""
-        if self._sharded_over is None:
-            meshes = (getattr(parameter, "device_mesh", None) for parameter in self._model.parameters())
-            mesh = next((mesh for mesh in meshes if mesh is not None), None)
-            self._sharded_over = [] if mesh is None else mesh.mesh.flatten().tolist()
-        return self._sharded_over
+        if self._sharded_over is not None:
+            return self._sharded_over
+        meshes = (getattr(parameter, "device_mesh", None) for parameter in self._model.parameters())
+        mesh = next((mesh for mesh in meshes if mesh is not None), None)
+        self._sharded_over = found = [] if mesh is None else mesh.mesh.flatten().tolist()
+        return found
 
 
 def several_ranks() -> bool:

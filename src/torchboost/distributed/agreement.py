@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic, sleep
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ class Agreement:
         # The rest of the time is for finding out who is missing.
         self._wait = timeout - min(5.0, timeout / 4)
         self._calls = 0
-        self._group: dist.ProcessGroupGloo | None = None
+        self._group: Any = None  # a ProcessGroupGloo, most of which torch's stubs leave out
         self._rank = dist.get_rank()
         try:
             self._store = self._own_store()
@@ -56,15 +57,17 @@ class Agreement:
                 f"{self._wait:.0f} s (this is rank {self._rank}); attach on all of them."
             ) from error
 
-    def _own_store(self) -> dist.Store:
+    def _own_store(self) -> Any:
         """A part of the job's store for this group alone: it counts how many each rank has built for these ranks.
 
         ``dist.new_group`` takes the name of a group that was destroyed for another of the same ranks, whose members
         then find the old addresses in the store.
         """
         assert dist.group.WORLD is not None
-        store = dist.PrefixStore(f"torchboost/{'.'.join(map(str, self._ranks))}", dist.group.WORLD.get_group_store())
-        return dist.PrefixStore(str(store.add(str(self._rank), 1)), store)
+        ranks = ".".join(map(str, self._ranks))
+        within = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+        store = within(f"torchboost/{ranks}", dist.group.WORLD.get_group_store())
+        return within(str(store.add(str(self._rank), 1)), store)
 
     def check(self, figures: Mapping[str, int], *, hint: str) -> None:
         """Compare ``figures`` with those of the other ranks; all of them must call this with the same names.
@@ -79,15 +82,12 @@ class Agreement:
         mine = torch.tensor(list(figures.values()), dtype=torch.int64)
         rows = [torch.empty_like(mine) for _ in self._ranks]
         self._together(lambda group: group.allgather([rows], [mine]), figures)
-        columns = torch.stack(rows).T
+        columns = {name: column.tolist() for name, column in zip(figures, torch.stack(rows).T, strict=True)}
         different = [
-            f"{name} is {_by_value(self._ranks, column.tolist())}"
-            for name, column in zip(figures, columns, strict=True)
-            if not torch.equal(column, column[:1].expand_as(column))
+            f"{name} is {_by_value(self._ranks, found)}" for name, found in columns.items() if len(set(found)) > 1
         ]
         if different:
-            same = [f"{name} {value}" for name, value, column in zip(figures, mine.tolist(), columns, strict=True)
-                    if torch.equal(column, column[:1].expand_as(column))]
+            same = [f"{name} {found[0]}" for name, found in columns.items() if len(set(found)) == 1]
             alike = f" ({', '.join(same)} on all)" if same else ""
             raise RankDisagreementError(f"{self._subject}: the ranks disagree: {'; '.join(different)}{alike}. {hint}")
 
@@ -112,7 +112,7 @@ class Agreement:
         with suppress(RuntimeError):
             group.barrier(options).wait()
 
-    def _together(self, collective: Callable[[dist.ProcessGroupGloo], dist.Work], figures: Mapping[str, int]) -> None:
+    def _together(self, collective: Callable[[Any], Any], figures: Mapping[str, int]) -> None:
         if self._group is None:
             raise RankDisagreementError(f"{self._subject}: the ranks were found apart before; begin again.")
         self._calls += 1
@@ -136,19 +136,18 @@ class Agreement:
         try:
             self._store.set(f"{self._calls}/{self._rank}", "here")
             # Ranks that are alive fail within the same wait, and answer.
-            deadline = max(monotonic() + min(5.0, self._timeout / 4) / 2, 0)
+            deadline = monotonic() + 0.8 * (self._timeout - self._wait)
             while missing and monotonic() < deadline:
                 missing = [rank for rank in missing if not self._store.check([f"{self._calls}/{rank}"])]
                 sleep(_POLL)
         except RuntimeError:
             who = "the process that holds the store (rank 0, unless a launcher does) is gone, perhaps others"
         else:
-            who = f"{_listed(missing, 'rank')} did not come" if missing else "the connection between them broke"
-        took = monotonic() - started
+            who = f"{_listed(missing, 'rank')} did not come" if missing else "the others gave up on this one"
         return (
-            f"{self._subject}: {who} ({had} on {_listed([self._rank], 'rank')}; ranks "
-            f"{_listed(self._ranks)} train together, waited {took:.1f} s). Look at the first error of that rank; where one "
-            "rank works alone for longer, raise the time."
+            f"{self._subject}: {who} ({had} on rank {self._rank}; ranks {_listed(self._ranks)} train together, waited "
+            f"{monotonic() - started:.1f} s). Look at the first error of that rank; where one rank works alone for "
+            "longer, raise the time."
         )
 
 
