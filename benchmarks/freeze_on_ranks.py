@@ -47,7 +47,7 @@ Step = Callable[[], object]
 
 def network() -> ResNet:
     torch.manual_seed(0)
-    return ResNet(Bottleneck, [2, 2, 2, 2], classes=10)
+    return ResNet(Bottleneck, [2, 2, 2, 2], width=32)
 
 
 def freeze_by_hand(model: nn.Module) -> None:
@@ -200,7 +200,7 @@ def measure(options: Options) -> list[Path]:
     report = BenchReport(
         title=f"Freezing {SHARE} % of a ResNet on two ranks",
         workload="freeze_on_ranks-resnet",
-        model="ResNet bottleneck [2, 2, 2, 2]",
+        model="ResNet bottleneck [2, 2, 2, 2], width 32",
         parameters=sum(p.numel() for p in network().parameters()),
         batch=BATCH,
         metric_name="none",
