@@ -102,7 +102,10 @@ WAYS = (*DDP, "late plain", "late unused", "late views", "group", "sharded", "sh
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("ranks", "ways"), [(2, WAYS), (4, ("plain", "late plain", "sharded by block"))])
+@pytest.mark.parametrize(
+    ("ranks", "ways"),
+    [(1, ("plain", "late plain")), (2, WAYS), (4, ("plain", "late plain", "sharded by block"))],
+)
 def test_ranks_train_like_one_process(ranks: int, ways: Sequence[str]) -> None:
     found = run_ranks(_trained_all, ranks, ways)
     for key, weights in found[0].items():
@@ -265,7 +268,7 @@ def _before_the_group() -> list[float]:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchboost.core.replicas.several_ranks", lambda: False)
+        patch.setattr("torchboost.core.replicas._grouped", lambda: False)
         freeze(model, optimizer, SCHEDULES[1])
     train(DistributedDataParallel(model), optimizer, range(8))
     return all_weights(model)

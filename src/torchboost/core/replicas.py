@@ -95,8 +95,8 @@ class Replicas(Attachment):
         self.watch()
 
     def watch(self) -> None:
-        """Hook into the passes once there are several ranks; to be called again while there might be none yet."""
-        if self._watching or not several_ranks():
+        """Hook into the passes once there is a process group; to be called again while there might be none yet."""
+        if self._watching or not _grouped():
             return
         self._watching = True
         hook: Callable[..., None] = torch.compiler.disable(self._before_pass)  # pyright: ignore
@@ -126,14 +126,14 @@ class Replicas(Attachment):
         if not torch.is_grad_enabled():
             return
         ddp = module if isinstance(module, DistributedDataParallel) else self._around()
-        if ddp is not None:
-            self._follow(ddp)
         # A pass that sends gradients is made by all ranks at once; others need not be.
         if module.training and (ddp is None or ddp.require_backward_grad_sync):
             self._agree(ddp)
+        if ddp is not None:
+            self._follow(ddp)
 
     def _around(self) -> DistributedDataParallel | None:
-        """The DDP in whose forward pass this is."""
+        """The DDP in whose forward pass this is, as it tells the compiler."""
         ddp = DistributedDataParallel._get_active_ddp_module()
         if ddp is not None and ddp not in self._built:
             check_reducer(ddp)
@@ -166,7 +166,11 @@ class Replicas(Attachment):
 
 def several_ranks() -> bool:
     """Whether this process is one of several ranks, which need not train one model."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return _grouped() and dist.get_world_size() > 1
+
+
+def _grouped() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _replicas_in(model: nn.Module) -> list[DistributedDataParallel]:
