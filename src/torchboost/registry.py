@@ -194,11 +194,6 @@ def _compile_unproven(facts: Facts) -> str | None:
 def _freeze_unproven(facts: Facts) -> str | None:
     if facts.convolutions == 0:
         return "measured on convolutional networks only; ask for it with extra.grad_freeze"
-    if facts.world_size > 1:
-        return (
-            "DistributedDataParallel must then be built with find_unused_parameters=True; do so and ask for it with "
-            "extra.grad_freeze"
-        )
     if facts.total_steps is None:
         return "it must know the length of the run: say how many updates in grad_freeze.total_steps"
     return None
