@@ -36,10 +36,10 @@ def train(folder: Path, updates: int, every: int) -> None:
     torch.manual_seed(0)
     model = ResNet(Bottleneck, [1, 1, 1], width=8, classes=10, in_channels=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    config = {"extra": {"grad_freeze": True}, "grad_freeze": {"total_steps": updates}}
+    config = {"grad_freeze": {"total_steps": updates}}
     plan = torchboost.Plan.of("O2", config, torchboost.Facts.measure(model)).fit(model, optimizer)
     plan.transform(model, optimizer)  # first the modules, then the wrapper, then the hooks
-    wrapped = DistributedDataParallel(model, find_unused_parameters=True)  # frozen blocks have no gradients
+    wrapped = DistributedDataParallel(model)
     target = torchboost.Target(wrapped, optimizer)
     attached = plan.attach(target)
     step = torchboost.TrainStep(target, lambda x, y: F.cross_entropy(wrapped(x), y), attached=attached)

@@ -44,13 +44,12 @@ KINDS: tuple[Kind, ...] = ("ddp", "fsdp")
 
 @dataclass(frozen=True)
 class Case:
-    """What trains; ``frozen`` stands for parameters without a gradient, which DDP must be told of."""
+    """What trains."""
 
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.AdamW(params, lr=0.01)
     algorithms: tuple[Algorithm, ...] = ()
     scaler: Callable[[], Any] = lambda: None
     steps: int = 1
-    frozen: bool = False
 
 
 CASES = {
@@ -65,22 +64,19 @@ CASES = {
     "accumulation": Case(algorithms=(Accumulation(steps=2),), scaler=lambda: DynamicLossScale(64.0, window=2), steps=2),
     "loss scale per group": Case(algorithms=(GroupLossScale(groups=3, init_scale=64.0),)),
     "freezing for good": Case(
-        algorithms=(BlockFreeze(pattern="progressive", groups=3, full_share=0.2, total_steps=UPDATES),), frozen=True
+        algorithms=(BlockFreeze(pattern="progressive", groups=3, full_share=0.2, total_steps=UPDATES),)
     ),
     "freezing, without a state": Case(
         lambda params: torch.optim.SGD(params, lr=0.05),
         algorithms=(BlockFreeze(pattern="interval", groups=3, full_share=0.0, total_steps=UPDATES),),
-        frozen=True,
     ),
     "freezing from the first update on": Case(
-        algorithms=(BlockFreeze(pattern="continuous", groups=3, full_share=0.0, total_steps=UPDATES),), frozen=True
+        algorithms=(BlockFreeze(pattern="continuous", groups=3, full_share=0.0, total_steps=UPDATES),)
     ),
 }
 ON_FOUR = ["Adam", "SGD, momentum", "accumulation", "loss scale per group", "freezing for good"]
 MOST_DIFFERENT = ["Adam", "accumulation", "freezing from the first update on"]
-GUIDED = Case(
-    algorithms=(BlockFreeze(pattern="guided", groups=3, full_share=0.2, total_steps=2 * UPDATES),), frozen=True
-)
+GUIDED = Case(algorithms=(BlockFreeze(pattern="guided", groups=3, full_share=0.2, total_steps=2 * UPDATES),))
 """Keeps weights and losses of each rank."""
 
 
@@ -90,9 +86,7 @@ class Run:
     def __init__(self, kind: Kind, case: Case, *, model: Callable[[], nn.Module] = mlp) -> None:
         torch.manual_seed(0)
         self.bare = model()
-        # Freezing under DDP needs this; without freezing DDP would warn that there is nothing to find.
-        options = {"find_unused_parameters": True} if case.frozen and kind == "ddp" else {}
-        self.model = wrap(self.bare, kind, **options)
+        self.model = wrap(self.bare, kind)
         self.optimizer = case.optimizer(self.model.parameters())
         target = Target(self.model, self.optimizer, case.scaler())
         attached = attach_all(target, case.algorithms)

@@ -52,7 +52,7 @@ class GuidedFreezing(Freezing):
         norms: Norms,
         fast: FastPrefix | None = None,
         alike: Mapping[str, int] | None = None,
-        agree_within: float = 30.0,
+        agree_within: float = 600.0,
     ) -> None:
         self.plasticity = plasticity
         self._window, self._start, self._most = window, start, most
@@ -169,7 +169,7 @@ class BlockFreeze(Algorithm):
     fast_prefix: bool = False
     cache_mebibytes: int = 0
     cache_path: str | None = None
-    agree_within: float = 30.0
+    agree_within: float = 600.0
 
     def __post_init__(self) -> None:
         if self.pattern not in get_args(Pattern):

@@ -117,7 +117,7 @@ class Freezing(Attachment):
         norms: Norms = "update",
         fast: FastPrefix | None = None,
         alike: Mapping[str, int] | None = None,
-        agree_within: float = 30.0,
+        agree_within: float = 600.0,
     ) -> None:
         if model is not None:
             check_freezable(model)
