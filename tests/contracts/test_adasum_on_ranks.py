@@ -30,6 +30,13 @@ STEPS = 3
 UNITS = [[0, 1], [2, 3], [4, 5]]
 
 
+WAYS = [("ddp", "delta"), ("ddp", "gradient"), ("fsdp", "delta"), ("fsdp", "gradient")]
+
+
+def in_every_way(fn: Any) -> dict[tuple[str, str], Any]:
+    return {(how, on): fn(how, on) for how, on in WAYS}
+
+
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.2)
 
@@ -79,25 +86,21 @@ def test_the_buckets_of_ddp_do_not_matter():
         assert all(weights == found[0] for weights in found)
 
 
-@pytest.mark.parametrize("how", ["bare", "ddp", "fsdp"])
+def on_updates(optimizer_of: Any) -> dict[tuple[str, int], list[list[float]]]:
+    ways = [("bare", 1), ("bare", 2), ("ddp", 2), ("fsdp", 2)]
+    return {(how, per_node): trained(how, "delta", per_node, optimizer_of) for how, per_node in ways}
+
+
 @pytest.mark.parametrize("optimizer_of", [sgd, adam])
-def test_updates_follow_the_formula_per_parameter(how, optimizer_of):
-    per_node = 1 if how == "bare" else 2
-    found = run_ranks(trained, 4, how, "delta", per_node, optimizer_of)
+def test_updates_follow_the_formula_per_parameter(optimizer_of):
+    found = run_ranks(on_updates, 4, optimizer_of)
     assert all(other == found[0] for other in found)
-    assert close(found[0], simulated("delta", 4 // per_node, per_node, STEPS, optimizer_of), 1e-5)
-
-
-def test_updates_of_sgd_are_those_on_gradients():
-    assert close(
-        run_ranks(trained, 4, "ddp", "delta", 2, sgd)[0], run_ranks(trained, 4, "ddp", "gradient", 2, sgd)[0]
-    )
-
-
-def test_a_bare_model_has_its_updates_averaged_inside_the_node():
-    found = run_ranks(trained, 4, "bare", "delta", 2, sgd)
-    assert close(found[0], simulated("delta", 2, 2, STEPS, sgd))
-    assert all(other == found[0] for other in found)
+    for (how, per_node), weights in found[0].items():
+        if (how, per_node) == ("bare", 2) and optimizer_of is adam:
+            continue  # the mean of two updates of Adam is not the update of the mean
+        assert close(weights, simulated("delta", 4 // per_node, per_node, STEPS, optimizer_of), 1e-5), how
+    if optimizer_of is sgd:
+        assert close(found[0]["ddp", 2], simulated("gradient", 2, 2, STEPS, sgd)), "for SGD both forms are one"
 
 
 def test_gradients_under_fsdp_follow_the_formula_per_unit():
@@ -117,12 +120,10 @@ def accumulated(how: str, on: Any) -> list[list[float]]:
     return tensors(model)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
-@pytest.mark.parametrize("on", ["delta", "gradient"])
-def test_windows_of_accumulation_are_combined_once(how, on):
-    units = UNITS if (how, on) == ("fsdp", "gradient") else None
-    wanted = simulated(on, 2, 2, STEPS, sgd, micro=2, units=units)
-    assert close(run_ranks(accumulated, 4, how, on)[0], wanted)
+def test_windows_of_accumulation_are_combined_once():
+    for (how, on), weights in run_ranks(in_every_way, 4, accumulated)[0].items():
+        units = UNITS if (how, on) == ("fsdp", "gradient") else None
+        assert close(weights, simulated(on, 2, 2, STEPS, sgd, micro=2, units=units)), (how, on)
 
 
 def with_overflow(how: str, on: Any) -> tuple[list[bool], list[float], bool, list[list[float]]]:
@@ -142,15 +143,14 @@ def with_overflow(how: str, on: Any) -> tuple[list[bool], list[float], bool, lis
     return overflow, scales, kept, tensors(model)
 
 
-@pytest.mark.parametrize(("how", "on"), [("ddp", "delta"), ("ddp", "gradient"), ("fsdp", "delta"), ("fsdp", "gradient")])
-def test_an_overflow_on_one_rank_skips_the_update_everywhere(how, on):
-    found = run_ranks(with_overflow, 4, how, on)
+def test_an_overflow_on_one_rank_skips_the_update_everywhere():
+    found = run_ranks(in_every_way, 4, with_overflow)
     assert all(other == found[0] for other in found)
-    overflow, scales, kept, weights = found[0]
-    assert overflow == [False, False, True, False, False]
-    assert scales == [1024.0, 1024.0, 512.0, 512.0, 512.0]
-    assert kept
-    assert all(math.isfinite(weight) for param in weights for weight in param)
+    for way, (overflow, scales, kept, weights) in found[0].items():
+        assert overflow == [False, False, True, False, False], way
+        assert scales == [1024.0, 1024.0, 512.0, 512.0, 512.0], way
+        assert kept, way
+        assert all(math.isfinite(weight) for param in weights for weight in param), way
 
 
 def gradients_overflow_under_torchs_scaler() -> tuple[list[float], list[list[float]]]:
@@ -178,13 +178,11 @@ def test_torchs_scaler_works_on_gradients():
     assert all(math.isfinite(weight) for param in found[0][1] for weight in param)
 
 
-def frozen(how: str, on: Any, freezing: bool) -> tuple[list[list[float]], list[list[float]], list[int]]:
-    model = node_wrapped(fresh(), how, on, 2, find_unused_parameters=True)
+def frozen(on: Any) -> tuple[list[list[float]], list[list[float]], list[int]]:
+    model = node_wrapped(fresh(), "ddp", on, 2, find_unused_parameters=True)
     target = Target(model, torch.optim.Adam(model.parameters(), lr=0.01))
-    chosen: list[Any] = [AdaptiveSum(on=on, devices_per_node=2)]
-    if freezing:
-        chosen.append(BlockFreeze(groups=3, full_share=0.4, total_steps=8))
-    attached = attach_all(target, chosen)
+    freezing = BlockFreeze(groups=3, full_share=0.4, total_steps=8)
+    attached = attach_all(target, [AdaptiveSum(on=on, devices_per_node=2), freezing])
     middle, travelled = [], []
     for number in range(8):
         train(model, target.optimizer, 1, first=number)
@@ -197,7 +195,7 @@ def frozen(how: str, on: Any, freezing: bool) -> tuple[list[list[float]], list[l
 
 @pytest.mark.parametrize("on", ["delta", "gradient"])
 def test_freezing_composes(on):
-    found = run_ranks(frozen, 4, "ddp", on, True)
+    found = run_ranks(frozen, 4, on)
     assert all(other == found[0] for other in found)
     middle, last, travelled = found[0]
     still = [a == b for a, b in zip(middle, last, strict=True)]
@@ -206,8 +204,6 @@ def test_freezing_composes(on):
     if on == "delta":
         assert travelled[0] == 6
         assert travelled[-1] == still.count(False), "what is frozen does not travel"
-    wanted = run_ranks(frozen, 4, "ddp", on, False)[0]
-    assert wanted[1] != last
 
 
 def composed() -> list[list[float]]:
@@ -274,12 +270,12 @@ def removed(how: str, on: Any) -> tuple[list[list[float]], list[list[float]], li
     return found[0], found[1], found[2]
 
 
-@pytest.mark.parametrize(("how", "on"), [("ddp", "delta"), ("ddp", "gradient"), ("fsdp", "delta"), ("fsdp", "gradient")])
-def test_removal_leaves_plain_training_and_it_can_come_back(how, on):
-    units = UNITS if (how, on) == ("fsdp", "gradient") else None
-    for plain, without, again in run_ranks(removed, 4, how, on):
-        assert without == plain
-        assert close(again, simulated(on, 2, 2, STEPS, sgd, units=units))
+def test_removal_leaves_plain_training_and_it_can_come_back():
+    for found in run_ranks(in_every_way, 4, removed):
+        for (how, on), (plain, without, again) in found.items():
+            units = UNITS if (how, on) == ("fsdp", "gradient") else None
+            assert without == plain, (how, on)
+            assert close(again, simulated(on, 2, 2, STEPS, sgd, units=units)), (how, on)
 
 
 def resumed(how: str, on: Any) -> tuple[list[list[float]], list[list[float]]]:
@@ -300,10 +296,9 @@ def resumed(how: str, on: Any) -> tuple[list[list[float]], list[list[float]]]:
     return tensors(model), tensors(again)
 
 
-@pytest.mark.parametrize(("how", "on"), [("ddp", "delta"), ("ddp", "gradient"), ("fsdp", "delta"), ("fsdp", "gradient")])
-def test_resumes_bit_for_bit(how, on):
-    for straight, again in run_ranks(resumed, 4, how, on):
-        assert straight == again
+def test_resumes_bit_for_bit():
+    for found in run_ranks(in_every_way, 4, resumed):
+        assert all(straight == again for straight, again in found.values())
 
 
 def a_short_window_on_updates() -> list[list[float]]:

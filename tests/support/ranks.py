@@ -134,7 +134,8 @@ def _context() -> ForkServerContext:
     It is single-threaded, so a fork is safe; OpenMP reads its variable when torch is loaded, that is here.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.fsdp", "torch.nn.parallel"])
+    loaded = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.nn.parallel", "torch._dynamo"]
+    context.set_forkserver_preload(loaded)
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
