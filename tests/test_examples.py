@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 import runpy
+import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -34,6 +39,40 @@ def test_less_bn_report_counts_the_published_networks():
         "RegNet": (71, 48, 44),
         "MobileNetV2": (52, 33, 33),
     }
+
+
+@pytest.mark.dist
+def test_two_nodes_learn_by_adasum():
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    launch += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    agents = [
+        subprocess.Popen(
+            [*launch, "--node-rank", str(node), str((EXAMPLES / "adasum_two_nodes").with_suffix(".py"))],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    try:
+        (said, faults), (silent, _) = [agent.communicate(timeout=240) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.terminate()  # an agent ends its ranks
+            agent.wait()
+    assert [agent.returncode for agent in agents] == [0, 0], faults
+    assert silent == "", "only rank 0 speaks"
+    agreements = [float(found) for found in re.findall(r"agreement of the nodes (-?[0-9.]+)", said)]
+    assert len(agreements) == 3
+    assert all(-1 < agreement < 1 for agreement in agreements)
+    (right,) = re.findall(r"([0-9.]+)% of the test images right", said)
+    assert float(right) > 70
 
 
 def test_every_example_is_tested_and_short():
