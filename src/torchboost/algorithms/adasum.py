@@ -59,7 +59,8 @@ def sum_adaptively(
         >>> import torch, torchboost
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.Adam(model.parameters())
-        >>> summing = torchboost.sum_adaptively(model, optimizer)  # doctest: +SKIP
+        >>> summing = torchboost.sum_adaptively(model, optimizer)  # on one node it warns and changes nothing
+        >>> summing.remove()
     """
     algorithm = AdaptiveSum(on=on, split_groups=split_groups, devices_per_node=devices_per_node)
     return algorithm.attach(Target(model, optimizer))
@@ -182,6 +183,7 @@ class AdaptiveSum(Algorithm):
         if topology.nodes == 1:
             return
         topology.check_full()
+        _check_parameters(target)
         ddp, sharded = data_parallel(target.model), check_mesh(target.model, topology)
         if self.on == "gradient":
             _check_exchange(target.model, ddp, sharded, topology)
@@ -292,6 +294,16 @@ def _check_exchange(model: nn.Module, ddp: DistributedDataParallel | None, shard
         raise IncompatibleError(
             "on='gradient' acts where ranks exchange gradients, and the model is bare; wrap it in "
             "DistributedDataParallel first and attach then, or use on='delta'."
+        )
+
+
+def _check_parameters(target: Target) -> None:
+    params = [*target.model.parameters(), *held(target.optimizer)]
+    devices = {str(param.device) for param in params}
+    if len(devices) > 1 or not all(param.is_floating_point() for param in params):
+        found = f"lie on {', '.join(sorted(devices))}" if len(devices) > 1 else "are not all real numbers"
+        raise IncompatibleError(
+            f"the parameters {found}; AdaSum works on floating point parameters on one device per rank."
         )
 
 

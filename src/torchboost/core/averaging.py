@@ -35,7 +35,7 @@ def check_ranks(ddp: DistributedDataParallel, wanted: range, advice: str) -> Non
     """Raise :class:`IncompatibleError` unless DDP averages over just these ranks; ``advice`` says what to do."""
     found = sorted(dist.get_process_group_ranks(ddp.process_group))
     if found != list(wanted):
-        raise IncompatibleError(f"DistributedDataParallel averages the gradients over the ranks {found}; {advice}")
+        raise IncompatibleError(f"DistributedDataParallel averages the gradients over {len(found)} ranks; {advice}")
 
 
 def check_mesh(model: nn.Module, topology: Topology) -> bool:
@@ -49,11 +49,11 @@ def check_mesh(model: nn.Module, topology: Topology) -> bool:
         return False
     for name, mesh in meshes.items():
         if mesh is None or mesh.ndim != 1 or sorted(mesh.mesh.flatten().tolist()) != list(topology.node):
-            found = "is not sharded" if mesh is None else f"lies on the ranks {mesh.mesh.tolist()}"
+            found = "is not sharded" if mesh is None else f"lies on a mesh of shape {tuple(mesh.shape)}"
             raise IncompatibleError(
                 f"the parameter '{name}' {found}, but FSDP2 must shard and average over the ranks of the node alone, "
-                "as AdaSum takes the place of the mean over nodes; give fully_shard a mesh of one dimension with the "
-                f"ranks {list(topology.node)}."
+                "as AdaSum takes the place of the mean over nodes; give fully_shard a mesh of one dimension over the "
+                f"{topology.devices_per_node} ranks of a node."
             )
     return True
 
