@@ -303,7 +303,7 @@ def _check_parameters(target: Target) -> None:
     if len(devices) > 1 or not all(param.is_floating_point() for param in params):
         found = f"lie on {', '.join(sorted(devices))}" if len(devices) > 1 else "are not all real numbers"
         raise IncompatibleError(
-            f"the parameters {found}; AdaSum works on floating point parameters on one device per rank."
+            f"the parameters {found}; AdaSum takes floating point parameters on one device per rank: leave it out here."
         )
 
 
