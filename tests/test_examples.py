@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from typing import Any
 
@@ -69,6 +70,17 @@ def test_fsdp2_resumes_bit_for_bit(tmp_path):
 def test_examples_run_under_torchrun(name, said, tmp_path):
     folder = [] if name == "ddp_o2" else [tmp_path]
     assert said in torchrun(EXAMPLES / f"{name}.py", *folder)[0]
+
+
+@pytest.mark.dist
+def test_two_nodes_learn_by_adasum():
+    said, silent = torchrun((EXAMPLES / "adasum_two_nodes").with_suffix(".py"), nodes=2)
+    assert "agreement" not in silent, "only rank 0 speaks"
+    agreements = [float(found) for found in re.findall(r"agreement of the nodes (-?[0-9.]+)", said)]
+    assert len(agreements) == 3
+    assert all(-1 < agreement < 1 for agreement in agreements)
+    (right,) = re.findall(r"([0-9.]+)% of the test images right", said)
+    assert float(right) > 70
 
 
 def test_every_example_is_tested_and_short():

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torchboost.algorithms.accumulation import Accumulation
+from torchboost.algorithms.adasum import AdaptiveSum
 from torchboost.algorithms.autocast import Autocast
 from torchboost.algorithms.centralization import Centralization
 from torchboost.algorithms.compilation import Compile
@@ -106,6 +107,7 @@ class Entry:
         unproven: Why a level should leave it out on these facts although it would work; asking for it by
             name overrides this.
         displaces: Names that are dropped when this one is on (the reference's precedence rule).
+        in_no_level: Why no level has it although the reference's do; told to those whose switch is not read.
     """
 
     algorithm: type[Algorithm]
@@ -118,6 +120,7 @@ class Entry:
     unusable: Callable[[Facts], str | None] = _never
     unproven: Callable[[Facts], str | None] = _never
     displaces: frozenset[str] = frozenset()
+    in_no_level: str = ""
 
     @property
     def name(self) -> str:
@@ -199,6 +202,18 @@ def _freeze_unproven(facts: Facts) -> str | None:
     return None
 
 
+def _needs_nodes(facts: Facts) -> str | None:
+    ranks, per_node = facts.world_size, facts.devices_per_node
+    if facts.nodes == 1:
+        return (
+            f"one node of {ranks} rank{'s' * (ranks > 1)} has no other to combine with; where a node has fewer ranks, "
+            "say so in common.device_number"
+        )
+    if ranks % per_node:
+        return f"{ranks} ranks in nodes of {per_node} leave the last node not full; correct common.device_number"
+    return None
+
+
 _ENTRIES = (
     Entry(
         algorithm=LessBatchNorm,
@@ -252,6 +267,15 @@ _ENTRIES = (
         section="grad_accumulation",
         words=MappingProxyType({"grad_accumulation_step": "steps"}),
         unusable=_accumulated_by_the_trainer,
+    ),
+    Entry(
+        algorithm=AdaptiveSum,
+        summary="averages inside a node and combines the nodes by AdaSum",
+        section="common",
+        words=MappingProxyType({"gradient_split_groups": "split_groups"}),
+        facts=MappingProxyType({"devices_per_node": "devices_per_node"}),
+        unusable=_needs_nodes,
+        in_no_level="whether it pays on today's recipes is not proven",
     ),
     Entry(
         algorithm=GroupLossScale,

@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.ranks import run_ranks
 from torchboost.distributed.topology import Topology
+from torchboost.errors import IncompatibleError
 
 
 def here(devices_per_node: int | None = None) -> tuple[int, int, int, int]:
@@ -48,3 +49,10 @@ def test_devices_per_node_make_nodes_and_never_exceed_the_ranks():
 @pytest.mark.dist
 def test_the_launcher_says_how_many_ranks_a_node_has():
     assert run_ranks(here_under_a_launcher, 2) == [(0, 2, 1, 2), (1, 2, 1, 2)]
+
+
+def test_the_ranks_of_a_node_and_whole_nodes():
+    assert [list(Topology(rank=r, world_size=5, devices_per_node=2).node) for r in (0, 3, 4)] == [[0, 1], [2, 3], [4]]
+    Topology(world_size=4, devices_per_node=2).check_full()
+    with pytest.raises(IncompatibleError, match=r"found 5 ranks in nodes of 2, .* not full; start the same number"):
+        Topology(world_size=5, devices_per_node=2).check_full()
