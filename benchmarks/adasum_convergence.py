@@ -1,7 +1,7 @@
-"""Claim: with both learning rates tuned, AdaSum reaches the target in fewer steps than the mean when the batch is large.
+"""Claim: steps to a target with the mean and with AdaSum as the batch grows, the learning rates of both tuned.
 
-Ranks are simulated in one process with ``combined``, which gives what ``adasum_`` gives on real ranks. A rank always has
-32 images, so the batch grows with the ranks. Steps are counted, not seconds.
+Ranks are simulated in one process with ``combined``, which gives what ``adasum_`` gives on real ranks. A rank always
+has 32 images, so the batch grows with the ranks. Steps are counted, not seconds.
 """
 
 from __future__ import annotations
