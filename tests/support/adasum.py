@@ -158,7 +158,7 @@ def together(lists: dict[str, list[Tensor]]) -> dict[str, Outcome]:
 
 def calls(rank: int) -> dict[str, int]:
     """Count the calls for tensors of two dtypes."""
-    counts = dict.fromkeys(("all_reduce", "batch_isend_irecv"), 0)
+    counts: dict[str, int] = {"all_reduce": 0, "batch_isend_irecv": 0}
     with pytest.MonkeyPatch.context() as patch:
         for name in counts:
             patch.setattr(dist, name, counted(counts, name))
