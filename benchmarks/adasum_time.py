@@ -29,8 +29,9 @@ from torchboost.tuner.stopwatch import Comparison, Warmup, compare, environment
 
 BARE = "all-reduce"
 LIST = "mean of the list"
-ADASUM = "AdaSum"
-NODES = "AdaSum over nodes of 2"
+ADASUM = "AdaSum of the list"
+PLACED = "AdaSum of parts of one vector"
+NODES = "AdaSum of the list over nodes of 2"
 RANKS = (2, 4)
 COUNTS = (10_000, 100_000, 1_000_000, 10_000_000)
 TENSORS = 20
@@ -65,8 +66,10 @@ def ways(shapes: Shapes, groups: NodeGroups | None) -> dict[str, Callable[[], ob
         dist.all_reduce(flat)
         flat.div_(dist.get_world_size())
 
+    parts = list(torch.randn_like(flat).split([math.prod(shape) for shape in shapes]))
     found: dict[str, Callable[[], object]] = {
         BARE: bare,
+        PLACED: lambda: adasum_(parts),
         LIST: lambda: mean_(lists[LIST]),
         ADASUM: lambda: adasum_(lists[ADASUM]),
     }
@@ -86,7 +89,7 @@ def rank_main(rank: int, ranks: int, folder: str, smoke: bool) -> None:
     found = {}
     for name, shapes in cases(smoke).items():
         count = sum(map(math.prod, shapes))
-        pairs = 3 if smoke else 20 if count > 5_000_000 else 60
+        pairs = 3 if smoke else 12 if count > 5_000_000 else 60
         timed = compare(ways(shapes, groups), baselines=[BARE], pairs=pairs, warmup=fixed)
         found[name] = [count, timed.samples, timed.warmup_seconds]
         if rank == 0:

@@ -67,7 +67,17 @@ def done(request) -> Ranks:
 
 
 EXACT = ["float32", "long", "parallel", "orthogonal", "one rank is zero", "all but one rank are zero"]
-EXACT += ["all ranks are zero", "one tensor is zero", "small", "large", "empty", "nothing", "strided", "trained"]
+EXACT += [
+    "all ranks are zero",
+    "one tensor is zero",
+    "small",
+    "large",
+    "empty",
+    "nothing",
+    "strided",
+    "trained",
+    "end to end",
+]
 
 
 @pytest.mark.dist
@@ -178,6 +188,12 @@ def test_a_call_makes_a_few_collectives_and_no_more(done):
         # A rank without a partner sits out the lowest level.
         full = {2 * (levels + 1)}
         assert answer.calls["batch_isend_irecv"] in (full if 2**levels == done.count else full | {2 * levels})
+
+
+@pytest.mark.dist
+def test_tensors_that_lie_end_to_end_are_combined_where_they_are(done):
+    for found in done.answers:
+        assert found.copied == [False, True]
 
 
 @pytest.mark.dist

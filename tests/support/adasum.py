@@ -36,7 +36,7 @@ __all__ = [
 SHAPES = ((1000,), (3, 7), (1,), (), (0,), (64, 33), (2, 0, 3), (5,))
 LAYOUTS = ((4, 2), (4, 4), (4, 1), (6, 2), (8, 4))  # ranks, ranks per node
 PARAMETERS, TENSORS = 1_000_000, 20
-ALONE = ("float32", "long", "empty", "nothing")  # cases combined in a call of their own
+ALONE = ("float32", "long", "end to end", "empty", "nothing")  # cases combined in a call of their own
 LINUX = sys.platform == "linux"
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 
@@ -67,6 +67,12 @@ def with_one(value: float, rank: int, holder: int) -> list[Tensor]:
 def strided(rank: int) -> list[Tensor]:
     one, two, three = normal(rank, (12, 10), (30,), (4, 3, 2))
     return [one.t(), two[::3], three.permute(2, 0, 1)]
+
+
+def end_to_end(rank: int) -> list[Tensor]:
+    """Return all tensors of one vector but the first and the last numbers of it."""
+    vector = normal(rank, (207,))[0]
+    return [vector[3:103], vector[103:103], vector[103:104].view(()), vector[104:204].view(10, 10)]
 
 
 def trained(rank: int) -> list[Tensor]:
@@ -100,6 +106,7 @@ CASES: dict[str, Callable[[int, int], list[Tensor]]] = {
     "-inf": lambda rank, ranks: with_one(-math.inf, rank, 1),
     "empty": lambda rank, ranks: [torch.zeros(0), torch.zeros(3, 0)],
     "nothing": lambda rank, ranks: [],
+    "end to end": lambda rank, ranks: end_to_end(rank),
     "strided": lambda rank, ranks: strided(rank),
     "trained": lambda rank, ranks: trained(rank),
 }
@@ -123,6 +130,7 @@ class Answer(NamedTuple):
     refused: list[tuple[str, str, bool]]
     sent: dict[str, int]
     nodes: dict[int, OfNodes]
+    copied: list[bool]
 
 
 def answered() -> Answer:
@@ -140,7 +148,9 @@ def answered() -> Answer:
             "nothing": bytes_sent(lambda: None),
         }
     nodes = {per_node: in_nodes(per_node) for count, per_node in LAYOUTS if count == ranks}
-    return Answer(outcomes, calls(rank), refused(), sent, nodes)
+    return Answer(
+        outcomes, calls(rank), refused(), sent, nodes, [copies(lists) for lists in (end_to_end(rank), strided(rank))]
+    )
 
 
 def together(lists: dict[str, list[Tensor]]) -> dict[str, Outcome]:
@@ -174,6 +184,21 @@ def counted(counts: dict[str, int], name: str) -> Callable[..., object]:
         return real(*args, **settings)
 
     return call
+
+
+def copies(tensors: list[Tensor]) -> bool:
+    """Tell whether the tensors are combined in another place than their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        sources: list[int] = []
+        real = dist.P2POp
+
+        def seen(op: Callable[..., object], tensor: Tensor, *args: object, **settings: int) -> object:
+            sources.append(tensor.untyped_storage().data_ptr() if op is dist.isend else 0)
+            return real(op, tensor, *args, **settings)
+
+        patch.setattr(dist, "P2POp", seen)
+        adasum_(tensors)
+    return tensors[0].untyped_storage().data_ptr() not in sources
 
 
 def refused() -> list[tuple[str, str, bool]]:

@@ -87,16 +87,20 @@ def adasum_(
         ValueError: The tensors lie on several devices.
 
     Cost: each rank sends ``2 (1 - 1/n)`` times its bytes in ``log2 n`` exchanges and one with all others, and takes
-    part in ``log2 n`` all-reduces of at most ``12 n`` bytes per tensor; all this for each dtype. It takes one copy of
-    the tensors, half a copy beside it. Half precision is added in float32 and rounded at every level of the tree.
+    part in ``log2 n`` all-reduces of at most ``12 n`` bytes per tensor; all this for each dtype. It takes half
+    a copy of the tensors, and a whole one beside it unless they lie end to end in memory, as those of a DDP bucket do.
+    Half precision is added in float32 and rounded at every level of the tree.
     """
     tensors = list(tensors)
     ranks = dist.get_world_size(group)
     cosines = _no_cosines(ranks, tensors)
     for chosen in _by_dtype(tensors):
-        flat = _flattened([tensors[i] for i in chosen], ranks)
-        cosines[:, chosen] = _combine(flat, [tensors[i].numel() for i in chosen], group, shards)
-        _write_back(flat, [tensors[i] for i in chosen])
+        own = [tensors[i] for i in chosen]
+        joined = _joined(own)
+        flat = _flattened(own) if joined is None else joined
+        cosines[:, chosen] = _combine(flat, [tensor.numel() for tensor in own], group, shards)
+        if joined is None:
+            _write_back(flat, own)
     return cosines
 
 
@@ -334,7 +338,22 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
     return [[i for i, tensor in enumerate(tensors) if tensor.dtype == kind] for kind in kinds]
 
 
-def _flattened(tensors: Sequence[Tensor], multiple: int) -> Tensor:
+def _joined(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return one flat view of tensors that lie end to end in memory, as those of a DDP bucket do; None for others."""
+    storage, start = tensors[0].untyped_storage().data_ptr(), tensors[0].storage_offset()
+    at = start
+    for tensor in tensors:
+        if (
+            not tensor.is_contiguous()
+            or tensor.storage_offset() != at
+            or tensor.untyped_storage().data_ptr() != storage
+        ):
+            return None
+        at += tensor.numel()
+    return tensors[0].detach().as_strided((at - start,), (1,), start)
+
+
+def _flattened(tensors: Sequence[Tensor], multiple: int = 1) -> Tensor:
     """Return all tensors in one flat copy, with zeros behind up to a multiple of so many numbers."""
     length = sum(tensor.numel() for tensor in tensors)
     padding = tensors[0].new_zeros(-length % multiple)
