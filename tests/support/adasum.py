@@ -69,9 +69,8 @@ def strided(rank: int) -> list[Tensor]:
     return [one.t(), two[::3], three.permute(2, 0, 1)]
 
 
-def end_to_end(rank: int) -> list[Tensor]:
-    """Return all tensors of one vector but the first and the last numbers of it."""
-    vector = normal(rank, (207,))[0]
+def parts(vector: Tensor) -> list[Tensor]:
+    """Return tensors that lie end to end, with three numbers before and behind them."""
     return [vector[3:103], vector[103:103], vector[103:104].view(()), vector[104:204].view(10, 10)]
 
 
@@ -106,7 +105,7 @@ CASES: dict[str, Callable[[int, int], list[Tensor]]] = {
     "-inf": lambda rank, ranks: with_one(-math.inf, rank, 1),
     "empty": lambda rank, ranks: [torch.zeros(0), torch.zeros(3, 0)],
     "nothing": lambda rank, ranks: [],
-    "end to end": lambda rank, ranks: end_to_end(rank),
+    "end to end": lambda rank, ranks: parts(normal(rank, (207,))[0]),
     "strided": lambda rank, ranks: strided(rank),
     "trained": lambda rank, ranks: trained(rank),
 }
@@ -130,7 +129,7 @@ class Answer(NamedTuple):
     refused: list[tuple[str, str, bool]]
     sent: dict[str, int]
     nodes: dict[int, OfNodes]
-    copied: list[bool]
+    in_place: tuple[bool, bool, bool]
 
 
 def answered() -> Answer:
@@ -148,9 +147,7 @@ def answered() -> Answer:
             "nothing": bytes_sent(lambda: None),
         }
     nodes = {per_node: in_nodes(per_node) for count, per_node in LAYOUTS if count == ranks}
-    return Answer(
-        outcomes, calls(rank), refused(), sent, nodes, [copies(lists) for lists in (end_to_end(rank), strided(rank))]
-    )
+    return Answer(outcomes, calls(rank), refused(), sent, nodes, in_place(rank))
 
 
 def together(lists: dict[str, list[Tensor]]) -> dict[str, Outcome]:
@@ -186,19 +183,28 @@ def counted(counts: dict[str, int], name: str) -> Callable[..., object]:
     return call
 
 
-def copies(tensors: list[Tensor]) -> bool:
-    """Tell whether the tensors are combined in another place than their own."""
+def in_place(rank: int) -> tuple[bool, bool, bool]:
+    """Tell whether tensors end to end and scattered ones are sent from their place; whether others stay as they are."""
+    vector = normal(rank, (207,))[0]
+    before = vector.clone()
+    found = [sent_from(vector, parts(vector)), sent_from((scattered := strided(rank))[0], scattered)]
+    outside = torch.ones(207, dtype=torch.bool)
+    outside[3:204] = False
+    return found[0], found[1], torch.equal(vector[outside], before[outside])
+
+
+def sent_from(memory: Tensor, tensors: list[Tensor]) -> bool:
+    sources = []
     with pytest.MonkeyPatch.context() as patch:
-        sources: list[int] = []
         real = dist.P2POp
 
         def seen(op: Callable[..., object], tensor: Tensor, *args: object, **settings: int) -> object:
-            sources.append(tensor.untyped_storage().data_ptr() if op is dist.isend else 0)
+            sources.append(tensor.untyped_storage().data_ptr())
             return real(op, tensor, *args, **settings)
 
         patch.setattr(dist, "P2POp", seen)
         adasum_(tensors)
-    return tensors[0].untyped_storage().data_ptr() not in sources
+    return memory.untyped_storage().data_ptr() in sources
 
 
 def refused() -> list[tuple[str, str, bool]]:
