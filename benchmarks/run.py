@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import accuracy
+import adasum_time
 import fine_tune
 import freeze_on_ranks
 import freeze_savings
@@ -27,6 +28,7 @@ CLAIMS = {
     "whole_run": whole_run.measure,
     "freeze_types": freeze_types.measure,
     "optimizer_step": optimizer_step.measure,
+    "adasum_time": adasum_time.measure,
     "accuracy": accuracy.measure,
     "gpu": gpu.measure,
 }
