@@ -29,6 +29,8 @@ _PATIENCE = 1800.0
 def check_reducer(model: nn.Module) -> None:
     """Refuse a DDP, as the model or inside it, whose reducer cannot be built again.
 
+    A state that copes with other buckets at any pass says so in an attribute ``follows_buckets``.
+
     Raises:
         IncompatibleError: ``static_graph=True``, or a communication hook with a state of its own.
     """
@@ -39,7 +41,7 @@ def check_reducer(model: nn.Module) -> None:
                 "build it with static_graph=False."
             )
         for hook, state in _hooks_of(ddp):
-            if not (state is None or isinstance(state, dist.ProcessGroup)):
+            if not (state is None or isinstance(state, dist.ProcessGroup) or getattr(state, "follows_buckets", False)):
                 raise IncompatibleError(
                     f"freezing: DistributedDataParallel has the communication hook {hook.__qualname__} with a state "
                     f"({type(state).__name__}), which may hold figures of each bucket, and freezing changes the "

@@ -55,6 +55,9 @@ class BucketPacks:
         ddp: The model whose buckets come.
     """
 
+    follows_buckets = True
+    """Parameters may come and go between passes, as under freezing: the last bucket combines whatever is there."""
+
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.packing: Packing | None = None
         self._group = ddp.process_group
