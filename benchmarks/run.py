@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import accuracy
+import adasum_time
 import fine_tune
+import freeze_on_ranks
 import freeze_savings
 import freeze_types
 import gpu
@@ -21,10 +23,12 @@ CLAIMS = {
     "host_memory": host_memory.measure,
     "loss_scale": loss_scale.measure,
     "freeze_savings": freeze_savings.measure,
+    "freeze_on_ranks": freeze_on_ranks.measure,
     "fine_tune": fine_tune.measure,
     "whole_run": whole_run.measure,
     "freeze_types": freeze_types.measure,
     "optimizer_step": optimizer_step.measure,
+    "adasum_time": adasum_time.measure,
     "accuracy": accuracy.measure,
     "gpu": gpu.measure,
 }

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+import adasum_convergence
 
 from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuner.evidence import BenchReport, Contestant, Interval
@@ -15,8 +18,12 @@ from torchboost.tuner.table import Table, result_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "docs" / "levels.md", ROOT / "docs" / "optimizers.md")
 BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    """Return the pages that show a table."""
+    return [path for path in sorted((ROOT / "docs").rglob("*.md")) if BLOCK.search(path.read_text(encoding="utf-8"))]
 
 
 def rows(table: Table) -> str:
@@ -138,6 +145,48 @@ def against_bare(path: Path) -> str:
     return f"{rows(table)}\n\n{origin(report, path).replace(', batch 1', '')}"
 
 
+def beside_all_reduce(path: Path) -> str:
+    """A line per number of ranks and size, a column per way, as a multiple of the all-reduce."""
+    report = BenchReport.load(path)
+    cases: dict[str, dict[str, Contestant]] = {}
+    for contestant in report.contestants:
+        case, _, way = contestant.name.partition(": ")
+        cases.setdefault(case, {})[way] = contestant
+    ways = list(dict.fromkeys(way for found in cases.values() for way in found))
+
+    def multiple(found: dict[str, Contestant], way: str) -> str:
+        if way not in found:
+            return ""
+        times = paired_ratio(found[way].samples, found[ways[0]].samples)
+        return f"{times.mid:.2f} ({times.low:.2f} to {times.high:.2f})"
+
+    def row(case: str, found: dict[str, Contestant]) -> tuple[str, ...]:
+        return (
+            *case.split(", ", 1),
+            f"{1e3 * found[ways[0]].step_seconds.mid:.1f} ms",
+            *(multiple(found, way) for way in ways[1:]),
+        )
+
+    head = ("ranks", "vector", ways[0], *(f"{way}, times that" for way in ways[1:]))
+    table = Table(headings=head, rows=tuple(row(case, found) for case, found in cases.items()))
+    env = report.environment
+    said = "".join(f"- {note}\n" for note in report.notes)
+    return (
+        f"{rows(table)}\n\n{said}\n{env.processor}, {env.cores} cores, torch {env.torch}, commit "
+        f"{env.commit or 'unknown'}, {env.date}. Raw samples: `benchmarks/results/{path.name}`."
+    )
+
+
+def steps_to_target(path: Path) -> str:
+    result = json.loads(path.read_text(encoding="utf-8"))
+    env = result["environment"]
+    table = Table(headings=adasum_convergence.HEADINGS, rows=tuple(adasum_convergence.rows(result["found"])))
+    return (
+        f"{rows(table)}\n\n{result['title']}. {result['model']}. Tuning: {result['tuning']}. torch {env['torch']}, "
+        f"commit {env['commit'] or 'unknown'}, {env['date']}. Curves and grids: `benchmarks/results/{path.name}`."
+    )
+
+
 def fine_tuned(path: Path) -> str:
     report = BenchReport.load(path)
 
@@ -168,6 +217,8 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "optimizer_step": against_bare,
     "freeze_types": from_scratch,
     "fine_tune": fine_tuned,
+    "adasum_time": beside_all_reduce,
+    "adasum_convergence": steps_to_target,
 }
 
 
@@ -188,7 +239,7 @@ if __name__ == "__main__":
     made = argparse.ArgumentParser(description=__doc__)
     made.add_argument("--check", action="store_true", help="fail where the page and the results differ")
     check = made.parse_args().check
-    for path in PAGES:
+    for path in pages():
         before = path.read_text(encoding="utf-8")
         after = page(before)
         if check and after != before:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from tests.support.torchrun import loopback
 from torchboost.registry import REGISTRY
 
 DOCS = ROOT / "docs"
@@ -46,6 +47,7 @@ def run(page: Path, snippet: str) -> dict[str, Any]:
 )
 def test_every_snippet_runs_when_it_is_copied_alone(page, snippet, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback())
     run(page, snippet)
 
 

@@ -17,6 +17,7 @@ from torchboost.plan import resolve
 from torchboost.registry import LEVELS, REGISTRY
 
 FAST = Facts(half_precision=True, convolutions=53, total_steps=65536)
+NODES = replace(FAST, world_size=8, nodes=2, devices_per_node=4)
 
 
 def names(plan: Plan) -> set[str]:
@@ -93,15 +94,9 @@ def test_levels_leave_less_bn_out_of_trained_networks():
     assert "less_bn" in names(Plan.of("O1", facts=replace(FAST, trained=False)))
 
 
-@pytest.mark.parametrize(
-    ("config", "name"),
-    [
-        ({"boost": {"adasum": True}}, "adasum"),
-        ({"boost": {"dim_reduce": True}}, "dim_reduce"),
-    ],
-)
-def test_auto_lists_what_it_was_asked_for_in_vain(config, name):
-    assert reasons(Plan.of("O1", config, FAST))[name] == "not part of this version of torchboost"
+def test_auto_lists_what_it_was_asked_for_in_vain():
+    asked = {"boost": {"dim_reduce": True}}
+    assert "use mode manual, or extra (in no level:" in reasons(Plan.of("O1", asked, FAST))["dim_reduce"]
     assert "grad_freeze" not in reasons(Plan.of("O1", {"grad_freeze": {"total_steps": 9}}, FAST))
 
 
@@ -188,17 +183,26 @@ def test_disable_all_beats_everything():
     assert plan.algorithms == ()
 
 
-def test_enable_all_takes_the_registry_and_names_what_is_missing():
+def test_enable_all_leaves_what_stands_alone():
     plan = Plan.of("O0", {"boost": {"mode": "enable_all"}}, FAST)
-    assert names(plan) == set(REGISTRY)
-    assert reasons(plan)["adasum"] == "not part of this version of torchboost"
+    assert names(plan) == {"dim_reduce"}
+    assert set(reasons(plan)) == set(REGISTRY) - {"dim_reduce"}
+    assert "dim_reduce is on, which stands alone" in reasons(plan)["less_bn"]
 
 
-def test_what_is_not_there_is_dropped_with_a_reason():
-    plan = Plan.of("O1", {"boost": {"mode": "manual", "dim_reduce": True}}, FAST)
-    assert plan.algorithms == ()
-    assert "dim_reduce" in reasons(plan)
-    assert "dim_reduce" in plan.explain()
+def test_enable_all_takes_the_rest_of_the_registry_without_it():
+    everything = {"boost": {"mode": "enable_all"}, "extra": {"dim_reduce": False}}
+    plan = Plan.of("O0", everything, FAST)
+    assert names(plan) == set(REGISTRY) - {"adasum", "dim_reduce"}
+    assert "one node of 1 rank has no other to combine with" in reasons(plan)["adasum"]
+    assert names(Plan.of("O0", everything, NODES)) == set(REGISTRY) - {"dim_reduce"}
+
+
+def test_what_stands_alone_and_cannot_run_drops_nothing_else():
+    asked = {"boost": {"mode": "manual", "dim_reduce": True, "less_bn": True}}
+    plan = Plan.of("O1", asked, replace(FAST, loop="lightning"))
+    assert "less_bn" in names(plan)
+    assert "without the loss" in reasons(plan)["dim_reduce"]
 
 
 def test_extra_turns_levers_off_on_and_sets_them():

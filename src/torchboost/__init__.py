@@ -11,6 +11,7 @@ from torchboost.lazy import exports
 
 if TYPE_CHECKING:
     from torchboost.algorithms.accumulation import Accumulation, Accumulator
+    from torchboost.algorithms.adasum import AdaptiveSum, sum_adaptively
     from torchboost.algorithms.autocast import Autocast, autocast_forward
     from torchboost.algorithms.centralization import Centralization, centralize_gradients
     from torchboost.algorithms.compilation import Compile
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torchboost.algorithms.less_bn import LessBatchNorm, reduce_batch_norm
     from torchboost.algorithms.loss_scale import GroupGradScaler, GroupLossScale
     from torchboost.algorithms.memory_format import ChannelsLast, channels_last
+    from torchboost.compat.adasum import AdaSum
     from torchboost.compat.auto_boost import AutoBoost
     from torchboost.compat.cells import BoostTrainOneStepCell, WithLoss
     from torchboost.compat.dim_reduce import DimReduce
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from torchboost.core.loss_scale import DynamicLossScale, FixedLossScale
     from torchboost.core.scale_rule import ScaleRule
     from torchboost.core.step import StepOutput, TrainStep
+    from torchboost.distributed.topology import NodeGroups, Topology
     from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning, ScaleCollapseWarning
     from torchboost.optim.pipeline import GradientPipeline
     from torchboost.plan import Plan, boost
@@ -46,6 +49,8 @@ __all__ = [
     "REGISTRY",
     "Accumulation",
     "Accumulator",
+    "AdaSum",
+    "AdaptiveSum",
     "Algorithm",
     "Attached",
     "Attachment",
@@ -76,6 +81,7 @@ __all__ = [
     "LessBN",
     "LessBatchNorm",
     "NoEffectWarning",
+    "NodeGroups",
     "OptimizerProcess",
     "ParameterProcess",
     "Plan",
@@ -84,6 +90,7 @@ __all__ = [
     "StepOutput",
     "SubspaceDescent",
     "Target",
+    "Topology",
     "TrainStep",
     "Traits",
     "WithLoss",
@@ -98,10 +105,12 @@ __all__ = [
     "fuse",
     "reduce_batch_norm",
     "retain_host_memory",
+    "sum_adaptively",
 ]
 
 _HOMES = {
     "torchboost.algorithms.accumulation": ("Accumulation", "Accumulator"),
+    "torchboost.algorithms.adasum": ("AdaptiveSum", "sum_adaptively"),
     "torchboost.algorithms.autocast": ("Autocast", "autocast_forward"),
     "torchboost.algorithms.centralization": ("Centralization", "centralize_gradients"),
     "torchboost.algorithms.compilation": ("Compile",),
@@ -112,6 +121,7 @@ _HOMES = {
     "torchboost.algorithms.less_bn": ("LessBatchNorm", "reduce_batch_norm"),
     "torchboost.algorithms.loss_scale": ("GroupGradScaler", "GroupLossScale"),
     "torchboost.algorithms.memory_format": ("ChannelsLast", "channels_last"),
+    "torchboost.compat.adasum": ("AdaSum",),
     "torchboost.compat.auto_boost": ("AutoBoost",),
     "torchboost.compat.cells": ("BoostTrainOneStepCell", "WithLoss"),
     "torchboost.compat.dim_reduce": ("DimReduce",),
@@ -125,6 +135,7 @@ _HOMES = {
     "torchboost.core.loss_scale": ("DynamicLossScale", "FixedLossScale"),
     "torchboost.core.scale_rule": ("ScaleRule",),
     "torchboost.core.step": ("StepOutput", "TrainStep"),
+    "torchboost.distributed.topology": ("NodeGroups", "Topology"),
     "torchboost.errors": ("ConfigError", "IncompatibleError", "NoEffectWarning", "ScaleCollapseWarning"),
     "torchboost.optim.pipeline": ("GradientPipeline",),
     "torchboost.plan": ("Plan", "boost"),

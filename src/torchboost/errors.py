@@ -11,6 +11,7 @@ __all__ = [
     "ConfigError",
     "IncompatibleError",
     "NoEffectWarning",
+    "RankDisagreementError",
     "ScaleCollapseWarning",
     "nearest",
 ]
@@ -44,6 +45,10 @@ class ConfigError(ValueError):
 
 class IncompatibleError(RuntimeError):
     """Two things cannot work together; the message names both and says what to change."""
+
+
+class RankDisagreementError(RuntimeError):
+    """Ranks that train one model together are not where the others are; the message names ranks, step and figures."""
 
 
 class CacheSpaceWarning(RuntimeWarning):

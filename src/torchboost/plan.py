@@ -22,7 +22,6 @@ from torchboost.registry import LEVELS, REGISTRY, Entry, Facts
 __all__ = ["Dropped", "Plan", "boost", "resolve"]
 
 SWITCHES = tuple(name for name in BoostSwitches.model_fields if name != "mode")
-NOT_HERE = "not part of this version of torchboost"
 
 
 class Dropped(NamedTuple):
@@ -131,7 +130,8 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     displace others; what these facts rule out is dropped; the rest is built and sorted by attach order.
     Settings of an algorithm: the level's row, overridden by the keys the user wrote in the reference's
     section, overridden by ``extra``. Outside mode auto the section's defaults take the place of the level's row.
-    ``grad_freeze.total_steps``, where the user wrote it, is the length of the run for every algorithm.
+    ``grad_freeze.total_steps``, where the user wrote it, is the length of the run for every algorithm, and
+    ``common.device_number`` the number of ranks on a node.
 
     Raises:
         ConfigError: Unknown level, unknown name or setting under ``extra``, or a setting of wrong type or range.
@@ -144,6 +144,10 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
             raise ConfigError(f"extra.{name}", found="no algorithm of that name", allowed=allowed, hint=hint)
     if "total_steps" in config.grad_freeze.model_fields_set:
         facts = replace(facts, total_steps=config.grad_freeze.total_steps)
+    per_node = _ranks_per_node(config)
+    if per_node is not None:
+        per_node = min(per_node, facts.world_size)
+        facts = replace(facts, devices_per_node=per_node, nodes=-(-facts.world_size // per_node))
     wanted = _wanted(config, level)
     reasons = {name: _objection(name, wanted, config, facts) for name in wanted}
     dropped = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)
@@ -155,6 +159,15 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     ]
     built.sort(key=lambda algorithm: algorithm.traits.order)
     return Plan(level=level, mode=config.boost.mode, algorithms=tuple(built), dropped=dropped)
+
+
+def _ranks_per_node(config: BoostConfig) -> int | None:
+    """Return what the user wrote; the reference's default of 8 is not what the launcher started."""
+    extra = config.extra.get("adasum")
+    own = extra.get("devices_per_node") if isinstance(extra, dict) else None
+    if type(own) is int and own >= 1:
+        return own
+    return config.common.device_number if "device_number" in config.common.model_fields_set else None
 
 
 def _wanted(config: BoostConfig, level: str) -> list[str]:
@@ -197,19 +210,17 @@ def _unread(config: BoostConfig, wanted: list[str], on: list[str]) -> tuple[Drop
             continue
         section = getattr(config, name, None)
         written = section.model_fields_set - {"total_steps"} if section is not None else set()
-        if name not in REGISTRY and (written or getattr(config.boost, name)):
-            unread[name] = NOT_HERE
-        elif written or getattr(config.boost, name):
+        if written or getattr(config.boost, name):
             unread[name] = "mode auto goes by the level and reads no switches; use mode manual, or extra"
+            if REGISTRY[name].in_no_level:
+                unread[name] += f" (in no level: {REGISTRY[name].in_no_level})"
     return tuple(Dropped(name, reason) for name, reason in unread.items())
 
 
 def _objection(name: str, wanted: list[str], config: BoostConfig, facts: Facts) -> str | None:
-    entry = REGISTRY.get(name)
-    if entry is None:
-        return NOT_HERE
-    winner = next((w for w in wanted if w in REGISTRY and name in REGISTRY[w].displaces), None)
-    if winner is not None:
+    entry = REGISTRY[name]
+    winner = next((w for w in wanted if name in REGISTRY[w].displaces), None)
+    if winner is not None and REGISTRY[winner].unusable(facts) is None:
         return f"{winner} is on, which stands alone"
     asked_for = config.boost.mode != "auto" or name in config.extra
     return entry.unusable(facts) or (None if asked_for else entry.unproven(facts))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torchboost.algorithms.accumulation import Accumulation
+from torchboost.algorithms.adasum import AdaptiveSum
 from torchboost.algorithms.autocast import Autocast
 from torchboost.algorithms.centralization import Centralization
 from torchboost.algorithms.compilation import Compile
@@ -107,6 +108,7 @@ class Entry:
         unproven: Why a level should leave it out on these facts although it would work; asking for it by
             name overrides this.
         displaces: Names that are dropped when this one is on (the reference's precedence rule).
+        in_no_level: Why no level has it although the reference's do; told to those whose switch is not read.
     """
 
     algorithm: type[Algorithm]
@@ -119,6 +121,7 @@ class Entry:
     unusable: Callable[[Facts], str | None] = _never
     unproven: Callable[[Facts], str | None] = _never
     displaces: frozenset[str] = frozenset()
+    in_no_level: str = ""
 
     @property
     def name(self) -> str:
@@ -201,13 +204,20 @@ def _compile_unproven(facts: Facts) -> str | None:
 def _freeze_unproven(facts: Facts) -> str | None:
     if facts.convolutions == 0:
         return "measured on convolutional networks only; ask for it with extra.grad_freeze"
-    if facts.world_size > 1:
-        return (
-            "DistributedDataParallel must then be built with find_unused_parameters=True; do so and ask for it with "
-            "extra.grad_freeze"
-        )
     if facts.total_steps is None:
         return "it must know the length of the run: say how many updates in grad_freeze.total_steps"
+    return None
+
+
+def _needs_nodes(facts: Facts) -> str | None:
+    ranks, per_node = facts.world_size, facts.devices_per_node
+    if facts.nodes == 1:
+        return (
+            f"one node of {ranks} rank{'s' * (ranks > 1)} has no other to combine with; where a node has fewer ranks, "
+            "say so in common.device_number"
+        )
+    if ranks % per_node:
+        return f"{ranks} ranks in nodes of {per_node} leave the last node not full; correct common.device_number"
     return None
 
 
@@ -266,6 +276,15 @@ _ENTRIES = (
         unusable=_accumulated_by_the_trainer,
     ),
     Entry(
+        algorithm=AdaptiveSum,
+        summary="averages inside a node and combines the nodes by AdaSum",
+        section="common",
+        words=MappingProxyType({"gradient_split_groups": "split_groups"}),
+        facts=MappingProxyType({"devices_per_node": "devices_per_node"}),
+        unusable=_needs_nodes,
+        in_no_level="whether it pays on today's recipes is not proven",
+    ),
+    Entry(
         algorithm=GroupLossScale,
         summary="scales the gradients of each group of modules by itself, for float16",
         unusable=_scaled_by_the_trainer,
@@ -286,6 +305,7 @@ _ALONE = Entry(
         }
     ),
     unusable=_stepped_by_the_trainer,
+    in_no_level="it was not found to pay, see its card",
     displaces=frozenset(entry.name for entry in _ENTRIES),
 )
 

@@ -279,7 +279,7 @@ def _trained(kind: str, pattern: str) -> tuple[list[float], int]:
     for module in model.modules():  # statistics of a share of the batch are not those of the batch
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
-    wrapped = wrap(model, kind, **({"find_unused_parameters": True} if kind == "ddp" else {}))  # pyright: ignore
+    wrapped = wrap(model, kind)  # pyright: ignore[reportArgumentType]
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
     freezing = freeze_blocks(wrapped, optimizer, settings(pattern, total_steps=10, full_share=0.2, threshold=10.0))
     train_share(Target(wrapped, optimizer), model, steps=8)

@@ -98,7 +98,7 @@ def test_what_is_not_there_is_said_plainly():
     assert cell.check_adasum_enable() is False
     assert cell.check_dim_reduce_enable() is False
     loss = torch.zeros(())
-    with pytest.raises(IncompatibleError, match="not part of this version"):
+    with pytest.raises(IncompatibleError, match="AdaSum does not act in this cell; give AutoBoost"):
         cell.adasum_process(loss, ())
 
 

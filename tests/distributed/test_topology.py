@@ -3,9 +3,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
-from torchboost.distributed.topology import Topology
+from torchboost.distributed.topology import NodeGroups, Topology
+from torchboost.errors import IncompatibleError
 
 
 def here(devices_per_node: int | None = None) -> tuple[int, int, int, int]:
@@ -48,3 +50,51 @@ def test_devices_per_node_make_nodes_and_never_exceed_the_ranks():
 @pytest.mark.dist
 def test_the_launcher_says_how_many_ranks_a_node_has():
     assert run_ranks(here_under_a_launcher, 2) == [(0, 2, 1, 2), (1, 2, 1, 2)]
+
+
+def test_the_ranks_of_a_node_and_whole_nodes():
+    assert [list(Topology(rank=r, world_size=5, devices_per_node=2).node) for r in (0, 3, 4)] == [[0, 1], [2, 3], [4]]
+    Topology(world_size=4, devices_per_node=2).check_full()
+    with pytest.raises(IncompatibleError, match=r"found 5 ranks in nodes of 2, .* not full; start the same number"):
+        Topology(world_size=5, devices_per_node=2).check_full()
+
+
+def members(per_node: int) -> tuple[list[int], list[int], bool]:
+    groups = NodeGroups.of(Topology.current(per_node))
+    found = [dist.get_process_group_ranks(group) for group in (groups.inside, groups.across)]
+    dist.barrier()
+    groups.destroy()
+    with pytest.raises(ValueError, match="Invalid process group"):
+        groups.destroy()
+    return found[0], found[1], dist.is_initialized()
+
+
+def refused(per_node: int) -> str:
+    with pytest.raises(IncompatibleError) as error:
+        NodeGroups.of(Topology.current(per_node))
+    return str(error.value)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("ranks", "per_node"), [(4, 2), (6, 3), (3, 3), (3, 1), (1, 1)])
+def test_a_rank_belongs_to_its_node_and_to_its_place_in_every_node(ranks, per_node):
+    for rank, (inside, across, others_live) in enumerate(run_ranks(members, ranks, per_node)):
+        node, place = divmod(rank, per_node)
+        assert inside == [node * per_node + i for i in range(per_node)]
+        assert across == list(range(place, ranks, per_node))
+        assert others_live
+
+
+@pytest.mark.dist
+def test_nodes_that_are_not_all_full_are_refused():
+    wanted = (
+        "found 3 ranks in nodes of 2, so that the last node is not full; start the same number on every node, or set "
+        "common.device_number to how many there are."
+    )
+    assert run_ranks(refused, 3, 2) == [wanted] * 3
+
+
+def test_node_groups_are_a_value():
+    assert [field.name for field in dataclasses.fields(NodeGroups)] == ["inside", "across"]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        NodeGroups.__new__(NodeGroups).inside = None

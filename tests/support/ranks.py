@@ -7,7 +7,7 @@ import os
 import pickle
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from functools import cache
 from multiprocessing import forkserver
@@ -27,11 +27,14 @@ class RankError(AssertionError):
     """A rank raised, died or did not answer; carries the first traceback."""
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, dying: Collection[int] = ()
+) -> list[Any]:
     """Call ``fn(*args)`` on every rank of a fresh gloo group and return what the ranks returned, in rank order.
 
     ``fn`` must be importable (a module-level function); it asks ``torch.distributed`` for its rank. ``args`` and
     the return values are pickled. A rank that is still running after ``timeout`` seconds is killed.
+    Ranks that are ``dying`` may end without an answer, which is then None; the others do not wait for them at the end.
 
     Raises:
         RankError: With the traceback of the rank that failed first, or the ranks that did not answer in time.
@@ -44,11 +47,11 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     workers: list[BaseProcess] = []
     try:
         for rank, (_, writer) in enumerate(pipes):
-            call = (rank, world_size, server.port, timeout, writer, fn, args)
+            call = (rank, world_size, server.port, timeout, writer, fn, args, bool(dying))
             workers.append(context.Process(target=_run, args=call, daemon=True))
             workers[-1].start()
             writer.close()
-        results = _collect(readers, timeout)
+        results = _collect(readers, timeout, dying)
         for worker in workers:
             worker.join(timeout=10)
         return results
@@ -62,7 +65,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
             writer.close()
 
 
-def _collect(readers: list[Connection], timeout: float) -> list[Any]:
+def _collect(readers: list[Connection], timeout: float, dying: Collection[int] = ()) -> list[Any]:
     results: dict[int, Any] = {}
     deadline = monotonic() + timeout
     while len(results) < len(readers):
@@ -74,7 +77,7 @@ def _collect(readers: list[Connection], timeout: float) -> list[Any]:
         for reader in readers:
             if reader in ready:
                 rank = pending[reader]
-                failed, when, value = _receive(reader)
+                failed, when, value = (False, 0.0, None) if rank in dying else _receive(reader)
                 results[rank] = value
                 if failed:
                     failures.append((when, f"rank {rank} {value}"))
@@ -99,6 +102,7 @@ def _run(
     writer: Connection,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
+    some_die: bool,
 ) -> None:
     os.environ.update(_launcher(rank, world_size, port))
     torch.set_num_threads(1)
@@ -108,8 +112,9 @@ def _run(
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
         # Plain pickle copies tensors; the sharing pickler of torch would need this process to outlive the reader.
         answer = pickle.dumps((False, 0.0, fn(*args)))
-        dist.barrier()
-        dist.destroy_process_group()
+        if not some_die:
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:
         answer = pickle.dumps((True, monotonic(), f"failed:\n{traceback.format_exc()}"))
     writer.send_bytes(answer)
@@ -134,7 +139,9 @@ def _context() -> ForkServerContext:
     It is single-threaded, so a fork is safe; OpenMP reads its variable when torch is loaded, that is here.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.fsdp", "torch.nn.parallel"])
+    preload = ["torch", "torch.distributed", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+    # Optimizers and DDP load the compiler when they are first used.
+    context.set_forkserver_preload([*preload, "torch.nn.parallel", "torch._dynamo"])
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

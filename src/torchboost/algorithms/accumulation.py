@@ -192,7 +192,7 @@ class Accumulator:
         """
         self._in_phase("between")
         if self.ready or not self._window.index:
-            return {"nominal": self._nominal}
+            return {"nominal": self._nominal, "window": None}
         self._refuse_shards("saved", "save when a window has ended")
         gradients = [None if p.grad is None else p.grad.detach().clone() for p in self._model.parameters()]
         return {"nominal": self._nominal, "window": asdict(self._window), "gradients": gradients}
@@ -214,7 +214,7 @@ class Accumulator:
                 "model; load it with the model it was written with."
             )
         self.ready, self._nominal = False, state_dict["nominal"]
-        self._window = _Window(**state_dict.get("window", {}))
+        self._window = _Window(**(state_dict.get("window") or {}))
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 

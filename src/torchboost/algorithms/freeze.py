@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, get_args
+from zlib import crc32
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -50,10 +51,21 @@ class GuidedFreezing(Freezing):
         most: int,
         norms: Norms,
         fast: FastPrefix | None = None,
+        alike: Mapping[str, int] | None = None,
+        agree_within: float = 600.0,
     ) -> None:
         self.plasticity = plasticity
         self._window, self._start, self._most = window, start, most
-        super().__init__(model, optimizer, prefixes, lambda step: self.index, norms=norms, fast=fast)
+        super().__init__(
+            model,
+            optimizer,
+            prefixes,
+            lambda step: self.index,
+            norms=norms,
+            fast=fast,
+            alike=alike,
+            agree_within=agree_within,
+        )
 
     @property
     def graphs(self) -> int:
@@ -87,10 +99,11 @@ class GuidedFreezing(Freezing):
             raise ValueError(f"the checkpoint froze {index} groups, there are {len(self._prefixes)} here.")
         return index
 
-    def _after_update(self, *_: Any) -> None:
+    def _after_update(self) -> None:
         self.step += 1
         if self.step % self._window == 0:
-            decided = self.plasticity.decide(self.index, may_freeze=self.step > self._start)
+            total = None if self._replicas is None else self._replicas.total
+            decided = self.plasticity.decide(self.index, may_freeze=self.step > self._start, total=total)
             self._apply(min(decided, self._most))
 
 
@@ -132,11 +145,14 @@ class BlockFreeze(Algorithm):
             nothing. The loop names its samples: ``with attached["grad_freeze"].fast.samples(ids): ...``. Right only
             where a sample is the same tensor in every epoch.
         cache_path: Folder for a memory-mapped file that holds them; None holds them in memory.
+        agree_within: On several ranks that train one model: seconds after which a rank that does not come to the next
+            pass is a :class:`torchboost.errors.RankDisagreementError` on all others. Raise it where one rank evaluates
+            or saves alone for longer; 0 compares nothing.
     """
 
     name: ClassVar[str] = "grad_freeze"
     # After compilation, which it must know about; its hook comes after all others that look at gradients.
-    traits: ClassVar[Traits] = Traits(order=95, unused_parameters=True)
+    traits: ClassVar[Traits] = Traits(order=95)
 
     groups: int = 10
     pattern: Pattern = "interval"
@@ -153,6 +169,7 @@ class BlockFreeze(Algorithm):
     fast_prefix: bool = False
     cache_mebibytes: int = 0
     cache_path: str | None = None
+    agree_within: float = 600.0
 
     def __post_init__(self) -> None:
         if self.pattern not in get_args(Pattern):
@@ -171,6 +188,8 @@ class BlockFreeze(Algorithm):
             raise ValueError(f"prefixes={self.prefixes}: 2 or more (full training and one other), or None.")
         if not 0 <= self.frozen < self.groups:
             raise ValueError(f"frozen={self.frozen}: 0 or more and below the number of groups, {self.groups}.")
+        if self.agree_within < 0:
+            raise ValueError(f"agree_within={self.agree_within}: seconds, or 0 to compare nothing.")
         if self.frozen and self.pattern != "fixed":
             raise ValueError(f"frozen={self.frozen} with pattern={self.pattern!r}: only 'fixed' reads it.")
         if self.fast_prefix and self.norms != "eval":
@@ -246,7 +265,7 @@ def freeze_blocks(
     """Freeze leading blocks of a network in a loop of your own, which stays as it is.
 
     Args:
-        model: What the loop calls; under DDP built with ``find_unused_parameters=True``. Compile it before.
+        model: What the loop calls, wrapped in DDP before or after this. Compile it before.
         optimizer: Over the parameters of the model.
         settings: See :class:`BlockFreeze`.
         seed: Of the random pattern; the same on all ranks.
@@ -285,8 +304,9 @@ def freeze_blocks(
     check_freezable(model)
     prefixes = prefixes_of(blocks, starts)
     fast = _fast_prefix(model, settings) if settings.fast_prefix else None
+    alike = {"seed": seed, "settings": _fingerprint(settings)}
     if settings.pattern == "guided":
-        return _guided(model, optimizer, settings, prefixes, fast)
+        return _guided(model, optimizer, settings, prefixes, fast, alike)
     shares = settings.costs or (1 / len(blocks),) * len(blocks)
     costs = [sum(shares[a:b]) for a, b in zip(starts, [*starts[1:], len(blocks)], strict=True)]
     limit = settings.prefixes or (compiled_prefixes() if is_compiled(model) else None)
@@ -297,7 +317,14 @@ def freeze_blocks(
         settings.schedule(costs, seed=seed, prefixes=limit),
         norms=settings.norms,
         fast=fast,
+        alike=alike,
+        agree_within=settings.agree_within,
     )
+
+
+def _fingerprint(settings: BlockFreeze) -> int:
+    """A number that differs between ranks whose flags might; where and how much a rank caches is its own affair."""
+    return crc32(repr(replace(settings, cache_mebibytes=0, cache_path=None)).encode())
 
 
 def _check_costs(costs: Sequence[float], blocks: Sequence[Block]) -> None:
@@ -323,6 +350,7 @@ def _guided(
     settings: BlockFreeze,
     prefixes: tuple[Prefix, ...],
     fast: FastPrefix | None,
+    alike: Mapping[str, int],
 ) -> GuidedFreezing:
     limit = (settings.prefixes or (compiled_prefixes() if is_compiled(model) else len(prefixes))) - 1
     most = min(limit, len(prefixes) - 1)
@@ -335,5 +363,15 @@ def _guided(
     window = max(1, (settings.total_steps - start) // (len(prefixes) + 1))
     plasticity = Plasticity(groups, threshold=settings.threshold, tolerance=settings.tolerance)
     return GuidedFreezing(
-        model, optimizer, prefixes, plasticity, window=window, start=start, most=most, norms=settings.norms, fast=fast
+        model,
+        optimizer,
+        prefixes,
+        plasticity,
+        window=window,
+        start=start,
+        most=most,
+        norms=settings.norms,
+        fast=fast,
+        alike=alike,
+        agree_within=settings.agree_within,
     )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.accumulation import Accumulator
+from torchboost.algorithms.adasum import AdaptiveSum, AdaptiveSumming
 from torchboost.algorithms.dim_reduce import SubspaceRun
 from torchboost.algorithms.memory_format import ChannelsLast, channels_last
 from torchboost.compat.accumulating import AccumulatingOptimizer
@@ -23,12 +24,13 @@ from torchboost.errors import IncompatibleError
 from torchboost.plan import Plan
 from torchboost.registry import Facts
 
-__all__ = ["AutoBoost", "observers_of", "scaler_of"]
+__all__ = ["AutoBoost", "observers_of", "scaler_of", "summing_of"]
 
 # The reference's API hands only network and optimizer from AutoBoost to the training cell. An observer must not hold
 # the optimizer, so that the entry goes when the optimizer goes.
 _OBSERVERS: weakref.WeakKeyDictionary[Optimizer, list[Callable[[Tensor], None]]] = weakref.WeakKeyDictionary()
 _SCALERS: weakref.WeakKeyDictionary[Optimizer, Scaler] = weakref.WeakKeyDictionary()
+_SUMMING: weakref.WeakKeyDictionary[Optimizer, AdaptiveSumming] = weakref.WeakKeyDictionary()
 
 
 def observers_of(optimizer: Optimizer) -> list[Callable[[Tensor], None]]:
@@ -39,6 +41,11 @@ def observers_of(optimizer: Optimizer) -> list[Callable[[Tensor], None]]:
 def scaler_of(optimizer: Optimizer) -> Scaler | None:
     """Return the scaler that an algorithm brought for this optimizer."""
     return _SCALERS.get(optimizer)
+
+
+def summing_of(optimizer: Optimizer) -> AdaptiveSumming | None:
+    """Return the AdaSum that acts on the updates of this optimizer."""
+    return _SUMMING.get(optimizer)
 
 
 class AutoBoost:
@@ -120,6 +127,11 @@ class AutoBoost:
         _SCALERS.pop(returned, None)
         if target.scaler is not None and target.scaler is not scaler:
             _SCALERS[returned] = target.scaler
+        _SUMMING.pop(returned, None)
+        if AdaptiveSum.name in self.attached:
+            summing = self.attached[AdaptiveSum.name]
+            assert isinstance(summing, AdaptiveSumming)
+            _SUMMING[returned] = summing
         return network, returned
 
     def network_auto_process_eval(self, network: nn.Module) -> nn.Module:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Never
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.compat.accumulating import AccumulatingOptimizer
-from torchboost.compat.auto_boost import observers_of, scaler_of
+from torchboost.compat.auto_boost import observers_of, scaler_of, summing_of
 from torchboost.compat.wrappers import GradientAccumulation
 from torchboost.core.algorithm import Scaler, Target
 from torchboost.core.arguments import check_loss_fn, check_module, check_pair
@@ -120,6 +120,9 @@ class BoostTrainOneStepCell:
         self._build(network, optimizer, scaler)
 
     def _build(self, network: nn.Module, optimizer: Optimizer, scaler: Scaler | None) -> None:
+        self._summing = summing_of(optimizer)
+        if self._summing is not None:
+            self._summing.check_scaler(scaler)
         self.network = network
         self.optimizer = optimizer
         self.updated = False
@@ -132,6 +135,7 @@ class BoostTrainOneStepCell:
             window = optimizer.accumulator.steps
         self._step = TrainStep(target, network)
         self._given = GradientAccumulation(window, target.optimizer)
+        self._at_once = GradientAccumulation(1, target.optimizer)
 
     def __call__(self, *inputs: Any) -> StepOutput:
         """Train on one batch and return ``(loss, overflow, loss_scale)``, tensors of shape ``()``.
@@ -163,16 +167,33 @@ class BoostTrainOneStepCell:
         self._given.load_state_dict(state["given"])
 
     def check_adasum_enable(self) -> bool:
-        """Whether AdaSum acts in this cell; false, as this version does not have it."""
-        return False
+        """Whether AdaSum combines the updates of this cell: :class:`AutoBoost` was told to, and there are nodes."""
+        return self._summing is not None and self._summing.active
 
     def check_dim_reduce_enable(self) -> bool:
         """Whether dimension-reduced training acts in this cell: its optimizer searches along the loss."""
         return isinstance(self.optimizer, ClosureOptimizer)
 
     def adasum_process(self, loss: Tensor, grads: Any) -> Tensor:
-        """Not in this version; raises :class:`IncompatibleError`."""
-        _not_in_this_version("AdaSum", "average the gradients with DistributedDataParallel")
+        """Take the gradients of this rank, step, and combine the updates of all nodes.
+
+        Args:
+            loss: Returned as it is.
+            grads: One gradient per parameter of the optimizer, not scaled; None where there is none.
+
+        Raises:
+            IncompatibleError: AdaSum does not act here; nothing was changed.
+            ValueError: Number or shapes of the gradients are not those of the parameters.
+        """
+        if not self.check_adasum_enable():
+            raise IncompatibleError(
+                "AdaSum does not act in this cell; give AutoBoost the configuration "
+                '{"boost": {"mode": "manual", "adasum": true}} and start two nodes or more: AutoBoost.explain() says '
+                "what is missing."
+            )
+        loss = self._at_once(loss, grads)
+        self.updated = self._at_once.updated
+        return loss
 
     def gradient_accumulation_process(self, loss: Tensor, grads: Any, sens: float, *inputs: Any) -> Tensor:
         """Take gradients computed elsewhere, and update with their mean once the window is full.
@@ -211,7 +232,3 @@ def _check_inputs(network: nn.Module, inputs: tuple[Any, ...], error: TypeError)
         ) from error
     except ValueError:  # no signature, as of scripted modules
         return
-
-
-def _not_in_this_version(method: str, instead: str) -> Never:
-    raise IncompatibleError(f"{method} is not part of this version of torchboost; {instead}.")

@@ -41,7 +41,6 @@ class Traits:
     Args:
         order: Attach order, lower first; hooks fire in attach order.
         reversible: Whether ``remove()`` leaves the model as it was before.
-        unused_parameters: Whether some parameters get no gradient on some steps.
         replaces_optimizer: Whether ``attach`` puts another optimizer into the target.
         brings_scaler: Whether ``attach`` puts a scaler into the target.
         process_wide: Whether the effect reaches beyond the target, so that loops measured in one process must take
@@ -51,7 +50,6 @@ class Traits:
 
     order: int = 50
     reversible: bool = True
-    unused_parameters: bool = False
     replaces_optimizer: bool = False
     brings_scaler: bool = False
     process_wide: bool = False

@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Attachment, Removable
 from torchboost.core.blocks import Block
 from torchboost.core.frozen_prefix import FastPrefix
+from torchboost.core.replicas import Replicas, check_reducer, several_ranks
 from torchboost.core.wrapping import is_compiled
 from torchboost.errors import IncompatibleError
 
@@ -56,20 +56,10 @@ def check_freezable(model: nn.Module) -> None:
     """Refuse a model whose wrapper or compiler cannot follow a change of ``requires_grad``.
 
     Raises:
-        IncompatibleError: DDP without ``find_unused_parameters=True`` or with ``static_graph=True``; a compiled model
-            under a torch that goes on using the graph of the old flags.
+        IncompatibleError: DDP with ``static_graph=True`` or with a communication hook that keeps a state; a compiled
+            model under a torch that goes on using the graph of the old flags.
     """
-    if isinstance(model, DistributedDataParallel):
-        if model.static_graph:
-            raise IncompatibleError(
-                "freezing: DistributedDataParallel was built with static_graph=True, and freezing changes the graph; "
-                "build it with static_graph=False and find_unused_parameters=True."
-            )
-        if not model.find_unused_parameters:
-            raise IncompatibleError(
-                "freezing: DistributedDataParallel waits for the gradient of every parameter, and frozen ones have "
-                "none; build it with find_unused_parameters=True."
-            )
+    check_reducer(model)
     if is_compiled(model) and not _compiler_follows_flags():
         raise IncompatibleError(
             f"freezing: torch.compile of torch {torch.__version__} goes on using the old graph when requires_grad "
@@ -96,16 +86,20 @@ class Freezing(Attachment):
     front of it is stored, and the optimizer skips them, so that weights and moments keep their bytes under any decay
     or momentum. There is one optimizer with one set of moments; parameter groups are never touched. The flags change
     in a post-hook of ``optimizer.step``, that is once per update: inside an accumulation window, and where a
-    ``GradScaler`` skips an update, they stay.
+    ``GradScaler`` skips an update, they stay. On several ranks the reducer of DDP is built again before the next pass,
+    so that nothing of the frozen part is sent, and the ranks compare where they are
+    (:class:`~torchboost.core.replicas.Replicas`).
 
     Args:
-        model: What the loop calls, wrapped or not; None where only parameters are known, whose BatchNorms then go on
-            updating.
+        model: What the loop calls, wrapped or not (DDP may come later); None where only parameters are known, whose
+            BatchNorms then go on updating, and whose DDP is not seen.
         optimizer: Its updates are counted.
         prefixes: What is frozen at index 0, 1, ...; parameters that were frozen by the caller stay so at all of them.
         schedule: Index for each update, counted from 0.
         norms: Whether BatchNorms in the frozen part go on updating their statistics or run in eval mode.
         fast: Runs the frozen part; it sees by itself what is frozen, and goes when this goes.
+        alike: Further numbers that must be alike on all ranks, such as the seed of the schedule.
+        agree_within: Seconds after which a rank that does not come to a pass is an error; 0 compares nothing.
 
     Attributes:
         step: Updates seen.
@@ -122,6 +116,8 @@ class Freezing(Attachment):
         *,
         norms: Norms = "update",
         fast: FastPrefix | None = None,
+        alike: Mapping[str, int] | None = None,
+        agree_within: float = 600.0,
     ) -> None:
         if model is not None:
             check_freezable(model)
@@ -133,16 +129,24 @@ class Freezing(Attachment):
         self._cuts = {m: _Cut() for prefix in prefixes for m in prefix.cut}
         self.fast = fast
         self._counted = model is None or is_compiled(model)  # who attached it knew of the compiler
+        self._alike = dict(alike or {})
+        self._flips = 0
+        self._replicas: Replicas | None = None
+        self._warned = False
         self.step = 0
         self.index = 0
-        handles: list[Removable] = [optimizer.register_step_post_hook(_untraced(self._after_update))]
+        handles: list[Removable] = [optimizer.register_step_post_hook(_untraced(self._updated))]
         handles += [module.register_forward_hook(cut) for module, cut in self._cuts.items()]
         if model is not None and norms == "eval" and any(prefix.norms for prefix in prefixes):
             handles.append(model.register_forward_pre_hook(_untraced(self._settle_norms)))
         if fast is not None:
             handles.append(fast)
-        super().__init__(*handles, undo=lambda: self._apply(0))
+        if model is not None:
+            self._replicas = Replicas(model, lambda: self._flips, self._figures, within=agree_within)
+            handles.append(self._replicas)
+        super().__init__(*handles, undo=self._thaw)
         self._apply(schedule(0))
+        self._watch()
 
     def freeze(self, index: int) -> None:
         """Make another index the one in force until the next update.
@@ -191,9 +195,36 @@ class Freezing(Attachment):
     def _index_of(self, state: Mapping[str, Any]) -> int:
         return self._schedule(int(state["step"]))
 
-    def _after_update(self, *_: Any) -> None:
+    def _updated(self, *_: Any) -> None:
+        self._watch()
+        self._after_update()
+
+    def _after_update(self) -> None:
         self.step += 1
         self._apply(self._schedule(self.step))
+
+    def _figures(self) -> dict[str, int]:
+        """What must be alike on all ranks before a pass."""
+        return {"updates": self.step, "frozen groups": self.index, "parameters": len(self._ours), **self._alike}
+
+    def _watch(self) -> None:
+        """Look for other ranks, which may have come after this was attached."""
+        if self._replicas is not None:
+            self._replicas.watch()
+        elif not self._warned and several_ranks():
+            self._warned = True
+            warnings.warn(
+                "freezing: found several ranks and no model, only parameters, so DistributedDataParallel cannot be "
+                "told which of them train; build it before with find_unused_parameters=True, or use freeze_blocks or "
+                "GradientFreeze, which take the model.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _thaw(self) -> None:
+        self._apply(0)
+        if self._replicas is not None:
+            self._replicas.release()
 
     def _apply(self, index: int) -> None:
         """Make ``index`` the one in force; changes only what differs."""
@@ -207,6 +238,7 @@ class Freezing(Attachment):
             parameter.requires_grad_(parameter in was)
             if parameter in now:
                 parameter.grad = None
+        self._flips += 1
         cut = set(after.cut)
         for module, hook in self._cuts.items():
             hook.active = module in cut

@@ -39,12 +39,13 @@ class LossScaler:
 
     Attributes:
         overflowed: Whether the last :meth:`update` followed an overflow.
+        agree: Whether the ranks agree on overflows.
     """
 
     def __init__(self, parts: int = 1, *, agree: bool = True, process_group: Any = None) -> None:
         self.overflowed = False
         self._count = parts
-        self._agree, self._group = agree, process_group
+        self.agree, self._group = agree, process_group
         self._seen: dict[int, _Seen] = {}
         self._in_use: list[float] | None = None
 
@@ -75,7 +76,7 @@ class LossScaler:
         check_scaled(parts)
         found = unscale_(parts)
         first = next(param for group in optimizer.param_groups for param in group["params"])
-        overflow = overflow_anywhere(found, len(parts), first.device, agree=self._agree, process_group=self._group)
+        overflow = overflow_anywhere(found, len(parts), first.device, agree=self.agree, process_group=self._group)
         where = [self._named(params) if bad else None for params, bad in zip(members, overflow, strict=True)]
         self._seen[id(optimizer)] = _Seen(optimizer, overflow, where, False)
 

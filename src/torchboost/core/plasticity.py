@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 __all__ = ["Plasticity"]
@@ -29,8 +28,7 @@ class Plasticity:
         threshold: 1 freezes what has slowed down more than the average.
         tolerance: Rise of the loss that re-opens everything; 0.1 is a tenth.
 
-    Cost: a copy of the weights of the groups that may be frozen, one pass over them per window, and with several ranks
-    one small collective per window.
+    Cost: a copy of the weights of the groups that may be frozen, one pass over them per window.
     """
 
     def __init__(self, groups: Sequence[Sequence[nn.Parameter]], *, threshold: float, tolerance: float) -> None:
@@ -56,9 +54,15 @@ class Plasticity:
         self._loss = value.clone() if self._loss is None else self._loss + value
         self._losses += 1
 
-    def decide(self, frozen: int, *, may_freeze: bool = True) -> int:
-        """End the window, begin the next one, and return how many groups are frozen in it, of ``frozen`` so far."""
-        moved, mean_loss = self._measure()
+    def decide(self, frozen: int, *, may_freeze: bool = True, total: Callable[[Tensor], Tensor] | None = None) -> int:
+        """End the window, begin the next one, and return how many groups are frozen in it, of ``frozen`` so far.
+
+        Args:
+            frozen: Leading groups that are frozen now.
+            may_freeze: Whether one more may be.
+            total: Sums a float64 tensor on the CPU over the ranks that train together, so that all decide alike.
+        """
+        moved, mean_loss = self._measure(total)
         self._farthest = [max(pair) for pair in zip(self._farthest, moved, strict=True)]
         self.measured = [now / most if most else 0.0 for now, most in zip(moved, self._farthest, strict=True)]
         self._begin()
@@ -103,7 +107,7 @@ class Plasticity:
         self._farthest, self.measured = list(state["farthest"]), list(state["measured"])
 
     @torch.no_grad()
-    def _measure(self) -> tuple[list[float], float | None]:
+    def _measure(self, total: Callable[[Tensor], Tensor] | None) -> tuple[list[float], float | None]:
         """The distance that each group moved and the mean loss, the same on all ranks."""
         sums = []
         for group, before in zip(self._groups, self._before, strict=True):
@@ -112,11 +116,9 @@ class Plasticity:
         device = sums[0].device
         loss = torch.zeros((), device=device) if self._loss is None else self._loss.to(device)
         # Replicas all hold the same sums, shards hold parts of them; either way the shares come out right.
-        figures = torch.stack([*sums, loss, torch.tensor(float(self._losses), device=device)]).double()
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(figures)
-        *squares, total, count = figures.tolist()
-        return [square**0.5 for square in squares], total / count if count else None
+        figures = torch.stack([*sums, loss, torch.tensor(float(self._losses), device=device)]).double().cpu()
+        *squares, loss_sum, count = (figures if total is None else total(figures)).tolist()
+        return [square**0.5 for square in squares], loss_sum / count if count else None
 
 
 def _local(tensor: Tensor) -> Tensor:

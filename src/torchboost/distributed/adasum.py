@@ -8,7 +8,6 @@ binary tree of ranks, per tensor. The vectors are halved on the way up and gathe
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from torchboost.distributed.topology import NodeGroups
 
 __all__ = ["adasum_", "combined", "hierarchical_adasum_", "pair_weights"]
 
+_Bounds = tuple[int, tuple[int, int]]
 _CHUNK = 1 << 18  # numbers that are converted to float64 at a time: 2 MiB, which stays in the cache
 
 
@@ -53,13 +53,19 @@ def combined(vectors: Sequence[Tensor]) -> Tensor:
 
     Args:
         vectors: One per rank, of one shape and dtype; left alone.
+
+    Raises:
+        ValueError: No vectors.
     """
+    if not vectors:
+        raise ValueError("found no vectors; give the one of every rank.")
     if len(vectors) == 1:
-        return vectors[0].clone()
+        return vectors[0].detach().clone()
     middle = _middle(len(vectors))
     a, b = combined(vectors[:middle]), combined(vectors[middle:])
-    alpha, beta = pair_weights(_dots(a.flatten(), b.flatten()), middle, len(vectors) - middle)
-    return _weighted(a, b, alpha, beta)
+    dots = _dots(a.flatten(), b.flatten(), _exact(a.device))
+    (alpha,), (beta,) = _weights(dots.view(1, 3), middle, len(vectors) - middle, a.dtype)
+    return _add_(a, b, alpha, beta)
 
 
 def adasum_(
@@ -78,24 +84,32 @@ def adasum_(
 
     Raises:
         TypeError: A tensor is not dense floating point.
+        ValueError: The tensors lie on several devices.
 
-    Cost: each rank sends ``2 (1 - 1/n)`` times its bytes in ``log2 n`` exchanges and one all-gather, and ``log2 n``
-    all-reduces of at most ``12 n`` bytes per tensor; one copy of the tensors, half a copy beside it.
+    Cost: each rank sends ``2 (1 - 1/n)`` times its bytes in ``log2 n`` exchanges and one with all others, and takes
+    part in ``log2 n`` all-reduces of at most ``12 n`` bytes per tensor; all this for each dtype. It takes half
+    a copy of the tensors, and a whole one beside it unless they lie end to end in memory, as those of a DDP bucket do.
+    Half precision is added in float32 and rounded at every level of the tree.
     """
     tensors = list(tensors)
     ranks = dist.get_world_size(group)
     cosines = _no_cosines(ranks, tensors)
     for chosen in _by_dtype(tensors):
-        flat = _flattened([tensors[i] for i in chosen], ranks)
-        cosines[:, chosen] = _combine(flat, [tensors[i].numel() for i in chosen], group, shards)
-        _write_back(flat, [tensors[i] for i in chosen])
+        own = [tensors[i] for i in chosen]
+        joined = _joined(own)
+        flat = _flattened(own) if joined is None else joined
+        cosines[:, chosen] = _combine(flat, [tensor.numel() for tensor in own], group, shards)
+        if joined is None:
+            _write_back(flat, own)
     return cosines
 
 
 def hierarchical_adasum_(tensors: Iterable[Tensor], groups: NodeGroups) -> Tensor:
     """Replace every tensor by its mean over the ranks of a node, adaptively summed over the nodes.
 
-    Inside a node the tensors are reduced and scattered, so that each rank carries only its share between nodes.
+    Inside a node the tensors are reduced and scattered, so that each rank carries only its share between nodes. It
+    sends ``2 (1 - 1/m)`` times its bytes inside a node of m ranks; half as much again with gloo, which scatters no
+    sums but reduces all to all ranks.
 
     Args:
         tensors: See :func:`adasum_`.
@@ -106,6 +120,7 @@ def hierarchical_adasum_(tensors: Iterable[Tensor], groups: NodeGroups) -> Tenso
 
     Raises:
         TypeError: A tensor is not dense floating point.
+        ValueError: The tensors lie on several devices.
     """
     inside, across = dist.get_world_size(groups.inside), dist.get_world_size(groups.across)
     if inside == 1:
@@ -115,15 +130,15 @@ def hierarchical_adasum_(tensors: Iterable[Tensor], groups: NodeGroups) -> Tenso
     cosines = _no_cosines(across, tensors)
     for chosen in _by_dtype(tensors):
         flat = _flattened([tensors[i] for i in chosen], inside * across).div_(inside)
-        shares = list(flat.chunk(inside))
-        share = torch.empty_like(shares[place])
-        dist.reduce_scatter(share, shares, group=groups.inside)
-        ends = [0, *accumulate(tensors[i].numel() for i in chosen)]
-        low, high = place * share.numel(), (place + 1) * share.numel()
-        inner = [min(max(end, low), high) for end in ends]
-        sizes = [b - a for a, b in pairwise(inner)]
-        cosines[:, chosen] = _combine(share, sizes, groups.across, groups.inside)
-        dist.all_gather(shares, share, group=groups.inside)
+        bounds = [flat.numel() * i // inside for i in range(inside + 1)]
+        low, high = bounds[place : place + 2]
+        share = torch.empty_like(flat[low:high])
+        dist.reduce_scatter(share, list(flat.chunk(inside)), group=groups.inside)
+        flat[low:high] = share
+        ends = [min(max(end, low), high) for end in accumulate((tensors[i].numel() for i in chosen), initial=0)]
+        sizes = [end - begin for begin, end in pairwise(ends)]
+        cosines[:, chosen] = _combine(flat[low:high], sizes, groups.across, groups.inside)
+        _gather(flat, dict(enumerate(pairwise(bounds))), groups.inside)
         _write_back(flat, [tensors[i] for i in chosen])
     return cosines
 
@@ -134,16 +149,18 @@ class _Side(NamedTuple):
     first: int
     ranks: int
 
-    def piece(self, rank: int, length: int) -> tuple[int, int]:
-        """Return where in the vector the piece of ``rank`` lies."""
-        place = _places(self.ranks).index(rank - self.first)
-        return length * place // self.ranks, length * (place + 1) // self.ranks
+    def pieces(self, length: int) -> dict[int, tuple[int, int]]:
+        """Return where in the vector the piece of each rank lies."""
+        bounds = [length * place // self.ranks for place in range(self.ranks + 1)]
+        return dict(zip([self.first + rank for rank in _places(self.ranks)], pairwise(bounds), strict=True))
 
-    def __contains__(self, rank: object) -> bool:
-        return isinstance(rank, int) and self.first <= rank < self.first + self.ranks
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.first, self.first + self.ranks))
+class _Part(NamedTuple):
+    """What this rank combines of one tensor: its own numbers and those of the other side."""
+
+    tensor: int
+    own: Tensor
+    other: Tensor
 
 
 def _middle(ranks: int) -> int:
@@ -184,87 +201,114 @@ def _combine(
     """Combine flat vectors in place; ``sizes`` are the lengths of the tensors in them. Return the cosines."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     exact = _exact(flat.device)
-    ends = list(accumulate(sizes))
-    cosines = []
+    if ranks & (ranks - 1):
+        # Some ranks sit out the first exchange; NCCL wants all of them in the first call of a group.
+        dist.all_reduce(torch.zeros(1, device=flat.device), group=group)
+    cosines = [torch.zeros(0, len(sizes), dtype=exact, device=flat.device)]
     for pairs in _levels(ranks):
         dots = torch.zeros(len(pairs), len(sizes), 3, dtype=exact, device=flat.device)
-        mine = next((i for i, (left, right) in enumerate(pairs) if rank in left or rank in right), None)
-        low, high, parts = 0, 0, []
-        if mine is not None:
-            left, right = pairs[mine]
-            low, high = _Side(left.first, left.ranks + right.ranks).piece(rank, flat.numel())
-            other = _exchanged(flat, rank, left, right, group)
-            sides = (flat[low:high], other) if rank in left else (other, flat[low:high])
-            parts = [(i, sides[0][a:b], sides[1][a:b]) for i, a, b in _segments(ends, low, high)]
-            for i, a, b in parts:
-                dots[mine, i] = _dots(a, b, exact)
+        # A rank without a pair at this level takes part in the sums only.
+        mine = next((i for i, (left, right) in enumerate(pairs) if left.first <= rank < right.first + right.ranks), 0)
+        left, right = pairs[mine]
+        parts = _exchanged(flat, sizes, left, right, rank, group)
+        if parts:
+            found = torch.stack([_dots(part.own, part.other, exact) for part in parts])
+            dots[mine, [part.tensor for part in parts]] = found if rank < right.first else found.flip(-1)
         dist.all_reduce(dots, group=group)
         if shards is not None:
             dist.all_reduce(dots, group=shards)
-        if mine is not None:
-            left, right = pairs[mine]
-            alpha, beta = pair_weights(dots[mine], left.ranks, right.ranks)
-            start = low
-            for i, a, b in parts:
-                flat[start : start + a.numel()] = _weighted(a, b, alpha[i], beta[i])
-                start += a.numel()
+        weights = _weights(dots[mine], left.ranks, right.ranks, flat.dtype)
+        if rank >= right.first:
+            weights.reverse()
+        for part in parts:
+            _add_(part.own, part.other, weights[0][part.tensor], weights[1][part.tensor])
         cosines.append(_cosines(dots))
-    if ranks > 1:
-        whole = _Side(0, ranks)
-        pieces = [flat[slice(*whole.piece(r, flat.numel()))] for r in range(ranks)]
-        dist.all_gather(pieces, pieces[rank].clone(), group=group)
-    return torch.cat(cosines) if cosines else torch.zeros(0, len(sizes), dtype=exact, device=flat.device)
+    _gather(flat, _Side(0, ranks).pieces(flat.numel()), group)
+    return torch.cat(cosines)
 
 
-def _exchanged(flat: Tensor, rank: int, left: _Side, right: _Side, group: dist.ProcessGroup | None) -> Tensor:
-    """Send the other side what it goes on with of my piece; return its part of what I go on with."""
-    ours, theirs = (left, right) if rank in left else (right, left)
-    both = _Side(left.first, left.ranks + right.ranks)
-    before, after = ours.piece(rank, flat.numel()), both.piece(rank, flat.numel())
-    received = flat.new_empty(after[1] - after[0])
-    calls = []
-    for peer in theirs:
-        low, high = _overlap(before, both.piece(peer, flat.numel()))
-        if low < high:
-            calls.append(dist.P2POp(dist.isend, flat[low:high], group=group, group_peer=peer))
-        low, high = _overlap(after, theirs.piece(peer, flat.numel()))
-        if low < high:
-            part = received[low - after[0] : high - after[0]]
-            calls.append(dist.P2POp(dist.irecv, part, group=group, group_peer=peer))
+def _exchanged(
+    flat: Tensor, sizes: Sequence[int], left: _Side, right: _Side, rank: int, group: dist.ProcessGroup | None
+) -> list[_Part]:
+    """Swap pieces with the other side; return what this rank goes on with, nothing where it belongs to neither."""
+    length = flat.numel()
+    both = _Side(left.first, left.ranks + right.ranks).pieces(length)
+    if rank not in both:
+        return []
+    ours, theirs = left.pieces(length), right.pieces(length)
+    if rank in theirs:
+        ours, theirs = theirs, ours
+    low, high = both[rank]
+    received = flat.new_empty(high - low)
+    given = [(peer, _overlap(ours[rank], both[peer])) for peer in theirs]
+    bounds = [(peer, _overlap(both[rank], piece)) for peer, piece in theirs.items()]
+    taken = [(peer, (begin - low, end - low)) for peer, (begin, end) in bounds]
+    _transfer((flat, given), (received, taken), group)
+    own = flat[low:high]
+    return [_Part(i, own[begin:end], received[begin:end]) for i, begin, end in _segments(sizes, low, high)]
+
+
+def _transfer(
+    source: tuple[Tensor, Iterable[_Bounds]], target: tuple[Tensor, Iterable[_Bounds]], group: dist.ProcessGroup | None
+) -> None:
+    """Send parts of one vector and receive parts of another, for each peer where they begin and end."""
+    calls = [
+        dist.P2POp(way, vector[low:high], group=group, group_peer=peer)
+        for way, (vector, parts) in ((dist.isend, source), (dist.irecv, target))
+        for peer, (low, high) in parts
+        if low < high
+    ]
     for work in dist.batch_isend_irecv(calls) if calls else ():
         work.wait()
-    return received
+
+
+def _gather(flat: Tensor, pieces: dict[int, tuple[int, int]], group: dist.ProcessGroup | None) -> None:
+    """Give every rank the pieces of all: as many bytes as an all-gather sends, but straight into place."""
+    own = pieces.pop(dist.get_rank(group))
+    _transfer((flat, [(peer, own) for peer in pieces]), (flat, pieces.items()), group)
 
 
 def _overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
     return max(a[0], b[0]), min(a[1], b[1])
 
 
-def _segments(ends: Sequence[int], low: int, high: int) -> Iterator[tuple[int, int, int]]:
+def _segments(sizes: Sequence[int], low: int, high: int) -> Iterator[tuple[int, int, int]]:
     """Return which tensors lie in a piece, and where in it; what is behind the last one is padding."""
-    at = low
-    for i in range(bisect_right(ends, low), len(ends)):
-        if at >= high:
-            return
-        end = min(ends[i], high)
-        if end > at:
-            yield i, at - low, end - low
-        at = end
+    for i, (begin, end) in enumerate(pairwise(accumulate(sizes, initial=0))):
+        begin, end = _overlap((begin, end), (low, high))
+        if begin < end:
+            yield i, begin - low, end - low
 
 
-def _dots(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+def _dots(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``a.a``, ``a.b`` and ``b.b`` of two flat tensors, computed in ``dtype``."""
-    dots = torch.zeros(3, dtype=dtype, device=a.device)
+    dots = []
     for x, y in zip(a.split(_CHUNK), b.split(_CHUNK), strict=True):
         x, y = x.to(dtype), y.to(dtype)
-        dots += torch.stack((x.dot(x), x.dot(y), y.dot(y)))
-    return dots
+        dots.append(torch.stack((x.dot(x), x.dot(y), y.dot(y))))
+    return dots[0] if len(dots) == 1 else torch.stack(dots).sum(0)
 
 
-def _weighted(a: Tensor, b: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
-    """Return ``alpha a + beta b``, computed in float32 at least, in the dtype of ``a``."""
-    exact = torch.promote_types(a.dtype, torch.float32)
-    return (a.to(exact) * alpha.to(exact)).addcmul_(b.to(exact), beta.to(exact)).to(a.dtype)
+def _weights(dots: Tensor, left: int, right: int, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
+    """Return the weights of both sides for each tensor, in the dtype that tensors of ``dtype`` are added in.
+
+    A side may be so short against the other that its weight is too large for that dtype: the largest number then lies
+    between what is right for a vector and what is right for zero.
+    """
+    adding = _adding(dtype)
+    most = torch.finfo(adding).max
+    return [weight.clamp(-most, most).to(adding).unbind() for weight in pair_weights(dots, left, right)]
+
+
+def _adding(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _add_(a: Tensor, b: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    """Replace ``a`` by ``alpha a + beta b``, computed in the dtype of the weights."""
+    if a.dtype == alpha.dtype:
+        return a.mul_(alpha).addcmul_(b, beta)
+    return a.copy_(a.to(alpha.dtype).mul_(alpha).addcmul_(b.to(alpha.dtype), beta))
 
 
 def _exact(device: torch.device) -> torch.dtype:
@@ -280,7 +324,7 @@ def _no_cosines(ranks: int, tensors: Sequence[Tensor]) -> Tensor:
 def _cosines(dots: Tensor) -> Tensor:
     aa, ab, bb = dots.unbind(-1)
     length = aa.sqrt() * bb.sqrt()
-    return torch.where(length == 0, 0.0, ab / length)
+    return torch.where(length == 0, 0.0, ab / length).clamp(-1, 1)
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -288,11 +332,28 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
     for i, tensor in enumerate(tensors):
         if tensor.layout != torch.strided or not tensor.is_floating_point():
             raise TypeError(f"tensors[{i}]: found {tensor.layout} {tensor.dtype}; give dense floating point tensors.")
+        if tensor.device != tensors[0].device:
+            raise ValueError(f"tensors[{i}]: found {tensor.device} after {tensors[0].device}; call once per device.")
     kinds = dict.fromkeys(tensor.dtype for tensor in tensors)
     return [[i for i, tensor in enumerate(tensors) if tensor.dtype == kind] for kind in kinds]
 
 
-def _flattened(tensors: Sequence[Tensor], multiple: int) -> Tensor:
+def _joined(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return one flat view of tensors that lie end to end in memory, as those of a DDP bucket do; None for others."""
+    storage, start = tensors[0].untyped_storage().data_ptr(), tensors[0].storage_offset()
+    at = start
+    for tensor in tensors:
+        if (
+            not tensor.is_contiguous()
+            or tensor.storage_offset() != at
+            or tensor.untyped_storage().data_ptr() != storage
+        ):
+            return None
+        at += tensor.numel()
+    return tensors[0].detach().as_strided((at - start,), (1,), start)
+
+
+def _flattened(tensors: Sequence[Tensor], multiple: int = 1) -> Tensor:
     """Return all tensors in one flat copy, with zeros behind up to a multiple of so many numbers."""
     length = sum(tensor.numel() for tensor in tensors)
     padding = tensors[0].new_zeros(-length % multiple)

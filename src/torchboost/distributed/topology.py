@@ -31,6 +31,20 @@ class Topology:
         """Number of nodes, rounded up when the last one is not full."""
         return -(-self.world_size // self.devices_per_node)
 
+    @property
+    def node(self) -> range:
+        """The ranks of this node."""
+        first = self.rank - self.rank % self.devices_per_node
+        return range(first, min(first + self.devices_per_node, self.world_size))
+
+    def check_full(self) -> None:
+        """Raise :class:`IncompatibleError` where the last node has fewer ranks than the others."""
+        if self.world_size % self.devices_per_node:
+            raise IncompatibleError(
+                f"found {self.world_size} ranks in nodes of {self.devices_per_node}, so that the last node is not "
+                "full; start the same number on every node, or set common.device_number to how many there are."
+            )
+
     @classmethod
     def current(cls, devices_per_node: int | None = None) -> Topology:
         """Read the default process group, or describe a single process where there is none.
@@ -66,11 +80,7 @@ class NodeGroups:
             IncompatibleError: The nodes do not all have the same number of ranks.
         """
         ranks, per_node = topology.world_size, topology.devices_per_node
-        if ranks % per_node:
-            raise IncompatibleError(
-                f"found {ranks} ranks in nodes of {per_node}, so that the last node is not full; start the same number "
-                "on every node, or set common.device_number to how many there are."
-            )
+        topology.check_full()
         inside, _ = dist.new_subgroups_by_enumeration(
             [list(range(first, first + per_node)) for first in range(0, ranks, per_node)]
         )

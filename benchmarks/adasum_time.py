@@ -1,0 +1,159 @@
+"""Claim: AdaSum sends the bytes of an all-reduce; what its halving, its dot products and their sums add in time.
+
+The ranks are gloo processes of this machine, so that all of them share its cores and the loopback device. The bound is
+an all-reduce of one flat vector: it sends as many bytes per rank, ``2 (1 - 1/n)`` times the vector.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from optimizer_step import resnet50
+from options import Options, parser, run
+from torch import Tensor
+
+from torchboost.distributed.adasum import adasum_, hierarchical_adasum_
+from torchboost.distributed.topology import NodeGroups, Topology
+from torchboost.tuner.evidence import BenchReport, Contestant
+from torchboost.tuner.statistics import paired_ratio
+from torchboost.tuner.stopwatch import Comparison, Warmup, compare, environment
+
+BARE = "all-reduce"
+LIST = "mean of the list"
+ADASUM = "AdaSum of the list"
+PLACED = "AdaSum of parts of one vector"
+NODES = "AdaSum of the list over nodes of 2"
+RANKS = (2, 4)
+COUNTS = (10_000, 100_000, 1_000_000, 10_000_000)
+TENSORS = 20
+RESNET = "ResNet-50, 161 tensors"
+Shapes = list[tuple[int, ...]]
+
+
+def cases(smoke: bool) -> dict[str, Shapes]:
+    if smoke:
+        return {"1,000 numbers": [(50,)] * TENSORS}
+    found: dict[str, Shapes] = {f"{count:,} numbers": [(count // TENSORS,)] * TENSORS for count in COUNTS}
+    with torch.device("meta"):
+        found[RESNET] = [tuple(param.shape) for param in resnet50().parameters()]
+    return found
+
+
+def mean_(tensors: list[Tensor]) -> None:
+    """What a list needs beside the all-reduce of one vector: a flat copy, and the way back."""
+    flat = torch.cat([tensor.view(-1) for tensor in tensors])
+    dist.all_reduce(flat)
+    flat.div_(dist.get_world_size())
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def ways(shapes: Shapes, groups: NodeGroups | None) -> dict[str, Callable[[], object]]:
+    torch.manual_seed(dist.get_rank())
+    flat = torch.randn(sum(map(math.prod, shapes)))
+    lists = {name: [torch.randn(shape) for shape in shapes] for name in (LIST, ADASUM, NODES)}
+
+    def bare() -> None:
+        dist.all_reduce(flat)
+        flat.div_(dist.get_world_size())
+
+    parts = list(torch.randn_like(flat).split([math.prod(shape) for shape in shapes]))
+    found: dict[str, Callable[[], object]] = {
+        BARE: bare,
+        PLACED: lambda: adasum_(parts),
+        LIST: lambda: mean_(lists[LIST]),
+        ADASUM: lambda: adasum_(lists[ADASUM]),
+    }
+    if groups is not None:
+        found[NODES] = lambda: hierarchical_adasum_(lists[NODES], groups)
+    return found
+
+
+def rank_main(rank: int, ranks: int, folder: str, smoke: bool) -> None:
+    """Time all ways by turns in one process group; the first rank writes its samples."""
+    os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{ranks}", rank=rank, world_size=ranks)
+    groups = NodeGroups.of(Topology.current(2)) if ranks > 2 else None
+    # Every rank makes the same number of calls, which a warm-up that ends by its own times would not.
+    fixed = Warmup(least=3, window=3, limit=3, seconds=math.inf)
+    found = {}
+    for name, shapes in cases(smoke).items():
+        count = sum(map(math.prod, shapes))
+        pairs = 3 if smoke else 12 if count > 5_000_000 else 60
+        timed = compare(ways(shapes, groups), baselines=[BARE], pairs=pairs, warmup=fixed)
+        found[name] = [count, timed.samples, timed.warmup_seconds]
+        if rank == 0:
+            Options().progress(f"{ranks} ranks", len(found), len(cases(smoke)), name)
+    if rank == 0:
+        Path(folder, f"{ranks}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def contestants(ranks: int, case: str, count: int, found: Comparison) -> list[Contestant]:
+    megabytes = 4e-6 * 2 * (1 - 1 / ranks) * count
+    base = f"{ranks} ranks, {case}"
+    made = []
+    for way, samples in found.samples.items():
+        seconds = found.step_seconds(way)
+        notes = [f"a rank sends {megabytes:.3g} MB, so {megabytes / 1000 / seconds.mid:.2g} GB/s"]
+        if way != BARE:
+            times = paired_ratio(samples, found.samples[BARE])
+            notes.append(f"{times.mid:.2f} times the all-reduce (95 %: {times.low:.2f} to {times.high:.2f})")
+        ratios = [r.model_copy(update={"baseline": f"{base}: {BARE}"}) for r in found.ratios(way)]
+        made.append(
+            Contestant(
+                name=f"{base}: {way}",
+                kind="stock" if way == BARE else "algorithm",
+                step_seconds=seconds,
+                samples=samples,
+                ratios=ratios,
+                warmup_seconds=found.warmup_seconds[way],
+                notes=notes,
+            )
+        )
+    return made
+
+
+def timed(ranks: int, smoke: bool) -> Mapping[str, tuple[int, dict[str, list[float]], dict[str, float]]]:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, args=(ranks, folder, smoke), nprocs=ranks)
+        return json.loads(Path(folder, f"{ranks}.json").read_text(encoding="utf-8"))
+
+
+def measure(options: Options) -> list[Path]:
+    machine = environment().model_copy(update={"threads": 1})
+    made: list[Contestant] = []
+    for ranks in RANKS:
+        for case, (count, samples, warmup) in timed(ranks, options.smoke).items():
+            found = Comparison(samples=samples, warmup_seconds=warmup, baselines=(BARE,))
+            made += contestants(ranks, case, count, found)
+    report = BenchReport(
+        title="AdaSum against an all-reduce of as many numbers",
+        workload="adasum_time",
+        model=f"{TENSORS} tensors of equal size; the weights of ResNet-50",
+        parameters=max(COUNTS),
+        batch=1,
+        metric_name="none",
+        environment=machine,
+        contestants=made,
+        notes=[
+            f"float32 over gloo, all ranks on one machine of {machine.cores} cores, one thread each; more ranks than "
+            "cores take turns on them"
+        ],
+    )
+    return [report.save(options.out / f"adasum_time{'-smoke' if options.smoke else ''}.json")]
+
+
+if __name__ == "__main__":
+    run([measure], parser(__doc__).parse_args())

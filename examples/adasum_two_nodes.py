@@ -1,0 +1,55 @@
+"""AdaSum across two nodes, on updates: every node steps by itself, what the steps made of the weights is combined.
+
+On each of two machines, the first of which has the address ADDRESS:
+
+    torchrun --nnodes 2 --nproc-per-node 2 --node-rank 0 --master-addr ADDRESS --master-port 29500 adasum_two_nodes.py
+    torchrun --nnodes 2 --nproc-per-node 2 --node-rank 1 --master-addr ADDRESS --master-port 29500 adasum_two_nodes.py
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import torchboost
+from torchboost.workloads.data import digits
+
+
+def main(epochs: int = 3, batch: int = 16) -> float:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)  # all nodes start from the same weights
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    data = digits(16)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    # Gradients are averaged over this node only; between nodes AdaSum takes over.
+    node = torchboost.NodeGroups.of(torchboost.Topology.current()).inside
+    model = DistributedDataParallel(network, process_group=node)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    summing = torchboost.sum_adaptively(model, optimizer)
+
+    for epoch in range(epochs):
+        for images, labels in data.train(batch * ranks, seed=0, epoch=epoch):
+            mine = slice(rank * batch, (rank + 1) * batch)
+            F.cross_entropy(model(images[mine]), labels[mine]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if rank == 0:
+            print(f"epoch {epoch + 1} of {epochs}: agreement of the nodes {summing.agreement:.3f}", flush=True)
+
+    with torch.no_grad():
+        right = sum(int((network(x).argmax(1) == y).sum()) for x, y in data.test(100))
+    share = right / len(data.test_labels)
+    if rank == 0:
+        print(f"{share:.1%} of the test images right", flush=True)
+    summing.remove()
+    dist.barrier()
+    dist.destroy_process_group()
+    return share
+
+
+if __name__ == "__main__":
+    main()

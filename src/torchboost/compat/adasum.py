@@ -1,0 +1,136 @@
+"""``AdaSum``: the reference's name for combining weight deltas across nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchboost.compat.process import ParameterProcess
+from torchboost.distributed.adasum import hierarchical_adasum_
+from torchboost.distributed.topology import NodeGroups, Topology
+from torchboost.errors import IncompatibleError
+from torchboost.optim.groups import FusionIndex
+
+__all__ = ["AdaSum"]
+
+
+class AdaSum:
+    """Combines the deltas that the local steps made: mean inside a node, adaptive sum across the nodes.
+
+    Every rank creates one at the same place, as it makes process groups. :class:`~torchboost.AdaptiveSum` does the
+    same for a whole training loop and takes the deltas itself.
+
+    Args:
+        rank: Of this process.
+        device_number: Ranks on a node.
+        group_number: Number of nodes, any.
+        parameter_tuple: The parameters, in an order that is the same on all ranks.
+        fusion: Which of them travel in one set of collectives: a :class:`~torchboost.ParameterProcess` that numbered
+            them, or a ``FusionIndex``. None makes it one for all.
+
+    Raises:
+        TypeError: No parameters, or numbers that are no integers.
+        ValueError: Numbers that are not those of the process group, or an index that does not fit the parameters.
+        IncompatibleError: There is no process group.
+
+    Cost: see :func:`~torchboost.distributed.adasum.hierarchical_adasum_`.
+
+    Example:
+        >>> import torch, torchboost
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> adasum = torchboost.AdaSum(0, 1, 1, (weight,))  # one rank on one node: nothing to combine
+        >>> adasum([torch.ones(2)], [weight], [torch.zeros(2)])
+        [tensor([1., 1.])]
+        >>> weight.tolist()
+        [-1.0, -1.0]
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        device_number: int,
+        group_number: int,
+        parameter_tuple: Sequence[Tensor],
+        *,
+        fusion: FusionIndex | ParameterProcess | None = None,
+    ) -> None:
+        for name, value, least in (
+            ("rank", rank, 0),
+            ("device_number", device_number, 1),
+            ("group_number", group_number, 1),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}: found {value!r}; give an integer of {least} or more.")
+            if value < least:
+                raise ValueError(f"{name}: found {value}; give an integer of {least} or more.")
+        parameters = list(parameter_tuple)
+        if not parameters or not all(isinstance(param, Tensor) for param in parameters):
+            raise TypeError(f"parameter_tuple: found {parameter_tuple!r}; give the parameters, one at least.")
+        self._shapes = [param.shape for param in parameters]
+        self._packs = _packs(parameters, fusion)
+        self._groups = _groups(rank, device_number, group_number)
+
+    def __call__(
+        self, delta_weights: Sequence[Tensor], parameters: Sequence[Tensor], old_parameters: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Set each parameter to ``old - combined delta``, on all ranks alike; return the combined deltas.
+
+        Args:
+            delta_weights: What the step took away, ``old - new``, of the shapes of the parameters; left alone.
+            parameters: Set in place.
+            old_parameters: Their values before the step, the same on all ranks.
+
+        Raises:
+            ValueError: Another number of tensors than parameters, or other shapes; nothing was changed.
+        """
+        given = {"delta_weights": delta_weights, "parameters": parameters, "old_parameters": old_parameters}
+        for name, tensors in given.items():
+            shapes = [tensor.shape for tensor in tensors]
+            if shapes != self._shapes:
+                raise ValueError(
+                    f"{name}: found tensors of the shapes {[tuple(s) for s in shapes]}; give one for each parameter, "
+                    f"of the shapes {[tuple(s) for s in self._shapes]}."
+                )
+        combined = [delta.detach().clone() for delta in delta_weights]
+        if self._groups is not None:
+            for pack in self._packs:
+                hierarchical_adasum_([combined[i] for i in pack], self._groups)
+        with torch.no_grad():
+            for param, old, delta in zip(parameters, old_parameters, combined, strict=True):
+                param.copy_(old - delta)
+        return combined
+
+
+def _packs(parameters: list[Tensor], fusion: Any) -> list[list[int]]:
+    if fusion is None:
+        return [list(range(len(parameters)))]
+    if isinstance(fusion, ParameterProcess):
+        fusion = fusion.fusion_index(parameters)
+    if not isinstance(fusion, FusionIndex):
+        raise TypeError(f"fusion: found {type(fusion).__name__}; give a ParameterProcess or a FusionIndex.")
+    place = {id(param): i for i, param in enumerate(parameters)}
+    return [[place[id(param)] for param in segment] for segment in fusion.segments(parameters)]
+
+
+def _groups(rank: int, device_number: int, group_number: int) -> NodeGroups | None:
+    there = dist.is_available() and dist.is_initialized()
+    if not there and device_number * group_number == 1:
+        return None
+    if not there:
+        raise IncompatibleError(
+            f"AdaSum for {group_number} nodes of {device_number} ranks needs a process group; call "
+            "torch.distributed.init_process_group first, under torchrun."
+        )
+    ranks = dist.get_world_size()
+    if device_number * group_number != ranks:
+        raise ValueError(
+            f"device_number, group_number: found {device_number} and {group_number}, but the process group has {ranks} "
+            "ranks; give the ranks of a node and the number of nodes, whose product is that."
+        )
+    if rank != dist.get_rank():
+        raise ValueError(f"rank: found {rank}, but this is rank {dist.get_rank()}; give torch.distributed.get_rank().")
+    return NodeGroups.of(Topology.current(device_number))

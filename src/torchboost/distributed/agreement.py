@@ -1,0 +1,164 @@
+"""Make sure that ranks which train one model together are at the same place, and name those that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchboost.errors import RankDisagreementError
+
+__all__ = ["Agreement"]
+
+_POLL = 0.02
+"""Seconds between two looks at who came."""
+
+
+class Agreement:
+    """A few integers that must be alike on several ranks, compared over a gloo group of its own.
+
+    The group works beside NCCL and never mixes with the collectives of the training. A rank that does not come is an
+    error after ``timeout`` seconds, long before the timeout of the training's group.
+
+    Args:
+        ranks: Global ranks, this one among them; each of them must build this, in the same order where there are
+            several.
+        subject: What is agreed on; begins the message of every error.
+        timeout: Seconds in which an error is raised on every rank that is alive.
+
+    Raises:
+        RankDisagreementError: Not all ranks built it in time.
+
+    Cost: see ``docs/algorithms/grad_freeze.md``; one all-gather of 8 bytes per figure for each :meth:`check`.
+    """
+
+    def __init__(self, ranks: Sequence[int], *, subject: str, timeout: float = 30.0) -> None:
+        self._ranks = sorted(ranks)
+        self._subject = subject
+        self._timeout = timeout
+        # The rest of the time is for finding out who is missing.
+        self._wait = timeout - min(5.0, timeout / 4)
+        self._calls = 0
+        self._group: Any = None  # a ProcessGroupGloo, most of which torch's stubs leave out
+        self._rank = dist.get_rank()
+        try:
+            self._store = self._own_store()
+            position = self._ranks.index(self._rank)
+            self._group = dist.ProcessGroupGloo(self._store, position, len(ranks), timedelta(seconds=self._wait))
+        except RuntimeError as error:
+            raise RankDisagreementError(
+                f"{subject}: ranks {_listed(self._ranks)} train together, and not all of them began within "
+                f"{self._wait:.0f} s (this is rank {self._rank}); attach on all of them."
+            ) from error
+
+    def _own_store(self) -> Any:
+        """A part of the job's store for this group alone: it counts how many each rank has built for these ranks.
+
+        ``dist.new_group`` takes the name of a group that was destroyed for another of the same ranks, whose members
+        then find the old addresses in the store.
+        """
+        assert dist.group.WORLD is not None
+        ranks = ".".join(map(str, self._ranks))
+        within = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+        store = within(f"torchboost/{ranks}", dist.group.WORLD.get_group_store())
+        return within(str(store.add(str(self._rank), 1)), store)
+
+    def check(self, figures: Mapping[str, int], *, hint: str) -> None:
+        """Compare ``figures`` with those of the other ranks; all of them must call this with the same names.
+
+        Args:
+            figures: Name -> value that fits into 64 bits.
+            hint: What to do where they differ.
+
+        Raises:
+            RankDisagreementError: They differ, or a rank did not come; on every rank that is alive.
+        """
+        mine = torch.tensor(list(figures.values()), dtype=torch.int64)
+        rows = [torch.empty_like(mine) for _ in self._ranks]
+        self._together(lambda group: group.allgather([rows], [mine]), figures)
+        columns = {name: column.tolist() for name, column in zip(figures, torch.stack(rows).T, strict=True)}
+        different = [
+            f"{name} is {_by_value(self._ranks, found)}" for name, found in columns.items() if len(set(found)) > 1
+        ]
+        if different:
+            same = [f"{name} {found[0]}" for name, found in columns.items() if len(set(found)) == 1]
+            alike = f" ({', '.join(same)} on all)" if same else ""
+            raise RankDisagreementError(f"{self._subject}: the ranks disagree: {'; '.join(different)}{alike}. {hint}")
+
+    def total(self, figures: Tensor) -> Tensor:
+        """Return the sum over the ranks of a float64 tensor on the CPU.
+
+        Raises:
+            RankDisagreementError: A rank did not come.
+        """
+        summed = figures.clone()
+        self._together(lambda group: group.allreduce([summed]), {})
+        return summed
+
+    def close(self) -> None:
+        """Free the group; all ranks must. A second call does nothing."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        # A rank that leaves alone, after an error of its own, waits for the others only so long.
+        options = dist.BarrierOptions()
+        options.timeout = timedelta(seconds=min(5.0, self._wait))
+        with suppress(RuntimeError):
+            group.barrier(options).wait()
+
+    def _together(self, collective: Callable[[Any], Any], figures: Mapping[str, int]) -> None:
+        if self._group is None:
+            raise RankDisagreementError(f"{self._subject}: the ranks were found apart before; begin again.")
+        self._calls += 1
+        started = monotonic()
+        try:
+            collective(self._group).wait()
+        except RuntimeError as error:
+            self._abandon()
+            raise RankDisagreementError(self._absent(figures, started)) from error
+
+    def _abandon(self) -> None:
+        """Close the connections, so that ranks which wait for this one learn of it at once."""
+        group, self._group = self._group, None
+        assert group is not None
+        group.abort()
+
+    def _absent(self, figures: Mapping[str, int], started: float) -> str:
+        """Say who did not come: those who do not answer a roll call in the store."""
+        missing = list(self._ranks)
+        had = ", ".join(f"{name} {value}" for name, value in figures.items()) or "the same call"
+        try:
+            self._store.set(f"{self._calls}/{self._rank}", "here")
+            # Ranks that are alive fail within the same wait, and answer.
+            deadline = monotonic() + 0.8 * (self._timeout - self._wait)
+            while missing and monotonic() < deadline:
+                missing = [rank for rank in missing if not self._store.check([f"{self._calls}/{rank}"])]
+                sleep(_POLL)
+        except RuntimeError:
+            who = "the process that holds the store (rank 0, unless a launcher does) is gone, perhaps others"
+        else:
+            who = f"{_listed(missing, 'rank')} did not come" if missing else "the others gave up on this one"
+        return (
+            f"{self._subject}: {who} ({had} on rank {self._rank}; ranks {_listed(self._ranks)} train together, waited "
+            f"{monotonic() - started:.1f} s). Look at the first error of that rank; where one rank works alone for "
+            "longer, raise the time."
+        )
+
+
+def _listed(ranks: Sequence[int], noun: str = "") -> str:
+    text = ", ".join(map(str, ranks))
+    return text if not noun else f"{noun}{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def _by_value(ranks: Sequence[int], values: Sequence[int]) -> str:
+    """``3 on ranks 0, 2 and 5 on rank 1``."""
+    return " and ".join(
+        f"{value} on {_listed([r for r, v in zip(ranks, values, strict=True) if v == value], 'rank')}"
+        for value in dict.fromkeys(values)
+    )

@@ -1,0 +1,328 @@
+"""Checkpoints of a job on several ranks that resume on as many ranks or on others, and survive a crash while written.
+
+Sharding and resharding are those of ``torch.distributed.checkpoint`` (DCP). Added is what DCP leaves to its caller: a
+folder appears under its name only when it is complete, the optimizer is never stepped to find out what it holds, and
+what belongs to a rank (a training step, a scheduler, a sampler) goes back to that rank.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+__all__ = ["Part", "latest", "load", "save"]
+
+UNFINISHED = ".unfinished-"
+OPTIMIZER = "torchboost.optimizer"
+"""Among the parts: what hooks added to the optimizer's state dict."""
+
+
+class Part(Protocol):
+    """What has a state besides model and optimizer: a ``TrainStep``, ``Attached``, a scaler, a scheduler."""
+
+    def state_dict(self) -> Any:
+        """Return what a checkpoint needs."""
+        ...
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Continue from a checkpoint."""
+        ...
+
+
+def save(
+    folder: str | os.PathLike[str], number: int, model: nn.Module, optimizer: Optimizer, *, keep: int = 2, **parts: Part
+) -> Path:
+    """Write the checkpoint ``folder/number``; all ranks call it together, with a folder that all of them see.
+
+    The files are written and synced under another name, which is then changed: whatever ends the job, ``folder`` holds
+    complete checkpoints only. The layout of model and optimizer is that of ``get_model_state_dict`` and
+    ``get_optimizer_state_dict``. Where ranks hold copies, those of rank 0 are written, BatchNorm statistics too, which
+    DDP takes from rank 0 as well.
+
+    Args:
+        folder: Of this job's checkpoints.
+        number: Updates done, say; 0 or more.
+        model: As the loop calls it: bare, in DDP, or sharded by FSDP2.
+        optimizer: The one that is stepped (``target.optimizer`` where a plan may have exchanged it).
+        keep: How many checkpoints stay, the newest; 1 or more.
+        **parts: Whatever else has a state, by a name of your choice; each rank's own is kept.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        ValueError: A number or ``keep`` that is too small, or an optimizer of another model.
+        FileExistsError: There is a checkpoint of this number; nothing was written.
+    """
+    if number < 0 or keep < 1:
+        raise ValueError(f"number, keep: found {number} and {keep}; allowed are 0 or more, and 1 or more.")
+    folder = Path(folder)
+    path, unfinished = folder / f"{number:08d}", folder / f"{UNFINISHED}{number:08d}"
+    if path.exists():
+        raise FileExistsError(f"{path} is there already; give a larger number, or remove it.")
+    names = _names(model, optimizer)
+    state = dict(optimizer.state_dict())
+    held = {names[position]: entry for position, entry in state.pop("state").items()}
+    groups = [{**g, "params": [names[position] for position in g["params"]]} for g in state.pop("param_groups")]
+    own = {**{name: part.state_dict() for name, part in parts.items()}, OPTIMIZER: state}
+    content = {
+        "model": get_model_state_dict(model),
+        "optimizer": {"state": held, "param_groups": groups},
+        # DCP takes a tuple as it is; dicts it takes apart and asks for piece by piece.
+        "parts": {str(_rank()): (own,)},
+    }
+    if _rank() == 0:
+        _clear(folder)
+    _barrier()
+    # By default DCP spreads copies over the ranks, and a replica's BatchNorm statistics are not those of rank 0.
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    with _quiet():
+        state_dict_saver.save(content, checkpoint_id=unfinished, planner=planner)
+    if _rank() == 0:
+        _sync(unfinished)
+        unfinished.rename(path)
+        _sync(folder)
+        for old in _complete(folder)[:-keep]:
+            _discard(old)
+    _barrier()
+    return path
+
+
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, **parts: Part) -> None:
+    """Continue from a checkpoint, on as many ranks as wrote it or on others; all ranks call it together.
+
+    Parts are loaded first, so that what refuses the checkpoint does so before weights are changed.
+
+    Args:
+        path: What :func:`save` or :func:`latest` returned. DCP reads it with ``pickle``: load your own files only.
+        model: Built, transformed and wrapped as for the first update. DDP and FSDP2 may take the place of each other.
+        optimizer: Over the same parameters in the same groups; it need not have been stepped.
+        **parts: Under the names that :func:`save` was given.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint.
+        ValueError: Another model, other groups, other parts, or parts that differ between the ranks (as gradients in
+            mid-window do) on another number of ranks; nothing was loaded. A part may raise errors of its own.
+    """
+    path = Path(path)
+    metadata = _metadata(path)
+    names = _names(model, optimizer)
+    weights = get_model_state_dict(model)
+    _check_model(metadata, weights)
+    ranks = _ranks_to_read(metadata)
+    room = {"optimizer": _template(metadata, names, optimizer), "parts": dict.fromkeys(map(str, ranks))}
+    _read(path, room)
+    own = _common({rank: room["parts"][str(rank)][0] for rank in ranks})
+    if set(own) - {OPTIMIZER} != set(parts):
+        raise ValueError(
+            f"the checkpoint holds the parts {sorted(set(own) - {OPTIMIZER})}, asked for are {sorted(parts)}; give "
+            "the same."
+        )
+    state = {**own[OPTIMIZER], **room["optimizer"]}
+    _match_groups(state, names, optimizer)
+    for name, part in parts.items():
+        part.load_state_dict(own[name])
+    # Not set_optimizer_state_dict: it steps an optimizer without state, hooks and all, and drops frozen moments.
+    optimizer.load_state_dict(state)
+    _read(path, {"model": weights})
+    set_model_state_dict(model, weights)
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the newest complete checkpoint that :func:`save` left in a folder, None where there is none.
+
+    All ranks call it together and get what rank 0 found.
+    """
+    found = [next(reversed(_complete(Path(folder))), None)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found)
+    return found[0]
+
+
+def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Name the parameters of the optimizer, in its order, as DCP does whatever wraps the model."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    probe = torch.optim.SGD(params)
+    probe.state[params[0]] = {}  # of an optimizer without state, torch would make one by stepping it
+    try:
+        return get_optimizer_state_dict(model, probe)["param_groups"][0]["params"]  # pyright: ignore
+    except KeyError as error:
+        raise ValueError(
+            "the optimizer holds parameters that are not in the model; give the model they belong to."
+        ) from error
+
+
+def _check_model(metadata: Metadata, weights: Mapping[str, Any]) -> None:
+    saved = {
+        key.removeprefix("model."): tuple(entry.size)
+        for key, entry in metadata.state_dict_metadata.items()
+        if key.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    here = {name: tuple(value.shape) for name, value in weights.items() if isinstance(value, Tensor)}
+    if saved != here:
+        other = sorted(name for name in saved.keys() | here.keys() if saved.get(name) != here.get(name))
+        raise ValueError(
+            f"the checkpoint is of another model: {len(other)} entries differ, the first is '{other[0]}', of shape "
+            f"{saved.get(other[0], 'none')} in the checkpoint and {here.get(other[0], 'none')} here. Build the model "
+            "as it was, and transform it (plan.transform) before loading."
+        )
+
+
+def _template(metadata: Metadata, names: list[str], optimizer: Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state dict with room for what the checkpoint holds, sharded as the parameters are."""
+    params = dict(zip(names, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+    template: dict[str, Any] = {"state": {}, "param_groups": []}
+    for key, entry in metadata.state_dict_metadata.items():
+        place: tuple[Any, ...] = (metadata.planner_data or {})[key]
+        if place[0] != "optimizer":
+            continue
+        room = None
+        if isinstance(entry, TensorStorageMetadata):
+            param = params.get(place[2]) if place[1] == "state" else None
+            dtype = entry.properties.dtype
+            if isinstance(param, DTensor) and param.shape == entry.size:
+                room = torch.empty_like(param, dtype=dtype)
+            else:
+                room = torch.empty(entry.size, dtype=dtype)
+        _put(template, place[1:], room)
+    return template
+
+
+def _put(tree: Any, place: tuple[Any, ...], value: Any) -> None:
+    """Write into nested dicts and lists (where a part of the place is an integer), which grow as needed."""
+    for part, following in zip(place, (*place[1:], None), strict=True):
+        empty = value if following is None else [] if isinstance(following, int) else {}
+        if isinstance(tree, list):
+            tree.extend([None] * (part + 1 - len(tree)))
+            if tree[part] is None:
+                tree[part] = empty
+        else:
+            tree.setdefault(part, empty)
+        tree = tree[part]
+
+
+def _match_groups(state: dict[str, Any], names: list[str], optimizer: Optimizer) -> None:
+    """Put the parameters of each saved group into the order of the optimizer's."""
+    remaining = iter(names)
+    here = [[next(remaining) for _ in group["params"]] for group in optimizer.param_groups]
+    saved = [group["params"] for group in state["param_groups"]]
+    if [set(group) for group in here] != [set(group) for group in saved]:
+        raise ValueError(
+            f"the checkpoint's optimizer has groups of {[len(g) for g in saved]} parameters, this one of "
+            f"{[len(g) for g in here]}, or others of the same number; build the groups as they were."
+        )
+    for group, order in zip(state["param_groups"], here, strict=True):
+        group["params"] = order
+
+
+def _ranks_to_read(metadata: Metadata) -> list[int]:
+    """Return whose parts this rank reads: its own, on another number of ranks those of all, to compare them."""
+    wrote = sorted(int(place[1]) for place in (metadata.planner_data or {}).values() if place[0] == "parts")
+    return [_rank()] if len(wrote) == _world_size() else wrote
+
+
+def _common(by_rank: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the parts of one rank; those of several must be the same."""
+    first, *others = by_rank
+    for other in others:
+        for name, state in by_rank[first].items():
+            if not _same(state, by_rank[other][name]):
+                raise ValueError(
+                    f"'{name}' differs between ranks {first} and {other} of the checkpoint, which {len(by_rank)} ranks "
+                    f"wrote; it cannot be shared out among {_world_size()}. Resume on {len(by_rank)} ranks, or save "
+                    "where it is the same on all, such as between two windows of accumulation."
+                )
+    return by_rank[first]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, DTensor) or isinstance(b, DTensor):
+        return False  # one rank's shard
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def _metadata(path: Path) -> Metadata:
+    if not (path / ".metadata").is_file():
+        raise FileNotFoundError(f"{path} is no checkpoint: it has no '.metadata'; latest(folder) finds the newest.")
+    return FileSystemReader(path).read_metadata()
+
+
+def _read(path: Path, content: dict[str, Any]) -> None:
+    with _quiet():
+        state_dict_loader.load(content, checkpoint_id=path)
+
+
+def _complete(folder: Path) -> list[Path]:
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in found if path.name.isdecimal()), key=lambda path: int(path.name))
+
+
+def _clear(folder: Path) -> None:
+    """Make the folder, without what an interrupted job left in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(left)
+
+
+def _discard(path: Path) -> None:
+    """Remove a checkpoint, so that it never lies there by halves under its name."""
+    doomed = path.with_name(f"{UNFINISHED}{path.name}")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _sync(folder: Path) -> None:
+    """Make a change of names last; DCP has synced the files."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """DCP warns a single process that it is one."""
+    with warnings.catch_warnings():
+        if not dist.is_initialized():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

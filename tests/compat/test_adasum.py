@@ -1,0 +1,195 @@
+"""The reference's AdaSum, and AdaSum in the training cells."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.models import batch_for, mlp
+from tests.support.nodes import batch_of, formula, simulated, tensors
+from tests.support.ranks import run_ranks
+from torchboost import (
+    AdaSum,
+    AutoBoost,
+    BoostTrainOneStepCell,
+    BoostTrainOneStepWithLossScaleCell,
+    DynamicLossScale,
+    IncompatibleError,
+    ParameterProcess,
+    WithLoss,
+)
+
+CONFIG = {"boost": {"mode": "manual", "adasum": True}, "common": {"device_number": 1, "gradient_split_groups": [2]}}
+SHAPES = [(4, 3), (7,), (1,), (2, 2)]
+
+
+def deltas_of(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def summed(per_node: int) -> tuple[list[list[float]], list[list[float]], bool]:
+    nodes = dist.get_world_size() // per_node
+    parameters = [nn.Parameter(torch.full(shape, 5.0)) for shape in SHAPES]
+    old = [torch.ones(shape) for shape in SHAPES]
+    deltas = deltas_of(dist.get_rank())
+    combined = AdaSum(dist.get_rank(), per_node, nodes, tuple(parameters))(deltas, parameters, old)
+    untouched = all(map(torch.equal, deltas, deltas_of(dist.get_rank())))
+    return [c.flatten().tolist() for c in combined], [p.flatten().tolist() for p in parameters], untouched
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), (4, 2), (2, 2)])
+def test_deltas_are_averaged_inside_and_combined_across(ranks, per_node):
+    found = run_ranks(summed, ranks, per_node)
+    assert all(other == found[0] for other in found)
+    combined, parameters, untouched = found[0]
+    assert untouched
+    for i, (delta, param) in enumerate(zip(combined, parameters, strict=True)):
+        by_rank = [deltas_of(rank)[i].double().flatten() for rank in range(ranks)]
+        nodes = [torch.stack(by_rank[at : at + per_node]).mean(0) for at in range(0, ranks, per_node)]
+        assert torch.allclose(torch.tensor(delta).double(), formula(nodes), atol=1e-6)
+        assert torch.allclose(torch.tensor(param), 1 - torch.tensor(delta))
+
+
+def packed() -> list[int]:
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    process = ParameterProcess()
+    process.assign_parameter_group(parameters)
+    three = ParameterProcess()
+    three.assign_parameter_group(parameters, [1, 3])
+    counts = []
+    for fusion in (None, process, three.fusion_index(parameters)):
+        adasum = AdaSum(dist.get_rank(), 1, 2, parameters, fusion=fusion)
+        with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as exchange:
+            adasum(deltas_of(dist.get_rank()), parameters, [torch.zeros(shape) for shape in SHAPES])
+        counts.append(exchange.call_count)
+    return counts
+
+
+@pytest.mark.dist
+def test_fusion_indices_decide_the_number_of_collectives():
+    assert run_ranks(packed, 2) == [[2, 4, 6]] * 2
+
+
+def wrong() -> list[str]:
+    parameters = [nn.Parameter(torch.zeros(2))]
+    said = []
+    rank = dist.get_rank()
+    for arguments in ((rank, 1, 3, parameters), (rank, 3, 1, parameters), (1 - rank, 1, 2, parameters)):
+        try:
+            AdaSum(*arguments)
+        except ValueError as error:
+            said.append(str(error))
+    adasum = AdaSum(rank, 1, 2, parameters)
+    for given in (([], parameters, parameters), ([torch.zeros(3)], parameters, parameters)):
+        try:
+            adasum(*given)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.dist
+def test_arguments_are_held_against_the_process_group():
+    for rank, said in enumerate(run_ranks(wrong, 2)):
+        assert len(said) == 5
+        assert "found 1 and 3, but the process group has 2 ranks; give" in said[0]
+        assert "found 3 and 1" in said[1]
+        assert f"rank: found {1 - rank}, but this is rank {rank}" in said[2]
+        assert "delta_weights: found tensors of the shapes []" in said[3]
+        assert "delta_weights: found tensors of the shapes [(3,)]" in said[4]
+
+
+def test_without_a_process_group():
+    weight = nn.Parameter(torch.zeros(2))
+    with pytest.raises(IncompatibleError, match="needs a process group; call"):
+        AdaSum(0, 8, 2, [weight])
+    for arguments, error in (
+        ((0.0, 1, 1, [weight]), TypeError),
+        ((0, True, 1, [weight]), TypeError),
+        ((0, 1, 0, [weight]), ValueError),
+        ((0, 1, 1, []), TypeError),
+        ((0, 1, 1, ["weight"]), TypeError),
+    ):
+        with pytest.raises(error, match="; give"):
+            AdaSum(*arguments)
+    with pytest.raises(TypeError, match="fusion: found list; give"):
+        AdaSum(0, 1, 1, [weight], fusion=[1])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="no index"):
+        AdaSum(0, 1, 1, [weight], fusion=ParameterProcess())
+
+
+def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    network = WithLoss(mlp(), F.cross_entropy)
+    return network, torch.optim.SGD(network.parameters(), lr=0.2)
+
+
+def cells(scaled: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for way in ("called", "process"):
+        booster = AutoBoost("O0", CONFIG)
+        network, optimizer = booster.network_auto_process_train(*pair())
+        cell = (
+            BoostTrainOneStepWithLossScaleCell(network, optimizer, DynamicLossScale(1024.0))
+            if scaled
+            else BoostTrainOneStepCell(network, optimizer)
+        )
+        assert cell.check_adasum_enable()
+        for number in range(3):
+            x, y = batch_of(dist.get_rank(), number)
+            if way == "called":
+                cell(x, y)
+            else:
+                loss = network(x, y)
+                grads = torch.autograd.grad(loss, list(network.parameters()))
+                assert cell.adasum_process(loss, grads) is loss
+                assert cell.updated
+        found[way] = tensors(network)
+        found["explain"] = booster.explain()
+        booster.attached.remove()
+        assert not cell.check_adasum_enable()
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_cells_combine_the_updates(scaled):
+    first, second = run_ranks(cells, 2, scaled)
+    assert first == second
+    assert first["called"] == first["process"]
+    wanted = simulated("delta", 2, 1, 3, lambda params: torch.optim.SGD(params, lr=0.2))
+    for found, expected in zip(first["called"], wanted, strict=True):
+        assert found == pytest.approx(expected, abs=1e-5)
+    assert "split_groups=(2,), devices_per_node=1" in first["explain"]
+
+
+def deaf_scaler_in_a_cell() -> str:
+    network, optimizer = AutoBoost("O0", CONFIG).network_auto_process_train(*pair())
+    try:
+        BoostTrainOneStepWithLossScaleCell(network, optimizer, torch.amp.GradScaler("cpu"))
+    except IncompatibleError as error:
+        return str(error)
+    return "built"
+
+
+@pytest.mark.dist
+def test_a_scaler_that_does_not_agree_is_refused_in_the_cell():
+    assert all("may skip the step on one node alone" in said for said in run_ranks(deaf_scaler_in_a_cell, 2))
+
+
+def test_one_node_has_no_adasum_and_says_why():
+    booster = AutoBoost("O0", CONFIG)
+    cell = BoostTrainOneStepCell(*booster.network_auto_process_train(*pair()))
+    assert "one node of 1 rank has no other" in booster.explain()
+    assert cell.check_adasum_enable() is False
+    with pytest.raises(IncompatibleError, match="start two nodes or more"):
+        cell.adasum_process(torch.zeros(()), ())
+    cell(*batch_for(mlp(), torch.Generator(), 6))

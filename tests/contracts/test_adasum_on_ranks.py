@@ -1,0 +1,319 @@
+"""AdaSum on ranks in nodes: every way of training gives the published formula, and composes with the rest."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.models import cnn, mlp
+from tests.support.nodes import batch_of, fresh, node_wrapped, simulated, tensors, train
+from tests.support.ranks import run_ranks
+from torchboost.algorithms.accumulation import Accumulation, Accumulator
+from torchboost.algorithms.adasum import AdaptiveSum, sum_adaptively
+from torchboost.algorithms.autocast import Autocast
+from torchboost.algorithms.centralization import Centralization
+from torchboost.algorithms.freeze import BlockFreeze
+from torchboost.core.algorithm import Target, attach_all
+from torchboost.core.loss_scale import DynamicLossScale
+from torchboost.core.step import TrainStep
+
+pytestmark = pytest.mark.dist
+
+STEPS = 3
+UNITS = [[0, 1], [2, 3], [4, 5]]
+
+
+WAYS = [("ddp", "delta"), ("ddp", "gradient"), ("fsdp", "delta"), ("fsdp", "gradient")]
+
+
+def in_every_way(fn: Any) -> dict[tuple[str, str], Any]:
+    return {(how, on): fn(how, on) for how, on in WAYS}
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.2)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)
+
+
+def close(found: list[list[float]], wanted: list[list[float]], tolerance: float = 2e-6) -> bool:
+    pairs = zip(found, wanted, strict=True)
+    return all(torch.allclose(torch.tensor(a), torch.tensor(b), rtol=1e-5, atol=tolerance) for a, b in pairs)
+
+
+def trained(how: str, on: Any, per_node: int, optimizer_of: Any, make: Any = mlp, **ddp: Any) -> list[list[float]]:
+    like = fresh(make)
+    model = node_wrapped(copy.deepcopy(like), how, on, per_node, **ddp)
+    optimizer = optimizer_of(model.parameters())
+    summing = sum_adaptively(model, optimizer, on=on, devices_per_node=per_node)
+    train(model, optimizer, STEPS, like=like)
+    assert -1 <= summing.agreement < 1
+    return tensors(model)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("make", [mlp, cnn])
+def test_gradients_under_ddp_follow_the_formula_per_parameter(ranks, per_node, make):
+    found = run_ranks(trained, ranks, "ddp", "gradient", per_node, sgd, make)
+    assert all(other == found[0] for other in found)
+    wanted = simulated("gradient", ranks // per_node, per_node, STEPS, sgd, make=make)
+    assert close(found[0], wanted)
+    mean = simulated("gradient", 1, ranks, STEPS, sgd, make=make)
+    assert not close(found[0], mean, 1e-4)
+
+
+def every_bucket_size() -> list[list[list[float]]]:
+    found = []
+    for megabytes in (25, 1e-3, 1e-4, 1e-6):
+        for view in (False, True):
+            for unused in (False, True):
+                options = {"gradient_as_bucket_view": view, "find_unused_parameters": unused}
+                found.append(trained("ddp", "gradient", 2, sgd, bucket_cap_mb=megabytes, **options))
+    return found
+
+
+def test_the_buckets_of_ddp_do_not_matter():
+    for found in run_ranks(every_bucket_size, 4):
+        assert all(weights == found[0] for weights in found)
+
+
+def on_updates(optimizer_of: Any) -> dict[tuple[str, int], list[list[float]]]:
+    ways = [("bare", 1), ("bare", 2), ("ddp", 2), ("fsdp", 2)]
+    return {(how, per_node): trained(how, "delta", per_node, optimizer_of) for how, per_node in ways}
+
+
+@pytest.mark.parametrize("optimizer_of", [sgd, adam])
+def test_updates_follow_the_formula_per_parameter(optimizer_of):
+    found = run_ranks(on_updates, 4, optimizer_of)
+    assert all(other == found[0] for other in found)
+    for (how, per_node), weights in found[0].items():
+        if (how, per_node) == ("bare", 2) and optimizer_of is adam:
+            continue  # the mean of two updates of Adam is not the update of the mean
+        assert close(weights, simulated("delta", 4 // per_node, per_node, STEPS, optimizer_of), 1e-5), how
+    if optimizer_of is sgd:
+        assert close(found[0]["ddp", 2], simulated("gradient", 2, 2, STEPS, sgd)), "for SGD both forms are one"
+
+
+def test_gradients_under_fsdp_follow_the_formula_per_unit():
+    found = run_ranks(trained, 4, "fsdp", "gradient", 2, sgd)
+    assert all(other == found[0] for other in found)
+    assert close(found[0], simulated("gradient", 2, 2, STEPS, sgd, units=UNITS))
+    assert not close(found[0], simulated("gradient", 2, 2, STEPS, sgd), 1e-4)
+
+
+def accumulated(how: str, on: Any) -> list[list[float]]:
+    model = node_wrapped(fresh(), how, on, 2)
+    target = Target(model, sgd(model.parameters()))
+    attached = attach_all(target, [AdaptiveSum(on=on, devices_per_node=2), Accumulation(steps=2)])
+    step = TrainStep(target, lambda x, y: F.cross_entropy(model(x), y), attached=attached)
+    for number in range(2 * STEPS):
+        step(*batch_of(dist.get_rank(), number))
+    return tensors(model)
+
+
+def test_windows_of_accumulation_are_combined_once():
+    for (how, on), weights in run_ranks(in_every_way, 4, accumulated)[0].items():
+        units = UNITS if (how, on) == ("fsdp", "gradient") else None
+        assert close(weights, simulated(on, 2, 2, STEPS, sgd, micro=2, units=units)), (how, on)
+
+
+def with_overflow(how: str, on: Any) -> tuple[list[bool], list[float], bool, list[list[float]]]:
+    model = node_wrapped(fresh(), how, on, 2)
+    target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), DynamicLossScale(1024.0))
+    attached = attach_all(target, [AdaptiveSum(on=on, devices_per_node=2)])
+    factor = {"value": 1.0}
+    step = TrainStep(target, lambda x, y: F.cross_entropy(model(x), y) * factor["value"], attached=attached)
+    overflow, scales, kept = [], [], True
+    for number in range(5):
+        factor["value"] = math.inf if number == 2 and dist.get_rank() == 3 else 1.0
+        before = tensors(model)
+        out = step(*batch_of(dist.get_rank(), number))
+        overflow.append(bool(out.overflow))
+        scales.append(float(out.loss_scale))
+        kept = kept and (before == tensors(model)) == bool(out.overflow)
+    return overflow, scales, kept, tensors(model)
+
+
+def test_an_overflow_on_one_rank_skips_the_update_everywhere():
+    found = run_ranks(in_every_way, 4, with_overflow)
+    assert all(other == found[0] for other in found)
+    for way, (overflow, scales, kept, weights) in found[0].items():
+        assert overflow == [False, False, True, False, False], way
+        assert scales == [1024.0, 1024.0, 512.0, 512.0, 512.0], way
+        assert kept, way
+        assert all(math.isfinite(weight) for param in weights for weight in param), way
+
+
+def gradients_overflow_under_torchs_scaler() -> tuple[list[float], list[list[float]]]:
+    """The exchange of gradients tells all ranks, as it does without AdaSum."""
+    model = node_wrapped(fresh(), "ddp", "gradient", 2)
+    optimizer = sgd(model.parameters())
+    sum_adaptively(model, optimizer, on="gradient", devices_per_node=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scales = []
+    for number in range(4):
+        factor = math.inf if number == 1 and dist.get_rank() == 0 else 1.0
+        x, y = batch_of(dist.get_rank(), number)
+        scaler.scale(F.cross_entropy(model(x), y) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales, tensors(model)
+
+
+def test_torchs_scaler_works_on_gradients():
+    found = run_ranks(gradients_overflow_under_torchs_scaler, 4)
+    assert all(other == found[0] for other in found)
+    assert found[0][0] == [64.0, 32.0, 32.0, 32.0]
+    assert all(math.isfinite(weight) for param in found[0][1] for weight in param)
+
+
+def frozen(on: Any) -> tuple[list[list[float]], list[list[float]], list[int]]:
+    model = node_wrapped(fresh(), "ddp", on, 2, find_unused_parameters=True)
+    target = Target(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    freezing = BlockFreeze(groups=3, full_share=0.4, total_steps=8)
+    attached = attach_all(target, [AdaptiveSum(on=on, devices_per_node=2), freezing])
+    middle, travelled = [], []
+    for number in range(8):
+        train(model, target.optimizer, 1, first=number)
+        live: Any = attached["adasum"]
+        travelled.append(len(live.cosines))
+        if number == 5:
+            middle = tensors(model)
+    return middle, tensors(model), travelled
+
+
+@pytest.mark.parametrize("on", ["delta", "gradient"])
+def test_freezing_composes(on):
+    found = run_ranks(frozen, 4, on)
+    assert all(other == found[0] for other in found)
+    middle, last, travelled = found[0]
+    still = [a == b for a, b in zip(middle, last, strict=True)]
+    assert any(still), "frozen parameters keep their bytes"
+    assert not all(still)
+    if on == "delta":
+        assert travelled[0] == 6
+        assert travelled[-1] == still.count(False), "what is frozen does not travel"
+
+
+def composed() -> list[list[float]]:
+    torch.manual_seed(0)
+    model = cnn()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    target = Target(model, optimizer)
+    chosen = [AdaptiveSum(devices_per_node=1), Centralization(), Autocast(dtype="bfloat16")]
+    attached = attach_all(target, chosen)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+    for number in range(4):
+        x, y = batch_of(dist.get_rank(), number, model)
+        F.cross_entropy(model(x).float(), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    attached.remove()
+    return tensors(model)
+
+
+def test_autocast_centralisation_and_a_scheduler_compose():
+    first, second = run_ranks(composed, 2)
+    assert first == second
+    assert all(math.isfinite(weight) for param in first for weight in param)
+    torch.manual_seed(0)
+    assert first != tensors(cnn())
+
+
+def compiled(on: Any) -> tuple[list[list[float]], list[list[float]]]:
+    found = []
+    for backend in (None, "eager"):
+        model = node_wrapped(fresh(), "ddp", on, 1)
+        if backend is not None:
+            model.compile(backend=backend)
+        optimizer = sgd(model.parameters())
+        sum_adaptively(model, optimizer, on=on, devices_per_node=1)
+        train(model, optimizer, STEPS)
+        found.append(tensors(model))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("on", ["delta", "gradient"])
+def test_a_compiled_model_trains_alike(on):
+    for plain, other in run_ranks(compiled, 2, on):
+        assert close(plain, other)
+
+
+def removed(how: str, on: Any) -> tuple[list[list[float]], list[list[float]], list[list[float]]]:
+    """Weights after a run without AdaSum, one in which it was taken away before the first step, and one put back."""
+    found = []
+    for case in range(3):
+        model = node_wrapped(fresh(), how, on, 2)
+        optimizer = sgd(model.parameters())
+        before = len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
+        if case:
+            summing = sum_adaptively(model, optimizer, on=on, devices_per_node=2)
+            summing.remove()
+            assert not summing.active
+        assert (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)) == before
+        if case == 2:
+            sum_adaptively(model, optimizer, on=on, devices_per_node=2)
+        train(model, optimizer, STEPS)
+        found.append(tensors(model))
+    return found[0], found[1], found[2]
+
+
+def test_removal_leaves_plain_training_and_it_can_come_back():
+    for found in run_ranks(in_every_way, 4, removed):
+        for (how, on), (plain, without, again) in found.items():
+            units = UNITS if (how, on) == ("fsdp", "gradient") else None
+            assert without == plain, (how, on)
+            assert close(again, simulated(on, 2, 2, STEPS, sgd, units=units)), (how, on)
+
+
+def resumed(how: str, on: Any) -> tuple[list[list[float]], list[list[float]]]:
+    def started() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = node_wrapped(fresh(), how, on, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return model, optimizer, attach_all(Target(model, optimizer), [AdaptiveSum(on=on, devices_per_node=2)])
+
+    model, optimizer, attached = started()
+    train(model, optimizer, 3)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), attached.state_dict()))
+    train(model, optimizer, 3, first=3)
+    again, other, reattached = started()
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    reattached.load_state_dict(saved[2])
+    train(again, other, 3, first=3)
+    return tensors(model), tensors(again)
+
+
+def test_resumes_bit_for_bit():
+    for found in run_ranks(in_every_way, 4, resumed):
+        assert all(straight == again for straight, again in found.values())
+
+
+def a_short_window_on_updates() -> list[list[float]]:
+    model = node_wrapped(fresh(), "ddp", "delta", 2)
+    optimizer = sgd(model.parameters())
+    sum_adaptively(model, optimizer, devices_per_node=2)
+    accumulator = Accumulator(3, model)
+    for number in range(2):
+        with accumulator.micro_step():
+            x, y = batch_of(dist.get_rank(), number)
+            accumulator.share(F.cross_entropy(model(x), y)).backward()
+    assert accumulator.flush()
+    optimizer.step()
+    return tensors(model)
+
+
+def test_a_short_window_is_flushed_inside_the_node():
+    assert close(run_ranks(a_short_window_on_updates, 4)[0], simulated("delta", 2, 2, 1, sgd, micro=2))

@@ -1,0 +1,169 @@
+"""Freezing on two ranks beside everything else that touches gradients, and resumed in mid-run."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.models import BottleneckNet, batch_for
+from tests.support.ranks import run_ranks
+from tests.support.wrapped import Kind, all_weights, wrap
+from torchboost.algorithms.accumulation import Accumulation
+from torchboost.algorithms.autocast import Autocast
+from torchboost.algorithms.freeze import BlockFreeze, freeze_blocks
+from torchboost.algorithms.loss_scale import GroupGradScaler
+from torchboost.core.algorithm import Algorithm, Target, attach_all
+from torchboost.core.blocks import blocks_of
+from torchboost.core.loss_scale import DynamicLossScale
+from torchboost.core.step import TrainStep
+
+SCHEDULE = (0, 2, 1, 3, 0, 2, 2, 1)
+PATTERNS = ("continuous", "interval", "progressive", "guided")
+
+
+def network() -> BottleneckNet:
+    torch.manual_seed(0)
+    model = BottleneckNet()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    return model
+
+
+def settings(pattern: str) -> BlockFreeze:
+    more = {"threshold": 10.0} if pattern == "guided" else {}
+    return BlockFreeze(pattern=pattern, groups=4, full_share=0.25, total_steps=12, **more)  # pyright: ignore
+
+
+def share(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = batch_for(BottleneckNet(), torch.Generator().manual_seed(number), 8)
+    return x[4 * dist.get_rank() :][:4], y[4 * dist.get_rank() :][:4]
+
+
+def freeze_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    blocks, updates = [block.parameters for block in blocks_of(model)], iter(SCHEDULE)
+
+    def turn(*_: object) -> None:
+        index = next(updates, 0)
+        for at, parameters in enumerate(blocks):
+            for parameter in parameters:
+                parameter.requires_grad_(at >= index)
+                parameter.grad = None
+
+    turn()
+    optimizer.register_step_post_hook(turn)
+
+
+class Given(BlockFreeze):
+    """The schedule of these tests."""
+
+    def schedule(self, costs, *, seed=0, prefixes=None):
+        return lambda step: SCHEDULE[step]
+
+
+def _weights(kind: Kind, beside: str, by_hand: bool) -> tuple[list[float], list[bool]]:
+    model = network()
+    wrapped = wrap(model, kind, **({"find_unused_parameters": by_hand} if kind == "ddp" else {}))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+    algorithms: list[Algorithm] = [] if by_hand else [Given(groups=4)]
+    algorithms += [Accumulation(steps=2)] if "accumulation" in beside else []
+    algorithms += [Autocast()] if "autocast" in beside else []
+    scaler = None
+    if "dynamic" in beside:
+        scaler = DynamicLossScale(1024.0)
+    elif "groups" in beside:
+        scaler = GroupGradScaler(wrapped, ["stem", "blocks", "head"])
+    if by_hand:
+        freeze_by_hand(wrapped, optimizer)
+    target = Target(wrapped, optimizer, scaler)
+    poison = {"value": 1.0}
+    attached = attach_all(target, algorithms)
+    step = TrainStep(target, lambda x, y: F.cross_entropy(wrapped(x), y) * poison["value"], attached=attached)
+    skipped = []
+    for number in range(6 if "accumulation" not in beside else 12):
+        poison["value"] = math.inf if scaler is not None and number == 3 and dist.get_rank() == 1 else 1.0
+        skipped.append(bool(step(*share(number)).overflow))
+    return all_weights(wrapped), skipped
+
+
+def _both_ways(kind: Kind) -> dict[str, tuple[object, object]]:
+    beside = ("nothing", "accumulation", "autocast", "dynamic", "groups", "accumulation autocast groups")
+    return {how: (_weights(kind, how, False), _weights(kind, how, True)) for how in beside}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_equals_flags_turned_by_hand_beside_everything_else_bit_for_bit(kind: Kind) -> None:
+    first, second = run_ranks(_both_ways, 2, kind)
+    assert first == second
+    for how, (ours, by_hand) in first.items():
+        assert ours == by_hand, how
+        assert any(ours[1]) == ("dynamic" in how or "groups" in how), how
+    assert len({str(ours) for ours, _ in first.values()}) > 3, "they are different runs"
+
+
+def _resumed(kind: Kind, pattern: str) -> tuple[list[float], list[float], list[int]]:
+    def start() -> tuple[nn.Module, torch.optim.Optimizer, TrainStep]:
+        model = wrap(network(), kind)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        target = Target(model, optimizer)
+        attached = attach_all(target, [settings(pattern), Accumulation(steps=2)])
+        return model, optimizer, TrainStep(target, lambda x, y: F.cross_entropy(model(x), y), attached=attached)
+
+    model, optimizer, step = start()
+    indices, saved = [], None
+    for number in range(24):
+        if number == 12:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), step.state_dict()))
+        indices.append(step.attached["grad_freeze"].index)  # pyright: ignore[reportAttributeAccessIssue]
+        step(*share(number))
+    again, other, resumed = start()
+    assert saved is not None
+    for part, state in zip((again, other, resumed), saved, strict=True):
+        part.load_state_dict(state)
+    for number in range(12, 24):
+        resumed(*share(number))
+    return all_weights(model), all_weights(again), indices
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_resumed_run_continues_bit_for_bit(kind: Kind, pattern: str) -> None:
+    first, second = run_ranks(_resumed, 2, kind, pattern)
+    assert first == second
+    straight, again, indices = first
+    assert straight == again
+    assert max(indices) > min(indices), "something was frozen and something not"
+
+
+def _guided(fed: str) -> list[int]:
+    """Each rank observes another loss; both must decide alike."""
+    model = wrap(network(), "ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    freezing = freeze_blocks(model, optimizer, settings("guided"))
+    seen = []
+    for number in range(10):
+        loss = F.cross_entropy(model(share(number)[0]), share(number)[1])
+        loss.backward()
+        rises = number >= 6 and dist.get_rank() == 1 and fed == "different"
+        freezing.observe(torch.tensor(100.0 if rises else 1.0))  # pyright: ignore[reportAttributeAccessIssue]
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(freezing.index)
+    return seen
+
+
+@pytest.mark.dist
+def test_guided_freezing_decides_by_the_mean_loss_of_all_ranks() -> None:
+    alike, different = run_ranks(_guided, 2, "alike"), run_ranks(_guided, 2, "different")
+    assert alike[0] == alike[1]
+    assert different[0] == different[1]
+    assert different[0][:6] == alike[0][:6]
+    assert different[0][-1] < alike[0][-1], "the loss of one rank opens everything on both"

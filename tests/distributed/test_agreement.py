@@ -1,0 +1,91 @@
+"""Ranks that differ, do not come or die are named on every rank that is alive, in time."""
+
+from __future__ import annotations
+
+import os
+from time import monotonic, sleep
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+from torchboost.distributed.agreement import Agreement
+from torchboost.errors import RankDisagreementError
+
+LIMIT = 4.0
+
+
+def _alike() -> list[float]:
+    everyone = Agreement(range(dist.get_world_size()), subject="a test")
+    for step in range(3):
+        everyone.check({"step": step, "seed": 2**62}, hint="Nothing to do.")
+    summed = everyone.total(torch.tensor([1.0, dist.get_rank()], dtype=torch.float64)).tolist()
+    everyone.close()
+    everyone.close()
+    again = Agreement(range(dist.get_world_size()), subject="a test")
+    again.check({"step": 0}, hint="Nothing to do.")
+    again.close()
+    return summed
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_agree_go_on_and_may_begin_again(ranks: int) -> None:
+    assert run_ranks(_alike, ranks) == [[ranks, sum(range(ranks))]] * ranks
+
+
+def _some_ranks() -> str:
+    rank = dist.get_rank()
+    pair = Agreement([0, 2] if rank % 2 == 0 else [1, 3], subject="a test")
+    with pytest.raises(RankDisagreementError) as caught:
+        pair.check({"step": rank // 2}, hint="Do so.")
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_those_that_differ_are_named_with_what_they_have() -> None:
+    told = [f"a test: the ranks disagree: step is 0 on rank {r} and 1 on rank {r + 2}. Do so." for r in (0, 1)]
+    assert run_ranks(_some_ranks, 4) == told * 2
+
+
+def _late(who: int, how: str) -> tuple[str, float] | None:
+    everyone = Agreement(range(dist.get_world_size()), subject="a test", timeout=LIMIT)
+    everyone.check({"step": 6}, hint="")
+    if dist.get_rank() == who:
+        if how == "dies":
+            os._exit(1)
+        sleep(LIMIT + 2)
+        return None
+    begun = monotonic()
+    with pytest.raises(RankDisagreementError) as caught:
+        everyone.check({"step": 7}, hint="")
+    took = monotonic() - begun
+    with pytest.raises(RankDisagreementError, match="found apart before"):
+        everyone.check({"step": 7}, hint="")
+    everyone.close()
+    return str(caught.value), took
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+@pytest.mark.parametrize(("ranks", "who"), [(2, 0), (4, 2)])
+def test_a_rank_that_does_not_come_is_named_on_all_others_in_time(ranks: int, who: int, how: str) -> None:
+    answers = run_ranks(_late, ranks, who, how, dying=[who] if how == "dies" else [])
+    assert answers.pop(who) is None
+    for text, took in answers:
+        assert f"rank {who} did not come (step 7 on rank" in text
+        assert took < LIMIT, "a limit, not a speed"
+
+
+def _absent_from_the_beginning() -> str:
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(RankDisagreementError) as caught:
+        Agreement(range(2), subject="a test", timeout=2.0)
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_a_rank_that_does_not_begin_is_an_error_on_the_others() -> None:
+    assert "not all of them began within 2 s" in run_ranks(_absent_from_the_beginning, 2)[0]
