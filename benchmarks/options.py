@@ -70,11 +70,12 @@ def single_algorithms() -> list[str]:
     """Name contestants with one algorithm alone: system levers on the stock loop, all others on the hand-tuned one.
 
     What changes the whole process is measured in processes of its own (``host_memory.py``); accumulation takes another
-    loop (``accumulation.py``), as does scaling (``loss_scale.py``).
+    loop (``accumulation.py``), as do scaling (``loss_scale.py``), sums over nodes (``adasum_time.py``) and the steps in a
+    subspace (``dim_reduce.py``).
     """
     system = [f"stock+{name}" for name in REGISTRY if name in SYSTEM and name != "compile"]
     apart = {name for name, entry in REGISTRY.items() if entry.algorithm.traits.process_wide}
-    apart |= {"grad_accumulation", "loss_scale_group"}
+    apart |= {"grad_accumulation", "loss_scale_group", "adasum", "dim_reduce"}
     others = [name for name in REGISTRY if name not in apart]
     return system + [f"hand+{name}" for name in others if name not in SYSTEM]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import accuracy
 import adasum_time
+import dim_reduce
 import fine_tune
 import freeze_on_ranks
 import freeze_savings
@@ -22,6 +23,7 @@ CLAIMS = {
     "step_time": step_time.measure,
     "host_memory": host_memory.measure,
     "loss_scale": loss_scale.measure,
+    "dim_reduce": dim_reduce.measure,
     "freeze_savings": freeze_savings.measure,
     "freeze_on_ranks": freeze_on_ranks.measure,
     "fine_tune": fine_tune.measure,
