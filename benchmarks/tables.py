@@ -213,6 +213,7 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "gpu": times,
     "host_memory": alone,
     "freeze_savings": times,
+    "freeze_on_ranks": times,
     "whole_run": times,
     "optimizer_step": against_bare,
     "freeze_types": from_scratch,
