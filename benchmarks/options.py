@@ -70,7 +70,7 @@ def single_algorithms() -> list[str]:
     """Name contestants with one algorithm alone: system levers on the stock loop, all others on the hand-tuned one.
 
     What changes the whole process is measured in processes of its own (``host_memory.py``); accumulation takes another
-    loop (``accumulation.py``), as do scaling (``loss_scale.py``), sums over nodes (``adasum_time.py``) and the steps in a
+    loop (``accumulation.py``), as do scaling (``loss_scale.py``), sums over nodes (``adasum_time.py``) and steps in a
     subspace (``dim_reduce.py``).
     """
     system = [f"stock+{name}" for name in REGISTRY if name in SYSTEM and name != "compile"]

@@ -214,6 +214,7 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "host_memory": alone,
     "freeze_savings": times,
     "freeze_on_ranks": times,
+    "dim_reduce": times,
     "whole_run": times,
     "optimizer_step": against_bare,
     "freeze_types": from_scratch,
