@@ -77,9 +77,11 @@ def products() -> dict[str, Callable[[], object]]:
         rows.sum()
 
     def both(coordinates: Tensor) -> Callable[[], object]:
+        out = torch.empty(len(coordinates), LONG)
+
         def call() -> None:
             basis.project(vector)
-            basis.lift(coordinates)
+            basis.lift(coordinates, out)
 
         return call
 

@@ -96,6 +96,7 @@ class SubspaceOptimizer(ClosureOptimizer):
         self.loss = math.nan
         self._buffers = tuple(buffers)
         self._residual = torch.zeros(basis.length, dtype=first.dtype, device=first.device)
+        self._lifted = self._residual.new_zeros(2, basis.length)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Tensor:
@@ -137,7 +138,7 @@ class SubspaceOptimizer(ClosureOptimizer):
             return
         before = self._gathered()
         direction = self.inverse_hessian.direction(projected)
-        along, inside = self.basis.lift(torch.stack([direction, projected]))
+        along, inside = self.basis.lift(torch.stack([direction, projected]), self._lifted)
         slope = float(projected @ direction)
         with self._buffers_kept():
             length = self._search(replay, before, along, start, slope)

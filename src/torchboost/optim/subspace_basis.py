@@ -164,17 +164,19 @@ class SubspaceBasis:
             dist.all_reduce(found, group=self.group)
         return found.to("cpu", torch.float64)
 
-    def lift(self, coordinates: Tensor) -> Tensor:
+    def lift(self, coordinates: Tensor, out: Tensor | None = None) -> Tensor:
         """Return ``P' c`` for several c at once, so that the rows are read once.
 
         Args:
             coordinates: Shape ``(vectors, k)``.
+            out: Where to put them; new memory of that size costs as much as part of the products.
 
         Returns:
             Shape ``(vectors, n)``, where the rows are and in their precision.
         """
         kind = self.rows[0]
-        found = torch.empty(len(coordinates), self.length, dtype=kind.dtype, device=kind.device)
+        shape = (len(coordinates), self.length)
+        found = torch.empty(shape, dtype=kind.dtype, device=kind.device) if out is None else out
         coordinates = coordinates.to(kind.device, kind.dtype)
         for block, rows, place in self._placed():
             for part, out in zip(
