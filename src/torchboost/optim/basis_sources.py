@@ -137,7 +137,7 @@ def principal_basis(
     components: int,
     *,
     memory_mebibytes: int | None = None,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress | None = None,
 ) -> SubspaceBasis:
     """Return the directions along which snapshots of the weights vary most; in one process.
 

@@ -36,12 +36,10 @@ class PrincipalComponents:
     Raises:
         ValueError: Too few snapshots, NaN or infinities in one, or they span fewer directions than asked for.
 
-    Cost: two reads of the snapshots, ``m² n`` multiplications; 64 MiB beside the rows that :meth:`rows` returns.
+    Cost: two reads of the snapshots, ``m m n`` multiplications; 64 MiB beside the rows that :meth:`rows` returns.
     """
 
-    def __init__(
-        self, snapshots: Snapshots, blocks: Sequence[Block], *, progress: Progress = lambda what, done, total: None
-    ) -> None:
+    def __init__(self, snapshots: Snapshots, blocks: Sequence[Block], *, progress: Progress | None = None) -> None:
         self._snapshots, self._blocks, self._progress = snapshots, tuple(blocks), progress
         components = sum(block.components for block in self._blocks)
         if len(snapshots) < components:
@@ -133,7 +131,8 @@ class PrincipalComponents:
                     for m in range(count)
                 ]
                 yield low - block.start, torch.stack(parts)
-                self._progress(what, high - block.start, block.stop - block.start)
+                if self._progress is not None:
+                    self._progress(what, high - block.start, block.stop - block.start)
             offset += size
 
     def _spoiled(self) -> str:
