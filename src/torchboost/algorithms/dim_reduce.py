@@ -22,7 +22,7 @@ from torchboost.optim.basis_sources import MatrixFile, shared_basis
 from torchboost.optim.front import FrontOptimizer
 from torchboost.optim.principal_components import PrincipalComponents
 from torchboost.optim.snapshots import CheckpointFiles, Layout, SnapshotBuffer, Snapshots, checkpoint_files
-from torchboost.optim.subspace import LineSearch, SubspaceOptimizer
+from torchboost.optim.subspace import LineSearch, SubspaceOptimizer, check_weights
 from torchboost.optim.subspace_basis import SubspaceBasis, blocks_within
 
 __all__ = ["Phase", "SubspaceDescent", "SubspaceRun"]
@@ -360,8 +360,5 @@ def _parameters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
             f"dim_reduce: {stray} of {len(weights)} parameters of the model that require grad are not in the "
             "optimizer; freeze them with requires_grad_(False), or give them to the optimizer."
         )
-    kinds = {(p.dtype, p.device) for p in weights}
-    if len(kinds) != 1 or weights[0].dtype not in (torch.float32, torch.float64):
-        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-        raise IncompatibleError(f"dim_reduce: found parameters in {found}; train in float32 on one device.")
+    check_weights(weights)
     return weights

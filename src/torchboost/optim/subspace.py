@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from torchboost.errors import IncompatibleError
 from torchboost.optim.quasi_newton import InverseHessian
 from torchboost.optim.subspace_basis import SubspaceBasis
 
-__all__ = ["LineSearch", "SubspaceOptimizer"]
+__all__ = ["LineSearch", "SubspaceOptimizer", "check_weights"]
 
 aten = torch.ops.aten
 
@@ -234,15 +234,24 @@ class SubspaceOptimizer(ClosureOptimizer):
                 f"basis: spans {basis.length} weights, the parameters have {length}; make the basis from checkpoints "
                 "of this model, with the same parameters trained."
             )
-        kinds = {(p.dtype, p.device) for p in parameters}
-        if len(kinds) != 1 or parameters[0].dtype not in (torch.float32, torch.float64):
-            found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-            raise IncompatibleError(f"SubspaceOptimizer: found {found}; train in float32 (or float64) on one device.")
-        if any(type(p.data) is not Tensor for p in parameters):
-            raise IncompatibleError(
-                "SubspaceOptimizer: found sharded parameters; its steps need whole ones: use DistributedDataParallel."
-            )
+        check_weights(parameters)
         return parameters[0]
+
+
+def check_weights(parameters: Sequence[Tensor]) -> None:
+    """Refuse weights that a step in a subspace cannot move.
+
+    Raises:
+        IncompatibleError: Several precisions or devices, or other than float32 and float64; shards.
+    """
+    kinds = {(p.dtype, p.device) for p in parameters}
+    if len(kinds) != 1 or parameters[0].dtype not in (torch.float32, torch.float64):
+        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)) or "no parameters"
+        raise IncompatibleError(f"steps in a subspace: found {found}; train in float32 (or float64) on one device.")
+    if any(type(p.data) is not Tensor for p in parameters):
+        raise IncompatibleError(
+            "steps in a subspace: found sharded parameters, and they need whole ones: use DistributedDataParallel."
+        )
 
 
 def _gradient(parameter: Tensor) -> Tensor:
