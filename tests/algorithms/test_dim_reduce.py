@@ -327,6 +327,35 @@ def test_a_missing_rank_ends_in_an_error_and_bad_checkpoints_in_the_same_one_eve
     )
 
 
+def _wrapped_later(how: str) -> list[float] | str:
+    """As ``AutoBoost`` leaves it: the algorithm is attached to the bare model, which DDP wraps afterwards."""
+    model = network()
+    model[1] = nn.Identity()
+    called: nn.Module = model
+    target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    attach_all(target, [SubspaceDescent(n_components=2, snapshot_every=1, alpha=0.05)])
+    if how == "ddp":
+        called = DistributedDataParallel(model)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for number in range(6):
+        x, y = batch(number)
+        share = slice(16 * rank // ranks, 16 * (rank + 1) // ranks)
+        try:
+            target.optimizer.step(lambda x=x[share], y=y[share]: F.cross_entropy(called(x), y))
+        except IncompatibleError as error:
+            return str(error)
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+@pytest.mark.dist
+def test_ddp_may_come_later_and_must_come() -> None:
+    one, two = run_ranks(_wrapped_later, 2, "ddp")
+    assert one == two
+    assert isinstance(one, list)
+    apart = run_ranks(_wrapped_later, 2, "never")
+    assert all("model in DistributedDataParallel" in str(found) for found in apart)
+
+
 def _shard() -> str:
     model = fully_shard(network())
     with pytest.raises(IncompatibleError, match="use DistributedDataParallel") as caught:

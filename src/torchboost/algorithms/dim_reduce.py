@@ -336,13 +336,12 @@ def _layout(model: nn.Module) -> Layout:
 
 
 def _group(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the ranks that train the model together."""
-    while not isinstance(model, DistributedDataParallel):
-        inner = dict(model.named_children()).get("_orig_mod")
-        if inner is None:
-            return None
-        model = inner
-    return model.process_group if dist.get_world_size(model.process_group) > 1 else None
+    """Return the ranks that train the model together; a bare one is taken to be wrapped later, over all ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    wrapped = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
+    group = dist.group.WORLD if wrapped is None else wrapped.process_group
+    return group if dist.get_world_size(group) > 1 else None
 
 
 def _ranks(model: nn.Module) -> int:

@@ -56,7 +56,8 @@ class SubspaceOptimizer(ClosureOptimizer):
 
     Raises:
         ValueError: A setting out of range, or the basis spans another number of weights.
-        IncompatibleError: Parameters in other precisions, on several devices, or sharded.
+        IncompatibleError: Parameters in other precisions, on several devices, or sharded; from the first step: the
+            ranks that share the basis have different gradients.
 
     Cost: an update reads the rows of the basis twice and does one forward pass per trial. Memory beside the basis:
     five vectors of the size of the weights (gradient, two lifted vectors, residual, weights before the trial).
@@ -94,6 +95,7 @@ class SubspaceOptimizer(ClosureOptimizer):
         self.inverse_hessian = InverseHessian(basis.components)
         self.accepted = self.trial = 0
         self.loss = math.nan
+        self._alike = basis.group is None
         self._buffers = tuple(buffers)
         self._residual = torch.zeros(basis.length, dtype=first.dtype, device=first.device)
         self._lifted = self._residual.new_zeros(2, basis.length)
@@ -131,6 +133,8 @@ class SubspaceOptimizer(ClosureOptimizer):
     def _update(self, replay: Replay, loss: Tensor) -> None:
         parameters = self.param_groups[0]["params"]
         gradient = torch.cat([_gradient(parameter).reshape(-1) for parameter in parameters])
+        if not self._alike:
+            self._check_alike(gradient)
         projected = self.basis.project(gradient)
         self.loss = start = self._mean(loss)
         self.trial = 0
@@ -201,6 +205,21 @@ class SubspaceOptimizer(ClosureOptimizer):
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "subspace"})
         self._residual.copy_(own["residual"])
         self.accepted = int(own["accepted"])
+
+    def _check_alike(self, gradient: Tensor) -> None:
+        """Look once whether the ranks have the same gradient, without which they would drift apart."""
+        mine = gradient.to(torch.float64).sum().reshape(1)
+        sums = [torch.empty_like(mine) for _ in range(self.basis.ranks)]
+        dist.all_gather(sums, mine, group=self.basis.group)
+        found = torch.cat(sums)
+        if not found.isfinite().all():
+            return
+        if not (found == found[0]).all():
+            raise IncompatibleError(
+                "steps in a subspace: the ranks have different gradients, and their weights would drift apart; wrap "
+                "the model in DistributedDataParallel, which averages them."
+            )
+        self._alike = True
 
     def _mean(self, loss: Tensor) -> float:
         """Return the mean of the losses of all ranks."""
