@@ -140,8 +140,9 @@ def _context() -> ForkServerContext:
     """
     context = mp.get_context("forkserver")
     preload = ["torch", "torch.distributed", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
-    # Optimizers and DDP load the compiler when they are first used.
-    context.set_forkserver_preload([*preload, "torch.nn.parallel", "torch._dynamo"])
+    # Optimizers and DDP load the compiler when they are first used; the rest is what test modules import.
+    preload += ["torch.nn.parallel", "torch._dynamo", "pytest", "hypothesis", "torchboost.plan"]
+    context.set_forkserver_preload(preload)
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
