@@ -27,11 +27,11 @@ from torchboost.workloads.jobs import accuracy, one_cycle
 from torchboost.workloads.models import BasicBlock, ResNet
 
 OUT = Path(__file__).parent / "results" / "subspace_recipe.json"
-DIRECTIONS, SNAPSHOTS, COLLECTING, BATCH, LARGE = 32, 48, 6, 64, 512
+DIRECTIONS, SNAPSHOTS, COLLECTING, BATCH, LARGE = 32, 48, 6, 64, 256
 """Directions; snapshots; epochs over which they are taken; batch of SGD; batch in the subspace."""
-SUBSPACE = 2
+SUBSPACE = 3
 """Epochs in the subspace."""
-RATES = (0.025, 0.05, 0.1)
+RATES = (0.05,)
 
 
 def network(seed: int) -> nn.Module:
