@@ -32,6 +32,14 @@ DIRECTIONS, SNAPSHOTS, COLLECTING, BATCH, LARGE = 32, 48, 6, 64, 256
 SUBSPACE = 3
 """Epochs in the subspace."""
 RATES = (0.05,)
+PARTS = {
+    "collected": "SGD that collects, constant rate",
+    "mean": "mean of its last quarter of snapshots",
+    "subspace": "the recipe: collection, then the subspace",
+    "sgd_collection": "SGD, one cycle, for the cost of the collection",
+    "sgd": "SGD, one cycle, for the cost of the recipe",
+}
+"""Part of a run -> what it is."""
 
 
 def network(seed: int) -> nn.Module:
@@ -185,7 +193,7 @@ def main() -> None:
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for rate, runs in found.items():
-        for part in ("collected", "mean", "subspace", "sgd", "sgd_collection"):
+        for part in PARTS:
             scores = [run[part]["accuracy"] for run in runs]
             seconds = statistics.mean(run[part]["seconds"] for run in runs)
             print(f"lr {rate:6} {part:15} {100 * statistics.mean(scores):5.2f} %  {seconds:6.0f} s")

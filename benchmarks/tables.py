@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import adasum_convergence
+import subspace_recipe
 
 from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuner.evidence import BenchReport, Contestant, Interval
@@ -187,6 +188,24 @@ def steps_to_target(path: Path) -> str:
     )
 
 
+def by_recipe(path: Path) -> str:
+    result = json.loads(path.read_text(encoding="utf-8"))
+    env, settings = result["environment"], result["settings"]
+    lines = []
+    for rate, runs in result["runs"].items():
+        for part, name in subspace_recipe.PARTS.items():
+            scores = [100 * run[part]["accuracy"] for run in runs]
+            seconds = sum(run[part]["seconds"] for run in runs) / len(runs)
+            spread = f"{min(scores):.2f} to {max(scores):.2f}"
+            lines.append((name, rate, f"{sum(scores) / len(scores):.2f}", spread, f"{seconds:.0f} s"))
+    table = Table(headings=("what", "rate", "accuracy, %", "range over seeds", "processor time"), rows=tuple(lines))
+    said = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in settings.items())
+    return (
+        f"{rows(table)}\n\n{result['title']}: {result['model']}; {said}. {env['processor']}, torch {env['torch']}, commit "
+        f"{env['commit'] or 'unknown'}, {env['date']}. All runs: `benchmarks/results/{path.name}`."
+    )
+
+
 def fine_tuned(path: Path) -> str:
     report = BenchReport.load(path)
 
@@ -215,6 +234,7 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "freeze_savings": times,
     "freeze_on_ranks": times,
     "dim_reduce": times,
+    "subspace_recipe": by_recipe,
     "whole_run": times,
     "optimizer_step": against_bare,
     "freeze_types": from_scratch,
