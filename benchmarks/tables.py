@@ -201,8 +201,8 @@ def by_recipe(path: Path) -> str:
     table = Table(headings=("what", "rate", "accuracy, %", "range over seeds", "processor time"), rows=tuple(lines))
     said = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in settings.items())
     return (
-        f"{rows(table)}\n\n{result['title']}: {result['model']}; {said}. {env['processor']}, torch {env['torch']}, commit "
-        f"{env['commit'] or 'unknown'}, {env['date']}. All runs: `benchmarks/results/{path.name}`."
+        f"{rows(table)}\n\n{result['title']}: {result['model']}; {said}. {env['processor']}, torch {env['torch']}, "
+        f"commit {env['commit'] or 'unknown'}, {env['date']}. All runs: `benchmarks/results/{path.name}`."
     )
 
 

@@ -66,7 +66,7 @@ def train(folder: Path) -> bool:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    train(Path(sys.argv[1]))
+    train(Path(sys.argv[1] if len(sys.argv) > 1 else "out/fsdp2"))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -14,9 +14,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import run_ranks
-from torchboost import Plan, SubspaceDescent, Target, TrainStep, attach_all
-from torchboost.algorithms.accumulation import Accumulator
+from torchboost import Algorithm, Plan, SubspaceDescent, Target, TrainStep, attach_all
+from torchboost.algorithms.accumulation import Accumulation, Accumulator
+from torchboost.algorithms.centralization import Centralization
 from torchboost.algorithms.dim_reduce import SubspaceRun
+from torchboost.algorithms.freeze import BlockFreeze
 from torchboost.errors import IncompatibleError
 
 
@@ -255,6 +257,34 @@ def test_what_it_cannot_work_with() -> None:
         attach_all(target, [settings])
 
 
+@pytest.mark.parametrize("other", [BlockFreeze(groups=2), Accumulation(steps=2), Centralization()])
+def test_nothing_works_beside_it(other: Algorithm) -> None:
+    model = network()
+    target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for chosen in ([SubspaceDescent(n_components=2), other], [other, SubspaceDescent(n_components=2)]):
+        with pytest.raises(IncompatibleError, match=f"'dim_reduce' cannot work together with {other.name}"):
+            attach_all(target, chosen)
+
+
+def test_the_optimizer_behind_is_not_stepped_by_others() -> None:
+    model = network()
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    attached = attach_all(Target(model, given), [SubspaceDescent(n_components=2)])
+    with pytest.raises(IncompatibleError, match=r"target\.optimizer\.step"):
+        given.step()
+    attached.remove()
+    given.step()
+
+
+def test_a_parameter_that_is_frozen_later_is_not_moved_in_silence(tmp_path: Path) -> None:
+    checkpoints(tmp_path, 3)
+    model, step, _ = start(SubspaceDescent(n_components=2, weight_load_dir=str(tmp_path)))
+    step(*batch(0))
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(IncompatibleError, match="was frozen"):
+        step(*batch(1))
+
+
 def test_step_without_a_closure_says_how() -> None:
     _, _, run = start(SubspaceDescent(n_components=2))
     with pytest.raises(TypeError, match=r"optimizer\.step\(lambda"):
@@ -325,6 +355,26 @@ def test_a_missing_rank_ends_in_an_error_and_bad_checkpoints_in_the_same_one_eve
         == "ValueError: n_components: found 5 and 3 snapshots; as many snapshots as components are "
         + ("needed: save more, or lower n_components.")
     )
+
+
+def _settings_apart() -> str:
+    model = DistributedDataParallel(network())
+    settings = SubspaceDescent(n_components=2, snapshot_every=1, rho=0.5 + 0.1 * dist.get_rank())
+    target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    attach_all(target, [settings])
+    (x, y), last = batch(0), batch(1)
+    target.optimizer.step(lambda: F.cross_entropy(model(x), y))
+    with pytest.raises(ValueError, match="the ranks differ") as caught:
+        target.optimizer.step(lambda: F.cross_entropy(model(last[0]), last[1]))
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_settings_that_differ_between_ranks_are_named() -> None:
+    one, two = run_ranks(_settings_apart, 2)
+    assert one == two
+    assert "rho=0.5" in one
+    assert "rho=0.6" in one
 
 
 def _wrapped_later(how: str) -> list[float] | str:

@@ -55,6 +55,7 @@ def test_what_is_wrong_is_said_in_one_line(folder: Path, tmp_path: Path) -> None
         ([folder, "--out", tmp_path / "basis.bin"], "ends in .npy"),
         ([folder, "--components", 9, "--out", out], "n_components: found 9 and 4 snapshots"),
         ([tmp_path / "none", "--out", out], "found no folder"),
+        ([folder, "--out", tmp_path / "none" / "basis.npy"], "make it first"),
     ):
         found = run(*words)
         assert found.exit_code == 1

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_replay_draws_the_same_numbers_and_leaves_the_generator_alone() -> None:
-    x = torch.randn(1000)
+    x = torch.randn(1000, requires_grad=True)
     replay = Replay(lambda: F.dropout(x, 0.5).sum(), CPU)
     assert replay.loss is None
     first = replay.first()
@@ -24,6 +24,22 @@ def test_a_replay_draws_the_same_numbers_and_leaves_the_generator_alone() -> Non
     assert torch.equal(replay.loss, first)
     assert torch.equal(torch.get_rng_state(), after)
     assert not torch.equal(F.dropout(x, 0.5).sum(), first)
+
+
+@pytest.mark.parametrize(
+    ("closure", "error", "said"),
+    [
+        (lambda w: w.sum().item(), TypeError, "returned a float"),
+        (lambda w: None, TypeError, "returned a NoneType"),
+        (lambda w: w * 2, ValueError, r"shape \(3,\); reduce it"),
+        (lambda w: w.detach().sum(), ValueError, "without a gradient"),
+        (lambda w: (w.sum().backward(), w.sum())[1], ValueError, r"called backward\(\)"),
+    ],
+)
+def test_closures_that_do_not_just_return_the_loss(closure, error, said) -> None:
+    w = nn.Parameter(torch.ones(3))
+    with pytest.raises(error, match=said):
+        Replay(lambda: closure(w), CPU).backward([w])
 
 
 def test_step_is_for_subclasses() -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from torchboost.optim.snapshots import CheckpointFiles, Layout, SnapshotBuffer, checkpoint_files
+from torchboost.optim.snapshots import CheckpointFiles, Layout, SnapshotBuffer, checkpoint_files, layout_of_file
 
 
 def model() -> nn.Module:
@@ -45,14 +45,43 @@ def test_a_state_dict_may_lie_under_a_key(tmp_path: Path) -> None:
 
 
 def test_without_a_model_the_file_says_what_there_is(tmp_path: Path) -> None:
-    save(tmp_path / "a.safetensors")
-    everything = CheckpointFiles([tmp_path / "a.safetensors"])
-    assert "1.running_mean" in everything.layout.names
-    assert "1.num_batches_tracked" not in everything.layout.names
-    trained = CheckpointFiles([tmp_path / "a.safetensors"], exclude=["*running_*"])
-    assert set(trained.layout.names) == set(Layout.of(model()).names)
-    with pytest.raises(ValueError, match=r"no floating point entry that \* do not leave out"):
-        CheckpointFiles([tmp_path / "a.safetensors"], exclude=["*"])
+    path = tmp_path / "a.safetensors"
+    save(path)
+    everything = layout_of_file(path)
+    assert "1.running_mean" in everything.names
+    assert "1.num_batches_tracked" not in everything.names
+    trained = layout_of_file(path, ["*running_*"])
+    assert set(trained.names) == set(Layout.of(model()).names)
+    assert trained != Layout.of(model()), "the file has an order of its own, so a model must be given to train one"
+    with pytest.raises(ValueError, match=r"a\.safetensors: found no floating point entry that \* do not leave out"):
+        layout_of_file(path, ["*"])
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("", "module."), ("backbone.", ""), ("backbone.", "module.")])
+def test_a_prefix_of_all_names_makes_no_difference(tmp_path: Path, ours: str, theirs: str) -> None:
+    state = model().state_dict()
+    torch.save({f"{theirs}{name}": value for name, value in state.items()}, tmp_path / "a.pt")
+    plain = Layout.of(model())
+    layout = Layout(tuple(f"{ours}{name}" for name in plain.names), plain.shapes)
+    if ours and theirs:
+        with pytest.raises(ValueError, match=r"missing backbone\.0\.weight"):
+            CheckpointFiles(tmp_path, layout)
+        return
+    files = CheckpointFiles(tmp_path, layout)
+    assert all(torch.equal(files.part(0, i, slice(None)), state[name]) for i, name in enumerate(plain.names))
+
+
+def test_a_model_or_its_layout_is_needed(tmp_path: Path) -> None:
+    save(tmp_path / "a.pt")
+    assert CheckpointFiles(tmp_path, model()).layout == Layout.of(model())
+    with pytest.raises(TypeError, match="give the model whose checkpoints these are"):
+        CheckpointFiles(tmp_path, 5)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_holds_no_weights_is_named(tmp_path: Path) -> None:
+    torch.save({"net": {"a": torch.ones(2)}}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=r"a\.pt: a checkpoint of another model: missing .* it holds no weights"):
+        CheckpointFiles(tmp_path, model())
 
 
 def test_numbers_in_names_count(tmp_path: Path) -> None:
@@ -87,7 +116,7 @@ def test_a_pickle_bomb_is_refused_and_does_not_go_off(tmp_path: Path) -> None:
     (tmp_path / "plain.pt").write_bytes(pickle.dumps({"weight": Bomb(crater)}))
     for name in ("zip.pt", "plain.pt"):
         with pytest.raises(ValueError, match="refused, as it is no file of tensors alone"):
-            CheckpointFiles([tmp_path / name])
+            CheckpointFiles([tmp_path / name], model())
     assert not crater.exists()
     pickle.loads((tmp_path / "plain.pt").read_bytes())
     assert crater.exists(), "the bomb is a real one"
@@ -110,20 +139,20 @@ def test_what_is_no_checkpoint_is_refused(
     if name is not None:
         path.write_bytes(content)
     with pytest.raises(error, match=said):
-        CheckpointFiles([path])
+        CheckpointFiles([path], model())
 
 
 def test_a_tensor_is_no_state_dict(tmp_path: Path) -> None:
     torch.save(torch.ones(3), tmp_path / "a.pt")
     with pytest.raises(ValueError, match="found a Tensor; a checkpoint is a state dict"):
-        CheckpointFiles([tmp_path / "a.pt"])
+        CheckpointFiles([tmp_path / "a.pt"], model())
 
 
 def test_no_folder_and_no_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="found no folder"):
         checkpoint_files(tmp_path / "missing")
     with pytest.raises(ValueError, match="found no checkpoints"):
-        CheckpointFiles(checkpoint_files(tmp_path))
+        CheckpointFiles(tmp_path, model())
 
 
 def test_the_buffer_keeps_copies_in_half_the_bytes() -> None:

@@ -271,8 +271,9 @@ def _points(value: Any) -> tuple[int, ...]:
 def _one_node(topology: Topology) -> str | None:
     if topology.nodes > 1:
         return None
+    ranks = "1 rank" if topology.world_size == 1 else f"{topology.world_size} ranks"
     return (
-        f"one node of {topology.world_size} ranks has no other to combine with; start more nodes, or say with "
+        f"one node of {ranks} has no other to combine with; start more nodes, or say with "
         "devices_per_node how many ranks make one"
     )
 

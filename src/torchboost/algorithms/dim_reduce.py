@@ -21,7 +21,7 @@ from torchboost.errors import IncompatibleError
 from torchboost.optim.basis_sources import MatrixFile, shared_basis
 from torchboost.optim.front import FrontOptimizer
 from torchboost.optim.principal_components import PrincipalComponents
-from torchboost.optim.snapshots import CheckpointFiles, Layout, SnapshotBuffer, Snapshots, checkpoint_files
+from torchboost.optim.snapshots import CheckpointFiles, Layout, SnapshotBuffer, Snapshots
 from torchboost.optim.subspace import LineSearch, SubspaceOptimizer, check_weights
 from torchboost.optim.subspace_basis import SubspaceBasis, blocks_within
 
@@ -60,7 +60,7 @@ class SubspaceDescent(Algorithm):
     """
 
     name: ClassVar[str] = "dim_reduce"
-    traits: ClassVar[Traits] = Traits(order=90, replaces_optimizer=True)
+    traits: ClassVar[Traits] = Traits(order=90, replaces_optimizer=True, alone=True)
 
     n_components: int = 32
     rho: float = 0.55
@@ -134,7 +134,7 @@ class SubspaceDescent(Algorithm):
         given = target.optimizer
         run = SubspaceRun(given, target.model, self)
         target.optimizer = run
-        return Attachment(undo=lambda: setattr(target, "optimizer", given))
+        return Attachment(run, undo=lambda: setattr(target, "optimizer", given))
 
     def basis(self, model: nn.Module, snapshots: Snapshots | None = None) -> SubspaceBasis:
         """Make the basis for a model: from ``snapshots``, or from the file or folder of the settings."""
@@ -151,7 +151,7 @@ class SubspaceDescent(Algorithm):
             make = partial(MatrixFile, self.pca_mat_path, self.n_components, layout)
         else:
             make = partial(_from_folder, self.weight_load_dir or "", layout, blocks)
-        return shared_basis(make, blocks, group, timeout=self.timeout)
+        return shared_basis(make, blocks, group, timeout=self.timeout, alike=repr(self))
 
     @property
     def collects(self) -> bool:
@@ -184,6 +184,7 @@ class SubspaceRun(FrontOptimizer, ClosureOptimizer):
         self.phase: Phase = "collect"
         self.subspace: SubspaceOptimizer | None = None
         self._model = model
+        self._stepping = False
         self._weights = _parameters(model, opt)
         self._snapshots = SnapshotBuffer(_layout(model), getattr(torch, settings.snapshot_dtype))
         self._start: list[Tensor] = []
@@ -192,6 +193,7 @@ class SubspaceRun(FrontOptimizer, ClosureOptimizer):
             self._enter(settings.basis(model))
         elif settings.restart:
             self._start = [weight.detach().clone() for weight in self._weights]
+        self._guard = opt.register_step_pre_hook(self._refuse_others)  # last, where nothing can fail any more
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update once and return the loss before it.
@@ -211,19 +213,32 @@ class SubspaceRun(FrontOptimizer, ClosureOptimizer):
         replay = closure if isinstance(closure, Replay) else Replay(closure, self._weights[0].device)
         ours = replay.loss is None
         if ours:
-            self.zero_grad()
-            with torch.enable_grad():
-                replay.first().backward()
+            replay.backward(self._weights)
         if self.subspace is not None:
             self.subspace.step(replay)
             self._judge(self.subspace.loss)
         else:
-            self.opt.step()
+            self._stepping = True
+            try:
+                self.opt.step()
+            finally:
+                self._stepping = False
             self._collect()
         self.updates += 1
         if ours:
             self.zero_grad()
         return replay.loss
+
+    def remove(self) -> None:
+        """Let the optimizer behind be stepped again by others."""
+        self._guard.remove()
+
+    def _refuse_others(self, *_: Any) -> None:
+        if not self._stepping:
+            raise IncompatibleError(
+                "dim_reduce: the optimizer behind it was stepped directly, past the subspace; step what attach put in "
+                "its place: target.optimizer.step(lambda: loss_fn(model(inputs), labels))."
+            )
 
     def _collect(self) -> None:
         if self.phase != "collect" or (self.updates + 1) % self.settings.snapshot_every:
@@ -328,7 +343,7 @@ class _Windows:
 
 
 def _from_folder(folder: str, layout: Layout, blocks: Any) -> PrincipalComponents:
-    return PrincipalComponents(CheckpointFiles(checkpoint_files(folder), layout), blocks)
+    return PrincipalComponents(CheckpointFiles(folder, layout), blocks)
 
 
 def _layout(model: nn.Module) -> Layout:

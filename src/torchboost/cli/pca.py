@@ -10,7 +10,7 @@ import typer
 from torchboost.cli.output import fail, print_json, user_errors
 from torchboost.cli.progress import display
 from torchboost.optim.basis_sources import write_matrix
-from torchboost.optim.snapshots import CheckpointFiles, checkpoint_files
+from torchboost.optim.snapshots import CheckpointFiles, checkpoint_files, layout_of_file
 
 __all__ = ["pca"]
 
@@ -32,10 +32,13 @@ def pca(
         fail(f"--out: found {out}; give a file that ends in .npy.")
     if out.exists() and not force:
         fail(f"--out: {out} is there already; choose another file, or overwrite it with --force.")
+    if not out.parent.is_dir():
+        fail(f"--out: found no folder {out.parent}; make it first.")
     patterns = [pattern.strip() for pattern in exclude.split(",") if pattern.strip()]
     with user_errors(), display() as shown:
         try:
-            snapshots = CheckpointFiles(checkpoint_files(folder), exclude=patterns)
+            files = checkpoint_files(folder)
+            snapshots = CheckpointFiles(files, layout_of_file(files[0], patterns))
             explained = write_matrix(out, snapshots, components, progress=shown)
         except ValueError as error:
             fail(str(error))

@@ -45,6 +45,7 @@ class Traits:
         brings_scaler: Whether ``attach`` puts a scaler into the target.
         process_wide: Whether the effect reaches beyond the target, so that loops measured in one process must take
             turns with it.
+        alone: Whether no other algorithm can work together with this one.
         excludes: Names of algorithms that cannot work together with this one.
     """
 
@@ -53,6 +54,7 @@ class Traits:
     replaces_optimizer: bool = False
     brings_scaler: bool = False
     process_wide: bool = False
+    alone: bool = False
     excludes: frozenset[str] = frozenset()
 
 
@@ -323,7 +325,8 @@ def _check_conflicts(chosen: list[Algorithm]) -> None:
     for algorithm in chosen:
         if names.count(algorithm.name) > 1:
             raise IncompatibleError(f"'{algorithm.name}' was given {names.count(algorithm.name)} times; give it once.")
-        clash = sorted(algorithm.traits.excludes & set(names))
+        others = set(names) - {algorithm.name}
+        clash = sorted(others if algorithm.traits.alone else algorithm.traits.excludes & others)
         if clash:
             raise IncompatibleError(
                 f"'{algorithm.name}' cannot work together with {', '.join(clash)}; leave one of them out."

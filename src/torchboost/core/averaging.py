@@ -16,7 +16,7 @@ __all__ = ["check_mesh", "check_ranks", "data_parallel", "sharded_units"]
 
 
 def data_parallel(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the DDP wrapper of a model as the loop calls it, ``torch.compile`` around it included.
+    """Return the DDP wrapper of a model as the loop calls it, or the one inside it, as in ``WithLoss(DDP(model))``.
 
     Raises:
         IncompatibleError: FSDP1 or ``DataParallel``, whose exchange of gradients cannot be replaced.
@@ -28,7 +28,7 @@ def data_parallel(model: nn.Module) -> DistributedDataParallel | None:
             f"the model is wrapped by {wrapper}, which this does not know; use DistributedDataParallel or fully_shard "
             "(FSDP2)."
         )
-    return outer if isinstance(outer, DistributedDataParallel) else None
+    return next((module for module in outer.modules() if isinstance(module, DistributedDataParallel)), None)
 
 
 def check_ranks(ddp: DistributedDataParallel, wanted: range, advice: str) -> None:

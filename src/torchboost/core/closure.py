@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,11 +43,39 @@ class Replay:
         self.loss: Tensor | None = None
 
     def first(self) -> Tensor:
-        """Run the pass, with autograd, and remember where the generators stood."""
+        """Run the pass, with autograd, and remember where the generators stood.
+
+        Raises:
+            TypeError: It returns no tensor.
+            ValueError: It returns more than one number, or one without a gradient.
+        """
         self._note_generators()
-        loss = self._forward()
+        loss: Any = self._forward()
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"the closure returned a {type(loss).__name__}; it must return the loss, a tensor.")
+        if loss.numel() != 1:
+            raise ValueError(f"the closure returned a loss of shape {tuple(loss.shape)}; reduce it, as with .mean().")
+        if not loss.requires_grad:
+            raise ValueError("the closure returned a loss without a gradient; leave out no_grad() and detach().")
         self.loss = loss.detach()
         return loss
+
+    def backward(self, parameters: Sequence[Tensor]) -> None:
+        """Run the pass and its backward pass, with gradients that begin at None.
+
+        Raises:
+            TypeError, ValueError: As :meth:`first`; or the closure ran the backward pass itself.
+        """
+        for parameter in parameters:
+            parameter.grad = None
+        with torch.enable_grad():
+            loss = self.first()
+            if any(parameter.grad is not None for parameter in parameters):
+                raise ValueError(
+                    "the closure called backward(), as one for torch.optim.LBFGS does; it must only return the loss, "
+                    "which is looked at several times."
+                )
+            loss.backward()
 
     def told(self, loss: Tensor) -> None:
         """Take the loss of a first pass that others ran; the random numbers are those from here on."""

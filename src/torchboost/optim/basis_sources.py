@@ -148,9 +148,23 @@ def principal_basis(
             :func:`~torchboost.optim.subspace_basis.blocks_within`.
         progress: See :class:`~torchboost.optim.principal_components.PrincipalComponents`.
 
+    Example:
+        >>> import torch
+        >>> from torchboost.optim import SnapshotBuffer, SubspaceOptimizer, principal_basis
+        >>> model = torch.nn.Linear(4, 2)
+        >>> snapshots = SnapshotBuffer(model)
+        >>> for _ in range(3):
+        ...     snapshots.add([p + 0.1 * torch.randn_like(p) for p in model.parameters()])
+        >>> optimizer = SubspaceOptimizer(model.parameters(), principal_basis(snapshots, 2))
+
     Raises:
+        TypeError: No snapshots.
         ValueError: Too few snapshots, NaN or infinities in one, or no room even for the smallest basis.
     """
+    if not isinstance(getattr(snapshots, "layout", None), Layout):
+        raise TypeError(
+            f"snapshots: found {type(snapshots).__name__}; give CheckpointFiles(folder, model) or a SnapshotBuffer."
+        )
     blocks = blocks_within(snapshots.layout.length, components, budget=_bytes(memory_mebibytes))
     return shared_basis(lambda: PrincipalComponents(snapshots, blocks, progress=progress), blocks)
 
@@ -161,6 +175,7 @@ def shared_basis(
     group: dist.ProcessGroup | None = None,
     *,
     timeout: float = 1800.0,
+    alike: str = "",
 ) -> SubspaceBasis:
     """Let rank 0 make a basis and hand every rank its rows, so that none holds more than its share.
 
@@ -169,9 +184,11 @@ def shared_basis(
         blocks: The same on all ranks.
         group: The ranks that share the rows and will train; None for one process.
         timeout: Seconds that a rank waits for the others.
+        alike: What must be the same on all ranks, such as settings in words.
 
     Raises:
         TimeoutError: A rank did not come, or rank 0 was not done in time.
+        ValueError: ``alike`` differs between the ranks.
         ValueError, OSError: As ``make`` raises.
     """
     if group is None:
@@ -181,7 +198,9 @@ def shared_basis(
     try:
         # Of its own: the exchange goes over the host whatever the training uses, and its patience is another.
         control: Any = dist.new_group(dist.get_process_group_ranks(group), timeout=limit, backend="gloo")
-        rows = _received(make, blocks, control, limit)
+        dist.monitored_barrier(control, limit, wait_all_ranks=True)
+        _check_alike(alike, control)
+        rows = _received(make, blocks, control)
         dist.barrier(control)
         dist.destroy_process_group(control)
     except RuntimeError as error:
@@ -192,9 +211,16 @@ def shared_basis(
     return SubspaceBasis(blocks, rows, group)
 
 
-def _received(make: Callable[[], BasisSource], blocks: Sequence[Block], control: Any, limit: timedelta) -> list[Tensor]:
+def _check_alike(alike: str, control: Any) -> None:
+    said = [""] * dist.get_world_size(control)
+    dist.all_gather_object(said, alike, group=control)
+    other = next((rank for rank, own in enumerate(said) if own != said[0]), None)
+    if other is not None:
+        raise ValueError(f"the ranks differ: rank 0 has {said[0]}, rank {other} has {said[other]}; make them alike.")
+
+
+def _received(make: Callable[[], BasisSource], blocks: Sequence[Block], control: Any) -> list[Tensor]:
     rank, ranks = dist.get_rank(control), dist.get_world_size(control)
-    dist.monitored_barrier(control, limit, wait_all_ranks=True)
     source, failed = None, None
     if rank == 0:
         try:

@@ -11,9 +11,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CheckpointFiles", "Layout", "SnapshotBuffer", "Snapshots", "checkpoint_files"]
+from torchboost.core.wrapping import unwrap
+
+__all__ = ["CheckpointFiles", "Layout", "SnapshotBuffer", "Snapshots", "checkpoint_files", "layout_of_file"]
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
+NESTED = ("model", "state_dict", "model_state_dict")
+"""Keys under which a ``.pt`` file may keep its state dict."""
 
 
 class Layout(NamedTuple):
@@ -62,27 +66,31 @@ class CheckpointFiles:
     """Checkpoints of one model: safetensors, or ``.pt`` and ``.pth`` that hold tensors only.
 
     Files are mapped into memory and read in part; nothing in them is ever executed: ``torch.load`` runs with
-    ``weights_only=True``. A file may hold a state dict, or one under a key ``model`` or ``state_dict``.
+    ``weights_only=True``. A file may hold a state dict, or one under a key ``model``, ``state_dict`` or
+    ``model_state_dict``.
 
     Args:
-        paths: The files, in the order in which they were written.
-        layout: The parameters to read; other entries, such as buffers, are left alone. By default all floating point
-            entries of the first file.
-        exclude: Patterns of names, as in a shell, that are left out of the default; a file does not say what is a
-            parameter and what a buffer.
+        paths: The files, in the order in which they were written, or a folder of them.
+        model: The model, or the layout of its parameters; files keep names in another order than models do. Other
+            entries, such as buffers, are left alone. Names may differ by a prefix that all of them have, such as
+            ``module.`` of DDP.
 
     Raises:
-        FileNotFoundError: A file is missing.
+        TypeError: Neither a model nor a layout.
+        FileNotFoundError: A file or the folder is missing.
         ValueError: A file is no checkpoint, holds objects other than tensors, or belongs to another model (names and
             shapes are listed).
     """
 
-    def __init__(self, paths: Sequence[Path], layout: Layout | None = None, *, exclude: Sequence[str] = ()) -> None:
-        if not paths:
+    def __init__(self, paths: str | Path | Sequence[str | Path], model: nn.Module | Layout) -> None:
+        if not isinstance(model, (nn.Module, Layout)):
+            raise TypeError(f"model: found {type(model).__name__}; give the model whose checkpoints these are.")
+        self.layout = Layout.of(unwrap(model)) if isinstance(model, nn.Module) else model
+        given = checkpoint_files(paths) if isinstance(paths, (str, Path)) else paths
+        self.paths = tuple(Path(path) for path in given)
+        if not self.paths:
             raise ValueError(f"found no checkpoints; give files that end in {', '.join(SUFFIXES)}.")
-        self.paths = tuple(Path(path) for path in paths)
-        self._files = [_opened(path) for path in self.paths]
-        self.layout = layout if layout is not None else _layout_of(self._files[0], exclude)
+        self._files = [_named_as(self.layout, _opened(path)) for path in self.paths]
         for path, file in zip(self.paths, self._files, strict=True):
             self._check(path, file.shapes)
 
@@ -102,8 +110,8 @@ class CheckpointFiles:
             said += "; " if missing and other else ""
             said += f"of another shape {_few(other)}" if other else ""
             raise ValueError(
-                f"{path}: a checkpoint of another model: {said}; it holds {_few(list(shapes))}. Give checkpoints of "
-                "the model that is trained."
+                f"{path}: a checkpoint of another model: {said}; it holds {_few(list(shapes)) or 'no weights'}. Give "
+                "checkpoints of the model that is trained."
             )
 
 
@@ -111,14 +119,14 @@ class SnapshotBuffer:
     """Weights that are kept in host memory while a run goes on.
 
     Args:
-        layout: The parameters.
+        model: The model, or the layout of its parameters.
         dtype: How they are kept; bfloat16 halves the memory and costs three digits of the directions.
 
     Cost: ``2 n`` bytes per snapshot in bfloat16, ``4 n`` in float32.
     """
 
-    def __init__(self, layout: Layout, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.layout = layout
+    def __init__(self, model: nn.Module | Layout, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.layout = Layout.of(unwrap(model)) if isinstance(model, nn.Module) else model
         self.dtype = dtype
         self._kept: list[list[Tensor]] = []
 
@@ -159,11 +167,18 @@ def checkpoint_files(folder: str | Path) -> list[Path]:
 
     Raises:
         FileNotFoundError: There is no such folder.
+        ValueError: There are none in it.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: found no folder; give one that holds checkpoints of the model.")
-    return sorted((path for path in folder.iterdir() if path.suffix in SUFFIXES), key=_natural)
+    found = sorted((path for path in folder.iterdir() if path.suffix in SUFFIXES), key=_natural)
+    if not found:
+        raise ValueError(
+            f"{folder}: found no checkpoints; save some whose names end in {', '.join(SUFFIXES)}, such as "
+            "torch.save(model.state_dict(), ...). Folders of torch.distributed.checkpoint are not read."
+        )
+    return found
 
 
 class _Reader(NamedTuple):
@@ -211,7 +226,7 @@ def _torch_file(path: Path) -> _Reader:
             f"{path}: refused, as it is no file of tensors alone ({reason}). Save the weights with safetensors, or "
             "torch.save(model.state_dict(), ...)."
         ) from None
-    for key in ("model", "state_dict"):
+    for key in NESTED:
         if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
             loaded = loaded[key]
     if not isinstance(loaded, Mapping):
@@ -221,10 +236,43 @@ def _torch_file(path: Path) -> _Reader:
     return _Reader(shapes, lambda name, rows: tensors[name][rows] if shapes[name] else tensors[name])
 
 
-def _layout_of(reader: _Reader, exclude: Sequence[str]) -> Layout:
+def _named_as(layout: Layout, file: _Reader) -> _Reader:
+    """Take a prefix off the names in a file, or put one before them, where that makes them those of the layout."""
+    first = layout.names[0] if layout.names else ""
+    for name in file.shapes:
+        if name.endswith(f".{first}"):
+            cut = len(name) - len(first)
+            renamed = {n[cut:]: n for n in file.shapes if n.startswith(name[:cut])}
+        elif first.endswith(f".{name}"):
+            renamed = {first[: len(first) - len(name)] + n: n for n in file.shapes}
+        else:
+            continue
+        if set(layout.names) <= set(renamed) and not set(layout.names) <= set(file.shapes):
+            return _renamed(file, renamed)
+    return file
+
+
+def _renamed(file: _Reader, names: Mapping[str, str]) -> _Reader:
+    shapes = {new: file.shapes[old] for new, old in names.items()}
+    return _Reader(shapes, lambda name, rows: file.read(names[name], rows))
+
+
+def layout_of_file(path: Path, exclude: Sequence[str] = ()) -> Layout:
+    """Return all floating point entries of a file, in its order; it does not say what is a parameter.
+
+    Args:
+        path: The file.
+        exclude: Patterns of names, as in a shell, that are left out.
+
+    Raises:
+        FileNotFoundError: The file is missing.
+        ValueError: It is no checkpoint, or nothing is left.
+    """
+    reader = _opened(path)
     chosen = {n: s for n, s in reader.shapes.items() if not any(fnmatchcase(n, pattern) for pattern in exclude)}
     if not chosen:
-        raise ValueError(f"found no floating point entry that {', '.join(exclude)} do not leave out.")
+        said = f" that {', '.join(exclude)} do not leave out" if exclude and reader.shapes else ""
+        raise ValueError(f"{path}: found no floating point entry{said}; give checkpoints of a model.")
     return Layout(tuple(chosen), tuple(chosen.values()))
 
 

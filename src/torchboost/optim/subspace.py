@@ -46,8 +46,8 @@ class SubspaceOptimizer(ClosureOptimizer):
         trials: Forward passes of one line search at most.
         line_search: ``"backtracking"`` is the reference's; ``"parabola"`` puts the second trial at the lowest point of
             the parabola through the first, takes the better of both, and so is exact on a quadratic function.
-        buffers: Restored after trial passes, such as the statistics of BatchNorms, which a trial in training mode
-            would move.
+        buffers: Restored after trial passes: give ``model.buffers()`` where a model has BatchNorms, whose statistics a
+            trial in training mode would move.
 
     Attributes:
         accepted: Updates so far in which a trial was accepted.
@@ -110,7 +110,8 @@ class SubspaceOptimizer(ClosureOptimizer):
                 itself, and clears the gradients at its end.
 
         Raises:
-            TypeError: No closure.
+            TypeError, ValueError: No closure, or one that does not return a loss, or does more than that.
+            IncompatibleError: A parameter was frozen since.
         """
         if closure is None:
             raise TypeError(
@@ -120,10 +121,13 @@ class SubspaceOptimizer(ClosureOptimizer):
         parameters = self.param_groups[0]["params"]
         replay = closure if isinstance(closure, Replay) else Replay(closure, parameters[0].device)
         ours = replay.loss is None
+        if any(not parameter.requires_grad for parameter in parameters):
+            raise IncompatibleError(
+                "steps in a subspace: a parameter was frozen (requires_grad=False) since the basis was made, which "
+                "spans it; freeze before."
+            )
         if ours:
-            self.zero_grad()
-            with torch.enable_grad():
-                replay.first().backward()
+            replay.backward(parameters)
         assert replay.loss is not None
         self._update(replay, replay.loss)
         if ours:
