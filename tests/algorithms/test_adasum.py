@@ -60,7 +60,7 @@ def test_one_process_is_told_and_left_alone():
     model = mlp()
     optimizer = sgd(model)
     assert "no other to combine with" in (AdaptiveSum().idle(model, optimizer) or "")
-    with pytest.warns(NoEffectWarning, match="one node of 1 ranks"):
+    with pytest.warns(NoEffectWarning, match="one node of 1 rank has"):
         summing = sum_adaptively(model, optimizer)
     assert not optimizer._optimizer_step_pre_hooks
     assert not summing.active
