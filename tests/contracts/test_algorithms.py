@@ -152,8 +152,9 @@ def test_remove_leaves_no_trace(name):
     strides_before = [p.stride() for p in model.parameters()]
     groups_before = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     optimizer_before = hooks(optimizer)
-    attached = attach_all(Target(model, optimizer), [algorithm(name)])
-    train(Target(model, optimizer), batches(2))
+    target = Target(model, optimizer)
+    attached = attach_all(target, [algorithm(name)])
+    train(target, batches(2))
     attached.remove()
     assert hooks(optimizer) == optimizer_before
     assert all(m._compiled_call_impl is None for m in model.modules())
