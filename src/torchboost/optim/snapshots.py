@@ -202,7 +202,8 @@ def _safetensors(path: Path) -> _Reader:
 
     try:
         file: Any = safe_open(path, framework="pt")
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (the file is no mapping)
+        names: list[str] = file.keys()
+        slices = {name: file.get_slice(name) for name in names}
     except SafetensorError as error:
         raise ValueError(f"{path}: found no safetensors file ({error}).") from None
     shapes = {
