@@ -69,14 +69,17 @@ def steps(inputs: Tensor, labels: Tensor) -> dict[str, Callable[[], object]]:
 def products() -> dict[str, Callable[[], object]]:
     rows = orthonormal(DIRECTIONS, LONG)
     basis = SubspaceBasis.of(rows)
+    native = basis.to(rows.device, rows.dtype, native=True)
     vector, coordinates = torch.randn(LONG), torch.randn(2, DIRECTIONS, dtype=torch.float64)
     one = coordinates[:1]
+    torch.testing.assert_close(native.project(vector), basis.project(vector), rtol=0, atol=1e-3)
+    torch.testing.assert_close(native.lift(coordinates), basis.lift(coordinates), rtol=0, atol=1e-5)
 
     def read() -> None:
         rows.sum()
         rows.sum()
 
-    def both(coordinates: Tensor) -> Callable[[], object]:
+    def both(basis: SubspaceBasis, coordinates: Tensor) -> Callable[[], object]:
         out = torch.empty(len(coordinates), LONG)
 
         def call() -> None:
@@ -85,7 +88,13 @@ def products() -> dict[str, Callable[[], object]]:
 
         return call
 
-    return {"reading twice": read, "project and lift one": both(one), "project and lift two": both(coordinates)}
+    return {
+        "reading twice": read,
+        "project and lift one": both(basis, one),
+        "project and lift two": both(basis, coordinates),
+        "native, project and lift one": both(native, one),
+        "native, project and lift two": both(native, coordinates),
+    }
 
 
 def measure(options: Options) -> list[Path]:

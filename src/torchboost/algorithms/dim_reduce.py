@@ -18,6 +18,7 @@ from torchboost.core.arguments import check_number
 from torchboost.core.closure import ClosureOptimizer, Replay
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError
+from torchboost.optim import native_basis
 from torchboost.optim.basis_sources import MatrixFile, shared_basis
 from torchboost.optim.front import FrontOptimizer
 from torchboost.optim.principal_components import PrincipalComponents
@@ -57,6 +58,7 @@ class SubspaceDescent(Algorithm):
         tolerance: See ``patience``.
         memory_mebibytes: Budget of the basis on each rank; above it every direction covers one block of weights only.
         timeout: Seconds that ranks wait for the one that makes the basis.
+        native: See :class:`~torchboost.optim.SubspaceOptimizer`.
     """
 
     name: ClassVar[str] = "dim_reduce"
@@ -79,6 +81,7 @@ class SubspaceDescent(Algorithm):
     tolerance: float = 0.01
     memory_mebibytes: int | None = None
     timeout: int = 1800
+    native: bool = False
 
     def __post_init__(self) -> None:
         for name in ("n_components", "snapshot_every", "trials", "timeout"):
@@ -118,14 +121,16 @@ class SubspaceDescent(Algorithm):
             )
         layout = _layout(target.model)
         blocks_within(layout.length, self.n_components, budget=self._budget(), ranks=_ranks(target.model))
-        _parameters(target.model, target.optimizer)
+        weights = _parameters(target.model, target.optimizer)
+        if self.native:
+            native_basis.check(weights[0].device, weights[0].dtype)
 
     def attach(self, target: Target) -> Attachment:
         """Put a :class:`SubspaceRun` in front of the optimizer of the target.
 
         Raises:
             IncompatibleError: FSDP, accumulation, several precisions or devices, parameters that the optimizer does
-                not train.
+                not train; ``native`` other than in float32 on a CPU with a C compiler.
             ValueError: The basis does not fit the model; too few checkpoints, or of another model; NaN in one.
             FileNotFoundError: The file or folder is missing.
             TimeoutError: A rank did not come.
@@ -267,6 +272,7 @@ class SubspaceRun(FrontOptimizer, ClosureOptimizer):
             trials=s.trials,
             line_search=s.line_search,
             buffers=self._model.buffers(),
+            native=s.native,
         )
 
     def _judge(self, loss: float) -> None:

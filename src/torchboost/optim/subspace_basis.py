@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchboost.optim import native_basis
+
 __all__ = ["Block", "SubspaceBasis", "blocks_within", "rows_of"]
 
 _CHUNK = 1 << 16  # columns at a time, so that a product of few rows finds them in the cache
@@ -112,6 +114,7 @@ class SubspaceBasis:
         self.blocks = tuple(blocks)
         self.rows = tuple(rows)
         self.group = group
+        self.native = False
         self.rank = 0 if group is None else dist.get_rank(group)
         self.ranks = 1 if group is None else dist.get_world_size(group)
         self._mine = rows_of(self.blocks, self.rank, self.ranks)
@@ -145,10 +148,27 @@ class SubspaceBasis:
         """Number of weights, n."""
         return self.blocks[-1].stop
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> SubspaceBasis:
-        """Return the basis on a device and in a precision."""
+    def to(self, device: torch.device, dtype: torch.dtype, *, native: bool = False) -> SubspaceBasis:
+        """Return the basis on a device and in a precision.
+
+        Args:
+            device: For the rows.
+            dtype: Of the rows, and so of the vectors.
+            native: Multiply with a C kernel of this package, compiled at first use: both products at the speed at
+                which the rows are read. float32 on the CPU only.
+
+        Raises:
+            IncompatibleError: ``native`` elsewhere, or without a C compiler.
+        """
+        if native:
+            native_basis.check(device, dtype)
+        rows = tuple(rows.to(device, dtype) for rows in self.rows)
         moved = SubspaceBasis.__new__(SubspaceBasis)
-        moved.__dict__ = {**self.__dict__, "rows": tuple(rows.to(device, dtype) for rows in self.rows)}
+        moved.__dict__ = {
+            **self.__dict__,
+            "rows": tuple(row.contiguous() for row in rows) if native else rows,
+            "native": native,
+        }
         return moved
 
     def project(self, vector: Tensor) -> Tensor:
@@ -159,7 +179,8 @@ class SubspaceBasis:
         """
         found = torch.zeros(self.components, dtype=vector.dtype, device=vector.device)
         for block, rows, place in self._placed():
-            found[place] = rows @ vector[block.start : block.stop]
+            part = vector[block.start : block.stop]
+            found[place] = native_basis.project(rows, part.contiguous()) if self.native else rows @ part
         if self.group is not None:
             dist.all_reduce(found, group=self.group)
         return found.to("cpu", torch.float64)
@@ -179,10 +200,12 @@ class SubspaceBasis:
         found = torch.empty(shape, dtype=kind.dtype, device=kind.device) if out is None else out
         coordinates = coordinates.to(kind.device, kind.dtype)
         for block, rows, place in self._placed():
-            for part, out in zip(
-                rows.split(_CHUNK, dim=1), found[:, block.start : block.stop].split(_CHUNK, dim=1), strict=True
-            ):
-                torch.mm(coordinates[:, place], part, out=out)
+            whole = found[:, block.start : block.stop]
+            if self.native:
+                native_basis.lift(rows, coordinates[:, place], whole)
+                continue
+            for part, piece in zip(rows.split(_CHUNK, dim=1), whole.split(_CHUNK, dim=1), strict=True):
+                torch.mm(coordinates[:, place], part, out=piece)
         if self.group is not None:
             dist.all_reduce(found, group=self.group)
         return found
