@@ -33,7 +33,7 @@ def test_writes_the_directions_and_says_what_they_hold(folder: Path, tmp_path: P
     assert "3 directions of 12 weights in 4 parameters, from 4 checkpoints; they hold 100.0%" in found.stdout
     matrix = np.load(out)
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(3), atol=1e-6)
-    assert "products of block 0" in found.stderr
+    assert "comparing the snapshots, weights: " in found.stderr
 
 
 def test_json(folder: Path, tmp_path: Path) -> None:

@@ -115,9 +115,12 @@ def test_blocks_of_another_model() -> None:
 def test_progress_reaches_its_end() -> None:
     told: list[tuple[str, int, int]] = []
     found = PrincipalComponents(random(4), blocks_within(18, 2), progress=lambda *said: told.append(said))
-    assert told[-1] == ("products of block 0", 18, 18)
+    assert told[-1] == ("comparing the snapshots, weights", 18, 18)
     found.rows(0, range(2))
-    assert told[-1] == ("components 0 to 2 of block 0", 18, 18)
+    assert told[-1] == ("making directions 1 to 2, weights", 18, 18)
+    blocks = blocks_within(18, 2, budget=80)
+    PrincipalComponents(random(4), blocks, progress=lambda *said: told.append(said))
+    assert told[-1] == ("comparing the snapshots in block 2 of 2, weights", 9, 9)
 
 
 def test_nothing_of_the_size_of_all_snapshots_is_held(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -304,7 +304,7 @@ def freeze_blocks(
     check_freezable(model)
     prefixes = prefixes_of(blocks, starts)
     fast = _fast_prefix(model, settings) if settings.fast_prefix else None
-    alike = {"seed": seed, "settings": _fingerprint(settings)}
+    alike = {"seed": seed, "checksum of the settings": _fingerprint(settings)}
     if settings.pattern == "guided":
         return _guided(model, optimizer, settings, prefixes, fast, alike)
     shares = settings.costs or (1 / len(blocks),) * len(blocks)

@@ -63,7 +63,8 @@ class PrincipalComponents:
         """
         where, weights = self._blocks[block], self._weights[block][chosen.start : chosen.stop]
         found = torch.empty(len(chosen), where.stop - where.start, dtype=dtype)
-        for start, values in self._chunks(where, f"components {chosen.start} to {chosen.stop} of block {block}"):
+        what = f"making directions {chosen.start + 1} to {chosen.stop}{self._of(block)}, weights"
+        for start, values in self._chunks(where, what):
             found[:, start : start + values.shape[1]] = weights @ _augmented(values)
         for row in found:
             if row[row.abs().argmax()] < 0:
@@ -74,7 +75,7 @@ class PrincipalComponents:
         """Find how the components of a block are made of the snapshots; return the variance held, and all of it."""
         count = len(self._snapshots)
         gram = torch.zeros(count + 1, count + 1, dtype=torch.float64)
-        for _, values in self._chunks(block, f"products of block {i}"):
+        for _, values in self._chunks(block, f"comparing the snapshots{self._of(i)}, weights"):
             augmented = _augmented(values)
             gram += augmented @ augmented.T
         if not gram.isfinite().all():
@@ -134,6 +135,9 @@ class PrincipalComponents:
                 if self._progress is not None:
                     self._progress(what, high - block.start, block.stop - block.start)
             offset += size
+
+    def _of(self, block: int) -> str:
+        return f" in block {block + 1} of {len(self._blocks)}" if len(self._blocks) > 1 else ""
 
     def _spoiled(self) -> str:
         """Say which snapshot and parameter holds NaN or infinities."""
