@@ -30,11 +30,16 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from torchboost.distributed.copies import first_holder
+
 __all__ = ["Part", "latest", "load", "save"]
 
 UNFINISHED = ".unfinished-"
 OPTIMIZER = "torchboost.optimizer"
 """Among the parts: what hooks added to the optimizer's state dict."""
+
+COPY = "torchboost.copy"
+"""Among the parts: the lowest rank with the same state of the optimizer, which lies under its number."""
 
 
 class Part(Protocol):
@@ -57,7 +62,8 @@ def save(
     The files are written and synced under another name, which is then changed: whatever ends the job, ``folder`` holds
     complete checkpoints only. The layout of model and optimizer is that of ``get_model_state_dict`` and
     ``get_optimizer_state_dict``. Where ranks hold copies, those of rank 0 are written, BatchNorm statistics too, which
-    DDP takes from rank 0 as well.
+    DDP takes from rank 0 as well. Optimizer states that are not copies, as those of the nodes of AdaSum on updates, are
+    all written.
 
     Args:
         folder: Of this job's checkpoints.
@@ -84,10 +90,12 @@ def save(
     state = dict(optimizer.state_dict())
     held = {names[position]: entry for position, entry in state.pop("state").items()}
     groups = [{**g, "params": [names[position] for position in g["params"]]} for g in state.pop("param_groups")]
-    own = {**{name: part.state_dict() for name, part in parts.items()}, OPTIMIZER: state}
+    whole = {"state": held, "param_groups": groups}
+    holder = _holder(whole, optimizer)
+    own = {**{name: part.state_dict() for name, part in parts.items()}, OPTIMIZER: state, COPY: holder}
     content = {
         "model": get_model_state_dict(model),
-        "optimizer": {"state": held, "param_groups": groups},
+        _key(holder): whole,
         # DCP takes a tuple as it is; dicts it takes apart and asks for piece by piece.
         "parts": {str(_rank()): (own,)},
     }
@@ -121,8 +129,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
 
     Raises:
         FileNotFoundError: There is no checkpoint.
-        ValueError: Another model, other groups, other parts, or parts that differ between the ranks (as gradients in
-            mid-window do) on another number of ranks; nothing was loaded. A part may raise errors of its own.
+        ValueError: Another model, other groups, other parts, or parts or optimizers that differ between the ranks (as
+            gradients in mid-window do) on another number of ranks; nothing was loaded. A part may raise errors of its
+            own.
     """
     path = Path(path)
     metadata = _metadata(path)
@@ -130,15 +139,18 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
     weights = get_model_state_dict(model)
     _check_model(metadata, weights)
     ranks = _ranks_to_read(metadata)
-    room = {"optimizer": _template(metadata, names, optimizer), "parts": dict.fromkeys(map(str, ranks))}
-    _read(path, room)
-    own = _common({rank: room["parts"][str(rank)][0] for rank in ranks})
-    if set(own) - {OPTIMIZER} != set(parts):
+    wrote: dict[str, Any] = {"parts": dict.fromkeys(map(str, ranks))}
+    _read(path, wrote)
+    own = _common({rank: wrote["parts"][str(rank)][0] for rank in ranks})
+    found = set(own) - {OPTIMIZER, COPY}
+    if found != set(parts):
         raise ValueError(
-            f"the checkpoint holds the parts {sorted(set(own) - {OPTIMIZER})}, asked for are {sorted(parts)}; give "
-            "the same."
+            f"the checkpoint holds the parts {sorted(found)}, asked for are {sorted(parts)}; give the same."
         )
-    state = {**own[OPTIMIZER], **room["optimizer"]}
+    key = _key(own[COPY])
+    room = {key: _template(metadata, key, names, optimizer)}
+    _read(path, room)
+    state = {**own[OPTIMIZER], **room[key]}
     _match_groups(state, names, optimizer)
     for name, part in parts.items():
         part.load_state_dict(own[name])
@@ -188,13 +200,27 @@ def _check_model(metadata: Metadata, weights: Mapping[str, Any]) -> None:
         )
 
 
-def _template(metadata: Metadata, names: list[str], optimizer: Optimizer) -> dict[str, Any]:
+def _holder(whole: dict[str, Any], optimizer: Optimizer) -> int:
+    """Return the lowest rank that holds the same state of the optimizer as this one."""
+    if not dist.is_initialized():
+        return 0
+    meshes = [p.device_mesh.mesh for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
+    shards = torch.cat([mesh.flatten() for mesh in meshes]).unique().tolist() if meshes else [_rank()]
+    return first_holder(whole, shards)
+
+
+def _key(holder: int) -> str:
+    """Name the place of a state; that of rank 0 is where DCP's own functions look for it."""
+    return f"optimizer-{holder}" if holder else "optimizer"
+
+
+def _template(metadata: Metadata, key: str, names: list[str], optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer's state dict with room for what the checkpoint holds, sharded as the parameters are."""
     params = dict(zip(names, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
     template: dict[str, Any] = {"state": {}, "param_groups": []}
-    for key, entry in metadata.state_dict_metadata.items():
-        place: tuple[Any, ...] = (metadata.planner_data or {})[key]
-        if place[0] != "optimizer":
+    for name, entry in metadata.state_dict_metadata.items():
+        place: tuple[Any, ...] = (metadata.planner_data or {})[name]
+        if place[0] != key:
             continue
         room = None
         if isinstance(entry, TensorStorageMetadata):
@@ -244,6 +270,12 @@ def _ranks_to_read(metadata: Metadata) -> list[int]:
 def _common(by_rank: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the parts of one rank; those of several must be the same."""
     first, *others = by_rank
+    holders = sorted({parts[COPY] for parts in by_rank.values()})
+    if len(holders) > 1:
+        raise ValueError(
+            f"the optimizer's state differs between ranks {', '.join(map(str, holders))} of the checkpoint, as with "
+            f"AdaSum on updates; it cannot be shared out among {_world_size()}. Resume on {len(by_rank)} ranks."
+        )
     for other in others:
         for name, state in by_rank[first].items():
             if not _same(state, by_rank[other][name]):

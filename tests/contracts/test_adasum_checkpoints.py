@@ -1,0 +1,65 @@
+"""Checkpoints of AdaSum on ranks in nodes: on updates every node has an optimizer of its own, and gets it back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.nodes import fresh, node_wrapped, tensors, train
+from tests.support.ranks import RankError, run_ranks
+from torchboost.algorithms.adasum import AdaptiveSum
+from torchboost.core.algorithm import Target, attach_all
+from torchboost.distributed import checkpoint
+
+pytestmark = pytest.mark.dist
+
+WAYS = [("bare", "delta"), ("ddp", "delta"), ("fsdp", "delta"), ("ddp", "gradient"), ("fsdp", "gradient")]
+SAVED_AT, STEPS = 3, 6
+
+
+def started(how: str, on: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model = node_wrapped(fresh(), how, on, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer, attach_all(Target(model, optimizer), [AdaptiveSum(on=on, devices_per_node=2)])
+
+
+def trained(root: Path) -> dict[tuple[str, str], list[list[float]]]:
+    found = {}
+    for how, on in WAYS:
+        model, optimizer, attached = started(how, on)
+        train(model, optimizer, SAVED_AT)
+        checkpoint.save(root / f"{how} {on}", SAVED_AT, model, optimizer, boost=attached)
+        train(model, optimizer, STEPS - SAVED_AT, first=SAVED_AT)
+        found[how, on] = tensors(model)
+    return found
+
+
+def resumed(root: Path, ways: list[tuple[str, str]]) -> dict[tuple[str, str], list[list[float]]]:
+    found = {}
+    for how, on in ways:
+        model, optimizer, attached = started(how, on)
+        if how == "ddp":  # DDP's buckets are sorted anew after its first pass
+            train(model, torch.optim.SGD(model.parameters(), lr=0.0), 1)
+        newest = checkpoint.latest(root / f"{how} {on}")
+        assert newest is not None
+        checkpoint.load(newest, model, optimizer, boost=attached)
+        train(model, optimizer, STEPS - SAVED_AT, first=SAVED_AT)
+        found[how, on] = tensors(model)
+    return found
+
+
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path):
+    wanted = run_ranks(trained, 4, tmp_path)
+    assert all(other == wanted[0] for other in wanted)
+    assert run_ranks(resumed, 4, tmp_path, WAYS) == wanted
+
+
+def test_states_of_two_nodes_are_not_shared_out_among_others(tmp_path):
+    run_ranks(trained, 4, tmp_path)
+    with pytest.raises(RankError, match=r"optimizer's state differs between ranks 0, 2 .*Resume on 4 ranks"):
+        run_ranks(resumed, 2, tmp_path, [("ddp", "delta")])
+    run_ranks(resumed, 2, tmp_path, [("ddp", "gradient")])
