@@ -11,11 +11,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchboost import Algorithm, Plan, SubspaceDescent, Target, TrainStep, attach_all
+from torchboost.algorithms import dim_reduce
 from torchboost.algorithms.accumulation import Accumulation, Accumulator
 from torchboost.algorithms.centralization import Centralization
 from torchboost.algorithms.dim_reduce import SubspaceRun
 from torchboost.algorithms.freeze import BlockFreeze
 from torchboost.errors import IncompatibleError
+from torchboost.optim.subspace import SubspaceOptimizer
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -195,6 +197,10 @@ def test_a_budget_divides_the_weights(tmp_path: Path) -> None:
         ({"alpha": float("inf")}, "alpha"),
         ({"sigma": 0.0}, "sigma"),
         ({"trials": 0}, "trials=0"),
+        ({"trials": 2.5}, "trials=2.5"),
+        ({"snapshots": 40.0}, "snapshots=40.0"),
+        ({"line_search": "wolfe"}, "line_search='wolfe'"),
+        ({"snapshot_dtype": "float16"}, "snapshot_dtype='float16'"),
         ({"patience": 0}, "patience=0"),
         ({"snapshots": 3, "n_components": 4}, "snapshots=3: at least as many as directions"),
         ({"pca_mat_path": "a.npy", "weight_load_dir": "b"}, "both set"),
@@ -308,3 +314,43 @@ def test_a_plan_drops_everything_else() -> None:
     assert plan.algorithms == (SubspaceDescent(n_components=4),)
     assert all("dim_reduce is on, which stands alone" in d.reason for d in plan.dropped)
     assert {"less_bn", "grad_freeze"} <= {d.name for d in plan.dropped}
+
+
+def test_begins_again_where_training_began_not_where_it_was_attached() -> None:
+    model, step, run = start(SubspaceDescent(n_components=2, snapshot_every=1))
+    model.load_state_dict(network(7).state_dict())
+    first = [p.detach().clone() for p in model.parameters()]
+    for number in range(2):
+        step(*batch(number))
+    assert run.phase == "subspace"
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), first, strict=True))
+
+
+def test_a_subspace_that_cannot_begin_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> SubspaceOptimizer:
+        raise MemoryError("no room for the basis")
+
+    model, step, run = start(SubspaceDescent(n_components=2, snapshot_every=1))
+    step(*batch(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(dim_reduce, "SubspaceOptimizer", full)
+        with pytest.raises(MemoryError):
+            step(*batch(1))
+    assert run.phase == "collect"
+    assert len(run.state_dict()["front"]["snapshots"]["kept"]) == 2
+    after = [p.detach().clone() for p in model.parameters()]
+    again, other, resumed = start(SubspaceDescent(n_components=2, snapshot_every=1), seed=3)
+    again.load_state_dict(model.state_dict())
+    resumed.load_state_dict(run.state_dict())
+    other(*batch(2))
+    assert resumed.phase == "subspace"
+    assert not all(torch.equal(p, q) for p, q in zip(again.parameters(), after, strict=True))
+
+
+def test_parameters_of_the_optimizer_that_are_not_in_the_model_are_refused() -> None:
+    model, head = network(), nn.Linear(3, 2)
+    target = Target(model, torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1))
+    with pytest.raises(IncompatibleError, match="trains 2 parameters that are not in the model"):
+        attach_all(target, [SubspaceDescent(n_components=2)])
+    head.requires_grad_(False)
+    attach_all(target, [SubspaceDescent(n_components=2)])

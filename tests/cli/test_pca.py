@@ -66,3 +66,15 @@ def test_what_is_wrong_is_said_in_one_line(folder: Path, tmp_path: Path) -> None
     assert "is there already" in run(folder, "--out", out).stderr
     assert out.read_bytes() == b"mine"
     assert run(folder, "--components", 2, "--out", out, "--force").exit_code == 0
+
+
+def test_a_file_of_somebody_else_beside_it_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    out, beside = tmp_path / "basis.npy", tmp_path / "basis.json"
+    beside.write_text("mine")
+    found = run(folder, "--components", 2, "--out", out)
+    assert found.exit_code == 1
+    assert "basis.json is there already" in found.stderr
+    assert beside.read_text() == "mine"
+    assert not out.exists()
+    assert run(folder, "--components", 2, "--out", out, "--force").exit_code == 0
+    assert json.loads(beside.read_text())["names"]

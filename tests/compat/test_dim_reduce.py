@@ -153,3 +153,32 @@ def test_bad_sections_say_where() -> None:
     both = {"pca_mat_path": "a.npy", "weight_load_dir": "b"}
     with pytest.raises(ConfigError, match="both set"):
         AutoBoost("O0", {"boost": {"mode": "manual", "dim_reduce": True}, "dim_reduce": both})
+
+
+def test_trials_do_not_move_the_statistics_of_a_network() -> None:
+    torch.manual_seed(0)
+    model = WithLoss(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), F.cross_entropy)
+    step = build(model, rows(3, length(model)), 3)
+    x, y = batch(0)
+    weights = list(model.parameters())
+    loss = model(x, y)
+    gradients = torch.autograd.grad(loss, weights)
+    statistics = [b.clone() for b in model.buffers()]
+    step(loss, gradients, weights, [w.detach().clone() for w in weights], x, y)
+    assert step.subspace.trial
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), statistics, strict=True))
+
+
+def _alone_in_company() -> str:
+    model = network()
+    try:
+        build(model, rows(2, length(model)), 2, 0, 1)
+    except IncompatibleError as error:
+        return str(error)
+    return "built"
+
+
+@pytest.mark.dist
+def test_the_numbers_of_the_job_are_checked_on_every_rank() -> None:
+    for rank, said in enumerate(run_ranks(_alone_in_company, 2)):
+        assert f"rank=0 of rank_size=1, this process is rank {rank} of 2" in said

@@ -136,3 +136,51 @@ def _shard() -> str:
 @pytest.mark.dist
 def test_sharded_models_are_refused() -> None:
     assert "fully_shard" in run_ranks(_shard, 2)[0]
+
+
+def _other_starts() -> list[list[float]]:
+    """Ranks whose models differ until DDP gives all of them the weights of rank 0."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(6, 3)
+    target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    attach_all(target, [SubspaceDescent(n_components=2, snapshot_every=1, alpha=0.05)])
+    called = DistributedDataParallel(model)
+    found = []
+    for number in range(4):
+        x, y = batch(number)
+        target.optimizer.step(lambda x=x, y=y: F.cross_entropy(called(x), y))
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]).tolist())
+    return found
+
+
+@pytest.mark.dist
+def test_ranks_begin_the_subspace_at_the_same_weights() -> None:
+    one, two = run_ranks(_other_starts, 2)
+    assert one == two
+
+
+def _state_of_rank_0() -> str:
+    settings = SubspaceDescent(n_components=2, snapshot_every=1)
+    runs = []
+    for _ in range(2):
+        model = DistributedDataParallel(network())
+        target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        attach_all(target, [settings])
+        for number in range(3):
+            x, y = batch(number)
+            target.optimizer.step(lambda x=x, y=y, model=model: F.cross_entropy(model(x), y))
+        runs.append(target.optimizer)
+    state = [runs[0].state_dict()]
+    dist.broadcast_object_list(state)
+    try:
+        runs[1].load_state_dict(state[0])
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.dist
+def test_a_rank_does_not_take_the_rows_of_another() -> None:
+    first, second = run_ranks(_state_of_rank_0, 2)
+    assert first == "loaded"
+    assert "rows of rank 0 of 2, this is rank 1 of 2" in second

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def test_columns_of_another_model_are_refused(tmp_path: Path) -> None:
 
 def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
     def interrupt(what: str, done: int, total: int) -> None:
-        if what.startswith("components"):
+        if what.startswith("making"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -110,3 +111,90 @@ def test_the_others_do_not_wait_for_ever() -> None:
     waited = run_ranks(_share, 2, "late", timeout=60)[1]
     assert "rank 1 of 2 waited 2 s for the basis" in waited
     assert "dim_reduce.timeout" in waited
+
+
+def test_what_is_no_matrix_is_refused_in_one_way(tmp_path: Path) -> None:
+    several = tmp_path / "several.npz"
+    np.savez(several, a=np.eye(17))
+    with pytest.raises(ValueError, match=r"several\.npz.*no \.npy file"):
+        MatrixFile(several, 2, LAYOUT)
+    path = tmp_path / "basis.npy"
+    np.save(path, np.eye(17, dtype=np.float32))
+    for text in ('{"answer": 42}', "no json", "[]"):
+        path.with_suffix(".json").write_text(text)
+        with pytest.raises(ValueError, match=r"basis\.json: found no names and shapes of columns"):
+            MatrixFile(path, 2, LAYOUT)
+
+
+def test_a_prefix_of_all_names_does_not_matter(tmp_path: Path) -> None:
+    path = tmp_path / "basis.npy"
+    wrapped = Layout(tuple(f"module.{name}" for name in LAYOUT.names), LAYOUT.shapes)
+    write_matrix(path, snapshots(layout=wrapped), 2, progress=silent)
+    assert torch.equal(MatrixFile(path, 2, LAYOUT).rows(0, range(2)), MatrixFile(path, 2, wrapped).rows(0, range(2)))
+
+
+def _refused(case: str) -> str:
+    class Given:
+        def rows(self, block: int, chosen: range) -> torch.Tensor:
+            rows = torch.eye(4, LAYOUT.length)
+            if case == "NaN":
+                rows[0, 0] = float("nan")
+            elif case == "two alike":
+                rows[3] = rows[0]
+            return rows[chosen.start : chosen.stop]
+
+    def make() -> Given:
+        if case == "failed":
+            raise RuntimeError("out of memory")
+        if case == "unexpected":
+            raise KeyError("names")
+        return Given()
+
+    try:
+        shared_basis(make, blocks_within(LAYOUT.length, 4), dist.group.WORLD, timeout=20)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing wrong"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("none", "nothing wrong"),
+        ("NaN", "ValueError: the basis .*holds NaN"),
+        ("two alike", "ValueError: the rows of the basis are not orthonormal"),
+        ("failed", "RuntimeError: out of memory"),
+        ("unexpected", "KeyError: 'names'"),
+    ],
+)
+def test_all_ranks_refuse_alike(case: str, said: str) -> None:
+    one, two = run_ranks(_refused, 2, case)
+    assert one == two
+    assert re.match(said, one)
+
+
+def _in_halves(both: bool) -> list[list[float]]:
+    """Two groups that train two models of one job."""
+    half = dist.get_rank() // 2
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    blocks = blocks_within(LAYOUT.length, 3 + half)
+    found = []
+    for _ in range(2 if both or half else 0):  # the second time in the same group
+        basis = shared_basis(lambda: PrincipalComponents(snapshots(6), blocks), blocks, groups[half], timeout=20)
+        found = basis.lift(torch.eye(3 + half, dtype=torch.float64)).tolist()
+    later = dist.new_group(list(range(4)))  # all ranks still count their groups alike
+    dist.barrier(later)
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("both", [True, False])
+def test_parts_of_a_job_make_a_basis_each(both: bool) -> None:
+    found = run_ranks(_in_halves, 4, both)
+    for rank, one in enumerate(found):
+        blocks = blocks_within(LAYOUT.length, 3 + rank // 2)
+        alone = shared_basis(lambda blocks=blocks: PrincipalComponents(snapshots(6), blocks), blocks)
+        if both or rank // 2:
+            wanted = alone.lift(torch.eye(alone.components, dtype=torch.float64))
+            torch.testing.assert_close(torch.tensor(one), wanted)

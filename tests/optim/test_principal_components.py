@@ -29,7 +29,7 @@ def random(count: int, seed: int = 0, *shapes: tuple[int, ...]) -> SnapshotBuffe
 
 def matrix(snapshots: SnapshotBuffer) -> torch.Tensor:
     whole = [
-        torch.cat([snapshots.part(m, i, slice(None)).reshape(-1) for i in range(len(snapshots.layout.names))])
+        torch.cat([snapshots.part(m, i, ()).reshape(-1) for i in range(len(snapshots.layout.names))])
         for m in range(len(snapshots))
     ]
     return torch.stack(whole)
@@ -123,17 +123,16 @@ def test_progress_reaches_its_end() -> None:
     assert told[-1] == ("comparing the snapshots in block 2 of 2, weights", 9, 9)
 
 
-def test_nothing_of_the_size_of_all_snapshots_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    snapshots = random(8, 0, (1000, 20))
-    monkeypatch.setattr(principal_components, "_CHUNK", 8 * 8 * 100)
-    most = 0
-    cat = torch.cat
-
-    def watched(parts: list[torch.Tensor]) -> torch.Tensor:
-        nonlocal most
-        most = max(most, sum(part.numel() for part in parts))
-        return cat(parts)
-
-    monkeypatch.setattr(principal_components.torch, "cat", watched)
-    PrincipalComponents(snapshots, blocks_within(20_000, 2))
-    assert 0 < most <= 9 * 100
+@pytest.mark.parametrize("shape", [(1, 1000), (200, 5), (2, 500), (2, 10, 50), (5, 5, 4, 10)])
+def test_nothing_of_the_size_of_all_snapshots_is_held(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshots = random(4, 0, shape, (3,))
+    whole = PrincipalComponents(snapshots, blocks_within(1003, 3)).rows(0, range(3))
+    read, part = [], snapshots.part
+    monkeypatch.setattr(snapshots, "part", lambda *where: read.append(found := part(*where)) or found)
+    monkeypatch.setattr(principal_components, "_CHUNK", 8 * 5 * 100)
+    torch.testing.assert_close(PrincipalComponents(snapshots, blocks_within(1003, 3)).rows(0, range(3)), whole)
+    assert max(found.numel() for found in read) <= 100
+    blocks = (Block(0, 333, 2), Block(333, 1003, 1))
+    found = PrincipalComponents(snapshots, blocks)
+    monkeypatch.setattr(principal_components, "_CHUNK", 1 << 20)
+    torch.testing.assert_close(found.rows(1, range(1)), PrincipalComponents(snapshots, blocks).rows(1, range(1)))

@@ -269,3 +269,90 @@ def test_a_state_of_another_subspace_is_refused() -> None:
     with pytest.raises(ValueError, match="found none"):
         optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
     assert torch.equal(optimizer.state_dict()["subspace"]["residual"], before["subspace"]["residual"])
+
+
+def test_a_trial_that_fails_leaves_everything_as_it_was() -> None:
+    (model, optimizer), (other, undisturbed) = start(), start()
+    for m, o in ((model, optimizer), (other, undisturbed)):
+        train(m, o, range(3))
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    calls = 0
+    x, y = batch(99)
+
+    def failing() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise MemoryError("in a trial")
+        return F.cross_entropy(model(x), y)
+
+    statistics = [b.clone() for b in model.buffers()]
+    with pytest.raises(MemoryError):
+        optimizer.step(failing)
+    assert all(torch.equal(p, before[0][name]) for name, p in model.named_parameters())
+    assert not all(torch.equal(a, b) for a, b in zip(model.buffers(), statistics, strict=True)), "of the first pass"
+    model.load_state_dict(before[0])  # those of the first pass
+    optimizer.zero_grad()
+    train(model, optimizer, range(3, 6))
+    train(other, undisturbed, range(3, 6))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_under_a_surrounding_autocast_trials_see_the_weights_they_try() -> None:
+    model, optimizer = start(dropout=0.0)
+    model.eval()
+    x, y = batch(0)
+    seen = []
+
+    def closure() -> torch.Tensor:
+        loss = F.cross_entropy(model(x).float(), y)
+        seen.append((copy.deepcopy(model), float(loss.detach())))
+        return loss
+
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            optimizer.step(closure)
+    assert len(seen) > 3
+    for tried, loss in seen:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert float(F.cross_entropy(tried(x).float(), y)) == loss
+
+
+def test_a_surrounding_autocast_leaves_the_products_in_their_precision() -> None:
+    (ours, optimizer), (theirs, plain) = start(dropout=0.0), start(dropout=0.0)
+
+    def closure(model: nn.Module, number: int) -> torch.Tensor:
+        x, y = batch(number)
+        with torch.autocast("cpu", enabled=False):
+            return F.cross_entropy(model(x), y)
+
+    for number in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            optimizer.step(lambda number=number: closure(ours, number))
+        plain.step(lambda number=number: closure(theirs, number))
+    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_a_default_device_does_not_matter() -> None:
+    (ours, optimizer), (theirs, plain) = start(), start()
+    batches = [batch(number) for number in range(4)]
+    for number, (x, y) in enumerate(batches):
+        torch.manual_seed(number)
+        with torch.device("meta"):
+            optimizer.step(lambda x=x, y=y: F.cross_entropy(ours(x), y))
+        torch.manual_seed(number)
+        plain.step(lambda x=x, y=y: F.cross_entropy(theirs(x), y))
+    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_a_state_of_other_directions_is_refused() -> None:
+    model, optimizer = start()
+    train(model, optimizer, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    other = SubspaceOptimizer(model.parameters(), basis(5, weights_of(model), seed=1), lr=0.01)
+    with pytest.raises(ValueError, match="of another basis"):
+        other.load_state_dict(state)
+    assert other.accepted == 0
+    rounded = optimizer.basis.rows[0].clone()
+    rounded[0, 0] += 1e-7
+    SubspaceOptimizer(model.parameters(), SubspaceBasis.of(rounded), lr=0.01).load_state_dict(state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_number
 from torchboost.core.closure import ClosureOptimizer, Replay
+from torchboost.core.loss_windows import LossWindows
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError
 from torchboost.optim import native_basis
@@ -24,7 +25,7 @@ from torchboost.optim.front import FrontOptimizer
 from torchboost.optim.principal_components import PrincipalComponents
 from torchboost.optim.snapshots import CheckpointFiles, Layout, SnapshotBuffer, Snapshots
 from torchboost.optim.subspace import LineSearch, SubspaceOptimizer, check_weights
-from torchboost.optim.subspace_basis import SubspaceBasis, blocks_within
+from torchboost.optim.subspace_basis import Block, SubspaceBasis, blocks_within
 
 __all__ = ["Phase", "SubspaceDescent", "SubspaceRun"]
 
@@ -85,12 +86,15 @@ class SubspaceDescent(Algorithm):
 
     def __post_init__(self) -> None:
         for name in ("n_components", "snapshot_every", "trials", "timeout"):
-            if getattr(self, name) < 1:
+            if not _is_count(getattr(self, name)):
                 raise ValueError(f"{name}={getattr(self, name)}: an integer of 1 or more.")
         for name in ("snapshots", "patience", "memory_mebibytes"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and not _is_count(value):
                 raise ValueError(f"{name}={value}: an integer of 1 or more, or None.")
+        for name, allowed in (("line_search", get_args(LineSearch)), ("snapshot_dtype", ("bfloat16", "float32"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}: one of {', '.join(map(repr, allowed))}.")
         for name in ("alpha", "tolerance"):
             check_number(name, getattr(self, name))
         for name in ("rho", "sigma", "gamma"):
@@ -119,9 +123,8 @@ class SubspaceDescent(Algorithm):
                 f"dim_reduce: the model is wrapped by {wrapper}, and the steps need whole parameters on every rank; "
                 "use DistributedDataParallel."
             )
-        layout = _layout(target.model)
-        blocks_within(layout.length, self.n_components, budget=self._budget(), ranks=_ranks(target.model))
         weights = _parameters(target.model, target.optimizer)
+        self._blocks(target.model)
         if self.native:
             native_basis.check(weights[0].device, weights[0].dtype)
 
@@ -143,8 +146,7 @@ class SubspaceDescent(Algorithm):
 
     def basis(self, model: nn.Module, snapshots: Snapshots | None = None) -> SubspaceBasis:
         """Make the basis for a model: from ``snapshots``, or from the file or folder of the settings."""
-        layout, group = _layout(model), _group(model)
-        blocks = blocks_within(layout.length, self.n_components, budget=self._budget(), ranks=_ranks(model))
+        layout, group, blocks = _layout(model), _group(model), self._blocks(model)
         if snapshots is not None:
             make = partial(PrincipalComponents, snapshots, blocks)
         elif self.pca_mat_path is not None:
@@ -163,8 +165,15 @@ class SubspaceDescent(Algorithm):
         """Whether the basis is made from snapshots of the run itself."""
         return self.pca_mat_path is None and self.weight_load_dir is None
 
-    def _budget(self) -> int | None:
-        return None if self.memory_mebibytes is None else self.memory_mebibytes << 20
+    def _blocks(self, model: nn.Module) -> tuple[Block, ...]:
+        weights = [p for p in unwrap(model).parameters() if p.requires_grad]
+        return blocks_within(
+            sum(p.numel() for p in weights),
+            self.n_components,
+            budget=None if self.memory_mebibytes is None else self.memory_mebibytes << 20,
+            ranks=_ranks(model),
+            itemsize=max((p.element_size() for p in weights), default=4),
+        )
 
 
 class SubspaceRun(FrontOptimizer, ClosureOptimizer):
@@ -193,11 +202,9 @@ class SubspaceRun(FrontOptimizer, ClosureOptimizer):
         self._weights = _parameters(model, opt)
         self._snapshots = SnapshotBuffer(_layout(model), getattr(torch, settings.snapshot_dtype))
         self._start: list[Tensor] = []
-        self._losses = _Windows()
+        self._losses = LossWindows()
         if not settings.collects:
             self._enter(settings.basis(model))
-        elif settings.restart:
-            self._start = [weight.detach().clone() for weight in self._weights]
         self._guard = opt.register_step_pre_hook(self._refuse_others)  # last, where nothing can fail any more
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -223,6 +230,9 @@ class SubspaceRun(FrontOptimizer, ClosureOptimizer):
             self.subspace.step(replay)
             self._judge(self.subspace.loss)
         else:
+            if self.phase == "collect" and self.settings.restart and not self.updates:
+                # Not before: DDP, or a checkpoint, may set the weights after this was attached.
+                self._start = [weight.detach().clone() for weight in self._weights]
             self._stepping = True
             try:
                 self.opt.step()
@@ -251,18 +261,20 @@ class SubspaceRun(FrontOptimizer, ClosureOptimizer):
         self._snapshots.add(self._weights)
         if len(self._snapshots) < (self.settings.snapshots or self.settings.n_components):
             return
-        basis = self.settings.basis(self._model, self._snapshots)
+        self._enter(self.settings.basis(self._model, self._snapshots))
         self._snapshots.clear()
         with torch.no_grad():
             for weight, start in zip(self._weights, self._start, strict=bool(self._start)):
                 weight.copy_(start)
         self._start = []
-        self._enter(basis)
 
     def _enter(self, basis: SubspaceBasis) -> None:
-        s = self.settings
+        self.subspace = self._optimizer_of(basis)
         self.phase = "subspace"
-        self.subspace = SubspaceOptimizer(
+
+    def _optimizer_of(self, basis: SubspaceBasis) -> SubspaceOptimizer:
+        s = self.settings
+        return SubspaceOptimizer(
             self._weights,
             basis,
             lr=s.alpha,
@@ -293,59 +305,43 @@ class SubspaceRun(FrontOptimizer, ClosureOptimizer):
         if self.subspace is not None:
             state["subspace"] = self.subspace.state_dict()
             if self.settings.collects:
-                state["rows"] = [rows.clone() for rows in self.subspace.basis.rows]
+                basis = self.subspace.basis
+                state["rows"] = [rows.clone() for rows in basis.rows]
+                state["share"] = [basis.rank, basis.ranks]
         return state
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
+        subspace = None
         if state["phase"] == "subspace":
-            if "rows" in state:
-                blocks = blocks_within(
-                    _layout(self._model).length,
-                    self.settings.n_components,
-                    budget=self.settings._budget(),
-                    ranks=_ranks(self._model),
-                )
-                self._enter(SubspaceBasis(blocks, state["rows"], _group(self._model)))
-            if self.subspace is None:
-                raise ValueError(
-                    "the checkpoint was written in a subspace from a file, this run collects its own; attach with the "
-                    "settings it was written with."
-                )
-            self.subspace.load_state_dict(state["subspace"])
-        else:
-            self.subspace = None
+            subspace = self._subspace_of(state)
+            subspace.load_state_dict(state["subspace"])
+        self.subspace = subspace
         self.phase, self.updates = state["phase"], int(state["updates"])
         self._losses.load_state_dict(state["losses"])
         self._start = [start.to(weight) for start, weight in zip(state["start"], self._weights, strict=False)]
         self._snapshots.load_state_dict(state["snapshots"])
 
+    def _subspace_of(self, state: dict[str, Any]) -> SubspaceOptimizer:
+        """Return the optimizer that a checkpoint continues."""
+        if "rows" not in state and self.settings.collects:
+            raise ValueError(
+                "the checkpoint was written in a subspace from a file, this run collects its own; attach with the "
+                "settings it was written with."
+            )
+        if "rows" not in state:
+            return self.subspace or self._optimizer_of(self.settings.basis(self._model))
+        group = _group(self._model)
+        here = [0, 1] if group is None else [dist.get_rank(group), dist.get_world_size(group)]
+        if state["share"] != here:
+            raise ValueError(
+                "the checkpoint holds the rows of rank {} of {}, this is rank {} of {}; every rank saves and loads a "
+                "state of its own, as torchboost.distributed.checkpoint does.".format(*state["share"], *here)
+            )
+        return self._optimizer_of(SubspaceBasis(self.settings._blocks(self._model), state["rows"], group))
 
-class _Windows:
-    """The mean loss of this window of updates, and of the one before."""
 
-    def __init__(self) -> None:
-        self._sum, self._count = 0.0, 0
-        self._means: list[float] = []
-
-    def add(self, loss: float, size: int) -> bool:
-        """Take a loss; return whether a window is full that can be compared."""
-        self._sum, self._count = self._sum + loss, self._count + 1
-        if self._count < size:
-            return False
-        self._means = [*self._means[-1:], self._sum / self._count]
-        self._sum, self._count = 0.0, 0
-        return len(self._means) == 2
-
-    def gain(self) -> float:
-        """Return by which share of the mean before the last mean is lower."""
-        before, now = self._means
-        return (before - now) / abs(before) if before else 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sum": self._sum, "count": self._count, "means": list(self._means)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sum, self._count, self._means = state["sum"], state["count"], list(state["means"])
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _from_folder(folder: str, layout: Layout, blocks: Any) -> PrincipalComponents:
@@ -374,6 +370,12 @@ def _parameters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """Return the weights in the order of the layout, if the optimizer has them all and they are of one kind."""
     weights: list[Tensor] = [p for p in unwrap(model).parameters() if p.requires_grad]
     held = {p for group in optimizer.param_groups for p in group["params"]}
+    others = sum(p.requires_grad for p in held.difference(weights))
+    if others:
+        raise IncompatibleError(
+            f"dim_reduce: the optimizer trains {others} parameters that are not in the model, which a step in the "
+            "subspace would leave where they are; put them into the model, or into an optimizer of their own."
+        )
     stray = sum(p not in held for p in weights)
     if stray:
         raise IncompatibleError(

@@ -24,14 +24,17 @@ def pca(
     exclude: Annotated[
         str, typer.Option(help="Entries that are no trained parameters: patterns of names, comma-separated.")
     ] = "*running_mean,*running_var",
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file in --out.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite the file in --out, and the .json beside it.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:
     """Compute the principal components of the weights in checkpoints, for dim_reduce.pca_mat_path."""
     if out.suffix != ".npy":
         fail(f"--out: found {out}; give a file that ends in .npy.")
-    if out.exists() and not force:
-        fail(f"--out: {out} is there already; choose another file, or overwrite it with --force.")
+    for file in (out, out.with_suffix(".json")):
+        if file.exists() and not force:
+            fail(f"--out: {file} is there already; choose another file, or overwrite it with --force.")
     if not out.parent.is_dir():
         fail(f"--out: found no folder {out.parent}; make it first.")
     patterns = [pattern.strip() for pattern in exclude.split(",") if pattern.strip()]

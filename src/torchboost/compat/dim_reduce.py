@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.core.arguments import check_optimizer
@@ -26,7 +26,8 @@ class DimReduce:
     ``BoostTrainOneStepCell`` and keeps its state in the checkpoint.
 
     Args:
-        network: Returns the loss of a batch when it is called with the inputs.
+        network: Returns the loss of a batch when it is called with the inputs. The passes made here
+            leave a module's buffers as they are.
         optimizer: Of the same weights. The reference sends its steps through it; here they are applied directly, and
             it is left alone.
         weight: The parameters, in the order of the columns of ``pca_mat_local``.
@@ -92,6 +93,7 @@ class DimReduce:
             rho=rho,
             gamma=gamma,
             sigma=sigma,
+            buffers=network.buffers() if isinstance(network, nn.Module) else (),
         )
 
     def __call__(
@@ -139,11 +141,9 @@ class DimReduce:
 def _group(rank: int, rank_size: int) -> dist.ProcessGroup | None:
     running = dist.is_available() and dist.is_initialized()
     here = (dist.get_rank(), dist.get_world_size()) if running else (0, 1)
-    if rank_size == 1 and rank == 0:
-        return None
     if here != (rank, rank_size):
         raise IncompatibleError(
             f"DimReduce: found rank={rank} of rank_size={rank_size}, this process is rank {here[0]} of {here[1]}; give "
             "the numbers of the running job."
         )
-    return dist.group.WORLD
+    return dist.group.WORLD if rank_size > 1 else None

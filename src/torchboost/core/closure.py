@@ -37,6 +37,7 @@ class Replay:
 
     def __init__(self, forward: Callable[[], Tensor], device: torch.device) -> None:
         self._forward = forward
+        self._device = device
         self._devices = [device] if device.type not in ("cpu", "meta") else []
         self._kind = device.type if self._devices else "cuda"
         self._generators: list[Tensor] = []
@@ -50,6 +51,7 @@ class Replay:
             ValueError: It returns more than one number, or one without a gradient.
         """
         self._note_generators()
+        torch.clear_autocast_cache()
         loss: Any = self._forward()
         if not isinstance(loss, Tensor):
             raise TypeError(f"the closure returned a {type(loss).__name__}; it must return the loss, a tensor.")
@@ -75,7 +77,8 @@ class Replay:
                     "the closure called backward(), as one for torch.optim.LBFGS does; it must only return the loss, "
                     "which is looked at several times."
                 )
-            loss.backward()
+            with torch.autocast(self._device.type, enabled=False):  # backward ops take the precisions of the forward
+                loss.backward()
 
     def told(self, loss: Tensor) -> None:
         """Take the loss of a first pass that others ran; the random numbers are those from here on."""
@@ -92,4 +95,6 @@ class Replay:
             torch.set_rng_state(self._generators[0])
             for device, state in zip(self._devices, self._generators[1:], strict=True):
                 torch.get_device_module(device).set_rng_state(state, device)
+            # Where autocast surrounds the step it keeps casts of the weights from before they were moved.
+            torch.clear_autocast_cache()
             return self._forward()

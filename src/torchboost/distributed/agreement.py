@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchboost.distributed.store import own_store
 from torchboost.errors import RankDisagreementError
 
 __all__ = ["Agreement"]
@@ -48,7 +49,7 @@ class Agreement:
         self._group: Any = None  # a ProcessGroupGloo, most of which torch's stubs leave out
         self._rank = dist.get_rank()
         try:
-            self._store = self._own_store()
+            self._store = own_store("agreement", self._ranks)
             position = self._ranks.index(self._rank)
             self._group = dist.ProcessGroupGloo(self._store, position, len(ranks), timedelta(seconds=self._wait))
         except RuntimeError as error:
@@ -56,18 +57,6 @@ class Agreement:
                 f"{subject}: ranks {_listed(self._ranks)} train together, and not all of them began within "
                 f"{self._wait:.0f} s (this is rank {self._rank}); attach on all of them."
             ) from error
-
-    def _own_store(self) -> Any:
-        """A part of the job's store for this group alone: it counts how many each rank has built for these ranks.
-
-        ``dist.new_group`` takes the name of a group that was destroyed for another of the same ranks, whose members
-        then find the old addresses in the store.
-        """
-        assert dist.group.WORLD is not None
-        ranks = ".".join(map(str, self._ranks))
-        within = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
-        store = within(f"torchboost/{ranks}", dist.group.WORLD.get_group_store())
-        return within(str(store.add(str(self._rank), 1)), store)
 
     def check(self, figures: Mapping[str, int], *, hint: str) -> None:
         """Compare ``figures`` with those of the other ranks; all of them must call this with the same names.

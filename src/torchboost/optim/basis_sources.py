@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -14,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchboost.distributed.store import own_store
 from torchboost.optim.principal_components import PrincipalComponents, Progress
-from torchboost.optim.snapshots import Layout, Snapshots
-from torchboost.optim.subspace_basis import Block, SubspaceBasis, blocks_within, rows_of
+from torchboost.optim.snapshots import Layout, Snapshots, renaming
+from torchboost.optim.subspace_basis import Block, SubspaceBasis, blocks_within, check_products, rows_of
 
 __all__ = ["BasisSource", "MatrixFile", "principal_basis", "shared_basis", "write_matrix"]
 
@@ -55,7 +58,9 @@ class MatrixFile:
             self._matrix = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError) as error:
             raise ValueError(f"{path}: refused, as it is no .npy file of numbers ({error}).") from None
-        shape = getattr(self._matrix, "shape", ())
+        if not isinstance(self._matrix, np.ndarray):
+            raise ValueError(f"{path}: refused, as it is no .npy file of numbers but an archive of several.")
+        shape = self._matrix.shape
         if len(shape) != 2 or self._matrix.dtype.kind != "f":
             raise ValueError(f"{path}: found shape {shape} of {self._matrix.dtype}; a basis is a matrix of floats.")
         if shape[0] < components or shape[1] != layout.length:
@@ -117,8 +122,15 @@ def _columns(path: Path, layout: Layout) -> list[slice]:
     """Return where in the rows of a file the weights of each parameter of the model lie."""
     names, sizes = layout.names, layout.sizes
     if path.is_file():
-        held = json.loads(path.read_text(encoding="utf-8"))
-        shapes = {name: tuple(shape) for name, shape in zip(held["names"], held["shapes"], strict=True)}
+        try:
+            held = json.loads(path.read_text(encoding="utf-8"))
+            stored = {str(name): tuple(shape) for name, shape in zip(held["names"], held["shapes"], strict=True)}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}: found no names and shapes of columns, as `torchboost pca` writes them beside a basis "
+                f"({type(error).__name__}); remove it where it belongs to something else."
+            ) from None
+        shapes = {new: stored[old] for new, old in renaming(layout.names, stored).items()}
         wanted = dict(zip(layout.names, layout.shapes, strict=True))
         if shapes != wanted:
             other = sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
@@ -177,7 +189,7 @@ def shared_basis(
     timeout: float = 1800.0,
     alike: str = "",
 ) -> SubspaceBasis:
-    """Let rank 0 make a basis and hand every rank its rows, so that none holds more than its share.
+    """Let rank 0 make a basis and hand every rank its rows; it holds those of one other rank beside its own at most.
 
     Args:
         make: Called on rank 0 only; an error it raises is raised on every rank.
@@ -188,67 +200,121 @@ def shared_basis(
 
     Raises:
         TimeoutError: A rank did not come, or rank 0 was not done in time.
-        ValueError: ``alike`` differs between the ranks.
-        ValueError, OSError: As ``make`` raises.
+        ValueError: ``alike`` differs between the ranks, or the rows are not orthonormal.
+        Exception: What ``make`` raises.
     """
     if group is None:
         source = make()
         return SubspaceBasis(blocks, [source.rows(i, range(block.components)) for i, block in enumerate(blocks)])
-    limit = timedelta(seconds=timeout)
-    try:
-        # Of its own: the exchange goes over the host whatever the training uses, and its patience is another.
-        control: Any = dist.new_group(dist.get_process_group_ranks(group), timeout=limit, backend="gloo")
-        dist.monitored_barrier(control, limit, wait_all_ranks=True)
-        _check_alike(alike, control)
-        rows = _received(make, blocks, control)
-        dist.barrier(control)
-        dist.destroy_process_group(control)
-    except RuntimeError as error:
-        raise TimeoutError(
-            f"dim_reduce: rank {dist.get_rank(group)} of {dist.get_world_size(group)} waited {timeout:g} s for the "
-            f"basis: a rank is missing, or rank 0 needs longer (dim_reduce.timeout). {error}"
-        ) from error
-    return SubspaceBasis(blocks, rows, group)
-
-
-def _check_alike(alike: str, control: Any) -> None:
-    said = [""] * dist.get_world_size(control)
-    dist.all_gather_object(said, alike, group=control)
+    meeting = _Meeting(group, timeout)
+    said = meeting.told("settings", alike)
     other = next((rank for rank, own in enumerate(said) if own != said[0]), None)
     if other is not None:
         raise ValueError(f"the ranks differ: rank 0 has {said[0]}, rank {other} has {said[other]}; make them alike.")
-
-
-def _received(make: Callable[[], BasisSource], blocks: Sequence[Block], control: Any) -> list[Tensor]:
-    rank, ranks = dist.get_rank(control), dist.get_world_size(control)
     source, failed = None, None
-    if rank == 0:
+    if meeting.rank == 0:
         try:
             source = make()
-        except (ValueError, OSError) as error:
+        except Exception as error:
             failed = error
-    told: list[Any] = [failed]
-    dist.broadcast_object_list(told, group=control, group_src=0)
-    if told[0] is not None:
-        raise told[0]
-    held = []
-    shares = [rows_of(blocks, owner, ranks) for owner in range(ranks)]
-    for i, block in enumerate(blocks):
-        for owner in range(ranks):
-            chosen = shares[owner][i]
-            if not chosen and owner != rank:
-                continue
-            if source is not None:
-                rows = source.rows(i, chosen)
-                if owner != rank:
-                    dist.send(rows, group=control, group_dst=owner)
-            else:
-                rows = torch.empty(len(chosen), block.stop - block.start) if owner == rank else None
-                if rows is not None and chosen:
-                    dist.recv(rows, group=control, group_src=0)
-            if owner == rank and rows is not None:
-                held.append(rows)
-    return held
+    meeting.raise_first("made", failed)
+    rows = meeting.shared_out(source, blocks)
+    basis, failed = None, None
+    try:
+        basis = SubspaceBasis(blocks, rows, group)
+    except ValueError as error:
+        failed = error
+    meeting.raise_first("checked", failed)
+    assert basis is not None
+    meeting.check_orthonormal(basis)
+    meeting.close()
+    return basis
+
+
+class _Meeting:
+    """Ranks that exchange a basis over the host, whatever their training uses, with a patience of its own."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._timeout = timeout
+        self._store = own_store("basis", dist.get_process_group_ranks(group))
+        self._gloo: Any = None  # a ProcessGroupGloo, most of which torch's stubs leave out
+
+    def told(self, subject: str, word: str) -> list[str]:
+        """Return what every rank says."""
+        self._store.set(f"{subject}/{self.rank}", word)
+        keys = [f"{subject}/{rank}" for rank in range(self.ranks)]
+        with self._patience():
+            self._store.wait(keys, timedelta(seconds=self._timeout))
+        return [self._store.get(key).decode() for key in keys]
+
+    def raise_first(self, subject: str, failed: Exception | None) -> None:
+        """Raise on every rank what went wrong on the first rank where something did."""
+        word = "" if failed is None else _packed(failed).hex()
+        # The others wait for rank 0 only: no rank is done with this before it.
+        first = next((said for said in self.told(subject, word) if said), "")
+        if first:
+            raise pickle.loads(bytes.fromhex(first))
+
+    def shared_out(self, source: BasisSource | None, blocks: Sequence[Block]) -> list[Tensor]:
+        """Return the rows of this rank; rank 0 makes those of all ranks, one rank's after the other's."""
+        shares = [rows_of(blocks, owner, self.ranks) for owner in range(self.ranks)]
+        held = []
+        with self._patience():
+            self._gloo = dist.ProcessGroupGloo(self._store, self.rank, self.ranks, timedelta(seconds=self._timeout))
+            for i, block in enumerate(blocks):
+                mine = len(shares[self.rank][i])
+                if source is None:
+                    held.append(torch.empty(mine, block.stop - block.start, dtype=torch.float32, device="cpu"))
+                    if mine:
+                        self._gloo.recv([held[-1]], 0, 0).wait()
+                    continue
+                for owner in range(1, self.ranks):
+                    if shares[owner][i]:
+                        self._gloo.send([source.rows(i, shares[owner][i])], owner, 0).wait()
+                held.append(source.rows(i, shares[0][i]))
+        return held
+
+    def check_orthonormal(self, basis: SubspaceBasis) -> None:
+        """Look at products of rows on different ranks: with orthonormal rows ``P P'c`` is c.
+
+        Raises:
+            ValueError: On every rank.
+        """
+        generator = torch.Generator("cpu").manual_seed(0)
+        for _ in range(4):
+            signs = torch.randint(0, 2, (basis.components,), generator=generator, device="cpu") * 2.0 - 1.0
+            with self._patience():
+                lifted = basis.lift_here(signs[None])
+                self._gloo.allreduce([lifted]).wait()
+                back = basis.project_here(lifted[0])
+                self._gloo.allreduce([back]).wait()
+            check_products((back - signs).abs().max().item() / basis.components**0.5)
+
+    def close(self) -> None:
+        """Free the group when all ranks are here."""
+        with self._patience():
+            self._gloo.barrier().wait()
+        self._gloo = None
+
+    @contextmanager
+    def _patience(self) -> Iterator[None]:
+        """Turn what an exchange raises into an error that says who was waited for."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise TimeoutError(
+                f"dim_reduce: rank {self.rank} of {self.ranks} waited {self._timeout:g} s for the basis: a rank is "
+                f"missing, or rank 0 needs longer (dim_reduce.timeout). {error}"
+            ) from error
+
+
+def _packed(error: Exception) -> bytes:
+    try:
+        pickle.loads(packed := pickle.dumps(error))
+    except Exception:  # an exception may refuse to be pickled, or to be built again
+        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return packed
 
 
 def _bytes(mebibytes: int | None) -> int | None:

@@ -43,7 +43,7 @@ def project(rows: Tensor, vector: Tensor) -> Tensor:
     """
     _check_one("rows", rows, tuple(rows.shape))
     _check_one("vector", vector, (rows.shape[1],))
-    sums = torch.empty(-(-rows.shape[1] // PART), len(rows), dtype=torch.float64)
+    sums = torch.empty(-(-rows.shape[1] // PART), len(rows), dtype=torch.float64, device="cpu")
     _load().project(*_matrix(rows), vector.data_ptr(), sums.data_ptr(), torch.get_num_threads())
     return sums.sum(0)
 

@@ -36,7 +36,8 @@ class PrincipalComponents:
     Raises:
         ValueError: Too few snapshots, NaN or infinities in one, or they span fewer directions than asked for.
 
-    Cost: two reads of the snapshots, ``m m n`` multiplications; 64 MiB beside the rows that :meth:`rows` returns.
+    Cost: two reads of the snapshots, ``m m n`` multiplications; at most 128 MiB beside the rows that
+    :meth:`rows` returns.
     """
 
     def __init__(self, snapshots: Snapshots, blocks: Sequence[Block], *, progress: Progress | None = None) -> None:
@@ -62,10 +63,10 @@ class PrincipalComponents:
         Cost: one read of the snapshots.
         """
         where, weights = self._blocks[block], self._weights[block][chosen.start : chosen.stop]
-        found = torch.empty(len(chosen), where.stop - where.start, dtype=dtype)
+        found = torch.empty(len(chosen), where.stop - where.start, dtype=dtype, device="cpu")
         what = f"making directions {chosen.start + 1} to {chosen.stop}{self._of(block)}, weights"
         for start, values in self._chunks(where, what):
-            found[:, start : start + values.shape[1]] = weights @ _augmented(values)
+            found[:, start : start + values.shape[1]] = weights @ values
         for row in found:
             if row[row.abs().argmax()] < 0:
                 row.neg_()
@@ -74,10 +75,9 @@ class PrincipalComponents:
     def _solve(self, i: int, block: Block) -> tuple[float, float]:
         """Find how the components of a block are made of the snapshots; return the variance held, and all of it."""
         count = len(self._snapshots)
-        gram = torch.zeros(count + 1, count + 1, dtype=torch.float64)
+        gram = torch.zeros(count + 1, count + 1, dtype=torch.float64, device="cpu")
         for _, values in self._chunks(block, f"comparing the snapshots{self._of(i)}, weights"):
-            augmented = _augmented(values)
-            gram += augmented @ augmented.T
+            gram += values @ values.T
         if not gram.isfinite().all():
             raise ValueError(f"snapshots: {self._spoiled()}; leave it out.")
         values, vectors = torch.linalg.eigh(gram[:count, :count])
@@ -85,7 +85,7 @@ class PrincipalComponents:
         # What is below this is rounding of the sums.
         rank = int((values > values[0] * 1e-12).sum()) if values[0] > 0 else 0
         kept = min(rank, block.components)
-        weights = torch.zeros(block.components, count + 1, dtype=torch.float64)
+        weights = torch.zeros(block.components, count + 1, dtype=torch.float64, device="cpu")
         weights[:kept, :count] = (vectors[:, :kept] / values[:kept].sqrt()).T
         if kept < block.components:
             weights[kept] = self._mean_direction(gram, weights[:kept])
@@ -100,7 +100,7 @@ class PrincipalComponents:
 
     def _mean_direction(self, gram: Tensor, weights: Tensor) -> Tensor:
         """Return the direction of the mean without what the other components hold of it."""
-        mean = torch.zeros(len(gram), dtype=torch.float64)
+        mean = torch.zeros(len(gram), dtype=torch.float64, device="cpu")
         mean[-1] = 1.0
         for _ in range(2):  # the second time removes what rounding left
             mean = mean - (weights @ (gram @ mean)) @ weights
@@ -113,28 +113,21 @@ class PrincipalComponents:
         return mean / length
 
     def _chunks(self, block: Block, what: str) -> Iterator[tuple[int, Tensor]]:
-        """Yield where in the block a piece begins, and the piece: the snapshots as rows, float64."""
-        layout, count = self._snapshots.layout, len(self._snapshots)
-        offset = 0
-        for i, (size, shape) in enumerate(zip(layout.sizes, layout.shapes, strict=True)):
-            length = shape[0] if shape else 1
-            width = size // length if length else 0  # weights per entry of the first dimension
-            step = max(1, _CHUNK // (8 * count * max(width, 1)))
-            for first in range(0, length if width else 0, step):
-                last = min(first + step, length)
-                low = max(offset + first * width, block.start)
-                high = min(offset + last * width, block.stop)
-                if low >= high:
-                    continue
-                piece = slice(low - offset - first * width, high - offset - first * width)
-                parts = [
-                    self._snapshots.part(m, i, slice(first, last)).reshape(-1)[piece].to(torch.float64)
-                    for m in range(count)
-                ]
-                yield low - block.start, torch.stack(parts)
-                if self._progress is not None:
-                    self._progress(what, high - block.start, block.stop - block.start)
-            offset += size
+        """Yield where in the block a piece begins, and the piece: the snapshots without their mean, and the mean."""
+        count, offset = len(self._snapshots), 0
+        for i, shape in enumerate(self._snapshots.layout.shapes):
+            for where, size in _cuts(shape, max(1, _CHUNK // (8 * (count + 1)))):
+                low, high = max(offset, block.start), min(offset + size, block.stop)
+                if low < high:
+                    values = torch.empty(count + 1, high - low, dtype=torch.float64, device="cpu")
+                    for m in range(count):
+                        values[m] = self._snapshots.part(m, i, where).reshape(-1)[low - offset : high - offset]
+                    values[count] = values[:count].mean(0)
+                    values[:count] -= values[count]
+                    yield low - block.start, values
+                    if self._progress is not None:
+                        self._progress(what, high - block.start, block.stop - block.start)
+                offset += size
 
     def _of(self, block: int) -> str:
         return f" in block {block + 1} of {len(self._blocks)}" if len(self._blocks) > 1 else ""
@@ -144,12 +137,22 @@ class PrincipalComponents:
         layout = self._snapshots.layout
         for m in range(len(self._snapshots)):
             for i, name in enumerate(layout.names):
-                if not self._snapshots.part(m, i, slice(None)).isfinite().all():
+                if not self._snapshots.part(m, i, ()).isfinite().all():
                     return f"number {m} holds NaN or infinities in {name}"
         return "their products overflow"
 
 
-def _augmented(values: Tensor) -> Tensor:
-    """Return the rows without their mean, and the mean as one more row."""
-    mean = values.mean(0, keepdim=True)
-    return torch.cat([values - mean, mean])
+def _cuts(shape: tuple[int, ...], most: int) -> Iterator[tuple[tuple[slice, ...], int]]:
+    """Cut a parameter into consecutive parts of so many weights at most; yield each one's place and size."""
+    width = torch.Size(shape[1:]).numel()
+    if not shape:
+        yield (), 1
+    elif width > most:
+        for entry in range(shape[0]):
+            for rest, size in _cuts(shape[1:], most):
+                yield (slice(entry, entry + 1), *rest), size
+    else:
+        step = max(1, most // max(width, 1))
+        for first in range(0, shape[0] if width else 0, step):
+            last = min(first + step, shape[0])
+            yield (slice(first, last),), (last - first) * width

@@ -25,9 +25,9 @@ class InverseHessian:
     """
 
     def __init__(self, dimensions: int) -> None:
-        self.matrix = torch.eye(dimensions, dtype=torch.float64)
+        self.matrix = torch.eye(dimensions, dtype=torch.float64, device="cpu")
         self._gradient: Tensor | None = None
-        self._step = torch.zeros(dimensions, dtype=torch.float64)
+        self._step = torch.zeros(dimensions, dtype=torch.float64, device="cpu")
         self._before: tuple[Tensor, Tensor | None] = (self.matrix, None)
 
     def direction(self, gradient: Tensor) -> Tensor:
@@ -66,13 +66,18 @@ class InverseHessian:
                 f"the checkpoint holds a subspace of {state['matrix'].shape[0]} dimensions, this one has "
                 f"{self.matrix.shape[0]}; load it with the basis it was written with."
             )
-        self.matrix, self._step = state["matrix"].clone(), state["step"].clone()
-        self._gradient = None if state["gradient"] is None else state["gradient"].clone()
+        self.matrix, self._step = _on_host(state["matrix"]), _on_host(state["step"])
+        self._gradient = None if state["gradient"] is None else _on_host(state["gradient"])
+
+
+def _on_host(loaded: Tensor) -> Tensor:
+    """A copy, wherever a checkpoint was mapped to."""
+    return loaded.to("cpu", torch.float64, copy=True)
 
 
 def _updated(inverse: Tensor, step: Tensor, change: Tensor) -> Tensor:
     curvature = change @ step
     if not curvature > CURVATURE:
         return inverse
-    shift = torch.eye(len(step), dtype=inverse.dtype) - torch.outer(change, step) / curvature
+    shift = torch.eye(len(step), dtype=inverse.dtype, device=inverse.device) - torch.outer(change, step) / curvature
     return shift.T @ inverse @ shift + torch.outer(step, step) / curvature

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchboost.core.wrapping import unwrap
 
-__all__ = ["CheckpointFiles", "Layout", "SnapshotBuffer", "Snapshots", "checkpoint_files", "layout_of_file"]
+__all__ = ["CheckpointFiles", "Layout", "SnapshotBuffer", "Snapshots", "checkpoint_files", "layout_of_file", "renaming"]
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
 NESTED = ("model", "state_dict", "model_state_dict")
@@ -57,8 +57,8 @@ class Snapshots(Protocol):
         """Return how many there are."""
         ...
 
-    def part(self, snapshot: int, parameter: int, rows: slice) -> Tensor:
-        """Return part of one parameter at one moment, cut along its first dimension (whole where it has none)."""
+    def part(self, snapshot: int, parameter: int, where: tuple[slice, ...]) -> Tensor:
+        """Return part of one parameter at one moment, cut along its first dimensions."""
         ...
 
 
@@ -97,9 +97,9 @@ class CheckpointFiles:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def part(self, snapshot: int, parameter: int, rows: slice) -> Tensor:
+    def part(self, snapshot: int, parameter: int, where: tuple[slice, ...]) -> Tensor:
         """Return part of one parameter, as :class:`Snapshots` says."""
-        return self._files[snapshot].read(self.layout.names[parameter], rows)
+        return self._files[snapshot].read(self.layout.names[parameter], where)
 
     def _check(self, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
         wanted = dict(zip(self.layout.names, self.layout.shapes, strict=True))
@@ -144,10 +144,9 @@ class SnapshotBuffer:
             raise ValueError(f"parameters: found shapes {_few(shapes)}, wanted {_few(self.layout.shapes)}.")
         self._kept.append([p.detach().to("cpu", self.dtype, copy=True) for p in parameters])
 
-    def part(self, snapshot: int, parameter: int, rows: slice) -> Tensor:
+    def part(self, snapshot: int, parameter: int, where: tuple[slice, ...]) -> Tensor:
         """Return part of one parameter, as :class:`Snapshots` says."""
-        whole = self._kept[snapshot][parameter]
-        return whole[rows] if whole.ndim else whole
+        return self._kept[snapshot][parameter][where]
 
     def clear(self) -> None:
         """Give the memory back."""
@@ -159,7 +158,7 @@ class SnapshotBuffer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what :meth:`state_dict` returned."""
-        self._kept = [[t.to(self.dtype, copy=True) for t in snapshot] for snapshot in state["kept"]]
+        self._kept = [[t.to("cpu", self.dtype, copy=True) for t in snapshot] for snapshot in state["kept"]]
 
 
 def checkpoint_files(folder: str | Path) -> list[Path]:
@@ -184,7 +183,7 @@ def checkpoint_files(folder: str | Path) -> list[Path]:
 class _Reader(NamedTuple):
     shapes: dict[str, tuple[int, ...]]
     """Of the floating point entries."""
-    read: Callable[[str, slice], Tensor]
+    read: Callable[[str, tuple[slice, ...]], Tensor]
 
 
 def _opened(path: Path) -> _Reader:
@@ -211,7 +210,7 @@ def _safetensors(path: Path) -> _Reader:
         for name, part in slices.items()
         if part.get_dtype() in ("F64", "F32", "F16", "BF16")
     }
-    return _Reader(shapes, lambda name, rows: slices[name][rows] if shapes[name] else file.get_tensor(name))
+    return _Reader(shapes, lambda name, where: slices[name][where] if where else file.get_tensor(name))
 
 
 def _torch_file(path: Path) -> _Reader:
@@ -234,28 +233,34 @@ def _torch_file(path: Path) -> _Reader:
         raise ValueError(f"{path}: found a {type(loaded).__name__}; a checkpoint is a state dict.")
     tensors = {n: t for n, t in loaded.items() if isinstance(t, Tensor) and t.is_floating_point()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return _Reader(shapes, lambda name, rows: tensors[name][rows] if shapes[name] else tensors[name])
+    return _Reader(shapes, lambda name, where: tensors[name][where])
 
 
 def _named_as(layout: Layout, file: _Reader) -> _Reader:
-    """Take a prefix off the names in a file, or put one before them, where that makes them those of the layout."""
-    first = layout.names[0] if layout.names else ""
-    for name in file.shapes:
+    """Call the entries of a file what the layout calls them."""
+    names = renaming(layout.names, file.shapes)
+    shapes = {new: file.shapes[old] for new, old in names.items()}
+    return _Reader(shapes, lambda name, where: file.read(names[name], where))
+
+
+def renaming(wanted: Sequence[str], found: Collection[str]) -> dict[str, str]:
+    """Return the names in a file under what they are called without a prefix, or with one, if that makes them wanted.
+
+    Without such a prefix each is called what it is.
+    """
+    same = {name: name for name in found}
+    first = wanted[0] if wanted else ""
+    for name in () if set(wanted) <= set(found) else found:
         if name.endswith(f".{first}"):
             cut = len(name) - len(first)
-            renamed = {n[cut:]: n for n in file.shapes if n.startswith(name[:cut])}
+            renamed = {n[cut:]: n for n in found if n.startswith(name[:cut])}
         elif first.endswith(f".{name}"):
-            renamed = {first[: len(first) - len(name)] + n: n for n in file.shapes}
+            renamed = {first[: len(first) - len(name)] + n: n for n in found}
         else:
             continue
-        if set(layout.names) <= set(renamed) and not set(layout.names) <= set(file.shapes):
-            return _renamed(file, renamed)
-    return file
-
-
-def _renamed(file: _Reader, names: Mapping[str, str]) -> _Reader:
-    shapes = {new: file.shapes[old] for new, old in names.items()}
-    return _Reader(shapes, lambda name, rows: file.read(names[name], rows))
+        if set(wanted) <= set(renamed):
+            return renamed
+    return same
 
 
 def layout_of_file(path: Path, exclude: Sequence[str] = ()) -> Layout:

@@ -62,7 +62,7 @@ class SubspaceOptimizer(ClosureOptimizer):
             gradients.
 
     Cost: an update reads the rows of the basis twice and does one forward pass per trial. Memory beside the basis:
-    five vectors of the size of the weights (gradient, two lifted vectors, residual, weights before the trial).
+    six vectors of the size of the weights (gradient, two lifted vectors, residual, weights before and in a trial).
 
     Example:
         >>> import torch
@@ -102,6 +102,10 @@ class SubspaceOptimizer(ClosureOptimizer):
         self._buffers = tuple(buffers)
         self._residual = torch.zeros(basis.length, dtype=first.dtype, device=first.device)
         self._lifted = self._residual.new_zeros(2, basis.length)
+        self._mark: Tensor | None = None
+        self._wanted: Tensor | None = None
+        if basis.group is None:
+            self._find_mark()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Tensor:
@@ -115,6 +119,9 @@ class SubspaceOptimizer(ClosureOptimizer):
         Raises:
             TypeError, ValueError: No closure, or one that does not return a loss, or does more than that.
             IncompatibleError: A parameter was frozen since.
+
+        What the closure raises in a trial passes through; weights, buffers and state are then as before the step, but
+        for what the first pass moved.
         """
         if closure is None:
             raise TypeError(
@@ -140,6 +147,9 @@ class SubspaceOptimizer(ClosureOptimizer):
     def _update(self, replay: Replay, loss: Tensor) -> None:
         parameters = self.param_groups[0]["params"]
         gradient = torch.cat([_gradient(parameter).reshape(-1) for parameter in parameters])
+        if self._mark is None:
+            self._find_mark()
+            self._check_mark(self._wanted)
         if not self._alike:
             self._check_alike(gradient)
         projected = self.basis.project(gradient)
@@ -151,8 +161,13 @@ class SubspaceOptimizer(ClosureOptimizer):
         direction = self.inverse_hessian.direction(projected)
         along, inside = self.basis.lift(torch.stack([direction, projected]), self._lifted)
         slope = float(projected @ direction)
-        with self._buffers_kept():
-            length = self._search(replay, before, along, start, slope)
+        try:
+            with self._buffers_kept():
+                length = self._search(replay, before, along, start, slope)
+        except BaseException:
+            self._place(before)
+            self.inverse_hessian.reject()
+            raise
         if length:
             self.inverse_hessian.accept(direction * length)
             self.accepted += 1
@@ -192,6 +207,7 @@ class SubspaceOptimizer(ClosureOptimizer):
             "inverse_hessian": self.inverse_hessian.state_dict(),
             "residual": self._residual.clone(),
             "accepted": self.accepted,
+            "mark": self._wanted if self._mark is None else self._mark.clone(),
         }
         return {**super().state_dict(), "subspace": own}
 
@@ -199,7 +215,8 @@ class SubspaceOptimizer(ClosureOptimizer):
         """Continue from what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: The checkpoint is of another subspace; nothing was loaded.
+            ValueError: The checkpoint is of other directions; nothing was loaded. Where ranks share the rows, the first
+                step may raise this.
         """
         own = state_dict.get("subspace")
         if own is None or own["residual"].shape != self._residual.shape:
@@ -208,10 +225,29 @@ class SubspaceOptimizer(ClosureOptimizer):
                 f"the checkpoint holds the state of a subspace: found {found}, wanted one of {self.basis.length} "
                 "weights; load it into the optimizer it was written with."
             )
+        mark = own["mark"]
+        wanted = None if mark is None else mark.to("cpu", torch.float64, copy=True)
+        self._check_mark(wanted)
+        self._wanted = wanted
         self.inverse_hessian.load_state_dict(own["inverse_hessian"])
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "subspace"})
         self._residual.copy_(own["residual"])
         self.accepted = int(own["accepted"])
+
+    def _find_mark(self) -> None:
+        """Project a fixed vector, which tells directions apart; ranks that share the rows call this together."""
+        vector = torch.arange(self.basis.length, device=self._residual.device).to(self._residual.dtype).cos()
+        self._mark = self.basis.project(vector)
+
+    def _check_mark(self, wanted: Tensor | None) -> None:
+        found = self._mark
+        if found is None or wanted is None or found.shape != wanted.shape:
+            return
+        if not torch.allclose(found, wanted, rtol=1e-3, atol=1e-3):
+            raise ValueError(
+                "the checkpoint holds the state of another basis: its directions are others, though as many; load it "
+                "with the files that its basis was made from."
+            )
 
     def _check_alike(self, gradient: Tensor) -> None:
         """Look once whether the ranks have the same gradient, without which they would drift apart."""
@@ -248,9 +284,11 @@ class SubspaceOptimizer(ClosureOptimizer):
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
         kept = [buffer.clone() for buffer in self._buffers]
-        yield
-        for buffer, value in zip(self._buffers, kept, strict=True):
-            buffer.copy_(value)
+        try:
+            yield
+        finally:
+            for buffer, value in zip(self._buffers, kept, strict=True):
+                buffer.copy_(value)
 
     def _checked_parameters(self, basis: SubspaceBasis) -> Tensor:
         parameters: list[Tensor] = self.param_groups[0]["params"]

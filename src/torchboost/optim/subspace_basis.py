@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchboost.optim import native_basis
 
-__all__ = ["Block", "SubspaceBasis", "blocks_within", "rows_of"]
+__all__ = ["Block", "SubspaceBasis", "blocks_within", "check_products", "rows_of"]
 
 _CHUNK = 1 << 16  # columns at a time, so that a product of few rows finds them in the cache
 
@@ -33,17 +33,20 @@ class Block(NamedTuple):
     components: int
 
 
-def blocks_within(length: int, components: int, *, budget: int | None = None, ranks: int = 1) -> tuple[Block, ...]:
+def blocks_within(
+    length: int, components: int, *, budget: int | None = None, ranks: int = 1, itemsize: int = 4
+) -> tuple[Block, ...]:
     """Divide the weights into as few blocks as a memory budget allows; the directions are shared out evenly.
 
-    A dense basis takes ``4 k n`` bytes over all ranks. With b blocks every direction covers one block only, which is
-    ``4 k n / b``; what is lost are directions across blocks.
+    A dense basis takes ``4 k n`` bytes over all ranks in float32. With b blocks every direction covers one block only,
+    which is ``4 k n / b``; what is lost are directions across blocks.
 
     Args:
         length: Number of weights, n.
         components: Number of directions, k.
         budget: Bytes on each rank; None allows a dense basis.
         ranks: Number of ranks that share the rows.
+        itemsize: Bytes of a number.
 
     Raises:
         ValueError: More directions than weights, or not even one direction per block fits.
@@ -62,16 +65,16 @@ def blocks_within(length: int, components: int, *, budget: int | None = None, ra
             for i in range(count)
         )
         most = max(
-            sum(4 * len(rows) * (b.stop - b.start) for b, rows in zip(blocks, rows_of(blocks, r, ranks), strict=True))
+            sum(len(rows) * (b.stop - b.start) for b, rows in zip(blocks, rows_of(blocks, r, ranks), strict=True))
             for r in range(ranks)
         )
-        if budget is None or most <= budget:
+        if budget is None or itemsize * most <= budget:
             if any(b.components > b.stop - b.start for b in blocks):
                 break
             return blocks
     raise ValueError(
-        f"n_components={components} directions of {length} weights need {4 * length} bytes over {ranks} ranks even "
-        f"with one direction per block, the budget is {budget} bytes on each; raise the budget."
+        f"n_components={components} directions of {length} weights need {itemsize * length} bytes over {ranks} ranks "
+        f"even with one direction per block, the budget is {budget} bytes on each; raise the budget."
     )
 
 
@@ -177,13 +180,19 @@ class SubspaceBasis:
         Args:
             vector: Shape ``(n,)``.
         """
-        found = torch.zeros(self.components, dtype=vector.dtype, device=vector.device)
-        for block, rows, place in self._placed():
-            part = vector[block.start : block.stop]
-            found[place] = native_basis.project(rows, part.contiguous()) if self.native else rows @ part
+        found = self.project_here(vector)
         if self.group is not None:
             dist.all_reduce(found, group=self.group)
         return found.to("cpu", torch.float64)
+
+    def project_here(self, vector: Tensor) -> Tensor:
+        """Return ``P v`` with zeros for the rows of other ranks, on the device and in the precision of ``v``."""
+        found = torch.zeros(self.components, dtype=vector.dtype, device=vector.device)
+        with torch.autocast(vector.device.type, enabled=False):
+            for block, rows, place in self._placed():
+                part = vector[block.start : block.stop]
+                found[place] = native_basis.project(rows, part.contiguous()) if self.native else rows @ part
+        return found
 
     def lift(self, coordinates: Tensor, out: Tensor | None = None) -> Tensor:
         """Return ``P' c`` for several c at once, so that the rows are read once.
@@ -195,6 +204,13 @@ class SubspaceBasis:
         Returns:
             Shape ``(vectors, n)``, where the rows are and in their precision.
         """
+        found = self.lift_here(coordinates, out)
+        if self.group is not None:
+            dist.all_reduce(found, group=self.group)
+        return found
+
+    def lift_here(self, coordinates: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return what the rows of this rank add to ``P' c``, as :meth:`lift`."""
         kind = self.rows[0]
         shape = (len(coordinates), self.length)
         found = torch.empty(shape, dtype=kind.dtype, device=kind.device) if out is None else out
@@ -206,8 +222,6 @@ class SubspaceBasis:
                 continue
             for part, piece in zip(rows.split(_CHUNK, dim=1), whole.split(_CHUNK, dim=1), strict=True):
                 torch.mm(coordinates[:, place], part, out=piece)
-        if self.group is not None:
-            dist.all_reduce(found, group=self.group)
         return found
 
     def _placed(self) -> Iterator[tuple[Block, Tensor, slice]]:
@@ -220,12 +234,19 @@ class SubspaceBasis:
     def _check_values(self, orthonormal: bool) -> None:
         """Look at the rows of this rank only: each block's product with itself."""
         for block, rows in zip(self.blocks, self.rows, strict=True):
-            products = rows.float() @ rows.float().T
+            with torch.autocast(rows.device.type, enabled=False):
+                products = rows.float() @ rows.float().T
             if not products.isfinite().all():
                 raise ValueError(f"the basis of weights {block.start} to {block.stop} holds NaN or infinities.")
             off = (products - torch.eye(len(rows), device=rows.device)).abs().max().item() if len(rows) else 0.0
-            if orthonormal and off > TOLERANCE:
-                raise ValueError(
-                    f"the rows of the basis are not orthonormal: a product of two is off by {off:.3g}, allowed are "
-                    f"{TOLERANCE}; make the basis with `torchboost pca`, or orthonormalise it."
-                )
+            if orthonormal:
+                check_products(off)
+
+
+def check_products(off: float) -> None:
+    """Refuse rows whose products with each other are off by more than :data:`TOLERANCE`."""
+    if not off <= TOLERANCE:
+        raise ValueError(
+            f"the rows of the basis are not orthonormal: a product of two is off by {off:.3g}, allowed are "
+            f"{TOLERANCE}; make the basis with `torchboost pca`, or orthonormalise it."
+        )

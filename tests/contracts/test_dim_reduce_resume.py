@@ -1,0 +1,64 @@
+"""Checkpoints of dimension-reduced training that come from elsewhere: from before, from other files, from a GPU."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.algorithms.test_dim_reduce import batch, checkpoints, network, start
+from torchboost import SubspaceDescent
+
+
+def test_a_checkpoint_from_before_the_hand_back_can_be_gone_back_to(tmp_path: Path) -> None:
+    checkpoints(tmp_path, 3)
+    settings = SubspaceDescent(n_components=2, weight_load_dir=str(tmp_path), patience=2, tolerance=1.0)
+    model, step, run = start(settings)
+    step(*batch(0))
+    kept = copy.deepcopy((model.state_dict(), run.state_dict()))
+    ends = []
+    for _ in range(2):
+        model.load_state_dict(kept[0])
+        run.load_state_dict(kept[1])
+        assert run.phase == "subspace"
+        for number in range(1, 9):
+            step(*batch(number))
+        assert run.phase == "full"
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
+
+
+def test_checkpoints_that_make_another_basis_are_refused_on_resume(tmp_path: Path) -> None:
+    checkpoints(tmp_path, 3)
+    settings = SubspaceDescent(n_components=2, weight_load_dir=str(tmp_path))
+    _, step, run = start(settings)
+    step(*batch(0))
+    state = copy.deepcopy(run.state_dict())
+    checkpoints(tmp_path, 5)
+    _, _, other = start(settings)
+    with pytest.raises(ValueError, match="of another basis"):
+        other.load_state_dict(state)
+
+
+@pytest.mark.gpu
+def test_resumes_from_a_checkpoint_that_was_mapped_to_the_gpu(tmp_path: Path) -> None:
+    settings = SubspaceDescent(n_components=2, snapshots=3, snapshot_every=2)
+    for saved_at in (4, 8):
+        ends = []
+        for broken in (False, True):
+            model, step, run = start(settings, model=network().cuda())
+            for number in range(10):
+                if broken and number == saved_at:
+                    torch.save((model.state_dict(), run.state_dict(), step.state_dict()), tmp_path / "state.pt")
+                    loaded = torch.load(tmp_path / "state.pt", map_location="cuda:0", weights_only=True)
+                    model, step, run = start(settings, seed=5, model=network(5).cuda())
+                    model.load_state_dict(loaded[0])
+                    run.load_state_dict(loaded[1])
+                    step.load_state_dict(loaded[2])
+                x, y = batch(number)
+                step(x.cuda(), y.cuda())
+            assert run.phase == "subspace"
+            ends.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+        assert torch.equal(*ends)
