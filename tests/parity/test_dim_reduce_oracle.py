@@ -64,8 +64,8 @@ def test_principal_components(oracle: Oracle, name: str) -> None:
         def __len__(self) -> int:
             return len(data)
 
-        def part(self, snapshot: int, parameter: int, rows: slice) -> torch.Tensor:
-            return data[snapshot, rows]
+        def part(self, snapshot: int, parameter: int, where: tuple[slice, ...]) -> torch.Tensor:
+            return data[snapshot][where]
 
     k = case.meta["hyper"]["n_component"]
     found = PrincipalComponents(Rows(), blocks_within(data.shape[1], k))
