@@ -253,6 +253,8 @@ class _Meeting:
         word = "" if failed is None else _packed(failed).hex()
         # The others wait for rank 0 only: no rank is done with this before it.
         first = next((said for said in self.told(subject, word) if said), "")
+        if first and first == word and failed is not None:
+            raise failed
         if first:
             raise pickle.loads(bytes.fromhex(first))
 
