@@ -8,7 +8,6 @@ what belongs to a rank (a training step, a scheduler, a sampler) goes back to th
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,11 +29,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from torchboost.distributed import folders
 from torchboost.distributed.copies import first_holder
 
 __all__ = ["Part", "latest", "load", "save"]
 
-UNFINISHED = ".unfinished-"
 OPTIMIZER = "torchboost.optimizer"
 """Among the parts: what hooks added to the optimizer's state dict."""
 
@@ -78,14 +77,14 @@ def save(
 
     Raises:
         ValueError: A number or ``keep`` that is too small, or an optimizer of another model.
-        FileExistsError: There is a checkpoint of this number; nothing was written.
+        FileExistsError: There is a checkpoint of this number or of a larger one; raised on all ranks, nothing was
+            written.
     """
     if number < 0 or keep < 1:
         raise ValueError(f"number, keep: found {number} and {keep}; allowed are 0 or more, and 1 or more.")
     folder = Path(folder)
-    path, unfinished = folder / f"{number:08d}", folder / f"{UNFINISHED}{number:08d}"
-    if path.exists():
-        raise FileExistsError(f"{path} is there already; give a larger number, or remove it.")
+    path, unfinished = folders.places(folder, number)
+    _check_newest(folder, number)
     names = _names(model, optimizer)
     state = dict(optimizer.state_dict())
     held = {names[position]: entry for position, entry in state.pop("state").items()}
@@ -100,18 +99,14 @@ def save(
         "parts": {str(_rank()): (own,)},
     }
     if _rank() == 0:
-        _clear(folder)
+        folders.clear(folder)
     _barrier()
     # By default DCP spreads copies over the ranks, and a replica's BatchNorm statistics are not those of rank 0.
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     with _quiet():
         state_dict_saver.save(content, checkpoint_id=unfinished, planner=planner)
     if _rank() == 0:
-        _sync(unfinished)
-        unfinished.rename(path)
-        _sync(folder)
-        for old in _complete(folder)[:-keep]:
-            _discard(old)
+        folders.finish(unfinished, path, keep)
     _barrier()
     return path
 
@@ -165,10 +160,23 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
     All ranks call it together and get what rank 0 found.
     """
-    found = [next(reversed(_complete(Path(folder))), None)]
+    found = [next(reversed(folders.complete(Path(folder))), None)]
     if dist.is_initialized():
         dist.broadcast_object_list(found)
     return found[0]
+
+
+def _check_newest(folder: Path, number: int) -> None:
+    """Refuse a number that is not the largest in the folder, as only the largest ones are kept."""
+    newest = latest(folder)
+    if newest is None or int(newest.name) < number:
+        return
+    if int(newest.name) == number:
+        raise FileExistsError(f"{newest} is there already; give a larger number, or remove it.")
+    raise FileExistsError(
+        f"{newest} is there already, and {number} would be older, so that it would be the first to go; save into another "
+        "folder, or remove the newer checkpoints."
+    )
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
@@ -308,34 +316,6 @@ def _metadata(path: Path) -> Metadata:
 def _read(path: Path, content: dict[str, Any]) -> None:
     with _quiet():
         state_dict_loader.load(content, checkpoint_id=path)
-
-
-def _complete(folder: Path) -> list[Path]:
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in found if path.name.isdecimal()), key=lambda path: int(path.name))
-
-
-def _clear(folder: Path) -> None:
-    """Make the folder, without what an interrupted job left in it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(f"{UNFINISHED}*"):
-        shutil.rmtree(left)
-
-
-def _discard(path: Path) -> None:
-    """Remove a checkpoint, so that it never lies there by halves under its name."""
-    doomed = path.with_name(f"{UNFINISHED}{path.name}")
-    path.rename(doomed)
-    shutil.rmtree(doomed)
-
-
-def _sync(folder: Path) -> None:
-    """Make a change of names last; DCP has synced the files."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
