@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=60)
     parser.add_argument("--every", type=int, default=10)
     options = parser.parse_args()
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group("gloo")  # the model stays on the CPU
     train(options.folder, options.updates, options.every)
     dist.barrier()
     dist.destroy_process_group()

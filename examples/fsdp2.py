@@ -1,6 +1,6 @@
 """FSDP2 at level O1, with a checkpoint in mid-run that any number of ranks can resume.
 
-torchrun --standalone --nproc-per-node 2 examples/fsdp2.py out/fsdp2
+torchrun --standalone --nproc-per-node 2 examples/fsdp2.py out/fsdp2  # once more, and it goes on from there
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
@@ -24,14 +25,13 @@ class Job:
     def __init__(self) -> None:
         torch.manual_seed(0)  # the same on every rank
         self.model: nn.Module = ResNet(Bottleneck, [1, 1, 1], width=16, classes=10, in_channels=1)
-        # FSDP2 shards contiguous tensors, which channels-last ones are not.
-        config = {"extra": {"channels_last": False}}
-        facts = torchboost.Facts.measure(self.model)
-        plan = torchboost.Plan.of("O1", config, facts)
+        config = {"extra": {"channels_last": False}}  # FSDP2 shards contiguous tensors, which those are not
+        plan = torchboost.Plan.of("O1", config, torchboost.Facts.measure(self.model))
         plan.transform(self.model)  # 1. what changes modules
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # by default FSDP2 takes an accelerator
         for block in self.model.stages:  # 2. the shards
-            fully_shard(block)
-        fully_shard(self.model)
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)  # 3. over the shards
         target = torchboost.Target(self.model, self.optimizer)
         attached = plan.fit(self.model, self.optimizer).attach(target)  # 4. what hooks into the loop
@@ -46,19 +46,22 @@ class Job:
             self.scheduler.step()
         return loss
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {name: param.full_tensor() for name, param in self.model.named_parameters()}
+    def weights(self) -> list[torch.Tensor]:
+        return [param.full_tensor() for param in self.model.parameters()]
 
 
 def train(folder: Path) -> bool:
     job, again = Job(), Job()
-    job.train(0)
-    path = checkpoint.save(folder, 1, job.model, job.optimizer, **job.parts)
-    loss = job.train(1)
+    done = 0  # epochs
+    if newest := checkpoint.latest(folder):
+        done = int(newest.name)
+        checkpoint.load(newest, job.model, job.optimizer, **job.parts)
+    job.train(done)
+    path = checkpoint.save(folder, done + 1, job.model, job.optimizer, **job.parts)
+    loss = job.train(done + 1)
     checkpoint.load(path, again.model, again.optimizer, **again.parts)
-    again.train(1)
-    weights = again.weights()
-    same = all(torch.equal(value, weights[name]) for name, value in job.weights().items())
+    again.train(done + 1)
+    same = all(map(torch.equal, job.weights(), again.weights()))
     if dist.get_rank() == 0:
         print(f"loss {loss:.3f}; resumed run equals the undisturbed one bit for bit: {same}")
     return same

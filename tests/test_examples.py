@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import re
 import runpy
+import sys
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+from torch import nn
 
 from tests.conftest import ROOT
 from tests.support.ranks import run_ranks
@@ -54,6 +59,42 @@ def test_ddp_o2_learns_on_two_ranks():
 @pytest.mark.dist
 def test_fsdp2_resumes_bit_for_bit(tmp_path):
     assert run_ranks(train, 2, "fsdp2", tmp_path) == [True, True]
+    assert run_ranks(train, 2, "fsdp2", tmp_path) == [True, True], "once more goes on from there"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000001", "00000002"]
+
+
+@pytest.mark.parametrize("name", ["ddp_o2", "fsdp2", "elastic_ddp", "adasum_two_nodes"])
+def test_ranks_on_the_cpu_talk_over_gloo_where_there_is_an_accelerator(name, monkeypatch):
+    class Asked(BaseException):
+        pass
+
+    def asked(backend: str) -> None:
+        raise Asked(backend)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "init_process_group", asked)
+    monkeypatch.setattr(sys, "argv", [name, "folder"])
+    with pytest.raises(Asked, match="gloo"):
+        example(name)()
+
+
+def meshes_given() -> set[str]:
+    """Return the devices that FSDP2 is told to use; left to itself it takes an accelerator."""
+    shard, devices = torch.distributed.fsdp.fully_shard, set()
+
+    def noting(module: nn.Module, *, mesh: Any = None, **options: Any) -> nn.Module:
+        devices.add("any" if mesh is None else mesh.device_type)
+        return shard(module, mesh=mesh, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed.fsdp, "fully_shard", noting)
+        example("fsdp2", "Job")()
+    return devices
+
+
+@pytest.mark.dist
+def test_fsdp2_shards_where_its_data_lie():
+    assert run_ranks(meshes_given, 2) == [{"cpu"}] * 2
 
 
 # Restarts of "elastic_ddp": tests/contracts/test_elastic.py.

@@ -175,6 +175,23 @@ def test_what_cannot_work_is_refused_with_what_to_do():
     assert "found 4 ranks in nodes of 3" in said["nodes of 3"]
 
 
+def on_nodes_of(sizes: list[int], form: Any) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(sizes[dist.get_rank()]))
+        model = fresh() if form == "delta" else DistributedDataParallel(fresh())
+        with pytest.raises(IncompatibleError) as error:
+            sum_adaptively(model, sgd(model), on=form)
+    return str(error.value)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("form", ["delta", "gradient"])
+@pytest.mark.parametrize("sizes", [[3, 3, 3, 1], [4, 4, 4, 4, 2, 2, 2, 2]])
+def test_nodes_of_different_size_are_refused_on_every_rank(sizes, form):
+    for said in run_ranks(on_nodes_of, len(sizes), sizes, form, timeout=20.0):
+        assert said.startswith(f"found nodes of {min(sizes)} and {max(sizes)} ranks")
+
+
 def different_weights(how: str, on: Any) -> tuple[str, bool]:
     torch.manual_seed(dist.get_rank())
     model = node_wrapped(mlp(), how, on, 2)

@@ -299,6 +299,35 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path):
     run_ranks(_refusals, 2, tmp_path)
 
 
+def _late(root: Path) -> tuple[str, str]:
+    """Save where only rank 0 sees what an earlier run left, as on a disk that is slow to show it to others."""
+    run = Run("ddp", Case())
+    run.train(0, 1)
+    folder = root if dist.get_rank() == 0 else root / "seen by another rank"
+    said = []
+    for number in (60, 10):
+        with pytest.raises(FileExistsError) as error:
+            run.save(folder, number)
+        said.append(str(error.value))
+    return said[0], said[1]
+
+
+@pytest.mark.dist
+def test_a_number_that_is_not_the_newest_is_refused_on_all_ranks(tmp_path):
+    run_ranks(_save_two, 2, tmp_path)
+    first, second = run_ranks(_late, 2, tmp_path, timeout=30.0)
+    assert first == second
+    assert "give a larger number" in first[0]
+    assert "and 10 would be older" in first[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000050", "00000060"]
+
+
+def _save_two(root: Path) -> None:
+    run = Run("ddp", Case())
+    for number in (50, 60):
+        run.save(root, number)
+
+
 def _by_hand(run: Run) -> dict[str, Any]:
     """Return what torch's tutorials save."""
     optimizer = get_optimizer_state_dict(run.model, run.optimizer)

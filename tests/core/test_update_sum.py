@@ -15,6 +15,7 @@ from tests.support.nodes import batch_of, formula, fresh
 from tests.support.ranks import run_ranks
 from torchboost.core.update_sum import UpdateSum, held
 from torchboost.distributed.topology import NodeGroups, Topology
+from torchboost.errors import IncompatibleError
 
 pytestmark = pytest.mark.dist
 
@@ -111,3 +112,35 @@ def test_frozen_parameters_do_not_travel_and_groups_may_be_added():
     for travelled, kept in run_ranks(groups_and_freezing, 2):
         assert travelled == [[0, 1], [1], [1, 2], []]
         assert kept
+
+
+def first_step_of(what: str) -> str:
+    """Return what the first step says to weights that are equal, or that differ in one number."""
+    torch.set_num_threads(1 + 3 * dist.get_rank())
+    weight = nn.Parameter(torch.randn(1_000_003, generator=torch.Generator().manual_seed(0)))
+    if what.startswith("NaN"):
+        weight.data[5] = torch.nan
+    if what in ("one bit", "NaN and one bit"):
+        weight.data.view(torch.int32)[7] += dist.get_rank()
+    elif what == "NaN on one rank":
+        weight.data[7] = torch.nan if dist.get_rank() else 0.0
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    summing(optimizer, [])
+    weight.grad = torch.ones_like(weight)
+    try:
+        optimizer.step()
+    except IncompatibleError as error:
+        return str(error)
+    return "stepped"
+
+
+@pytest.mark.parametrize("what", ["equal", "NaN on both"])
+def test_equal_weights_are_equal_on_machines_that_add_in_another_order(what):
+    assert run_ranks(first_step_of, 2, what) == ["stepped"] * 2
+
+
+@pytest.mark.parametrize("what", ["one bit", "NaN on one rank", "NaN and one bit"])
+def test_weights_that_differ_are_refused_at_the_first_step(what):
+    first, second = run_ranks(first_step_of, 2, what)
+    assert first == second
+    assert first.startswith("1 of 1 parameters differ between the ranks before the first update")

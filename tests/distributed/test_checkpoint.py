@@ -119,6 +119,18 @@ def test_numbers_that_make_no_sense_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_number_below_the_newest_is_refused_and_nothing_is_removed(tmp_path):
+    run = Run()
+    there = [run.save(tmp_path, number) for number in (50, 60)]
+    with pytest.raises(FileExistsError, match=r"00000060 is there already, and 10 would be older.* another folder"):
+        run.save(tmp_path, 10)
+    with pytest.raises(FileExistsError, match="and 55 would be older"):
+        run.save(tmp_path, 55)
+    assert sorted(tmp_path.iterdir()) == there
+    for path in there:
+        Run().load(path)
+
+
 def test_groups_in_another_order_get_their_own_moments(tmp_path):
     run, again = Run(), Run()
     run.train(0)

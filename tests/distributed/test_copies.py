@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
-from torchboost.distributed.copies import first_holder
+from torchboost.distributed.copies import bit_sum, first_holder
 
 STATE: dict[str, Any] = {
     "weight": {"step": torch.tensor(3.0), "exp_avg": torch.arange(12.0).reshape(3, 4).T, "empty": torch.empty(0, 2)},
@@ -61,3 +61,13 @@ def sharded(odd: list[int]) -> int:
 @pytest.mark.parametrize(("odd", "wanted"), [([], [0, 0, 0, 0]), ([3], [0, 0, 2, 2]), ([0, 2], [0, 0, 0, 0])])
 def test_shards_are_compared_as_the_whole_they_make(odd, wanted):
     assert run_ranks(sharded, 4, odd) == wanted
+
+
+def test_the_sum_of_the_bits_is_the_same_in_any_order():
+    numbers = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0))
+    total = int(bit_sum(numbers))
+    assert total == sum(numbers.view(torch.int32).tolist())
+    assert int(bit_sum(numbers.flip(0))) == total
+    assert int(bit_sum(numbers[1:].reshape(2, -1).t())) == total - int(bit_sum(numbers[:1]))
+    assert bit_sum(torch.empty(0, 3)).tolist() == 0
+    assert bit_sum(torch.tensor(torch.nan)) == bit_sum(torch.tensor(torch.nan)) != bit_sum(torch.tensor(0.0))

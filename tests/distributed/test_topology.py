@@ -94,6 +94,27 @@ def test_nodes_that_are_not_all_full_are_refused():
     assert run_ranks(refused, 3, 2) == [wanted] * 3
 
 
+def refused_by_the_launchers_numbers(sizes: list[int]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(sizes[dist.get_rank()]))
+        with pytest.raises(IncompatibleError) as error:
+            NodeGroups.of(Topology.current())
+    return str(error.value)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ([3, 3, 3, 1], "found nodes of 1 and 3 ranks (4 in all)"),
+        ([4, 4, 4, 4, 2, 2, 2, 2], "found nodes of 2 and 4 ranks (8 in all)"),
+    ],
+)
+def test_nodes_of_different_size_are_refused_on_all_ranks(sizes, said):
+    wanted = f"{said}; start the same number on every node, or set common.device_number to one that divides them all."
+    assert run_ranks(refused_by_the_launchers_numbers, len(sizes), sizes, timeout=20.0) == [wanted] * len(sizes)
+
+
 def test_node_groups_are_a_value():
     assert [field.name for field in dataclasses.fields(NodeGroups)] == ["inside", "across"]
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -180,9 +180,9 @@ class AdaptiveSum(Algorithm):
     def check(self, target: Target) -> None:
         """Refuse what :meth:`attach` lists."""
         topology = self._topology(target)
+        topology.check_full()
         if topology.nodes == 1:
             return
-        topology.check_full()
         _check_parameters(target)
         ddp, sharded = data_parallel(target.model), check_mesh(target.model, topology)
         if self.on == "gradient":

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchboost.distributed.adasum import adasum_, hierarchical_adasum_
+from torchboost.distributed.copies import bit_sum
 from torchboost.distributed.topology import NodeGroups
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
@@ -120,7 +121,7 @@ def before_first_step(optimizer: Optimizer, groups: NodeGroups) -> Any:
 
 @torch.no_grad()
 def _check_equal(params: Sequence[Tensor], groups: NodeGroups) -> None:
-    sums = torch.stack([_local(param).sum(dtype=torch.float32) for param in params]).nan_to_num()
+    sums = torch.stack([bit_sum(param) for param in params])
     low, high = sums.clone(), sums
     sharded = any(hasattr(param, "device_mesh") for param in params)
     for group in (groups.across,) if sharded else (groups.across, groups.inside):

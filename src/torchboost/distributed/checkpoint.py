@@ -7,10 +7,10 @@ what belongs to a rank (a training step, a scheduler, a sampler) goes back to th
 
 from __future__ import annotations
 
+import copy
 import os
-import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,18 +28,28 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from torchboost.distributed import folders
 from torchboost.distributed.copies import first_holder
+from torchboost.distributed.generators import generator_states, set_generator_states
 
 __all__ = ["Part", "latest", "load", "save"]
 
-UNFINISHED = ".unfinished-"
 OPTIMIZER = "torchboost.optimizer"
 """Among the parts: what hooks added to the optimizer's state dict."""
 
 COPY = "torchboost.copy"
 """Among the parts: the lowest rank with the same state of the optimizer, which lies under its number."""
+
+BUFFERS = "torchboost.buffers"
+"""Among the parts: the same for the model's buffers."""
+
+GENERATORS = "torchboost.generators"
+"""Among the parts: where the rank's random numbers stand."""
+
+OURS = {OPTIMIZER, COPY, BUFFERS, GENERATORS}
 
 
 class Part(Protocol):
@@ -62,8 +72,9 @@ def save(
     The files are written and synced under another name, which is then changed: whatever ends the job, ``folder`` holds
     complete checkpoints only. The layout of model and optimizer is that of ``get_model_state_dict`` and
     ``get_optimizer_state_dict``. Where ranks hold copies, those of rank 0 are written, BatchNorm statistics too, which
-    DDP takes from rank 0 as well. Optimizer states that are not copies, as those of the nodes of AdaSum on updates, are
-    all written.
+    DDP takes from rank 0 as well. Optimizer states that are not copies are all written, and so are the buffers of the
+    first rank of each DDP or FSDP2 group, where the job has several, as the nodes of AdaSum on updates; ranks with a
+    bare model are groups of one. The states of torch's generators are written for every rank.
 
     Args:
         folder: Of this job's checkpoints.
@@ -78,40 +89,41 @@ def save(
 
     Raises:
         ValueError: A number or ``keep`` that is too small, or an optimizer of another model.
-        FileExistsError: There is a checkpoint of this number; nothing was written.
+        FileExistsError: There is a checkpoint of this number or of a larger one; raised on all ranks, nothing was
+            written.
     """
     if number < 0 or keep < 1:
         raise ValueError(f"number, keep: found {number} and {keep}; allowed are 0 or more, and 1 or more.")
     folder = Path(folder)
-    path, unfinished = folder / f"{number:08d}", folder / f"{UNFINISHED}{number:08d}"
-    if path.exists():
-        raise FileExistsError(f"{path} is there already; give a larger number, or remove it.")
-    names = _names(model, optimizer)
+    path, unfinished = folders.places(folder, number)
+    _check_newest(folder, number)
+    names = _names(model, _params(optimizer))
     state = dict(optimizer.state_dict())
     held = {names[position]: entry for position, entry in state.pop("state").items()}
     groups = [{**g, "params": [names[position] for position in g["params"]]} for g in state.pop("param_groups")]
     whole = {"state": held, "param_groups": groups}
-    holder = _holder(whole, optimizer)
-    own = {**{name: part.state_dict() for name, part in parts.items()}, OPTIMIZER: state, COPY: holder}
+    weights = get_model_state_dict(model)
+    buffers = _buffers(weights, model)
+    holder, source = _holder(whole, _shards(_params(optimizer))), _holder(buffers, [_source(model)])
+    own = {name: part.state_dict() for name, part in parts.items()}
+    own |= {OPTIMIZER: state, COPY: holder, BUFFERS: source, GENERATORS: generator_states(model)}
     content = {
-        "model": get_model_state_dict(model),
-        _key(holder): whole,
+        "model": weights,
+        _key("optimizer", holder): whole,
         # DCP takes a tuple as it is; dicts it takes apart and asks for piece by piece.
         "parts": {str(_rank()): (own,)},
     }
+    if source:
+        content[_key("buffers", source)] = buffers
     if _rank() == 0:
-        _clear(folder)
+        folders.clear(folder)
     _barrier()
     # By default DCP spreads copies over the ranks, and a replica's BatchNorm statistics are not those of rank 0.
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     with _quiet():
         state_dict_saver.save(content, checkpoint_id=unfinished, planner=planner)
     if _rank() == 0:
-        _sync(unfinished)
-        unfinished.rename(path)
-        _sync(folder)
-        for old in _complete(folder)[:-keep]:
-            _discard(old)
+        folders.finish(unfinished, path, keep)
     _barrier()
     return path
 
@@ -119,7 +131,9 @@ def save(
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, **parts: Part) -> None:
     """Continue from a checkpoint, on as many ranks as wrote it or on others; all ranks call it together.
 
-    Parts are loaded first, so that what refuses the checkpoint does so before weights are changed.
+    Parts are loaded first, so that what refuses the checkpoint does so before weights are changed. On as many ranks
+    random numbers go on where they stood, and buffers are those of the rank's group; on another number of ranks
+    the generators are left alone, and buffers are those of rank 0.
 
     Args:
         path: What :func:`save` or :func:`latest` returned. DCP reads it with ``pickle``: load your own files only.
@@ -135,19 +149,21 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
     """
     path = Path(path)
     metadata = _metadata(path)
-    names = _names(model, optimizer)
+    names = _names(model, _params(optimizer))
     weights = get_model_state_dict(model)
     _check_model(metadata, weights)
-    ranks = _ranks_to_read(metadata)
+    writers = _writers(metadata)
+    # On another number of ranks all read the parts of all, to compare them.
+    ranks = [_rank()] if len(writers) == _world_size() else writers
     wrote: dict[str, Any] = {"parts": dict.fromkeys(map(str, ranks))}
     _read(path, wrote)
     own = _common({rank: wrote["parts"][str(rank)][0] for rank in ranks})
-    found = set(own) - {OPTIMIZER, COPY}
+    found = set(own) - OURS
     if found != set(parts):
         raise ValueError(
             f"the checkpoint holds the parts {sorted(found)}, asked for are {sorted(parts)}; give the same."
         )
-    key = _key(own[COPY])
+    key = _key("optimizer", own[COPY])
     room = {key: _template(metadata, key, names, optimizer)}
     _read(path, room)
     state = {**own[OPTIMIZER], **room[key]}
@@ -156,8 +172,14 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
         part.load_state_dict(own[name])
     # Not set_optimizer_state_dict: it steps an optimizer without state, hooks and all, and drops frozen moments.
     optimizer.load_state_dict(state)
-    _read(path, {"model": weights})
-    set_model_state_dict(model, weights)
+    content = {"model": weights}
+    key = _key("buffers", own[BUFFERS])
+    if own[BUFFERS]:
+        content[key] = copy.deepcopy(_buffers(weights, model))
+    _read(path, content)
+    set_model_state_dict(model, {**weights, **content.get(key, {})})
+    if len(writers) == _world_size():
+        set_generator_states(own[GENERATORS], model)
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -165,15 +187,31 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
     All ranks call it together and get what rank 0 found.
     """
-    found = [next(reversed(_complete(Path(folder))), None)]
+    found = [next(reversed(folders.complete(Path(folder))), None)]
     if dist.is_initialized():
         dist.broadcast_object_list(found)
     return found[0]
 
 
-def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Name the parameters of the optimizer, in its order, as DCP does whatever wraps the model."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+def _check_newest(folder: Path, number: int) -> None:
+    """Refuse a number that is not the largest in the folder, as only the largest ones are kept."""
+    newest = latest(folder)
+    if newest is None or int(newest.name) < number:
+        return
+    if int(newest.name) == number:
+        raise FileExistsError(f"{newest} is there already; give a larger number, or remove it.")
+    raise FileExistsError(
+        f"{newest} is there already, and {number} would be older, the first to go; save into another folder, or remove "
+        "the newer checkpoints."
+    )
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _names(model: nn.Module, params: list[Tensor]) -> list[str]:
+    """Name parameters, in their order, as DCP does whatever wraps the model."""
     probe = torch.optim.SGD(params)
     probe.state[params[0]] = {}  # of an optimizer without state, torch would make one by stepping it
     try:
@@ -200,23 +238,40 @@ def _check_model(metadata: Metadata, weights: Mapping[str, Any]) -> None:
         )
 
 
-def _holder(whole: dict[str, Any], optimizer: Optimizer) -> int:
-    """Return the lowest rank that holds the same state of the optimizer as this one."""
-    if not dist.is_initialized():
-        return 0
-    meshes = [p.device_mesh.mesh for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
-    shards = torch.cat([mesh.flatten() for mesh in meshes]).unique().tolist() if meshes else [_rank()]
-    return first_holder(whole, shards)
+def _buffers(weights: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return what a model's state dict holds besides parameters."""
+    named = set(_names(model, list(model.parameters())))
+    return {name: value for name, value in weights.items() if name not in named}
 
 
-def _key(holder: int) -> str:
+def _source(model: nn.Module) -> int:
+    """Return the rank whose buffers count on this one: the first of those that average gradients with it.
+
+    DDP takes the buffers of that rank at every forward pass.
+    """
+    ddp = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
+    return min(_shards(model.parameters()) if ddp is None else dist.get_process_group_ranks(ddp.process_group))
+
+
+def _shards(params: Iterable[Tensor]) -> list[int]:
+    """Return the ranks over which parameters are sharded, this one alone where they are whole."""
+    meshes = [param.device_mesh.mesh for param in params if isinstance(param, DTensor)]
+    return torch.cat([mesh.flatten() for mesh in meshes]).unique().tolist() if meshes else [_rank()]
+
+
+def _holder(state: dict[str, Any], shards: Sequence[int]) -> int:
+    """Return the lowest rank that holds the same state as these ranks together."""
+    return first_holder(state, shards) if dist.is_initialized() else 0
+
+
+def _key(what: str, holder: int) -> str:
     """Name the place of a state; that of rank 0 is where DCP's own functions look for it."""
-    return f"optimizer-{holder}" if holder else "optimizer"
+    return f"{what}-{holder}" if holder else what
 
 
 def _template(metadata: Metadata, key: str, names: list[str], optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer's state dict with room for what the checkpoint holds, sharded as the parameters are."""
-    params = dict(zip(names, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+    params = dict(zip(names, _params(optimizer), strict=True))
     template: dict[str, Any] = {"state": {}, "param_groups": []}
     for name, entry in metadata.state_dict_metadata.items():
         place: tuple[Any, ...] = (metadata.planner_data or {})[name]
@@ -261,10 +316,9 @@ def _match_groups(state: dict[str, Any], names: list[str], optimizer: Optimizer)
         group["params"] = order
 
 
-def _ranks_to_read(metadata: Metadata) -> list[int]:
-    """Return whose parts this rank reads: its own, on another number of ranks those of all, to compare them."""
-    wrote = sorted(int(place[1]) for place in (metadata.planner_data or {}).values() if place[0] == "parts")
-    return [_rank()] if len(wrote) == _world_size() else wrote
+def _writers(metadata: Metadata) -> list[int]:
+    """Return the ranks that wrote the checkpoint."""
+    return sorted(int(place[1]) for place in (metadata.planner_data or {}).values() if place[0] == "parts")
 
 
 def _common(by_rank: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -278,7 +332,7 @@ def _common(by_rank: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any]:
         )
     for other in others:
         for name, state in by_rank[first].items():
-            if not _same(state, by_rank[other][name]):
+            if name not in (BUFFERS, GENERATORS) and not _same(state, by_rank[other][name]):
                 raise ValueError(
                     f"'{name}' differs between ranks {first} and {other} of the checkpoint, which {len(by_rank)} ranks "
                     f"wrote; it cannot be shared out among {_world_size()}. Resume on {len(by_rank)} ranks, or save "
@@ -308,34 +362,6 @@ def _metadata(path: Path) -> Metadata:
 def _read(path: Path, content: dict[str, Any]) -> None:
     with _quiet():
         state_dict_loader.load(content, checkpoint_id=path)
-
-
-def _complete(folder: Path) -> list[Path]:
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in found if path.name.isdecimal()), key=lambda path: int(path.name))
-
-
-def _clear(folder: Path) -> None:
-    """Make the folder, without what an interrupted job left in it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(f"{UNFINISHED}*"):
-        shutil.rmtree(left)
-
-
-def _discard(path: Path) -> None:
-    """Remove a checkpoint, so that it never lies there by halves under its name."""
-    doomed = path.with_name(f"{UNFINISHED}{path.name}")
-    path.rename(doomed)
-    shutil.rmtree(doomed)
-
-
-def _sync(folder: Path) -> None:
-    """Make a change of names last; DCP has synced the files."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["first_holder"]
+__all__ = ["bit_sum", "first_holder"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -33,13 +33,23 @@ def first_holder(state: Any, shards: Sequence[int]) -> int:
     return whole.index(whole[dist.get_rank()])
 
 
+def bit_sum(tensor: Tensor) -> Tensor:
+    """Return the sum of the bits of a tensor, of a sharded one those of this rank: int64, on its device.
+
+    Integers add up to the same in any order, so that the sum does not depend on threads or on the kind of device.
+    """
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore
+    numbers = local.detach().contiguous().reshape(-1)
+    if not numbers.numel():
+        return torch.zeros((), dtype=torch.int64, device=numbers.device)
+    return numbers.view(_BITS[numbers.element_size()]).sum(dtype=torch.int64)
+
+
 def _figures(value: Any) -> list[str]:
     """Say what a state holds, its tensors by their shape and the sum of their bits."""
     if isinstance(value, Tensor):
         local: Tensor = value.to_local() if hasattr(value, "to_local") else value  # pyright: ignore
-        numbers = local.detach().contiguous().reshape(-1)
-        total = int(numbers.view(_BITS[numbers.element_size()]).sum(dtype=torch.int64)) if numbers.numel() else 0
-        return [f"{local.dtype} {tuple(local.shape)} {total}"]
+        return [f"{local.dtype} {tuple(local.shape)} {int(bit_sum(local))}"]
     if isinstance(value, Mapping):
         keys = sorted(value, key=str)
         return [f"dict {keys}", *(part for key in keys for part in _figures(value[key]))]

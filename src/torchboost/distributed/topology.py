@@ -38,7 +38,20 @@ class Topology:
         return range(first, min(first + self.devices_per_node, self.world_size))
 
     def check_full(self) -> None:
-        """Raise :class:`IncompatibleError` where the last node has fewer ranks than the others."""
+        """Raise :class:`IncompatibleError` on all ranks unless every node has the same number of them.
+
+        A launcher tells each rank about its own node only, so the ranks ask each other: all of them call this together.
+        """
+        sizes = [self.devices_per_node]
+        if dist.is_available() and dist.is_initialized():
+            sizes = [0] * dist.get_world_size()
+            dist.all_gather_object(sizes, self.devices_per_node)
+        if len(set(sizes)) > 1:
+            found = " and ".join(map(str, sorted(set(sizes))))
+            raise IncompatibleError(
+                f"found nodes of {found} ranks ({self.world_size} in all); start the same number on every node, or set "
+                "common.device_number to one that divides them all."
+            )
         if self.world_size % self.devices_per_node:
             raise IncompatibleError(
                 f"found {self.world_size} ranks in nodes of {self.devices_per_node}, so that the last node is not "
