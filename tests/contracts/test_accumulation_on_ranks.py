@@ -15,6 +15,7 @@ from tests.support.ranks import run_ranks
 from tests.support.trajectories import snapshot
 from tests.support.wrapped import Kind, all_weights, wrap
 from torchboost.algorithms.accumulation import Accumulation, Accumulator
+from torchboost.compat.cells import WithLoss
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.core.step import TrainStep
 from torchboost.errors import IncompatibleError
@@ -68,6 +69,35 @@ def test_ranks_under_ddp_and_fsdp_train_like_one_full_batch() -> None:
     assert a == b
     for what, weights in a.items():
         torch.testing.assert_close(weights, _train("single", what.split()[1]), rtol=0, atol=1e-6, msg=what)
+
+
+SUM = nn.CrossEntropyLoss(reduction="sum")
+
+
+def _inside_the_loss(ranks: int) -> list[float]:
+    """Train windows of 2 ragged batches with DDP inside the network, or what both ranks see as one batch."""
+    torch.manual_seed(0)
+    model = mlp()
+    network = WithLoss(wrap(model, "ddp" if ranks == 2 else "single"), SUM)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    accumulator = Accumulator(2, network)
+    for update in range(3):
+        parts = [data(size, seed=4 * update + i) for i, size in enumerate((8, 3, 8, 8))]
+        if ranks == 1:
+            (sum(network(*part) for part in parts) / 27).backward()
+        for x, y in parts[2 * dist.get_rank() :][:2] if ranks == 2 else ():
+            with accumulator.micro_step():
+                accumulator.share(network(x, y), len(y), reduction="sum").backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return all_weights(model)
+
+
+@pytest.mark.dist
+def test_ddp_inside_the_network_is_seen() -> None:
+    a, b = run_ranks(_inside_the_loss, 2, 2)
+    assert a == b
+    torch.testing.assert_close(a, _inside_the_loss(1), rtol=0, atol=1e-6)
 
 
 def _checkpoint_in_mid_window(kind: Kind) -> list[float] | str:

@@ -47,7 +47,8 @@ class Accumulator:
     Cost: the gradients' memory between micro-steps (under FSDP2 that of whole gradients, not of shards). With counts, a
     pass over the gradients per ragged window, and on several ranks one collective of a single number.
 
-    Limits: gradients of parameters outside ``model`` are not averaged over ragged or short windows. BatchNorm
+    Limits: gradients of parameters outside ``model`` are not averaged over ragged or short windows; those of parameters
+    outside of a DDP that is inside ``model`` stay on their rank, as without accumulation. BatchNorm
     normalises each micro-batch by itself, so a network with it does not see one large batch. An exception after
     :meth:`share` may leave half a backward pass in the gradients: call :meth:`reset`. CUDA graphs overwrite gradients
     that are kept; a model compiled with them is refused, but not one that is compiled after it was given here.
@@ -61,7 +62,8 @@ class Accumulator:
 
     Raises:
         ValueError: ``steps`` is no integer of 1 or more.
-        IncompatibleError: The model is in DDP with ``static_graph=True``, in FSDP1, or compiled with CUDA graphs.
+        IncompatibleError: The model is in DDP with ``static_graph=True``, holds several DDPs, is in FSDP1, or compiled
+            with CUDA graphs.
 
     Example:
         >>> import torch, torchboost
