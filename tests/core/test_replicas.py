@@ -239,12 +239,15 @@ def _hooked() -> dict[str, object]:
         optimizer.zero_grad()
     refused = DistributedDataParallel(network())
     refused.register_comm_hook(PowerSGDState(None), powerSGD_hook)
+    built_in = DistributedDataParallel(network())
+    built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     bare = network()
     late = freeze(bare, torch.optim.SGD(bare.parameters(), lr=0.05), (0, 2))
     static = DistributedDataParallel(bare, static_graph=True)
     found = {"half": all(torch.equal(g, g.half().float()) for g in gradients), "hooks": len(ddp._comm_hooks)}
     for name, call in {
         "state": lambda: freeze(refused, torch.optim.SGD(refused.parameters(), lr=0.05), (0, 2)),
+        "built-in": lambda: freeze(built_in, torch.optim.SGD(built_in.parameters(), lr=0.05), (0, 2)),
         "static": lambda: static(share(0)[0]),
     }.items():
         with pytest.raises(IncompatibleError) as caught:
@@ -260,6 +263,7 @@ def test_communication_hooks_without_a_state_stay_and_others_are_refused() -> No
         assert found["half"], "the hook rounds every gradient to float16"
         assert found["hooks"] == 1
         assert "powerSGD_hook with a state (PowerSGDState)" in str(found["state"])
+        assert "the built-in communication hook BuiltinCommHookType.FP16_COMPRESS" in str(found["built-in"])
         assert "static_graph=False" in str(found["static"])
 
 

@@ -32,13 +32,22 @@ def check_reducer(model: nn.Module) -> None:
     A state that copes with other buckets at any pass says so in an attribute ``follows_buckets``.
 
     Raises:
-        IncompatibleError: ``static_graph=True``, or a communication hook with a state of its own.
+        IncompatibleError: ``static_graph=True``, a communication hook with a state of its own, or one of those built
+            into the reducer.
     """
     for ddp in _replicas_in(model):
         if ddp.static_graph:
             raise IncompatibleError(
                 "freezing: DistributedDataParallel was built with static_graph=True, and freezing changes the graph; "
                 "build it with static_graph=False."
+            )
+        # Only the reducer holds such a hook, but DDP logs its name.
+        built_in = None if _hooks_of(ddp) else ddp._get_ddp_logging_data().get("comm_hook")
+        if built_in:
+            raise IncompatibleError(
+                f"freezing: DistributedDataParallel has the built-in communication hook {built_in}, which cannot be "
+                "given to another reducer; register one from torch.distributed.algorithms.ddp_comm_hooks, such as "
+                "fp16_compress_hook."
             )
         for hook, state in _hooks_of(ddp):
             if not (state is None or isinstance(state, dist.ProcessGroup) or getattr(state, "follows_buckets", False)):
