@@ -62,6 +62,16 @@ class GradientSync:
         finally:
             self._switch(True)
 
+    def catch_up(self) -> None:
+        """Take part in what DDP exchanges at the beginning of passes, where other ranks made some and this one none.
+
+        On ranks that made such a pass it does nothing; all of them must call it.
+        """
+        if self._ddp is not None:
+            # Orders of buckets and buffers, which torch exchanges in suspended passes too: all of a pass but the model.
+            with torch.enable_grad(), self._ddp.no_sync():
+                self._ddp._post_forward(self._ddp._pre_forward(torch.zeros(())))
+
     def average(self) -> None:
         """Average every gradient that any rank holds, after passes that left them on their rank; not under FSDP2.
 
