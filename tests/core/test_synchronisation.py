@@ -92,7 +92,7 @@ def _inside() -> dict[str, Any]:
     seen = [float(inner.module.weight.grad[0, 0]) for _ in _passes(sync, nn.Sequential(inner, head), x)]
     own = float(head.weight.grad)
     sync.average()
-    with pytest.raises(IncompatibleError, match="2 modules are wrapped .*; wrap"):
+    with pytest.raises(IncompatibleError, match=r"2 modules are wrapped .*; wrap"):
         GradientSync(nn.Sequential(inner, DistributedDataParallel(_linear())))
     with pytest.raises(IncompatibleError, match="static_graph"):
         GradientSync(nn.Sequential(DistributedDataParallel(_linear(), static_graph=True)))

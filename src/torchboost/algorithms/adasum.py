@@ -323,9 +323,9 @@ def _check_scaler(scaler: Any) -> None:
     world = Topology.current().world_size
     if isinstance(scaler, LossScaler) and scaler.agree and scaler.ranks < world:
         raise IncompatibleError(
-            f"a {type(scaler).__name__}, whose {scaler.ranks} of {world} ranks agree on overflows, may skip the step on "
-            "one node alone, and the others would wait for it; leave its process_group out, so that all ranks agree, or "
-            "use on='gradient'."
+            f"{scaler.ranks} of {world} ranks agree on overflows in this {type(scaler).__name__}, so it may skip the "
+            "step on one node alone, and the others would wait for it; leave its process_group out, which makes all "
+            "ranks agree, or use on='gradient'."
         )
     deaf = not scaler.agree if isinstance(scaler, LossScaler) else isinstance(scaler, torch.amp.GradScaler)
     if deaf:
