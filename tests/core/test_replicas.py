@@ -289,7 +289,8 @@ def _found_apart(what: str) -> str:
     rank, model = dist.get_rank(), network()
     called = wrapped(model, "plain" if what != "sharded" else "sharded")
     optimizer = torch.optim.SGD(called.parameters(), lr=0.05)
-    seed = rank if what == "seed" else 0
+    called.train(what != "eval")
+    seed = rank if what in ("seed", "eval") else 0
     freeze(called, optimizer, (0, 2) if what != "schedule" or rank else (0, 1), alike={"seed": seed})
 
     def go_on() -> None:
@@ -310,6 +311,7 @@ def _found_apart(what: str) -> str:
     ("what", "message"),
     [
         ("seed", "seed is 0 on rank 0 and 1 on rank 1 (updates 0, frozen groups 0, parameters 24 on all)"),
+        ("eval", "seed is 0 on rank 0 and 1 on rank 1 (updates 0, frozen groups 0, parameters 24 on all)"),
         ("schedule", "frozen groups is 1 on rank 0 and 2 on rank 1 (updates 1,"),
         ("update", "updates is 3 on rank 0 and 2 on rank 1; frozen groups is 2 on rank 0 and 0 on rank 1"),
         ("sharded", "updates is 3 on rank 0 and 2 on rank 1; frozen groups is 2 on rank 0 and 0 on rank 1"),
@@ -332,6 +334,30 @@ def _alone() -> int:
         freezing = Freezing(None, optimizer, prefixes_of(blocks_of(model), (0, 1)), Repeated((0, 1)))
     freezing.remove()
     return len(counted)
+
+
+def _evaluated_alone(late: bool) -> tuple[int, int]:
+    """One rank evaluates with gradients, which nobody uses, between the updates of a loop in training mode."""
+    model = network()
+    ddp = DistributedDataParallel(model, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    freeze(model if late else ddp, optimizer, (2,), agree_within=10)
+    ddp.train()
+    train(ddp, optimizer, range(2))  # until DDP has ordered its buckets, which takes all ranks
+    compared = []
+    for step in range(2, 5):
+        train(ddp, optimizer, [step])
+        ddp.eval()
+        calls = sent(lambda step=step: [ddp(share(step)[0]) for _ in range(2 * (dist.get_rank() == 0))])
+        compared.append(calls["all_gather", "long int"])
+        ddp.train()
+    return max(compared), len(compared)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("late", [False, True])
+def test_an_evaluation_of_one_rank_alone_is_not_compared(late: bool) -> None:
+    assert run_ranks(_evaluated_alone, 2, late, timeout=60) == [(0, 3)] * 2
 
 
 def _switched_off() -> bool:
