@@ -21,8 +21,10 @@ from tests.support.nodes import batch_of, fresh, node_wrapped, tensors, train
 from tests.support.ranks import run_ranks
 from torchboost import optim
 from torchboost.algorithms.adasum import AdaptiveSum, sum_adaptively
+from torchboost.algorithms.loss_scale import GroupGradScaler
+from torchboost.compat.loss_scale import GroupLossScaleManager
 from torchboost.core.algorithm import Target, attach_all
-from torchboost.core.loss_scale import DynamicLossScale
+from torchboost.core.loss_scale import DynamicLossScale, FixedLossScale
 from torchboost.core.step import TrainStep
 from torchboost.distributed.topology import NodeGroups, Topology
 from torchboost.errors import IncompatibleError, NoEffectWarning
@@ -119,6 +121,9 @@ def refusals() -> dict[str, str]:
     unit.set_all_reduce_hook(lambda output: None)
     mixed = fresh()
     fully_shard(mixed[0], mesh=mesh["shard"])
+    grouped, layer = fresh(), nn.Linear(2, 2)
+    groups = GroupGradScaler(grouped, ["0", "2"], process_group=inside)
+    by_hand = GroupLossScaleManager(1024.0, [list(layer.parameters())], process_group=inside).scaler
     return {
         "averages over all": refusal(DistributedDataParallel(fresh()), two),
         "averages over the node": refusal(DistributedDataParallel(fresh(), process_group=inside), gradient),
@@ -136,6 +141,11 @@ def refusals() -> dict[str, str]:
         "moves between steps": refusal(table, two, optim.LazyAdam(table.parameters(), exact=True)),
         "a deaf scaler": refusal(fresh(), two, scaler=torch.amp.GradScaler("cpu")),
         "agree=False": refusal(fresh(), two, scaler=DynamicLossScale(1024.0, agree=False)),
+        "of the node": refusal(fresh(), two, scaler=DynamicLossScale(1024.0, process_group=inside)),
+        "fixed, of the node": refusal(fresh(), two, scaler=FixedLossScale(8.0, process_group=inside)),
+        "groups, of the node": refusal(grouped, two, scaler=groups),
+        "by hand, of the node": refusal(fresh(), two, scaler=by_hand),
+        "of all ranks": refusal(fresh(), two, scaler=DynamicLossScale(1024.0, process_group=dist.group.WORLD)),
         "complex": refusal(nn.Linear(2, 2, dtype=torch.complex64), two),
         "two devices": refusal(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), two),
         "nodes of 3": refusal(fresh(), {"devices_per_node": 3}),
@@ -149,7 +159,7 @@ def refusals() -> dict[str, str]:
 def test_what_cannot_work_is_refused_with_what_to_do():
     found = run_ranks(refusals, 4)
     said = found[0]
-    fine = {"an agreeing scaler", "a second time"}
+    fine = {"an agreeing scaler", "of all ranks", "a second time"}
     assert {case for case, message in said.items() if message == "attached"} == fine
     for case, message in said.items():
         assert case in fine or "; " in message, "an error says what to do"
@@ -170,6 +180,9 @@ def test_what_cannot_work_is_refused_with_what_to_do():
     assert "exact=True" in said["moves between steps"]
     assert "DynamicLossScale" in said["a deaf scaler"]
     assert "may skip the step on one node" in said["agree=False"]
+    for case in ("of the node", "fixed, of the node", "groups, of the node", "by hand, of the node"):
+        assert said[case].startswith("2 of 4 ranks agree on overflows in this ")
+        assert "leave its process_group out" in said[case]
     assert "are not all real numbers" in said["complex"]
     assert "lie on cpu, meta" in said["two devices"]
     assert "found 4 ranks in nodes of 3" in said["nodes of 3"]

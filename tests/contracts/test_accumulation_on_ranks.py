@@ -15,7 +15,9 @@ from tests.support.ranks import run_ranks
 from tests.support.trajectories import snapshot
 from tests.support.wrapped import Kind, all_weights, wrap
 from torchboost.algorithms.accumulation import Accumulation, Accumulator
+from torchboost.compat.cells import WithLoss
 from torchboost.core.algorithm import Target, attach_all
+from torchboost.core.loss_scale import DynamicLossScale
 from torchboost.core.step import TrainStep
 from torchboost.errors import IncompatibleError
 
@@ -68,6 +70,114 @@ def test_ranks_under_ddp_and_fsdp_train_like_one_full_batch() -> None:
     assert a == b
     for what, weights in a.items():
         torch.testing.assert_close(weights, _train("single", what.split()[1]), rtol=0, atol=1e-6, msg=what)
+
+
+SUM = nn.CrossEntropyLoss(reduction="sum")
+
+
+def _inside_the_loss(ranks: int) -> list[float]:
+    """Train windows of 2 ragged batches with DDP inside the network, or what both ranks see as one batch."""
+    torch.manual_seed(0)
+    model = mlp()
+    network = WithLoss(wrap(model, "ddp" if ranks == 2 else "single"), SUM)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    accumulator = Accumulator(2, network)
+    for update in range(3):
+        parts = [data(size, seed=4 * update + i) for i, size in enumerate((8, 3, 8, 8))]
+        if ranks == 1:
+            (sum(network(*part) for part in parts) / 27).backward()
+        for x, y in parts[2 * dist.get_rank() :][:2] if ranks == 2 else ():
+            with accumulator.micro_step():
+                accumulator.share(network(x, y), len(y), reduction="sum").backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return all_weights(model)
+
+
+@pytest.mark.dist
+def test_ddp_inside_the_network_is_seen() -> None:
+    a, b = run_ranks(_inside_the_loss, 2, 2)
+    assert a == b
+    torch.testing.assert_close(a, _inside_the_loss(1), rtol=0, atol=1e-6)
+
+
+EPOCHS = {
+    "a batch more": ((5, 4), (5, 4)),
+    "a batch less": ((8, 9), (3, 2)),
+    "none at first": ((2, 0), (4, 4), (0, 3)),
+    "none at all": ((0, 0), (1, 2)),
+}
+"""Batches of the two ranks in each epoch, in windows of 4; the last window is flushed."""
+
+
+def _part(epoch: int, number: int, rank: int, counts: bool) -> tuple[Tensor, Tensor]:
+    seed = 100 * epoch + 10 * rank + number
+    return data(2 + seed % 4 if counts else 4, seed)
+
+
+def _uneven(epochs: tuple[tuple[int, int], ...], counts: bool, norm: bool, scaled: bool) -> list[float]:
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)) if norm else mlp()
+    model = wrap(bare, "ddp", find_unused_parameters=scaled)
+    target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    target.scaler = DynamicLossScale(64.0) if scaled else None
+    attached = attach_all(target, [Accumulation(steps=4)])
+
+    def loss(x: Tensor, y: Tensor) -> Tensor | tuple[Tensor, int]:
+        mean = F.cross_entropy(model(x), y)
+        return (mean, len(y)) if counts else mean
+
+    step = TrainStep(target, loss, attached=attached)
+    for epoch, batches in enumerate(epochs):
+        for number in range(batches[dist.get_rank()]):
+            step(*_part(epoch, number, dist.get_rank(), counts))
+        assert (step.flush() is not None) == any(number % 4 for number in batches)
+        assert step.flush() is None
+    return all_weights(model)
+
+
+def _uneven_alone(epochs: tuple[tuple[int, int], ...], counts: bool) -> list[float]:
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for epoch, batches in enumerate(epochs):
+        for first in range(0, max(batches), 4):
+            numbers = [(n, rank) for rank in range(2) for n in range(first, min(first + 4, batches[rank]))]
+            parts = [_part(epoch, number, rank, counts) for number, rank in numbers]
+            x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return all_weights(model)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", EPOCHS)
+@pytest.mark.parametrize("counts", [False, True])
+def test_ranks_whose_last_windows_differ_flush_together(case: str, counts: bool) -> None:
+    wanted = _uneven_alone(EPOCHS[case], counts)
+    for norm, scaled in ((False, False), (False, True), (True, False)):
+        a, b = run_ranks(_uneven, 2, EPOCHS[case], counts, norm, scaled, timeout=20)
+        assert a == b
+        assert norm or a == pytest.approx(wanted, abs=1e-6)
+
+
+def _other_lengths() -> str:
+    model = wrap(mlp(), "ddp")
+    accumulator = Accumulator(3 + dist.get_rank(), model)
+    x, y = data(4, 0)
+    with accumulator.micro_step():
+        accumulator.share(F.cross_entropy(model(x), y)).backward()
+    with pytest.raises(IncompatibleError) as caught:
+        accumulator.flush()
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_windows_of_other_lengths_are_an_error_on_all_ranks() -> None:
+    first, second = run_ranks(_other_lengths, 2, timeout=20)
+    assert first == second
+    assert "windows of 3 micro-steps on one rank and of 4 on another; set the same steps" in first
 
 
 def _checkpoint_in_mid_window(kind: Kind) -> list[float] | str:

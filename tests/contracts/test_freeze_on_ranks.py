@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -143,15 +144,21 @@ def test_a_resumed_run_continues_bit_for_bit(kind: Kind, pattern: str) -> None:
     assert max(indices) > min(indices), "something was frozen and something not"
 
 
-def _guided(fed: str) -> list[int]:
+def _guided(fed: str, how: str) -> list[int]:
     """Each rank observes another loss; both must decide alike."""
-    model = wrap(network(), "ddp")
+    bare = network()
+    model = wrap(bare, "ddp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    freezing = freeze_blocks(model, optimizer, settings("guided"))
+    freezing = freeze_blocks(bare if how == "late" else model, optimizer, settings("guided"))
+    model.train(how != "eval")
     seen = []
     for number in range(10):
-        loss = F.cross_entropy(model(share(number)[0]), share(number)[1])
-        loss.backward()
+        with model.no_sync() if how in ("late", "by hand") else nullcontext():  # pyright: ignore
+            F.cross_entropy(model(share(number)[0]), share(number)[1]).backward()
+        if how in ("late", "by hand"):
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
         rises = number >= 6 and dist.get_rank() == 1 and fed == "different"
         freezing.observe(torch.tensor(100.0 if rises else 1.0))  # pyright: ignore[reportAttributeAccessIssue]
         optimizer.step()
@@ -161,8 +168,10 @@ def _guided(fed: str) -> list[int]:
 
 
 @pytest.mark.dist
-def test_guided_freezing_decides_by_the_mean_loss_of_all_ranks() -> None:
-    alike, different = run_ranks(_guided, 2, "alike"), run_ranks(_guided, 2, "different")
+@pytest.mark.parametrize("how", ["train", "eval", "by hand", "late"])
+def test_guided_freezing_decides_by_the_mean_loss_of_all_ranks(how: str) -> None:
+    """Also where a model trains in eval mode, and where DDP sends nothing and the loop averages by hand."""
+    alike, different = (run_ranks(_guided, 2, fed, how, timeout=60) for fed in ("alike", "different"))
     assert alike[0] == alike[1]
     assert different[0] == different[1]
     assert different[0][:6] == alike[0][:6]

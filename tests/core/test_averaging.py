@@ -39,6 +39,10 @@ def look() -> tuple[bool, list[str], list[str]]:
         check_ranks(ddp, range(4), "build another.")
     except IncompatibleError as error:
         said.append(str(error))
+    try:
+        data_parallel(nn.Sequential(ddp, DistributedDataParallel(mlp())))
+    except IncompatibleError as error:
+        said.append(str(error))
     mesh: Any = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))
     model = nn.Sequential(fully_shard(nn.Linear(2, 2), mesh=mesh["shard"]), nn.Tanh())
     assert check_mesh(fully_shard(model, mesh=mesh["shard"]), topology)
@@ -55,6 +59,7 @@ def test_ranks_and_meshes_are_read_from_the_wrapping():
     for found, said, units in run_ranks(look, 4):
         assert found
         assert said[0] == "DistributedDataParallel averages the gradients over 2 ranks; build another."
-        assert "'0.weight' lies on a mesh of shape (2,)" in said[1]
-        assert said[1].endswith("over the 1 ranks of a node.")
+        assert "2 modules are wrapped by DistributedDataParallel, '0' and '1'; wrap the whole model in one" in said[1]
+        assert "'0.weight' lies on a mesh of shape (2,)" in said[2]
+        assert said[2].endswith("over the 1 ranks of a node.")
         assert units == ["0"]

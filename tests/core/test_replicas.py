@@ -239,12 +239,15 @@ def _hooked() -> dict[str, object]:
         optimizer.zero_grad()
     refused = DistributedDataParallel(network())
     refused.register_comm_hook(PowerSGDState(None), powerSGD_hook)
+    built_in = DistributedDataParallel(network())
+    built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     bare = network()
     late = freeze(bare, torch.optim.SGD(bare.parameters(), lr=0.05), (0, 2))
     static = DistributedDataParallel(bare, static_graph=True)
     found = {"half": all(torch.equal(g, g.half().float()) for g in gradients), "hooks": len(ddp._comm_hooks)}
     for name, call in {
         "state": lambda: freeze(refused, torch.optim.SGD(refused.parameters(), lr=0.05), (0, 2)),
+        "built-in": lambda: freeze(built_in, torch.optim.SGD(built_in.parameters(), lr=0.05), (0, 2)),
         "static": lambda: static(share(0)[0]),
     }.items():
         with pytest.raises(IncompatibleError) as caught:
@@ -260,6 +263,7 @@ def test_communication_hooks_without_a_state_stay_and_others_are_refused() -> No
         assert found["half"], "the hook rounds every gradient to float16"
         assert found["hooks"] == 1
         assert "powerSGD_hook with a state (PowerSGDState)" in str(found["state"])
+        assert "the built-in communication hook BuiltinCommHookType.FP16_COMPRESS" in str(found["built-in"])
         assert "static_graph=False" in str(found["static"])
 
 
@@ -285,7 +289,8 @@ def _found_apart(what: str) -> str:
     rank, model = dist.get_rank(), network()
     called = wrapped(model, "plain" if what != "sharded" else "sharded")
     optimizer = torch.optim.SGD(called.parameters(), lr=0.05)
-    seed = rank if what == "seed" else 0
+    called.train(what != "eval")
+    seed = rank if what in ("seed", "eval") else 0
     freeze(called, optimizer, (0, 2) if what != "schedule" or rank else (0, 1), alike={"seed": seed})
 
     def go_on() -> None:
@@ -306,6 +311,7 @@ def _found_apart(what: str) -> str:
     ("what", "message"),
     [
         ("seed", "seed is 0 on rank 0 and 1 on rank 1 (updates 0, frozen groups 0, parameters 24 on all)"),
+        ("eval", "seed is 0 on rank 0 and 1 on rank 1 (updates 0, frozen groups 0, parameters 24 on all)"),
         ("schedule", "frozen groups is 1 on rank 0 and 2 on rank 1 (updates 1,"),
         ("update", "updates is 3 on rank 0 and 2 on rank 1; frozen groups is 2 on rank 0 and 0 on rank 1"),
         ("sharded", "updates is 3 on rank 0 and 2 on rank 1; frozen groups is 2 on rank 0 and 0 on rank 1"),
@@ -328,6 +334,30 @@ def _alone() -> int:
         freezing = Freezing(None, optimizer, prefixes_of(blocks_of(model), (0, 1)), Repeated((0, 1)))
     freezing.remove()
     return len(counted)
+
+
+def _evaluated_alone(late: bool) -> tuple[int, int]:
+    """One rank evaluates with gradients, which nobody uses, between the updates of a loop in training mode."""
+    model = network()
+    ddp = DistributedDataParallel(model, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    freeze(model if late else ddp, optimizer, (2,), agree_within=10)
+    ddp.train()
+    train(ddp, optimizer, range(2))  # until DDP has ordered its buckets, which takes all ranks
+    compared = []
+    for step in range(2, 5):
+        train(ddp, optimizer, [step])
+        ddp.eval()
+        calls = sent(lambda step=step: [ddp(share(step)[0]) for _ in range(2 * (dist.get_rank() == 0))])
+        compared.append(calls["all_gather", "long int"])
+        ddp.train()
+    return max(compared), len(compared)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("late", [False, True])
+def test_an_evaluation_of_one_rank_alone_is_not_compared(late: bool) -> None:
+    assert run_ranks(_evaluated_alone, 2, late, timeout=60) == [(0, 3)] * 2
 
 
 def _switched_off() -> bool:

@@ -81,6 +81,31 @@ def test_ddp_reduces_once_and_what_one_rank_alone_holds_is_averaged() -> None:
         assert found["numbers"] == (2, False, 0.5, 1.0)
 
 
+def _inside() -> dict[str, Any]:
+    """DDP around a part of what the loop calls, whose other part trains on each rank by itself."""
+    rank = dist.get_rank()
+    inner = DistributedDataParallel(_linear())
+    head = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(head.weight)
+    sync = GradientSync(nn.Sequential(inner, head))
+    x = torch.full((1, 2), float(rank + 1))
+    seen = [float(inner.module.weight.grad[0, 0]) for _ in _passes(sync, nn.Sequential(inner, head), x)]
+    own = float(head.weight.grad)
+    sync.average()
+    with pytest.raises(IncompatibleError, match=r"2 modules are wrapped .*; wrap"):
+        GradientSync(nn.Sequential(inner, DistributedDataParallel(_linear())))
+    with pytest.raises(IncompatibleError, match="static_graph"):
+        GradientSync(nn.Sequential(DistributedDataParallel(_linear(), static_graph=True)))
+    return {"seen": seen, "numbers": (sync.ranks, sync.mean(float(rank))), "left alone": own == float(head.weight.grad)}
+
+
+@pytest.mark.dist
+def test_ddp_inside_the_model_is_found_and_two_of_them_are_refused() -> None:
+    for rank, found in enumerate(run_ranks(_inside, 2)):
+        own = rank + 1.0
+        assert found == {"seen": [own, 2 * own, 4.5], "numbers": (2, 0.5), "left alone": True}
+
+
 def _fsdp() -> tuple[list[bool], float, tuple[int, bool]]:
     rank = dist.get_rank()
     model = nn.Sequential(_linear())

@@ -47,7 +47,8 @@ class Accumulator:
     Cost: the gradients' memory between micro-steps (under FSDP2 that of whole gradients, not of shards). With counts, a
     pass over the gradients per ragged window, and on several ranks one collective of a single number.
 
-    Limits: gradients of parameters outside ``model`` are not averaged over ragged or short windows. BatchNorm
+    Limits: gradients of parameters outside ``model`` are not averaged over ragged or short windows; those of parameters
+    outside of a DDP that is inside ``model`` stay on their rank, as without accumulation. BatchNorm
     normalises each micro-batch by itself, so a network with it does not see one large batch. An exception after
     :meth:`share` may leave half a backward pass in the gradients: call :meth:`reset`. CUDA graphs overwrite gradients
     that are kept; a model compiled with them is refused, but not one that is compiled after it was given here.
@@ -61,7 +62,8 @@ class Accumulator:
 
     Raises:
         ValueError: ``steps`` is no integer of 1 or more.
-        IncompatibleError: The model is in DDP with ``static_graph=True``, in FSDP1, or compiled with CUDA graphs.
+        IncompatibleError: The model is in DDP with ``static_graph=True``, holds several DDPs, is in FSDP1, or compiled
+            with CUDA graphs.
 
     Example:
         >>> import torch, torchboost
@@ -159,16 +161,23 @@ class Accumulator:
         return part if window.length == 1 else part / window.length
 
     def flush(self) -> bool:
-        """End a window that is not full, on all ranks alike; update if this returns True: it held something.
+        """End a window that is not full; update if this returns True: a rank held something.
+
+        All ranks must call this after windows that ended on all of them; their last windows may hold more or less, or
+        nothing.
 
         Raises:
-            IncompatibleError: FSDP2, which reduces gradients in backward passes only.
+            IncompatibleError: FSDP2, which reduces gradients in backward passes only; or the windows of the ranks have
+                different lengths.
             RuntimeError: The last micro-step failed half-way.
         """
-        window = self._in_phase("between")
-        if self.ready or not self._sync.mean(window.index):
+        window = _Window() if self.ready else self._in_phase("between")
+        self._sync.catch_up()
+        length = self._longest(window)
+        if not length:
             return False
         self._refuse_shards("completed by flush()", "mark its last pass with micro_step(last=True)")
+        self.ready, self._window, window.length = False, window, length
         self._sync.average()
         self._complete()
         return True
@@ -270,6 +279,22 @@ class Accumulator:
                 if parameter.grad is not None:
                     parameter.grad.mul_(window.length / held)
         self.ready = True
+
+    def _longest(self, window: _Window) -> int:
+        """Return the length of the windows that hold something, on all ranks the same; 0 where none does."""
+        held = window.index > 0
+        # A rank that has shared a count for the first time asks for the largest, of 1 or more; join it.
+        while (shortest := -self._sync.largest(-window.length if held else -math.inf)) < 0:
+            self._nominal = -shortest
+        if shortest == math.inf:
+            return 0
+        longest = self._sync.largest(window.length if held else 0.0)
+        if longest != shortest:
+            raise IncompatibleError(
+                f"flush() found windows of {shortest:g} micro-steps on one rank and of {longest:g} on another; set the "
+                "same steps on all ranks, and go back to the last checkpoint or call reset() on all."
+            )
+        return int(longest)
 
     def _refuse_shards(self, what: str, instead: str) -> None:
         if self._sync.sharded and self._window.index and not self.ready:

@@ -111,7 +111,7 @@ class AdaptiveSumming(Attachment):
         """Refuse a loss scaler that could leave out the step on one node only, where the others would wait for it.
 
         Raises:
-            IncompatibleError: The scaler does not ask the other ranks.
+            IncompatibleError: The scaler does not ask all other ranks.
         """
         if self.active and self.on == "delta":
             _check_scaler(scaler)
@@ -204,7 +204,7 @@ class AdaptiveSum(Algorithm):
         Raises:
             IncompatibleError: Nodes of different size; gradients that are averaged over other ranks than the form
                 needs; FSDP1, native HSDP, another communication hook; on updates: an optimizer that keeps a second copy
-                of the weights, or a loss scaler that does not agree over ranks. Nothing was changed.
+                of the weights, or a loss scaler that does not agree over all ranks. Nothing was changed.
 
         Warns:
             NoEffectWarning: There is one node only; nothing is hooked in. Or, at the first update: all nodes made the
@@ -320,6 +320,13 @@ def _check_optimizer(optimizer: Optimizer) -> None:
 
 
 def _check_scaler(scaler: Any) -> None:
+    world = Topology.current().world_size
+    if isinstance(scaler, LossScaler) and scaler.agree and scaler.ranks < world:
+        raise IncompatibleError(
+            f"{scaler.ranks} of {world} ranks agree on overflows in this {type(scaler).__name__}, so it may skip the "
+            "step on one node alone, and the others would wait for it; leave its process_group out, which makes all "
+            "ranks agree, or use on='gradient'."
+        )
     deaf = not scaler.agree if isinstance(scaler, LossScaler) else isinstance(scaler, torch.amp.GradScaler)
     if deaf:
         raise IncompatibleError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, get_args
 from zlib import crc32
@@ -19,6 +20,7 @@ from torchboost.core.blocks import Block, blocks_of, group_starts
 from torchboost.core.freezing import Freezing, Norms, Prefix, check_freezable, compiled_prefixes, prefixes_of
 from torchboost.core.frozen_prefix import FastPrefix, fast_prefix
 from torchboost.core.plasticity import Plasticity
+from torchboost.core.update_sum import nodes_combined
 from torchboost.core.wrapping import is_compiled, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
@@ -56,6 +58,7 @@ class GuidedFreezing(Freezing):
     ) -> None:
         self.plasticity = plasticity
         self._window, self._start, self._most = window, start, most
+        self._optimizer = optimizer
         super().__init__(
             model,
             optimizer,
@@ -102,7 +105,9 @@ class GuidedFreezing(Freezing):
     def _after_update(self) -> None:
         self.step += 1
         if self.step % self._window == 0:
-            total = None if self._replicas is None else self._replicas.total
+            total = None
+            if self._replicas is not None:
+                total = partial(self._replicas.total, of_job=nodes_combined(self._optimizer))
             decided = self.plasticity.decide(self.index, may_freeze=self.step > self._start, total=total)
             self._apply(min(decided, self._most))
 

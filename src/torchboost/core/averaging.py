@@ -12,14 +12,14 @@ from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError
 
-__all__ = ["check_mesh", "check_ranks", "data_parallel", "sharded_units"]
+__all__ = ["check_mesh", "check_ranks", "data_parallel", "only_ddp", "sharded_units"]
 
 
 def data_parallel(model: nn.Module) -> DistributedDataParallel | None:
     """Return the DDP wrapper of a model as the loop calls it, or the one inside it, as in ``WithLoss(DDP(model))``.
 
     Raises:
-        IncompatibleError: FSDP1 or ``DataParallel``, whose exchange of gradients cannot be replaced.
+        IncompatibleError: FSDP1 or ``DataParallel``, whose exchange of gradients cannot be replaced; several DDPs.
     """
     outer = model.get_submodule("_orig_mod") if wrapper_of(model) == "torch.compile" else model
     wrapper = wrapper_of(outer)
@@ -28,7 +28,22 @@ def data_parallel(model: nn.Module) -> DistributedDataParallel | None:
             f"the model is wrapped by {wrapper}, which this does not know; use DistributedDataParallel or fully_shard "
             "(FSDP2)."
         )
-    return next((module for module in outer.modules() if isinstance(module, DistributedDataParallel)), None)
+    return only_ddp(outer)
+
+
+def only_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the DDP wrapper that a model is, or that is inside it.
+
+    Raises:
+        IncompatibleError: There are several, which may average over different ranks and at different passes.
+    """
+    found = {name: module for name, module in model.named_modules() if isinstance(module, DistributedDataParallel)}
+    if len(found) > 1:
+        names = " and ".join(repr(name or "the model itself") for name in found)
+        raise IncompatibleError(
+            f"{len(found)} modules are wrapped by DistributedDataParallel, {names}; wrap the whole model in one."
+        )
+    return next(iter(found.values()), None)
 
 
 def check_ranks(ddp: DistributedDataParallel, wanted: range, advice: str) -> None:

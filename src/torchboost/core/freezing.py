@@ -56,8 +56,8 @@ def check_freezable(model: nn.Module) -> None:
     """Refuse a model whose wrapper or compiler cannot follow a change of ``requires_grad``.
 
     Raises:
-        IncompatibleError: DDP with ``static_graph=True`` or with a communication hook that keeps a state; a compiled
-            model under a torch that goes on using the graph of the old flags.
+        IncompatibleError: DDP with ``static_graph=True``, or with a communication hook that keeps a state or is built
+            into the reducer; a compiled model under a torch that goes on using the graph of the old flags.
     """
     check_reducer(model)
     if is_compiled(model) and not _compiler_follows_flags():

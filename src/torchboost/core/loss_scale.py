@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -48,6 +49,12 @@ class LossScaler:
         self.agree, self._group = agree, process_group
         self._seen: dict[int, _Seen] = {}
         self._in_use: list[float] | None = None
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks leave out a step together, this one included."""
+        together = self.agree and dist.is_available() and dist.is_initialized()
+        return dist.get_world_size(self._group) if together else 1
 
     def scale(self, outputs: Scaled) -> Scaled:
         """Return the loss, or each of several, times the scale."""

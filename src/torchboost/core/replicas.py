@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,13 +32,22 @@ def check_reducer(model: nn.Module) -> None:
     A state that copes with other buckets at any pass says so in an attribute ``follows_buckets``.
 
     Raises:
-        IncompatibleError: ``static_graph=True``, or a communication hook with a state of its own.
+        IncompatibleError: ``static_graph=True``, a communication hook with a state of its own, or one of those built
+            into the reducer.
     """
     for ddp in _replicas_in(model):
         if ddp.static_graph:
             raise IncompatibleError(
                 "freezing: DistributedDataParallel was built with static_graph=True, and freezing changes the graph; "
                 "build it with static_graph=False."
+            )
+        # Only the reducer holds such a hook, but DDP logs its name.
+        built_in = None if _hooks_of(ddp) else ddp._get_ddp_logging_data().get("comm_hook")
+        if built_in:
+            raise IncompatibleError(
+                f"freezing: DistributedDataParallel has the built-in communication hook {built_in}, which cannot be "
+                "given to another reducer; register one from torch.distributed.algorithms.ddp_comm_hooks, such as "
+                "fp16_compress_hook."
             )
         for hook, state in _hooks_of(ddp):
             if not (state is None or isinstance(state, dist.ProcessGroup) or getattr(state, "follows_buckets", False)):
@@ -71,7 +80,8 @@ class Replicas(Attachment):
 
     Before a pass with gradients, the reducer of each DDP (the model itself, inside it, or around it) is built again if
     flags have changed since, and all ranks compare ``figures``. DDP around a bare model may come later: the model asks
-    at each pass whether it runs inside one.
+    at each pass whether it runs inside one. A pass in eval mode is compared while updates come from such passes; after
+    one in training mode it is taken for an evaluation, which a rank may make alone.
 
     Args:
         model: What the loop calls, or what is wrapped later.
@@ -90,14 +100,17 @@ class Replicas(Attachment):
         self._model = model
         self._version, self._figures, self._within = version, figures, within
         self._built: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
-        self._agreement: Agreement | None = None
+        self._agreements: dict[tuple[int, ...], Agreement] = {}
         self._sharded_over: list[int] | None = None
+        self._trained = False  # whether there was a pass in training mode since the last update
+        self._trains_in_eval = True
         self._watching = False
         super().__init__()
         self.watch()
 
     def watch(self) -> None:
-        """Hook into the passes once there is a process group; to be called again while there might be none yet."""
+        """Hook into the passes once there is a process group; to be called after each update."""
+        self._trains_in_eval, self._trained = not self._trained, False
         if self._watching or not _grouped():
             return
         self._watching = True
@@ -105,32 +118,43 @@ class Replicas(Attachment):
         for module in _replicas_in(self._model) or [self._model]:
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
-    def total(self, figures: Tensor) -> Tensor:
+    def total(self, figures: Tensor, *, of_job: bool = False) -> Tensor:
         """Return the sum over the ranks that train together of a float64 tensor on the CPU; itself on one rank.
+
+        Args:
+            figures: What to sum.
+            of_job: Whether all ranks of the job train together, whatever the wrapping of the model says.
 
         Raises:
             RankDisagreementError: The ranks are not at the same update.
         """
-        if self._agreement is None:
+        ranks = range(dist.get_world_size()) if of_job else self._together()
+        if len(ranks) < 2:
             return figures
-        self._agreement.check(self._figures(), hint=_HINT)
-        return self._agreement.total(figures)
+        agreement = self._agreement_of(ranks)
+        agreement.check(self._figures(), hint=_HINT)
+        return agreement.total(figures)
 
     def release(self) -> None:
         """Build the reducers for the flags of now, and free the group; after the hooks are gone."""
         if dist.is_initialized():
             for ddp in list(self._built):
                 self._follow(ddp)
-        if self._agreement is not None:
-            self._agreement.close()
+        for agreement in self._agreements.values():
+            agreement.close()
 
     def _before_pass(self, module: nn.Module, *_: Any) -> None:
         if not torch.is_grad_enabled():
             return
         ddp = module if isinstance(module, DistributedDataParallel) else self._around()
+        if module.training:
+            self._trained, self._trains_in_eval = True, False
         # A pass that sends gradients is made by all ranks at once; others need not be.
-        if module.training and (ddp is None or ddp.require_backward_grad_sync):
-            self._agree(ddp)
+        trains = module.training or self._trains_in_eval
+        if self._within and trains and (ddp is None or ddp.require_backward_grad_sync):
+            ranks = self._ranks_of(ddp)
+            if len(ranks) > 1:
+                self._agreement_of(ranks).check(self._figures(), hint=_HINT)
         if ddp is not None:
             self._follow(ddp)
 
@@ -147,14 +171,19 @@ class Replicas(Attachment):
             rebuild_reducer(ddp)
             self._built[ddp] = self._version()
 
-    def _agree(self, ddp: DistributedDataParallel | None) -> None:
-        if self._agreement is None:
-            ranks = self._sharding() if ddp is None else dist.get_process_group_ranks(ddp.process_group)
-            if len(ranks) < 2:
-                return
-            self._agreement = Agreement(ranks, subject="freezing", timeout=self._within or _PATIENCE)
-        if self._within:
-            self._agreement.check(self._figures(), hint=_HINT)
+    def _together(self) -> Sequence[int]:
+        """The ranks that train the model together, asked outside of a pass."""
+        seen = _replicas_in(self._model) or list(self._built)
+        return self._ranks_of(seen[-1] if seen else None)
+
+    def _ranks_of(self, ddp: DistributedDataParallel | None) -> Sequence[int]:
+        return self._sharding() if ddp is None else dist.get_process_group_ranks(ddp.process_group)
+
+    def _agreement_of(self, ranks: Sequence[int]) -> Agreement:
+        key = tuple(ranks)
+        if key not in self._agreements:
+            self._agreements[key] = Agreement(ranks, subject="freezing", timeout=self._within or _PATIENCE)
+        return self._agreements[key]
 
     def _sharding(self) -> list[int]:
         """The ranks that FSDP2 spreads the parameters over; none where nothing is sharded."""

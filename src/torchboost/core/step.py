@@ -100,8 +100,10 @@ class TrainStep:
 
         The loss is that of the last call. On several ranks all must flush together.
         """
-        accumulator = self.target.accumulator
+        accumulator, scaler = self.target.accumulator, self.target.scaler
         if accumulator is not None and accumulator.flush():
+            if scaler is not None:
+                scaler.scale(self._last)  # it must know a scale where only other ranks held something
             return self._update()
         self.updated = False
         return None

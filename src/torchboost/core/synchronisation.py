@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from torchboost.core.averaging import only_ddp
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError
 
@@ -20,14 +20,14 @@ class GradientSync:
     """How the gradients of one model are averaged over the ranks: by DDP, by FSDP2, or not at all.
 
     Args:
-        model: As the loop calls it, ``torch.compile`` around DDP included.
+        model: As the loop calls it, with DDP around it or inside it, as in ``WithLoss(DDP(model))``, or compiled.
 
     Attributes:
         ranks: Over how many ranks gradients are averaged; 1 for a bare model.
         sharded: Whether FSDP2 shards the model; it keeps gradients that are not reduced yet to itself.
 
     Raises:
-        IncompatibleError: DDP with ``static_graph=True``, or FSDP1.
+        IncompatibleError: DDP with ``static_graph=True``, several DDPs, or FSDP1.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,7 +38,7 @@ class GradientSync:
                 "use fully_shard (FSDP2)."
             )
         self._model = model
-        self._ddp = outer if isinstance(outer, DistributedDataParallel) else None
+        self._ddp = only_ddp(outer)
         if self._ddp is not None and self._ddp.static_graph:
             raise IncompatibleError(
                 "DistributedDataParallel was built with static_graph=True, under which torch fails when a backward "
@@ -62,9 +62,23 @@ class GradientSync:
         finally:
             self._switch(True)
 
+    def catch_up(self) -> None:
+        """Take part in what DDP exchanges at the beginning of passes, where other ranks made some and this one none.
+
+        On ranks that made such a pass it does nothing; all of them must call it.
+        """
+        if self._ddp is not None:
+            # Orders of buckets and buffers, which torch exchanges in suspended passes too: all of a pass but the model.
+            with torch.enable_grad(), self._ddp.no_sync():
+                self._ddp._post_forward(self._ddp._pre_forward(torch.zeros(())))
+
     def average(self) -> None:
-        """Average every gradient that any rank holds, after passes that left them on their rank; not under FSDP2."""
-        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        """Average every gradient that any rank holds, after passes that left them on their rank; not under FSDP2.
+
+        Parameters outside of DDP are left alone, as by DDP.
+        """
+        averaged = self._model if self._ddp is None else self._ddp
+        parameters = [p for p in averaged.parameters() if p.requires_grad]
         if self.ranks == 1 or not parameters:
             return
         held = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)

@@ -17,7 +17,7 @@ from torchboost.distributed.copies import bit_sum
 from torchboost.distributed.topology import NodeGroups
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
-__all__ = ["UpdateSum", "before_first_step", "held"]
+__all__ = ["UpdateSum", "before_first_step", "held", "nodes_combined"]
 
 
 class UpdateSum:
@@ -108,15 +108,32 @@ def before_first_step(optimizer: Optimizer, groups: NodeGroups) -> Any:
 
     Nodes whose gradients are averaged over the node alone do not notice otherwise that they began differently.
     """
-    compared = False
+    return optimizer.register_step_pre_hook(_FirstStep(groups))
 
-    def compare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        nonlocal compared
-        if not compared:
-            _check_equal(held(optimizer), groups)
-        compared = True
 
-    return optimizer.register_step_pre_hook(_untraced(compare))
+def nodes_combined(optimizer: Optimizer) -> bool:
+    """Whether nodes that average gradients over their own ranks only are combined around the steps of an optimizer.
+
+    All ranks of the job then train one model, though nothing in its wrapping says so.
+    """
+    return any(isinstance(hook, _FirstStep) for hook in optimizer._optimizer_step_pre_hooks.values())
+
+
+class _FirstStep:
+    """A hook of an optimizer; a class, so that others recognise it."""
+
+    def __init__(self, groups: NodeGroups) -> None:
+        self._groups = groups
+        self._compared = False
+        self._call = _untraced(self._compare)
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._call(optimizer)
+
+    def _compare(self, optimizer: Optimizer) -> None:
+        if not self._compared:
+            _check_equal(held(optimizer), self._groups)
+        self._compared = True
 
 
 @torch.no_grad()
