@@ -184,3 +184,15 @@ def test_a_rank_does_not_take_the_rows_of_another() -> None:
     first, second = run_ranks(_state_of_rank_0, 2)
     assert first == "loaded"
     assert "rows of rank 0 of 2, this is rank 1 of 2" in second
+
+
+def _two_wrappers() -> str:
+    model = nn.Sequential(DistributedDataParallel(nn.Linear(6, 4)), DistributedDataParallel(nn.Linear(4, 3)))
+    with pytest.raises(IncompatibleError, match="wrap the whole model in one") as caught:
+        attach_all(Target(model, torch.optim.SGD(model.parameters(), lr=0.1)), [SubspaceDescent(n_components=2)])
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_several_wrappers_are_refused() -> None:
+    assert "'0' and '1'" in run_ranks(_two_wrappers, 2)[0]

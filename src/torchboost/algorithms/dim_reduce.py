@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_number
+from torchboost.core.averaging import only_ddp
 from torchboost.core.closure import ClosureOptimizer, Replay
 from torchboost.core.loss_windows import LossWindows
 from torchboost.core.wrapping import unwrap, wrapper_of
@@ -356,7 +356,7 @@ def _group(model: nn.Module) -> dist.ProcessGroup | None:
     """Return the ranks that train the model together; a bare one is taken to be wrapped later, over all ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    wrapped = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
+    wrapped = only_ddp(model)
     group = dist.group.WORLD if wrapped is None else wrapped.process_group
     return group if dist.get_world_size(group) > 1 else None
 
