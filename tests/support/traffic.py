@@ -1,10 +1,12 @@
-"""Bytes this process has sent, counted by the kernel socket by socket."""
+"""Bytes this process sends, counted by the kernel socket by socket."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import struct
+import termios
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -15,28 +17,38 @@ _ACKNOWLEDGED = 120  # where tcpi_bytes_acked, 64 bits, lies in Linux's struct t
 
 
 def bytes_sent(call: Callable[[], object]) -> int:
-    """Return how many bytes this rank's sockets deliver in a collective call; all ranks must count at the same time."""
+    """Return how many bytes this rank writes to its sockets in a collective call; all ranks count at the same time."""
     dist.barrier()
-    before = _delivered()
+    before = _written()
     call()
-    # Behind the barrier all peers have received, and with its own messages acknowledged, what the call sent.
     dist.barrier()
-    after = _delivered()
+    after = _written()
     return sum(count - before.get(inode, 0) for inode, count in after.items())
 
 
-def _delivered() -> dict[str, int]:
-    """Return the acknowledged bytes of every TCP connection of this process, by the name of its inode."""
+def _written() -> dict[str, int]:
+    """Return the bytes written to every TCP connection of this process, by the name of its inode."""
     found = {}
     for entry in os.listdir("/proc/self/fd"):
         try:
             name = os.readlink(f"/proc/self/fd/{entry}")
-            if not name.startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(entry))) as connection:
-                state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        except OSError:  # closed in the meantime, or no TCP connection
+            if name.startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(entry))) as connection:
+                    found[name] = _written_to(connection)
+        except (OSError, struct.error):  # closed in the meantime, or no TCP connection
             continue
-        if len(state) >= _ACKNOWLEDGED + 8:
-            found[name] = struct.unpack_from("=Q", state, _ACKNOWLEDGED)[0]
     return found
+
+
+def _written_to(connection: socket.socket) -> int:
+    """Add what the peer has acknowledged, which it may put off, and what waits for that."""
+    while True:
+        acknowledged = _acknowledged(connection)
+        (waiting,) = struct.unpack("=i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
+        if _acknowledged(connection) == acknowledged:  # else some were counted in neither or in both
+            return acknowledged + waiting
+
+
+def _acknowledged(connection: socket.socket) -> int:
+    state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    return struct.unpack_from("=Q", state, _ACKNOWLEDGED)[0]
