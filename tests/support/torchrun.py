@@ -89,6 +89,7 @@ def _environment() -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": loopback(),
         "PYTHONPATH": path.rstrip(os.pathsep),
         "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",  # a rank that is aborted says where it was
         # With a shared store, ranks that start anew find the addresses of dead ones (pytorch#135712).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
