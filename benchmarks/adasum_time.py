@@ -22,6 +22,7 @@ from options import Options, parser, run
 from torch import Tensor
 
 from torchboost.distributed.adasum import adasum_, hierarchical_adasum_
+from torchboost.distributed.teardown import shutdown
 from torchboost.distributed.topology import NodeGroups, Topology
 from torchboost.tuner.evidence import BenchReport, Contestant
 from torchboost.tuner.statistics import paired_ratio
@@ -96,8 +97,7 @@ def rank_main(rank: int, ranks: int, folder: str, smoke: bool) -> None:
             Options().progress(f"{ranks} ranks", len(found), len(cases(smoke)), name)
     if rank == 0:
         Path(folder, f"{ranks}.json").write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
+    shutdown()
 
 
 def contestants(ranks: int, case: str, count: int, found: Comparison) -> list[Contestant]:

@@ -34,6 +34,7 @@ from torchboost.algorithms.freeze import BlockFreeze, freeze_blocks
 from torchboost.core.blocks import blocks_of
 from torchboost.core.replicas import rebuild_reducer
 from torchboost.distributed.agreement import Agreement
+from torchboost.distributed.teardown import shutdown
 from torchboost.tuner.evidence import AlgorithmRow, BenchReport, Contestant
 from torchboost.tuner.stopwatch import Comparison, Warmup, compare, environment
 from torchboost.workloads.models import Bottleneck, ResNet
@@ -159,8 +160,7 @@ def on_this_rank(rank: int, ranks: int, port: int, smoke: bool, out: str, work: 
     found = work(smoke)
     if rank == 0:
         Path(out).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    shutdown()
 
 
 def on_ranks(ranks: int, work: Callable[[bool], object], smoke: bool):

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import torchboost
+from torchboost.distributed.teardown import shutdown
 from torchboost.workloads.data import digits
 
 
@@ -46,8 +47,7 @@ def main(epochs: int = 3, batch: int = 16) -> float:
     if rank == 0:
         print(f"{share:.1%} of the test images right", flush=True)
     summing.remove()
-    dist.barrier()
-    dist.destroy_process_group()
+    shutdown()
     return share
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import torchboost
+from torchboost.distributed.teardown import shutdown
 from torchboost.workloads.data import digits
 from torchboost.workloads.models import Bottleneck, ResNet
 
@@ -54,8 +55,7 @@ def main() -> None:
     accuracy = train(epochs=6)
     if dist.get_rank() == 0:
         print(f"{accuracy:.1%} of the test images right")
-    dist.barrier()
-    dist.destroy_process_group()
+    shutdown()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import torchboost
 from torchboost.distributed import checkpoint
+from torchboost.distributed.teardown import shutdown
 from torchboost.workloads.data import digits
 from torchboost.workloads.models import Bottleneck, ResNet
 
@@ -69,8 +70,7 @@ def main() -> None:
     options = parser.parse_args()
     dist.init_process_group("gloo")  # the model stays on the CPU
     train(options.folder, options.updates, options.every)
-    dist.barrier()
-    dist.destroy_process_group()
+    shutdown()
 
 
 if __name__ == "__main__":

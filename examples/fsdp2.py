@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import torchboost
 from torchboost.distributed import checkpoint
+from torchboost.distributed.teardown import shutdown
 from torchboost.workloads.data import digits
 from torchboost.workloads.models import Bottleneck, ResNet
 
@@ -70,8 +71,7 @@ def train(folder: Path) -> bool:
 def main() -> None:
     dist.init_process_group("gloo")
     train(Path(sys.argv[1] if len(sys.argv) > 1 else "out/fsdp2"))
-    dist.barrier()
-    dist.destroy_process_group()
+    shutdown()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from tests.support.models import mlp
 from tests.support.wrapped import Kind, all_weights, train_share, wrap
 from torchboost.algorithms.centralization import Centralization
 from torchboost.core.algorithm import Target, attach_all
+from torchboost.distributed.teardown import shutdown
 from torchboost.distributed.topology import Topology
 
 __all__ = ["trained"]
@@ -41,5 +42,4 @@ if __name__ == "__main__":
         "fsdp": trained("fsdp"),
     }
     (Path(sys.argv[1]) / f"{here.rank}.json").write_text(json.dumps(seen))
-    dist.barrier()
-    dist.destroy_process_group()
+    shutdown()

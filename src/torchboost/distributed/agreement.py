@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchboost.distributed.store import own_store
+from torchboost.distributed.teardown import part
 from torchboost.errors import RankDisagreementError
 
 __all__ = ["Agreement"]
@@ -46,17 +47,21 @@ class Agreement:
         # The rest of the time is for finding out who is missing.
         self._wait = timeout - min(5.0, timeout / 4)
         self._calls = 0
-        self._group: Any = None  # a ProcessGroupGloo, most of which torch's stubs leave out
+        # Holds one ProcessGroupGloo, most of which torch's stubs leave out, until this is closed or the process exits:
+        # its threads must have dropped their tensors before the interpreter ends, see ``teardown.shutdown``.
+        self._groups: list[Any] = []
+        weakref.finalize(self, self._groups.clear)
         self._rank = dist.get_rank()
         try:
             self._store = own_store("agreement", self._ranks)
             position = self._ranks.index(self._rank)
-            self._group = dist.ProcessGroupGloo(self._store, position, len(ranks), timedelta(seconds=self._wait))
+            group = dist.ProcessGroupGloo(self._store, position, len(ranks), timedelta(seconds=self._wait))
         except RuntimeError as error:
             raise RankDisagreementError(
                 f"{subject}: ranks {_listed(self._ranks)} train together, and not all of them began within "
                 f"{self._wait:.0f} s (this is rank {self._rank}); attach on all of them."
             ) from error
+        self._groups.append(group)
 
     def check(self, figures: Mapping[str, int], *, hint: str) -> None:
         """Compare ``figures`` with those of the other ranks; all of them must call this with the same names.
@@ -92,31 +97,23 @@ class Agreement:
 
     def close(self) -> None:
         """Free the group; all ranks must. A second call does nothing."""
-        group, self._group = self._group, None
-        if group is None:
-            return
-        # A rank that leaves alone, after an error of its own, waits for the others only so long.
-        options = dist.BarrierOptions()
-        options.timeout = timedelta(seconds=min(5.0, self._wait))
-        with suppress(RuntimeError):
-            group.barrier(options).wait()
+        if self._groups:
+            part(self._groups.pop(), min(5.0, self._wait))
 
     def _together(self, collective: Callable[[Any], Any], figures: Mapping[str, int]) -> None:
-        if self._group is None:
+        if not self._groups:
             raise RankDisagreementError(f"{self._subject}: the ranks were found apart before; begin again.")
         self._calls += 1
         started = monotonic()
         try:
-            collective(self._group).wait()
+            collective(self._groups[0]).wait()
         except RuntimeError as error:
             self._abandon()
             raise RankDisagreementError(self._absent(figures, started)) from error
 
     def _abandon(self) -> None:
         """Close the connections, so that ranks which wait for this one learn of it at once."""
-        group, self._group = self._group, None
-        assert group is not None
-        group.abort()
+        self._groups.pop().abort()
 
     def _absent(self, figures: Mapping[str, int], started: float) -> str:
         """Say who did not come: those who do not answer a roll call in the store."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchboost.distributed.store import own_store
+from torchboost.distributed.teardown import part
 from torchboost.optim.principal_components import PrincipalComponents, Progress
 from torchboost.optim.snapshots import Layout, Snapshots, renaming
 from torchboost.optim.subspace_basis import Block, SubspaceBasis, blocks_within, check_products, rows_of
@@ -218,17 +219,19 @@ def shared_basis(
         except Exception as error:
             failed = error
     meeting.raise_first("made", failed)
-    rows = meeting.shared_out(source, blocks)
-    basis, failed = None, None
     try:
-        basis = SubspaceBasis(blocks, rows, group)
-    except ValueError as error:
-        failed = error
-    meeting.raise_first("checked", failed)
-    assert basis is not None
-    meeting.check_orthonormal(basis)
-    meeting.close()
-    return basis
+        rows = meeting.shared_out(source, blocks)
+        basis, failed = None, None
+        try:
+            basis = SubspaceBasis(blocks, rows, group)
+        except ValueError as error:
+            failed = error
+        meeting.raise_first("checked", failed)
+        assert basis is not None
+        meeting.check_orthonormal(basis)
+        return basis
+    finally:
+        meeting.close()
 
 
 class _Meeting:
@@ -249,13 +252,11 @@ class _Meeting:
         return [self._store.get(key).decode() for key in keys]
 
     def raise_first(self, subject: str, failed: Exception | None) -> None:
-        """Raise on every rank what went wrong on the first rank where something did."""
-        word = "" if failed is None else _packed(failed).hex()
-        # The others wait for rank 0 only: no rank is done with this before it.
-        first = next((said for said in self.told(subject, word) if said), "")
-        if first and first == word and failed is not None:
+        """Raise on every rank where something went wrong on one: its own error, else that of the first such rank."""
+        said = self.told(subject, "" if failed is None else _packed(failed).hex())
+        if failed is not None:
             raise failed
-        if first:
+        if first := next(filter(None, said), ""):
             raise pickle.loads(bytes.fromhex(first))
 
     def shared_out(self, source: BasisSource | None, blocks: Sequence[Block]) -> list[Tensor]:
@@ -291,13 +292,14 @@ class _Meeting:
                 self._gloo.allreduce([lifted]).wait()
                 back = basis.project_here(lifted[0])
                 self._gloo.allreduce([back]).wait()
+            # Errors of k products add up like random numbers.
             check_products((back - signs).abs().max().item() / basis.components**0.5)
 
     def close(self) -> None:
-        """Free the group when all ranks are here."""
-        with self._patience():
-            self._gloo.barrier().wait()
-        self._gloo = None
+        """Free the group."""
+        if self._gloo is not None:
+            part(self._gloo, min(5.0, self._timeout))
+            self._gloo = None
 
     @contextmanager
     def _patience(self) -> Iterator[None]:

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from datetime import timedelta
+from time import monotonic
+
+import pytest
+import torch.distributed as dist
+
+from tests.conftest import ROOT
+from tests.support.ranks import run_ranks
+from tests.support.torchrun import torchrun
+from torchboost.distributed.store import own_store
+from torchboost.distributed.teardown import part, shutdown
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("way", ["shutdown", "agreement"])
+def test_ranks_end_without_an_abort_right_after_a_collective(tmp_path, way):
+    """Of ten jobs 2 failed with ``destroy_process_group`` instead, 6 when a group for agreement stayed open."""
+    for job in range(3):
+        folder = tmp_path / str(job)
+        folder.mkdir()
+        torchrun(ROOT / "tests" / "support" / "endings.py", folder, way, ranks=4, timeout=120)
+        assert sorted(said.name for said in folder.iterdir()) == [f"{rank}.txt" for rank in range(4)]
+
+
+def test_shutdown_does_nothing_without_a_process_group():
+    assert not dist.is_initialized()
+    shutdown()
+
+
+def _parted(alone: bool) -> float:
+    gloo = dist.ProcessGroupGloo(own_store("parting", [0, 1]), dist.get_rank(), 2, timedelta(seconds=30))
+    before = monotonic()
+    if not alone or dist.get_rank():
+        part(gloo, 0.5 if alone else 30.0)
+    waited = monotonic() - before
+    dist.barrier()
+    return waited
+
+
+@pytest.mark.dist
+def test_ranks_part_together_and_one_alone_does_not_wait_for_ever():
+    assert max(run_ranks(_parted, 2, False)) < 30
+    assert max(run_ranks(_parted, 2, True)) < 30
