@@ -22,6 +22,7 @@ from torchboost.algorithms.centralization import (
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.core.normalized_linear import NormalizedLinear
 from torchboost.errors import NoEffectWarning
+from torchboost.optim.adam import Adam
 
 
 class Zoo(nn.Module):
@@ -51,9 +52,66 @@ def test_what_is_left_alone_follows_from_structure():
     }  # fmt: skip
 
 
-def test_a_parameter_without_owner_is_judged_by_its_axes():
-    assert centralizable(torch.ones(2, 2), None)
-    assert not centralizable(torch.ones(2), None)
+@pytest.mark.parametrize(("shape", "expected"), [((2, 2), True), ((2,), False), ((1, 2), True), ((2, 1, 1), False)])
+def test_a_parameter_without_owner_is_judged_by_its_rows(shape, expected):
+    assert centralizable(torch.ones(shape), None) is expected
+
+
+class Scaled(nn.Module):
+    """Parameters with one entry per row, between such as have more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gray = nn.Conv2d(1, 4, 1)
+        self.layer_scale = nn.Parameter(torch.full((4, 1, 1), 1e-6))
+        self.time = nn.Linear(1, 4)
+        self.place = nn.Parameter(torch.zeros(4, 1))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, when: torch.Tensor) -> torch.Tensor:
+        image = self.gray(x) * (1 + self.layer_scale) + self.time(when)[:, :, None, None]
+        return self.head(image.mean((2, 3)) + self.place.t())
+
+
+@pytest.mark.parametrize("by", ["algorithm", "function", "groups", "native"])
+def test_parameters_with_one_entry_per_row_train_as_without_centralisation(by):
+    torch.manual_seed(0)
+    model = Scaled()
+    groups = [{"params": list(model.parameters()), "grad_centralization": True}]
+    if by in ("groups", "native"):
+        optimizer = Adam(groups, native=by == "native")
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attach = {"algorithm": lambda: Centralization().attach(Target(model, optimizer))}
+        attach.get(by, lambda: centralize_gradients(optimizer))()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    F.cross_entropy(model(torch.randn(8, 1, 3, 3), torch.rand(8, 1)), torch.arange(8) % 3).backward()
+    grads = {name: param.grad.clone() for name, param in model.named_parameters()}
+    optimizer.step()
+    assert all(not torch.equal(param, before[name]) for name, param in model.named_parameters())
+    left = {name for name, param in model.named_parameters() if torch.equal(param.grad, grads[name])}
+    assert left == set(grads) - ({"head.weight"} if by != "native" else set())
+
+
+@pytest.mark.parametrize("says", [True, False, None])
+def test_a_group_has_the_last_word_on_itself(says):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    own = {} if says is None else {"grad_centralization": says}
+    groups = [{"params": list(model[0].parameters()), **own}, {"params": list(model[1].parameters())}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    Centralization().attach(Target(model, optimizer))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert bool(model[0].weight.grad.any()) is (says is False)
+    assert not model[1].weight.grad.any()
+
+
+def test_refused_by_all_groups_warns():
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD([{"params": list(model.parameters()), "grad_centralization": False}], lr=0.1)
+    with pytest.warns(NoEffectWarning, match="in a group that does not refuse it"):
+        Centralization().attach(Target(model, optimizer))
 
 
 def test_the_sum_of_each_filter_stays_where_it_started():

@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 from torchboost.errors import IncompatibleError
 from torchboost.optim.pipeline import Gradients, GradientTransform
-from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Coalesce, Decay, Unscale
+from torchboost.optim.transforms import (
+    Centralize,
+    ClipNorm,
+    ClipValue,
+    Coalesce,
+    Decay,
+    Unscale,
+    has_rows,
+    with_centralization,
+)
 
 SHAPES = [(5,), (4, 7), (6, 3, 3, 3), (6, 5, 1, 1), (2, 3, 4), (3, 2, 2, 2, 2), (1, 1), ()]
 
@@ -35,7 +44,7 @@ def run(transform: GradientTransform, given: Gradients) -> list[Tensor]:
 
 def centred(grad: Tensor) -> Tensor:
     wide = grad.double()
-    return wide - wide.mean(tuple(range(1, grad.ndim)), keepdim=True) if grad.ndim > 1 else wide
+    return wide - wide.mean(tuple(range(1, grad.ndim)), keepdim=True) if grad.ndim > 1 and grad[0].numel() > 1 else wide
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -83,7 +92,51 @@ def test_centralize_leaves_what_it_is_told_to():
     before = [grad.clone() for grad in given.grads]
     run(Centralize(skip=[given.params[1]]), given)
     changed = [not torch.equal(a, b) for a, b in zip(before, given.grads, strict=True)]
-    assert changed == [False, False, True, True, True, True, True, False]
+    assert changed == [False, False, True, True, True, True, False, False]
+
+
+ROWS_OF_ONE = [(3, 1), (3, 1, 1), (3, 1, 1, 1), (0, 4), (4, 0)]
+
+
+@pytest.mark.parametrize("shape", ROWS_OF_ONE, ids=str)
+def test_centralize_leaves_rows_of_one_entry_alone(shape):
+    given = gradients([shape])
+    before = given.grads[0].clone()
+    assert torch.equal(run(Centralize(), given)[0], before)
+    assert not has_rows(given.params[0])
+
+
+def test_centralize_leaves_sparse_rows_of_one_entry_alone():
+    table = nn.Embedding(5, 1, sparse=True)
+    (table(torch.tensor([1, 3, 3])) * torch.tensor([[1.0], [2.0], [3.0]])).sum().backward()
+    grad = table.weight.grad
+    run(Centralize(), Gradients([table.weight], [grad], [{}], [{}]))
+    assert grad.to_dense().flatten().tolist() == [0.0, 1.0, 0.0, 5.0, 0.0]
+
+
+@pytest.mark.parametrize("transform", [Centralize(), Centralize(flag="gc"), Centralize(flag="grad_centralization")])
+def test_a_group_that_refuses_centralisation_is_left_alone(transform):
+    given = gradients([(4, 7)], grad_centralization=False, gc=True)
+    before = given.grads[0].clone()
+    assert torch.equal(run(transform, given)[0], before)
+
+
+def test_what_a_group_says_about_centralisation_is_a_boolean():
+    with pytest.raises(TypeError, match="grad_centralization: found 1; give True or False"):
+        Centralize()(gradients([(4, 7)], grad_centralization=1))
+
+
+def test_a_group_that_asks_for_centralisation_gets_it_behind_the_decay():
+    asked, transforms = [{"grad_centralization": True}], (Unscale(2.0), Decay(0.1), ClipNorm(1.0))
+    own = Centralize(flag="grad_centralization")
+    assert with_centralization(transforms, [{}, {"grad_centralization": False}]) == transforms
+    assert with_centralization(transforms, asked) == (*transforms[:2], own, transforms[2])
+    assert with_centralization((), asked) == (own,)
+    assert with_centralization((Decay(0.1),), asked) == (Decay(0.1), own)
+    for present in (Centralize(), own):
+        assert with_centralization((present,), asked) == (present,)
+    other = Centralize(flag="gc")
+    assert with_centralization((other,), asked) == (own, other)
 
 
 def test_centralize_by_group_flag_and_width():

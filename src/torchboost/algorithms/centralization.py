@@ -16,7 +16,7 @@ from torchboost.core.normalized_linear import NormalizedLinear
 from torchboost.errors import NoEffectWarning
 from torchboost.optim.group_rules import NORMS
 from torchboost.optim.pipeline import GradientPipeline
-from torchboost.optim.transforms import Centralize
+from torchboost.optim.transforms import Centralize, has_rows, wish
 
 __all__ = ["Centralization", "centralizable", "centralize_gradients", "depthwise_and_normalized"]
 
@@ -24,9 +24,11 @@ __all__ = ["Centralization", "centralizable", "centralize_gradients", "depthwise
 def centralize_gradients(optimizer: Optimizer, *, skip: Collection[Tensor] = ()) -> Attachment:
     """Subtract from each kernel's gradient its mean over all but the first axis, before every step.
 
-    ``g -= mean(g, axes 1...)`` for gradients of two or more axes (Yong et al., 2020). This keeps the sum of each
-    filter's weights where it started, a mild regulariser that often improves generalisation of convolutional nets.
-    Cost: one read and one write of the gradients. Works in front of any optimizer, with loss scaling left in.
+    ``g -= mean(g, axes 1...)`` for gradients with more than one entry per row (Yong et al., 2020). This keeps the sum
+    of each filter's weights where it started, a mild regulariser that often improves generalisation of convolutional
+    nets. Left alone: parameters of one axis, those with one entry per row, and param groups with
+    ``"grad_centralization": False``. Cost: one read and one write of the gradients. Works in front of any optimizer,
+    with loss scaling left in.
 
     Args:
         optimizer: Stays as it is; a hook in front of its ``step`` does the work.
@@ -44,11 +46,12 @@ def centralize_gradients(optimizer: Optimizer, *, skip: Collection[Tensor] = ())
 def centralizable(param: Tensor, owner: nn.Module | None) -> bool:
     """Whether the gradient of ``param``, which ``owner`` holds, has row means worth removing.
 
-    False for fewer than two axes, for depthwise convolutions (one input channel per filter), for normalisation
+    False for a parameter whose rows have no mean that may go (:func:`~torchboost.optim.transforms.has_rows`: fewer
+    than two axes, or one entry per row), for depthwise convolutions (one input channel per filter), for normalisation
     layers and for the ``NormalizedLinear`` head. Decided by structure; names play no part.
     """
     depthwise = isinstance(owner, _ConvNd) and owner.groups > 1 and owner.groups == owner.in_channels
-    return param.ndim >= 2 and not depthwise and not isinstance(owner, (*NORMS, NormalizedLinear))
+    return has_rows(param) and not depthwise and not isinstance(owner, (*NORMS, NormalizedLinear))
 
 
 def depthwise_and_normalized(model: nn.Module) -> set[Tensor]:
@@ -65,7 +68,8 @@ def depthwise_and_normalized(model: nn.Module) -> set[Tensor]:
 class Centralization(Algorithm):
     """Centralise the gradients of all kernels and weight matrices of the model; see :func:`centralize_gradients`.
 
-    Left alone: :func:`depthwise_and_normalized`. Nothing is added to checkpoints.
+    Left alone: :func:`depthwise_and_normalized`, and param groups with ``"grad_centralization": False``. Nothing is
+    added to checkpoints.
     """
 
     name: ClassVar[str] = "gradient_centralization"
@@ -74,10 +78,18 @@ class Centralization(Algorithm):
     def attach(self, target: Target) -> Attachment:
         """Hook in front of the optimizer's step; warns when it holds no parameter to centralise."""
         skip = depthwise_and_normalized(target.model)
-        held = [param for group in target.optimizer.param_groups for param in group["params"]]
-        if all(param.ndim < 2 or param in skip for param in held):
+        groups = target.optimizer.param_groups
+        held = [(param, group) for group in groups for param in group["params"]]
+        centralize = Centralize(skip=skip)
+        if not any(centralize.applies(param, group) for param, group in held):
+            refused = (
+                " in a group that does not refuse it by 'grad_centralization': False"
+                if any(wish(group) is False for group in groups)
+                else ""
+            )
             warnings.warn(
-                f"'{self.name}' found no kernel or weight matrix among the {len(held)} parameters of the optimizer.",
+                f"'{self.name}' found no kernel or weight matrix among the {len(held)} parameters of the optimizer"
+                f"{refused}.",
                 NoEffectWarning,
                 stacklevel=2,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,13 +13,12 @@ from torch.optim import Optimizer
 from torchboost.algorithms.centralization import centralizable
 from torchboost.core.algorithm import Attachment
 from torchboost.errors import IncompatibleError
-from torchboost.optim.groups import ORDER, FusionIndex, ParamGroup, listed, rebuild_groups, split_group
+from torchboost.optim.base import UpdateRule
+from torchboost.optim.groups import CENTRALIZE, ORDER, FusionIndex, ParamGroup, listed, rebuild_groups, split_group
 from torchboost.optim.pipeline import GradientPipeline
-from torchboost.optim.transforms import Centralize
+from torchboost.optim.transforms import Centralize, wish
 
 __all__ = ["OptimizerProcess", "ParameterProcess"]
-
-FLAG = "grad_centralization"
 
 
 class OptimizerProcess:
@@ -76,11 +76,11 @@ class OptimizerProcess:
             return list(parameters)
         groups: list[ParamGroup] = []
         for group in parameters:
-            if ORDER in group or group.get(FLAG) is False:
+            if ORDER in group or group.get(CENTRALIZE) is False:
                 groups.append(dict(group))
                 continue
             chosen = {param for param in listed(group["params"]) if centralizable(param, params_dict.get(id(param)))}
-            groups.extend(split_group(group, chosen, {FLAG: True}))
+            groups.extend(split_group(group, chosen, {CENTRALIZE: True}))
         return groups
 
     def add_grad_centralization(self, network: nn.Module) -> None:
@@ -99,14 +99,16 @@ class OptimizerProcess:
             TypeError: A group's ``grad_centralization`` is not a boolean.
         """
         groups = self._groups if self._groups is not None else self.opt.param_groups
-        for group in groups:
-            if not isinstance(group.get(FLAG, False), bool):
-                raise TypeError(f"{FLAG}: found {group[FLAG]!r}; give True or False.")
+        wishes = [wish(group) for group in groups]
         optimizer = _rebuilt(self.opt, [dict(group) for group in groups])
         for param, state in self.opt.state.items():
             optimizer.state[param] = state
-        if any(group.get(FLAG) for group in groups):
-            self.centralization = GradientPipeline(Centralize(flag=FLAG)).attach(optimizer)
+        if any(wishes):
+            own = isinstance(optimizer, UpdateRule)  # obeys the key by itself
+            pipeline = GradientPipeline(Centralize(flag=CENTRALIZE))
+            self.centralization = (
+                Attachment(undo=partial(_forget_keys, optimizer)) if own else pipeline.attach(optimizer)
+            )
         return optimizer
 
 
@@ -217,3 +219,8 @@ def _rebuilt(opt: Optimizer, groups: list[ParamGroup]) -> Optimizer:
             "Use centralize_gradients(optimizer), which keeps the optimizer."
         )
     return kind(groups, **{a.name: opt.defaults[a.name] for a in named if a.name in opt.defaults})
+
+
+def _forget_keys(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group.pop(CENTRALIZE, None)

@@ -161,7 +161,8 @@ class Adam(UpdateRule):
         if found is not None and bool(found):
             return None
         scale = 1.0 if scale is None else float(scale)
-        return prepared(self.param_groups, work, self.native, grad_scale=scale, nonfinite=self.nonfinite)
+        native = Pipeline.of(self.chain)
+        return prepared(self.param_groups, work, native, grad_scale=scale, nonfinite=self.nonfinite)
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""

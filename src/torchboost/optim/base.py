@@ -17,6 +17,7 @@ from torchboost.optim.checkpoints import in_order, paired
 from torchboost.optim.learning_rates import resolve_lr
 from torchboost.optim.options import check_options
 from torchboost.optim.pipeline import Gradients, GradientTransform, check_transforms
+from torchboost.optim.transforms import with_centralization
 
 __all__ = ["Batch", "Nonfinite", "UpdateRule", "has_master"]
 
@@ -76,7 +77,8 @@ class UpdateRule(Optimizer):
         params: Parameters, named parameters or groups.
         defaults: Options of a group that does not set its own. ``"lr"`` and ``"weight_decay"`` may be a float, a
             list with an element per update, or a function of the update (counted from 0).
-        transforms: Applied to the gradients of all groups together before the update, in order, in place.
+        transforms: Applied to the gradients of all groups together before the update, in order, in place. A group with
+            ``"grad_centralization": True`` is centralised whether ``Centralize`` is among them or not.
         nonfinite: What to do about inf and nan in the gradients: ``"ignore"`` them as torch does, ``"skip"`` the
             update, or ``"raise"`` before it. The check is one more read of the gradients.
 
@@ -140,10 +142,15 @@ class UpdateRule(Optimizer):
             )
 
     @property
+    def chain(self) -> tuple[GradientTransform, ...]:
+        """The transforms, with centralisation among them if a group says ``"grad_centralization": True``."""
+        return with_centralization(self.transforms, self.param_groups)
+
+    @property
     def _step_supports_amp_scaling(self) -> bool:
         # GradScaler reads this name: True leaves unscaling and skipping to the fused kernel. Whatever must see true
         # gradients, or know whether there was an update, has GradScaler unscale before the step and skip it.
-        needs_truth = self.transforms or self.nonfinite != "ignore" or any(self._schedules)
+        needs_truth = self.chain or self.nonfinite != "ignore" or any(self._schedules)
         return self.kernel_unscales and not needs_truth and all(group.get("fused") for group in self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -319,8 +326,8 @@ class UpdateRule(Optimizer):
 
     def prepare(self, work: Sequence[Batch]) -> Callable[[], None] | None:
         """Do all that can go wrong, and return what then does the update; None where it is to be left out."""
-        if self.transforms:
-            self._transform(work)
+        if chain := self.chain:
+            self._transform(chain, work)
         for group, batch in zip(self.param_groups, work, strict=True):
             for param, grad in zip(batch.params, batch.grads, strict=True):
                 self.check_grad(param, grad, group)
@@ -342,14 +349,14 @@ class UpdateRule(Optimizer):
             if batch.params:
                 self.update(group, batch)
 
-    def _transform(self, work: Sequence[Batch]) -> None:
+    def _transform(self, chain: Sequence[GradientTransform], work: Sequence[Batch]) -> None:
         gradients = Gradients([], [], [], [])
         for group, batch in zip(self.param_groups, work, strict=True):
             gradients.params += batch.params
             gradients.grads += batch.grads
             gradients.groups += [group] * len(batch.params)
             gradients.memory += batch.states
-        for transform in self.transforms:
+        for transform in chain:
             transform(gradients)
         start = 0
         for batch in work:

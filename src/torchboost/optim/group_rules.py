@@ -15,7 +15,7 @@ from torchboost.core.arguments import check_module, check_number
 from torchboost.core.blocks import blocks_of
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, nearest
-from torchboost.optim.groups import ORDER, ParamGroup
+from torchboost.optim.groups import CENTRALIZE, ORDER, ParamGroup
 
 __all__ = ["NORMS", "GroupRule", "layer_wise_decay", "no_decay", "param_groups"]
 
@@ -26,7 +26,6 @@ NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 _OWN_KEYS = ("params", "param_names", ORDER)
 _NUMBERS = ("lr", "weight_decay")
-_FLAG = "grad_centralization"
 _SHOWN = 3
 
 
@@ -333,7 +332,7 @@ def _check_options(what: str, options: Any) -> None:
             raise ValueError(f"{what}: found '{key}', which the group fills itself; leave it out.")
         if key in _NUMBERS and not callable(value) and not isinstance(value, (Tensor, list, tuple)):
             check_number(f"{what}: {key}", value)
-        if key == _FLAG and not isinstance(value, bool):
+        if key == CENTRALIZE and not isinstance(value, bool):
             raise TypeError(f"{what}: {key}: found {value!r}; give True or False.")
 
 

@@ -15,6 +15,9 @@ ParamGroup = dict[str, Any]
 ORDER = "order_params"
 """Key of an entry that carries no parameters of its own, only their order (MindSpore's convention)."""
 
+CENTRALIZE = "grad_centralization"
+"""Key of a group that says whether its gradients are centralised: True, False, or nothing (MindSpore's convention)."""
+
 
 @dataclass(frozen=True, slots=True)
 class FusionIndex:

@@ -156,7 +156,7 @@ class AdamOffload(Adam):
                 worked = 4 if wide else own
                 state += 4 + count * worked * (len(self.state_keys(group)) - 1 + wide)
                 if self._far(param):
-                    grad = 4 if wide and self.transforms else own
+                    grad = 4 if wide and self.chain else own
                     down += count * (grad if wide else grad + own)
                     up += count * own
                     itemsizes = (grad, own, *((worked,) if grad != worked else ()))
@@ -262,7 +262,7 @@ class AdamOffload(Adam):
             return super()._worked(param, state, group)
         if "master" not in state:
             state = {**state, "master": self._host_like(param, torch.float32).copy_(param)}
-        return param, param.grad.float() if self.transforms and param.grad is not None else param.grad, state
+        return param, param.grad.float() if self.chain and param.grad is not None else param.grad, state
 
     def _update_all(self, work: Sequence[Batch]) -> None:
         """Update what the kernel can take in place, and the rest in one pass per device over all groups."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,21 +13,24 @@ from torch.nn.utils import get_total_norm
 
 from torchboost.core.arguments import check_number
 from torchboost.errors import IncompatibleError
-from torchboost.optim.pipeline import Gradients, refuse_sparse
+from torchboost.optim.groups import CENTRALIZE
+from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
 
 __all__ = ["Centralize", "ClipNorm", "ClipValue", "Coalesce", "Decay", "Unscale"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Centralize:
-    """Give every filter's gradient zero mean: ``g -= mean(g over all axes but the first)`` where ``g.ndim >= 2``.
+    """Give every filter's gradient zero mean: ``g -= mean(g over all axes but the first)``.
 
-    Cost: one read and one write of the gradients. In place, in any memory format and dtype; sparse gradients
-    of embeddings are centralised row by row; a DTensor sharded over its rows is centralised locally.
+    Parameters without rows are left alone (:func:`has_rows`): those of fewer than two axes, and those with one entry
+    per row, whose gradient would be zero. A param group decides by its key ``"grad_centralization"``: if False, its
+    parameters are left alone. Cost: one read and one write of the gradients. In place, in any memory format and dtype;
+    sparse gradients of embeddings are centralised row by row; a DTensor sharded over its rows is centralised locally.
 
     Args:
         skip: Parameters that are left alone.
-        flag: Key in the param group that must be true; None centralises in every group.
+        flag: Key in the param group that must be true; None centralises in every group that does not say False.
         multiple_of: Centralise only where the size of axis 1 is a multiple of this (MindSpore: 16).
 
     Raises:
@@ -55,8 +58,12 @@ class Centralize:
         object.__setattr__(self, "skip", frozenset(self.skip))
 
     def applies(self, param: Tensor, group: Mapping[str, Any]) -> bool:
-        """Whether the gradient of a parameter is centralised."""
-        if param.ndim < 2 or param in self.skip or param.shape[1] % self.multiple_of:
+        """Whether the gradient of a parameter is centralised.
+
+        Raises:
+            TypeError: The group's ``"grad_centralization"`` is not a boolean.
+        """
+        if wish(group) is False or not has_rows(param) or param in self.skip or param.shape[1] % self.multiple_of:
             return False
         return self.flag is None or bool(group.get(self.flag))
 
@@ -232,6 +239,47 @@ class ClipValue:
         for grads in _by_device(gradients.grads).values():
             torch.ops.aten._foreach_clamp_min_(grads, -self.value)
             torch.ops.aten._foreach_clamp_max_(grads, self.value)
+
+
+def has_rows(param: Tensor) -> bool:
+    """Whether the rows of a parameter, one per index of its first axis, have a mean that may go.
+
+    False for fewer than two axes, and for one entry per row, such as ``(n, 1)``, ``(n, 1, 1)``, or the kernel of a
+    pointwise convolution of one channel: an entry minus the mean of its row is zero there, so it would never train.
+    """
+    return param.ndim >= 2 and param.numel() > param.shape[0]
+
+
+def wish(group: Mapping[str, Any]) -> bool | None:
+    """Return what a param group says about centralisation, None if nothing.
+
+    Raises:
+        TypeError: Something other than a boolean.
+    """
+    value = group.get(CENTRALIZE)
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"{CENTRALIZE}: found {value!r}; give True or False.")
+    return value
+
+
+def with_centralization(
+    transforms: tuple[GradientTransform, ...], groups: Iterable[Mapping[str, Any]]
+) -> tuple[GradientTransform, ...]:
+    """Return the transforms, with centralisation among them if a group asks for it and they leave it out.
+
+    It comes after the decay, as in MindSpore, and before everything else, such as clipping.
+
+    Raises:
+        TypeError: A group's ``"grad_centralization"`` is not a boolean.
+    """
+    if not any(wish(group) for group in groups):
+        return transforms
+    if any(isinstance(t, Centralize) and t.flag in (None, CENTRALIZE) for t in transforms):
+        return transforms
+    place = next(
+        (i for i, t in enumerate(transforms) if not isinstance(t, (Unscale, Coalesce, Decay))), len(transforms)
+    )
+    return (*transforms[:place], Centralize(flag=CENTRALIZE), *transforms[place:])
 
 
 def _rows(grad: Tensor) -> Tensor:
