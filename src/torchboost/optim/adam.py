@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.optimizer import _get_capturable_supported_devices
 
+from torchboost.core.tensor_lists import foreach
 from torchboost.errors import IncompatibleError
 from torchboost.optim.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.native_adam import Pipeline, load, prepared
@@ -17,8 +18,6 @@ from torchboost.optim.options import check_fused
 from torchboost.optim.pipeline import GradientTransform
 
 __all__ = ["Adam", "AdamWeightDecay"]
-
-aten = torch.ops.aten
 
 LATE = 1e30
 """Update number at which both bias corrections are exactly 1."""
@@ -175,9 +174,9 @@ class Adam(UpdateRule):
         if not group["bias_correction"]:
             # The kernels correct by 1 - beta**step, which is 1 when step is large; the steps are counted here.
             found_inf = getattr(self, "found_inf", None)
-            aten._foreach_add_(steps, 1)
+            foreach._foreach_add_(steps, 1)
             if found_inf is not None:
-                aten._foreach_sub_(steps, [found_inf.to(step.device) for step in steps])
+                foreach._foreach_sub_(steps, [found_inf.to(step.device) for step in steps])
             steps = [step.new_full((), LATE) for step in steps]
         torch_adam(
             batch.params,
@@ -248,29 +247,29 @@ def _variant(group: Mapping[str, Any], batch: Batch) -> None:
     mean, square, steps = batch.state("exp_avg"), batch.state("exp_avg_sq"), batch.state("step")
     mean, square = ([torch.view_as_real(t) if t.is_complex() else t for t in ts] for ts in (mean, square))
     if group["maximize"]:
-        grads = list(aten._foreach_neg(grads))
-    aten._foreach_add_(steps, 1)
+        grads = list(foreach._foreach_neg(grads))
+    foreach._foreach_add_(steps, 1)
     if decay and group["decoupled_weight_decay"]:
-        aten._foreach_mul_(params, 1 - lr * decay)
+        foreach._foreach_mul_(params, 1 - lr * decay)
     elif decay:
-        grads = list(aten._foreach_add(grads, params, alpha=decay))
-    aten._foreach_lerp_(mean, grads, 1 - beta1)
-    aten._foreach_mul_(square, beta2)
-    aten._foreach_addcmul_(square, grads, grads, 1 - beta2)
+        grads = list(foreach._foreach_add(grads, params, alpha=decay))
+    foreach._foreach_lerp_(mean, grads, 1 - beta1)
+    foreach._foreach_mul_(square, beta2)
+    foreach._foreach_addcmul_(square, grads, grads, 1 - beta2)
     if group["amsgrad"]:
         largest = [torch.view_as_real(t) if t.is_complex() else t for t in batch.state("max_exp_avg_sq")]
-        aten._foreach_maximum_(largest, square)
+        foreach._foreach_maximum_(largest, square)
         square = largest
-    ahead = aten._foreach_lerp(mean, grads, 1 - beta1) if group["nesterov"] else mean
+    ahead = foreach._foreach_lerp(mean, grads, 1 - beta1) if group["nesterov"] else mean
     corrected = group["bias_correction"]
     first = [1 - beta1 ** float(step) if corrected else 1.0 for step in steps]
     second = [(1 - beta2 ** float(step)) ** 0.5 if corrected else 1.0 for step in steps]
-    root = aten._foreach_sqrt(square)
+    root = foreach._foreach_sqrt(square)
     if group["eps_uncorrected"]:
-        aten._foreach_add_(root, float(group["eps"]))
+        foreach._foreach_add_(root, float(group["eps"]))
         sizes = [-lr * s / f for f, s in zip(first, second, strict=True)]
     else:
-        aten._foreach_div_(root, second)
-        aten._foreach_add_(root, float(group["eps"]))
+        foreach._foreach_div_(root, second)
+        foreach._foreach_add_(root, float(group["eps"]))
         sizes = [-lr / f for f in first]
-    aten._foreach_addcdiv_(params, ahead, root, sizes)
+    foreach._foreach_addcdiv_(params, ahead, root, sizes)

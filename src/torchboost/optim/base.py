@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchboost.core.memory_layout import aligned
+from torchboost.core.tensor_lists import foreach
 from torchboost.errors import IncompatibleError
 from torchboost.optim.checkpoints import in_order, paired
 from torchboost.optim.learning_rates import resolve_lr
@@ -20,8 +21,6 @@ from torchboost.optim.pipeline import Gradients, GradientTransform, check_transf
 from torchboost.optim.transforms import with_centralization
 
 __all__ = ["Batch", "Nonfinite", "UpdateRule", "has_master"]
-
-aten = torch.ops.aten
 
 Nonfinite = Literal["ignore", "skip", "raise"]
 Schedule = Callable[[int], float]
@@ -369,7 +368,7 @@ class UpdateRule(Optimizer):
         params = [param for param in group["params"] if param.grad is not None]
         pairs = [(p, m) for p, m in zip(params, batch.params, strict=True) if m is not p]
         if pairs:
-            aten._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+            foreach._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
 
 
 def has_master(param: Tensor, group: Mapping[str, Any]) -> bool:
@@ -381,7 +380,7 @@ def _finite(grads: Sequence[Tensor]) -> bool:
     norms: dict[torch.device, list[Tensor]] = {}
     # Sparse gradients of a batch without ids have no entry, and torch knows no maximum of nothing.
     filled = [grad for grad in grads if grad.numel()]
-    for norm in aten._foreach_norm(filled, float("inf")) if filled else ():
+    for norm in foreach._foreach_norm(filled, float("inf")) if filled else ():
         norms.setdefault(norm.device, []).append(norm)
     # One wait per device, not per tensor.
     return all(bool(torch.stack([norm.float() for norm in own]).isfinite().all()) for own in norms.values())

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from torchboost.core.arguments import check_number
+from torchboost.core.tensor_lists import foreach
 from torchboost.errors import IncompatibleError
 from torchboost.optim.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.pipeline import GradientTransform
 
 __all__ = ["FTRL"]
-
-aten = torch.ops.aten
 
 SMALLEST_LR = 1e-30
 """The rule divides by it; what comes of a smaller one does not fit into float32."""
@@ -120,19 +119,19 @@ class FTRL(UpdateRule):
         params, grads = batch.params, batch.grads
         total, linear = batch.state("accumulator"), batch.state("linear")
         if group["maximize"]:
-            grads = list(aten._foreach_neg(grads))
+            grads = list(foreach._foreach_neg(grads))
         if group["weight_decay"]:
-            grads = list(aten._foreach_add(grads, params, alpha=float(group["weight_decay"])))
-        before = aten._foreach_pow(total, power)
-        aten._foreach_addcmul_(total, grads, grads)
-        steepness = list(aten._foreach_pow(total, power))
-        aten._foreach_sub_(before, steepness)
-        aten._foreach_add_(linear, grads)
-        aten._foreach_addcmul_(linear, before, params, 1 / lr)
+            grads = list(foreach._foreach_add(grads, params, alpha=float(group["weight_decay"])))
+        before = foreach._foreach_pow(total, power)
+        foreach._foreach_addcmul_(total, grads, grads)
+        steepness = list(foreach._foreach_pow(total, power))
+        foreach._foreach_sub_(before, steepness)
+        foreach._foreach_add_(linear, grads)
+        foreach._foreach_addcmul_(linear, before, params, 1 / lr)
         del before
-        aten._foreach_div_(steepness, lr)
-        aten._foreach_add_(steepness, 2 * float(group["l2"]))
+        foreach._foreach_div_(steepness, lr)
+        foreach._foreach_add_(steepness, 2 * float(group["l2"]))
         # What l1 leaves of z: sign(z) * max(|z| - l1, 0).
-        aten._foreach_copy_(params, [torch.nn.functional.softshrink(z, l1) for z in linear])
-        aten._foreach_neg_(params)
-        aten._foreach_div_(params, steepness)
+        foreach._foreach_copy_(params, [torch.nn.functional.softshrink(z, l1) for z in linear])
+        foreach._foreach_neg_(params)
+        foreach._foreach_div_(params, steepness)

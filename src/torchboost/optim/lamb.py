@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchboost.core.tensor_lists import foreach
 from torchboost.optim.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.pipeline import GradientTransform
 
 __all__ = ["Lamb"]
-
-aten = torch.ops.aten
 
 
 class Lamb(UpdateRule):
@@ -91,21 +90,21 @@ class Lamb(UpdateRule):
         mean, square, steps = batch.state("exp_avg"), batch.state("exp_avg_sq"), batch.state("step")
         params, grads, mean, square = (_real(tensors) for tensors in (batch.params, batch.grads, mean, square))
         if group["maximize"]:
-            grads = list(aten._foreach_neg(grads))
-        aten._foreach_add_(steps, 1)
-        aten._foreach_lerp_(mean, grads, 1 - beta1)
-        aten._foreach_mul_(square, beta2)
-        aten._foreach_addcmul_(square, grads, grads, 1 - beta2)
-        first = aten._foreach_div(mean, [1 - beta1 ** float(step) for step in steps])
-        second = aten._foreach_div(square, [1 - beta2 ** float(step) for step in steps])
+            grads = list(foreach._foreach_neg(grads))
+        foreach._foreach_add_(steps, 1)
+        foreach._foreach_lerp_(mean, grads, 1 - beta1)
+        foreach._foreach_mul_(square, beta2)
+        foreach._foreach_addcmul_(square, grads, grads, 1 - beta2)
+        first = foreach._foreach_div(mean, [1 - beta1 ** float(step) for step in steps])
+        second = foreach._foreach_div(square, [1 - beta2 ** float(step) for step in steps])
         directions = _direction(group, params, first, second, in_root=False)
         ratios: Sequence[Tensor] = ()
         if group["adapt"]:
             measured = _direction(group, params, first, second, in_root=True) if group["eps_in_root"] else directions
-            sizes, steepness = aten._foreach_norm(params), aten._foreach_norm(measured)
+            sizes, steepness = foreach._foreach_norm(params), foreach._foreach_norm(measured)
             ratios = [_ratio(w, u, float(group["max_ratio"])) for w, u in zip(sizes, steepness, strict=True)]
-            aten._foreach_mul_(directions, ratios)
-        aten._foreach_add_(params, directions, alpha=-float(group["lr"]))
+            foreach._foreach_mul_(directions, ratios)
+        foreach._foreach_add_(params, directions, alpha=-float(group["lr"]))
 
 
 def _direction(
@@ -118,12 +117,12 @@ def _direction(
 ) -> list[Tensor]:
     """Return Adam's direction with the decay."""
     if in_root:
-        root = aten._foreach_sqrt(aten._foreach_add(second, float(group["eps"])))
+        root = foreach._foreach_sqrt(foreach._foreach_add(second, float(group["eps"])))
     else:
-        root = aten._foreach_add(aten._foreach_sqrt(second), float(group["eps"]))
-    directions = list(aten._foreach_div(first, root))
+        root = foreach._foreach_add(foreach._foreach_sqrt(second), float(group["eps"]))
+    directions = list(foreach._foreach_div(first, root))
     if group["weight_decay"]:
-        aten._foreach_add_(directions, list(params), alpha=float(group["weight_decay"]))
+        foreach._foreach_add_(directions, list(params), alpha=float(group["weight_decay"]))
     return directions
 
 

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from torchboost.core.arguments import check_number
+from torchboost.core.tensor_lists import foreach
 from torchboost.optim.base import Batch
 from torchboost.optim.pipeline import Gradients, refuse_sparse
 from torchboost.optim.sgd import SGD
 
 __all__ = ["LARS", "TrustRatio"]
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +63,7 @@ class TrustRatio:
             return
         params, grads, groups = (list(column) for column in zip(*chosen, strict=True))
         decays = [group["weight_decay"] if self.weight_decay is None else self.weight_decay for group in groups]
-        sizes, slopes = aten._foreach_norm(params), aten._foreach_norm(grads)
+        sizes, slopes = foreach._foreach_norm(params), foreach._foreach_norm(grads)
         for param, grad, group, decay, size, slope in zip(params, grads, groups, decays, sizes, slopes, strict=True):
             factor = self._factor(size, slope, decay, group)
             if decay:

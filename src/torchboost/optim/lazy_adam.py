@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from torchboost.core.algorithm import Attachment
+from torchboost.core.tensor_lists import foreach
 from torchboost.errors import IncompatibleError
 from torchboost.optim.adam import Adam
 from torchboost.optim.base import LOW_PRECISION, Batch
 from torchboost.optim.missed_steps import FORM, form_of, new_past, record, replay
 
 __all__ = ["LazyAdam"]
-
-aten = torch.ops.aten
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -300,7 +299,7 @@ class LazyAdam(Adam):
             elif worked is not param:
                 pairs.append((param, worked))
         if pairs:
-            aten._foreach_copy_([param for param, _ in pairs], [worked for _, worked in pairs])
+            foreach._foreach_copy_([param for param, _ in pairs], [worked for _, worked in pairs])
 
     def _check_own(self, param: Tensor) -> None:
         if not any(param is own for group in self.param_groups for own in group["params"]):

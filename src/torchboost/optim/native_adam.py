@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchboost.core.memory_layout import is_dense
+from torchboost.core.tensor_lists import foreach
 from torchboost.errors import IncompatibleError
 from torchboost.optim.base import Batch, Nonfinite
 from torchboost.optim.native import compiled
@@ -132,7 +133,7 @@ def prepared(
     def update() -> None:
         for batch in work:
             if batch.params:
-                torch.ops.aten._foreach_add_(batch.state("step"), 1)
+                foreach._foreach_add_(batch.state("step"), 1)
         if len(blocks):
             load().adam(blocks.ctypes.data, len(blocks), clip, threads)
 

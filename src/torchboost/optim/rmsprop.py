@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from torchboost.core.arguments import check_number
+from torchboost.core.tensor_lists import foreach
 from torchboost.optim.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.pipeline import GradientTransform
 
 __all__ = ["RMSProp"]
-
-aten = torch.ops.aten
 
 
 class RMSProp(UpdateRule):
@@ -104,25 +103,25 @@ class RMSProp(UpdateRule):
         )
         alpha, square = float(group["alpha"]), batch.state("square_avg")
         if group["maximize"]:
-            grads = list(aten._foreach_neg(grads))
+            grads = list(foreach._foreach_neg(grads))
         if group["weight_decay"]:
-            grads = list(aten._foreach_add(grads, params, alpha=float(group["weight_decay"])))
-        aten._foreach_mul_(square, alpha)
-        aten._foreach_addcmul_(square, grads, grads, 1 - alpha)
+            grads = list(foreach._foreach_add(grads, params, alpha=float(group["weight_decay"])))
+        foreach._foreach_mul_(square, alpha)
+        foreach._foreach_addcmul_(square, grads, grads, 1 - alpha)
         if group["centered"]:
             mean = batch.state("grad_avg")
-            aten._foreach_lerp_(mean, grads, 1 - alpha)
-            root = aten._foreach_addcmul(square, mean, mean, -1.0)
+            foreach._foreach_lerp_(mean, grads, 1 - alpha)
+            root = foreach._foreach_addcmul(square, mean, mean, -1.0)
             # Below 0 only by rounding, when the gradients hardly vary.
-            aten._foreach_clamp_min_(root, 0.0)
-            aten._foreach_add_(root, float(group["eps"]))
+            foreach._foreach_clamp_min_(root, 0.0)
+            foreach._foreach_add_(root, float(group["eps"]))
         else:
-            root = aten._foreach_add(square, float(group["eps"]))
-        aten._foreach_sqrt_(root)
+            root = foreach._foreach_add(square, float(group["eps"]))
+        foreach._foreach_sqrt_(root)
         if not group["momentum"]:
-            aten._foreach_addcdiv_(params, grads, root, -float(group["lr"]))
+            foreach._foreach_addcdiv_(params, grads, root, -float(group["lr"]))
             return
         buffers = batch.state("momentum_buffer")
-        aten._foreach_mul_(buffers, float(group["momentum"]))
-        aten._foreach_addcdiv_(buffers, grads, root, float(group["lr"]))
-        aten._foreach_sub_(params, buffers)
+        foreach._foreach_mul_(buffers, float(group["momentum"]))
+        foreach._foreach_addcdiv_(buffers, grads, root, float(group["lr"]))
+        foreach._foreach_sub_(params, buffers)

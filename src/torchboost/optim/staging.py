@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchboost.core.memory_layout import is_dense, same_layout
+from torchboost.core.tensor_lists import foreach
 from torchboost.optim.base import Batch
 
 __all__ = [
@@ -22,8 +23,6 @@ __all__ = [
     "Transfer",
     "split",
 ]
-
-aten = torch.ops.aten
 
 GRAIN = 256
 """A tensor is cut at multiples of this many numbers, so that vector kernels round every number as in the whole."""
@@ -205,7 +204,7 @@ class Staging:
         finally:
             self._transfer.end()
         if jobs:
-            aten._foreach_add_([job.step for job in jobs], 1)
+            foreach._foreach_add_([job.step for job in jobs], 1)
         for job, weight in zip(jobs, weights, strict=True):
             if weight.data_ptr() != job.param.data_ptr():
                 _real(job.param).copy_(weight)

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from torchboost.core.arguments import check_number
 from torchboost.core.closure import ClosureOptimizer, Replay
+from torchboost.core.tensor_lists import foreach
 from torchboost.errors import IncompatibleError
 from torchboost.optim.quasi_newton import InverseHessian
 from torchboost.optim.subspace_basis import SubspaceBasis
 
 __all__ = ["LineSearch", "SubspaceOptimizer", "check_weights"]
-
-aten = torch.ops.aten
 
 LineSearch = Literal["backtracking", "parabola"]
 
@@ -279,7 +278,7 @@ class SubspaceOptimizer(ClosureOptimizer):
         """Write a vector of all weights into the parameters."""
         parameters = self.param_groups[0]["params"]
         parts = vector.split([parameter.numel() for parameter in parameters])
-        aten._foreach_copy_(parameters, [p.view_as(q) for p, q in zip(parts, parameters, strict=True)])
+        foreach._foreach_copy_(parameters, [p.view_as(q) for p, q in zip(parts, parameters, strict=True)])
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from torchboost.core.arguments import check_number
+from torchboost.core.tensor_lists import foreach
 from torchboost.errors import IncompatibleError
 from torchboost.optim.groups import CENTRALIZE
 from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
@@ -103,7 +104,7 @@ class Unscale:
         """Divide in place."""
         grads = [grad._values() if grad.is_sparse else grad for grad in gradients.grads]
         if grads:
-            torch.ops.aten._foreach_mul_(grads, 1.0 / self.scale)
+            foreach._foreach_mul_(grads, 1.0 / self.scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +174,7 @@ class Decay:
                 params.append(param)
                 grads.append(grad)
         for factor, (params, grads) in by_factor.items():
-            torch.ops.aten._foreach_add_(grads, params, alpha=factor)
+            foreach._foreach_add_(grads, params, alpha=factor)
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ class ClipNorm:
         norm = get_total_norm(gradients.grads, float(self.norm_type), self.error_if_nonfinite)
         factor = torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
         for device, grads in _by_device(gradients.grads).items():
-            torch.ops.aten._foreach_mul_(grads, factor.to(device))
+            foreach._foreach_mul_(grads, factor.to(device))
 
 
 @dataclass(frozen=True)
@@ -237,8 +238,8 @@ class ClipValue:
         """Clip in place."""
         refuse_sparse(self, gradients)
         for grads in _by_device(gradients.grads).values():
-            torch.ops.aten._foreach_clamp_min_(grads, -self.value)
-            torch.ops.aten._foreach_clamp_max_(grads, self.value)
+            foreach._foreach_clamp_min_(grads, -self.value)
+            foreach._foreach_clamp_max_(grads, self.value)
 
 
 def has_rows(param: Tensor) -> bool:

@@ -1,0 +1,67 @@
+"""No rule makes more than a few kernel calls per tensor, whatever the size of the tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.optimizers import CASES, give_grads, parameters, train
+from torchboost.optim.transforms import ClipNorm, ClipValue, Decay, Unscale
+
+TENSORS = 6
+CALLS = 20
+"""From Python per tensor."""
+
+KERNELS = 80
+"""Per tensor with all that runs inside of a call: foreach on the CPU is a loop, which converts its numbers."""
+
+
+class Calls(TorchDispatchMode):
+    """Counts what reaches the dispatcher from Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(name: str, shape: tuple[int, ...], **options: Any) -> tuple[int, int]:
+    params = parameters([shape] * TENSORS)
+    optimizer = CASES[name](params, **options)
+    train(optimizer, params, range(1))
+    give_grads(params, 1)
+    with Calls() as calls:
+        optimizer.step()
+    with profile(use_kineto=False) as trace:
+        optimizer.step()
+    return calls.count, len(trace.function_events or ())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_few_kernel_calls_per_tensor(name):
+    calls, kernels = counted(name, (3, 2))
+    assert calls <= CALLS * TENSORS
+    assert 0 < kernels <= KERNELS * TENSORS
+    assert counted(name, (60, 5)) == (calls, kernels)
+
+
+@pytest.mark.parametrize("name", ["Adam-fused", "Lamb", "FTRL"])
+def test_transforms_masters_and_checks_of_the_gradients_too(name):
+    options = {"transforms": (Unscale(2.0), Decay(0.1), ClipNorm(1.0), ClipValue(0.1)), "nonfinite": "skip"}
+    small, large = (counted(name, shape, **options) for shape in ((3, 2), (60, 5)))
+    assert small == large
+    assert small[1] <= (KERNELS + 20) * TENSORS
+    with torch.no_grad():
+        params = parameters([(60, 5)] * TENSORS, dtype=torch.bfloat16)
+    optimizer = CASES[name](params, master_weights=True)
+    train(optimizer, params, range(1))
+    with profile(use_kineto=False) as trace:
+        optimizer.step()
+    assert 0 < len(trace.function_events or ()) <= (KERNELS + 20) * TENSORS
