@@ -152,6 +152,112 @@ def test_state_and_gradients_in_another_memory_format_are_brought_into_line() ->
     assert_same(fused, plain)
 
 
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "expanded": lambda: torch.full((1,), 2.0).expand(64),
+    "column": lambda: torch.arange(320.0).view(64, 5)[:, 0],
+    "every other": lambda: torch.arange(128.0)[::2],
+}
+ALL: dict[str, Make] = {
+    **OPTIMIZERS,
+    "our sgd": lambda params: SGD(params, lr=0.05, momentum=0.9),
+    "our adam": lambda params: Adam(params, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
+def test_gradients_of_one_axis_that_are_not_dense(make: Make, layout: Callable[[], Tensor]) -> None:
+    ours, theirs = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(64))
+    fused, plain = make([ours]), make([theirs])
+    fuse(fused)
+    for _ in range(3):
+        ours.grad, theirs.grad = layout(), layout().clone()
+        fused.step()
+        plain.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
+def test_a_parameter_with_gaps_leaves_its_group_as_it_is(make: Make) -> None:
+    whole = torch.ones(8, 32)
+    sliced, dense = nn.Parameter(whole[:, :16]), nn.Parameter(torch.ones(4))
+    optimizer = make([{"params": [sliced]}, {"params": [dense]}])
+    with pytest.warns(NoEffectWarning, match=r"group 0: \w+ has a parameter of shape \(8, 16\) with strides \(32, 1\)"):
+        fuse(optimizer)
+    assert [group["fused"] for group in optimizer.param_groups] == [None, True]
+    sliced.grad, dense.grad = torch.ones(8, 16), torch.ones(4)
+    optimizer.step()
+    assert torch.equal(whole[:, 16:], torch.ones(8, 16))
+    assert bool((sliced != 1).all())
+    assert bool((dense != 1).all())
+
+
+def test_a_parameter_that_gets_gaps_later_takes_its_group_back() -> None:
+    whole = torch.ones(8, 32)
+    weight = nn.Parameter(torch.ones(8, 16))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    fuse(optimizer)
+    for _ in range(2):
+        weight.grad = torch.ones(8, 16)
+        optimizer.step()
+    weight.data = whole[:, :16]
+    weight.grad = torch.ones(8, 16)
+    with pytest.warns(NoEffectWarning, match="group 0 cannot be fused any more: a parameter of shape"):
+        optimizer.step()
+    assert torch.equal(whole[:, 16:], torch.ones(8, 16))
+    assert optimizer.param_groups[0]["fused"] is None
+
+
+@pytest.mark.parametrize("name", ["nesterov", "adamw", "adagrad"])
+def test_a_memory_format_that_changes_later_takes_the_state_along(name: str) -> None:
+    fused, plain = pair(OPTIMIZERS[name], cnn)
+    fuse(fused.optimizer)
+    for target in (fused, plain):
+        train(target, 2, 3)
+    fused.model.to(memory_format=torch.channels_last)
+    step_on_equal_gradients(fused, plain)
+    assert_same(fused, plain)
+
+
+def test_a_group_that_cannot_be_fused_may_be_added() -> None:
+    real, complex_ = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([real], lr=0.1)
+    fuse(optimizer)
+    optimizer.add_param_group({"params": [complex_]})
+    real.grad, complex_.grad = torch.ones(2), torch.ones(2, dtype=torch.complex64)
+    with pytest.warns(NoEffectWarning, match="group 1 was added and cannot be fused"):
+        optimizer.step()
+    optimizer.step()
+    assert [group["fused"] for group in optimizer.param_groups] == [True, None]
+    torch.testing.assert_close(complex_.detach(), torch.full((2,), 0.8 + 0j))
+
+
+def step_with_closure(target: Target, gradients: list[Tensor | None], named: bool) -> None:
+    def closure() -> float:
+        for p, gradient in zip(target.model.parameters(), gradients, strict=True):
+            p.grad = None if gradient is None else gradient.clone(memory_format=torch.contiguous_format)
+        return 1.0
+
+    call: Any = target.optimizer.step
+    assert (call(closure=closure) if named else call(closure)) == 1.0
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("name", ALL)
+def test_gradients_that_a_closure_makes(name: str, named: bool) -> None:
+    fused, plain = pair(ALL[name], cnn)
+    fused.model.to(memory_format=torch.channels_last)
+    fuse(fused.optimizer)
+    generator = torch.Generator().manual_seed(7)
+    for step in range(3):
+        gradients: list[Tensor | None] = [torch.randn(p.shape, generator=generator) for p in plain.model.parameters()]
+        if step == 0:
+            gradients[0] = None  # frozen, and thawed at the second step
+        step_with_closure(fused, gradients, named)
+        step_with_closure(plain, gradients, named)
+    assert_same(fused, plain)
+
+
 def test_a_checkpoint_of_an_unfused_run_keeps_the_optimizer_fused() -> None:
     fused, plain = pair(OPTIMIZERS["adamw"], cnn)
     train(plain, 3, 3)

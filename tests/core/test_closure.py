@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchboost.core.algorithm import Target
-from torchboost.core.closure import ClosureOptimizer, Replay
+from torchboost.core.closure import ClosureOptimizer, Replay, after_closure
 from torchboost.core.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -73,3 +73,29 @@ def test_the_training_step_hands_over_its_forward_pass(scaled: bool) -> None:
     assert [first for first, _ in optimizer.seen] == losses
     assert all(first == again for first, again in optimizer.seen)
     assert len(set(losses)) == 3
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_what_follows_a_closure_follows_each_of_its_calls(named: bool) -> None:
+    done: list[str] = []
+
+    def closure() -> str:
+        done.append("closure")
+        return "loss"
+
+    given = ((), {"closure": closure}) if named else ((closure,), {})
+    covered = after_closure(("the optimizer", *given[0]), given[1], lambda: done.append("act"))
+    assert done == []
+    assert covered is not None
+    (first, *rest), kwargs = covered
+    assert first == "the optimizer"
+    evaluate = kwargs["closure"] if named else rest[0]
+    assert evaluate() == evaluate() == "loss"
+    assert done == ["closure", "act"] * 2
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"closure": None}])
+def test_without_a_closure_it_happens_at_once(kwargs: dict) -> None:
+    done: list[int] = []
+    assert after_closure(("the optimizer", None), kwargs, lambda: done.append(1)) is None
+    assert done == [1]

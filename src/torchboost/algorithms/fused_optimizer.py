@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_optimizer
-from torchboost.core.memory_layout import aligned
+from torchboost.core.closure import after_closure
+from torchboost.core.memory_layout import aligned, is_dense
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.optim import adam, sgd
 from torchboost.optim.base import UpdateRule
@@ -35,17 +37,25 @@ def fuse(optimizer: Optimizer) -> Attachment:
     Sets the ``fused`` flag of the param groups and of the defaults, as if the optimizer had been built with
     ``fused=True``; it stays the same object. Results agree with the ordinary form up to float32 rounding.
 
-    Three faults of the fused kernels are kept away: they read memory in storage order, so state and gradients in
-    another memory format than their parameter would be mixed up (they are brought into line); fused SGD fails
-    when only some parameters have momentum yet, as after freezing (the missing buffers start at zero, which is
-    the same update); and under ``GradScaler`` it reads uninitialised memory when its first step overflows. The last
-    does not happen here because ``GradScaler`` is left to unscale gradients itself, as for any optimizer, at the
-    price of one more pass over the gradients; step hooks then see true gradients, too.
+    Three faults of the fused kernels are kept away. They walk through memory in storage order: gradients and state
+    that are laid out in another way than their parameter (another memory format, expanded, a column of a matrix)
+    would be mixed up or read beyond their end, so they are brought into line; a group that holds a parameter with gaps
+    in its memory stays unfused, for the kernel would write into the gaps. Fused SGD fails when only some parameters
+    have momentum yet, as after freezing: the missing buffers start at zero, which is the same update. And under
+    ``GradScaler`` it reads uninitialised memory when its first step overflows, which does not happen here because
+    ``GradScaler`` is left to unscale gradients itself, as for any optimizer, at the price of one more pass over the
+    gradients; step hooks then see true gradients, too.
 
-    A loaded checkpoint keeps the optimizer fused. Sparse gradients switch their group back, with a warning.
+    Gradients are looked at before each step, and after the closure if ``step`` is given one. State is looked at when
+    it was loaded and when the layout of a parameter has changed; what is written into ``optimizer.state`` by hand must
+    have the layout of its parameter.
+
+    A loaded checkpoint keeps the optimizer fused. A group goes back to its own form, with a warning, if its gradients
+    are sparse or one of its parameters has got gaps.
 
     Args:
-        optimizer: Groups that cannot be fused stay as they are: torch then picks foreach on GPUs by itself.
+        optimizer: Groups that cannot be fused stay as they are: torch then picks foreach on GPUs by itself. That holds
+            for groups which are added later, too.
 
     Returns:
         Its ``remove()`` restores the flags.
@@ -55,7 +65,7 @@ def fuse(optimizer: Optimizer) -> Attachment:
         IncompatibleError: A group was built with ``differentiable=True``, which excludes fusing.
 
     Warns:
-        NoEffectWarning: Some group cannot be fused; the message says why.
+        NoEffectWarning: Some group cannot be fused, now or later; the message says why.
 
     Example:
         >>> import torch
@@ -104,6 +114,27 @@ def _refuse_differentiable(optimizer: Optimizer) -> None:
         )
 
 
+@dataclass(slots=True)
+class _Seen:
+    """What a group looked like at the last step: nothing but gradients needs a look while it stays the same.
+
+    Args:
+        params: Those with a gradient.
+        strides: Theirs, None for each that is contiguous; empty if all are, with gradients that are.
+        states: How many parameters of the optimizer had a state.
+    """
+
+    params: list[Tensor] = field(default_factory=list)
+    strides: list[tuple[int, ...] | None] = field(default_factory=list)
+    states: int = 0
+
+    def is_same(self, other: _Seen) -> bool:
+        """Compare parameters by identity: tensors compare by value."""
+        if (len(self.params), self.strides, self.states) != (len(other.params), other.strides, other.states):
+            return False
+        return all(map(operator.is_, self.params, other.params))
+
+
 class _Fusion(Attachment):
     def __init__(self, optimizer: Optimizer, chosen: list[bool]) -> None:
         super().__init__(undo=self._restore)
@@ -112,6 +143,7 @@ class _Fusion(Attachment):
         self._flags = [_flags(group) for group in optimizer.param_groups]
         self._defaults = _flags(optimizer.defaults)
         self._checks_before = "_need_device_dtype_check_for_fused" in vars(optimizer)
+        self._seen: dict[int, _Seen] = {}
         self._apply(optimizer)
         if all(chosen):
             optimizer.defaults |= _FUSED
@@ -120,6 +152,7 @@ class _Fusion(Attachment):
 
     def _apply(self, optimizer: Optimizer) -> None:
         """Set the flags; the param groups of a loaded checkpoint bring those it was written with."""
+        self._seen.clear()
         for group, chosen in zip(optimizer.param_groups, self._chosen, strict=False):
             if chosen:
                 group |= _FUSED
@@ -130,28 +163,55 @@ class _Fusion(Attachment):
     def _fused_groups(self) -> Iterator[dict[str, Any]]:
         return (group for group in self._optimizer.param_groups if group.get("fused"))
 
-    def _prepare(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for group in self._fused_groups():
-            moving = [p for p in group["params"] if p.grad is not None]
-            if any(p.grad.is_sparse for p in moving):
-                self._give_up(group)
-                continue
-            for p in moving:
-                if p.ndim > 1:
-                    p.grad = aligned(p.grad, p)
-            if group.get("momentum"):
-                _start_momentum(optimizer.state, moving)
+    def _prepare(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        return after_closure(args, kwargs, self._arrange)
 
-    def _give_up(self, group: dict[str, Any]) -> None:
-        index = next(i for i, other in enumerate(self._optimizer.param_groups) if other is group)
+    def _arrange(self) -> None:
+        """Bring gradients, and what else has changed, into the form which the fused kernels take for granted."""
+        groups = self._optimizer.param_groups
+        for index in range(len(self._chosen), len(groups)):
+            self._admit(index, groups[index])
+        for index, group in enumerate(groups):
+            if not group.get("fused"):
+                continue
+            moving = [p for p in group["params"] if p.grad is not None]
+            contiguous = [p.is_contiguous() for p in moving]
+            strides: list[tuple[int, ...] | None] = []
+            if not (all(contiguous) and all(p.grad.is_contiguous() for p in moving)):
+                if any(p.grad.layout is not torch.strided for p in moving):
+                    self._give_up(index, group, "has sparse gradients, which no fused kernel reads")
+                    continue
+                strides = [None if plain else p.stride() for p, plain in zip(moving, contiguous, strict=True)]
+                _align_gradients(moving)
+            now = _Seen(moving, strides, len(self._optimizer.state))
+            if index not in self._seen or not now.is_same(self._seen[index]):
+                self._look_closely(index, group, now)
+
+    def _admit(self, index: int, group: dict[str, Any]) -> None:
+        """Decide about a group that was added after this was attached."""
+        obstacle = _obstacle(self._optimizer, {**group, "fused": None}) if group.get("fused") else None
+        self._chosen.append(bool(group.get("fused")) and obstacle is None)
+        if obstacle is not None:
+            self._give_up(index, group, f"was added and cannot be fused ({obstacle})")
+
+    def _look_closely(self, index: int, group: dict[str, Any], now: _Seen) -> None:
+        gap = next((p for p in now.params if not is_dense(p)), None)
+        if gap is not None:
+            self._give_up(index, group, f"cannot be fused any more: {_gaps(gap)}")
+            return
+        state = self._optimizer.state
+        for parameter in now.params:
+            if parameter in state:
+                _align_state(state[parameter], parameter)
+        if group.get("momentum"):
+            _start_momentum(state, now.params)
+        # The buffers of a first step do not exist yet.
+        self._seen[index] = _Seen(now.params, now.strides, len(state))
+
+    def _give_up(self, index: int, group: dict[str, Any], reason: str) -> None:
         group |= self._flags[index] if index < len(self._flags) else self._defaults
-        if index < len(self._chosen):
-            self._chosen[index] = False
-        warnings.warn(
-            f"fused_optimizer: group {index} has sparse gradients, which no fused kernel reads; it goes on unfused.",
-            NoEffectWarning,
-            stacklevel=2,
-        )
+        self._chosen[index] = False
+        warnings.warn(f"fused_optimizer: group {index} {reason}; it goes on unfused.", NoEffectWarning, stacklevel=2)
 
     def _restore(self) -> None:
         optimizer = self._optimizer
@@ -194,10 +254,28 @@ def _obstacle(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
         return f"{name} has dampening={damping}, with which a fused step differs for parameters that start late"
     if isinstance(group.get("weight_decay"), Tensor):
         return f"{name} has a tensor as weight_decay; fused kernels take a float"
+    gap = next((p for p in group["params"] if not is_dense(p)), None)
+    if gap is not None:
+        return f"{name} has {_gaps(gap)}"
     samples: dict[tuple[Any, ...], Tensor] = {}
     for p in sorted(group["params"], key=Tensor.numel):
         samples.setdefault((type(p), p.device, p.dtype), p)
     return next((text for sample in samples.values() if (text := _probe(_FUSABLE[kind], sample))), None)
+
+
+def _gaps(parameter: Tensor) -> str:
+    return (
+        f"a parameter of shape {tuple(parameter.shape)} with strides {parameter.stride()}, which has gaps in its "
+        "memory that the fused kernel would write into; give it memory of its own (p.data = p.data.contiguous())"
+    )
+
+
+def _align_gradients(parameters: list[Tensor]) -> None:
+    for p in parameters:
+        grad: Any = p.grad
+        arranged = aligned(grad, p)
+        if arranged is not grad:
+            p.grad = arranged
 
 
 def _probe(kind: type[Optimizer], sample: Tensor) -> str | None:

@@ -9,7 +9,38 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["ClosureOptimizer", "Replay"]
+__all__ = ["ClosureOptimizer", "Replay", "after_closure"]
+
+
+def after_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Call ``act`` when the gradients of a step are there: now, or after the closure that makes them inside ``step``.
+
+    For step pre-hooks of optimizers, whose arguments these are and whose result this is.
+
+    Args:
+        args: The optimizer, and what ``step`` was called with.
+        kwargs: The same by name.
+        act: Called once without a closure, and after every call of a closure.
+
+    Returns:
+        The arguments with the closure covered; None without one.
+    """
+    named = kwargs.get("closure")
+    closure = named if named is not None else next((value for value in args[1:] if callable(value)), None)
+    if closure is None:
+        act()
+        return None
+
+    def evaluate() -> Any:
+        result = closure()
+        act()
+        return result
+
+    if named is not None:
+        return args, {**kwargs, "closure": evaluate}
+    return tuple(evaluate if value is closure else value for value in args), kwargs
 
 
 class ClosureOptimizer(Optimizer):
