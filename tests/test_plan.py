@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -291,6 +292,22 @@ def test_transform_twice_is_harmless():
     after = {k: v.clone() for k, v in model.state_dict().items()}
     plan.transform(model)
     assert all(torch.equal(v, after[k]) for k, v in model.state_dict().items())
+
+
+def test_fit_after_transform_keeps_what_was_transformed():
+    model = vgg()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    whole = Plan.of("O1", {"extra": {"compile": False}}, facts=FAST)
+    before = whole.fit(model, optimizer)
+    before.transform(model, optimizer)
+    assert "less_bn" in names(before)
+    assert whole.fit(model, optimizer) == before
+    attached = before.attach(Target(model, optimizer))
+    saved = copy.deepcopy((attached.state_dict(), optimizer.state_dict()))
+    attached.remove()
+    optimizer.load_state_dict(saved[1])
+    assert optimizer.param_groups[0]["fused"] is True
+    whole.fit(model, optimizer).attach(Target(model, optimizer)).load_state_dict(saved[0])
 
 
 def test_fit_lists_what_would_change_nothing():

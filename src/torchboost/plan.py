@@ -15,7 +15,7 @@ from torchboost.config import BoostConfig, BoostSwitches, ConfigSource
 from torchboost.core.algorithm import Algorithm, Attached, Scaler, Target, attach_all
 from torchboost.core.arguments import check_loss_fn, check_module, check_optimizer, check_pair, check_scaler
 from torchboost.core.step import TrainStep
-from torchboost.core.wrapping import wrapper_of
+from torchboost.core.wrapping import hookable, wrapper_of
 from torchboost.errors import ConfigError, IncompatibleError, nearest
 from torchboost.registry import LEVELS, REGISTRY, Entry, Facts
 
@@ -74,12 +74,16 @@ class Plan:
     def fit(self, model: nn.Module, optimizer: Optimizer) -> Plan:
         """Return the plan without the algorithms that would change nothing for this pair; the reasons are listed.
 
+        An algorithm that has transformed the model already stays on.
+
         Raises:
             TypeError: Not a module, or not an optimizer.
             ValueError: None of the parameters of the optimizer belongs to the model.
+            IncompatibleError: The optimizer calls no hooks and wraps no other one.
         """
         check_pair(model, optimizer)
-        reasons = {a.name: a.idle(model, optimizer) for a in self.algorithms}
+        inner = hookable(optimizer)
+        reasons = {a.name: None if a.applied(model) else a.idle(model, inner) for a in self.algorithms}
         idle = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)
         kept = tuple(a for a in self.algorithms if reasons[a.name] is None)
         return replace(self, algorithms=kept, dropped=self.dropped + idle)
@@ -97,6 +101,7 @@ class Plan:
         check_module(model)
         if optimizer is not None:
             check_optimizer(optimizer)
+            optimizer = hookable(optimizer)
         pending = [a for a in self.algorithms if a.needs_transform(model)]
         wrapper = wrapper_of(model)
         if pending and wrapper is not None:

@@ -68,6 +68,12 @@ class Refuse(Algorithm):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stateless(Algorithm):
+    name: ClassVar[str] = "stateless"
+    traits: ClassVar[Traits] = Traits(order=95)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Check(Refuse):
     def check(self, target: Target) -> None:
         raise IncompatibleError("checked")
@@ -105,10 +111,84 @@ def test_state_round_trip():
     assert again.state_dict() == {"count": {"steps": 2}}
 
 
-def test_state_of_other_algorithms_is_refused():
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({}, "no state of count, attached here"),
+        ({"count": {"steps": 1}, "other": {"x": 1}}, "the state of other, not attached here;"),
+        ({"other": {"x": 1}}, "the state of other, not attached here and no state of count"),
+    ],
+)
+def test_state_of_other_algorithms_is_refused(state, said):
     attached = attach_all(make_target(), [Count()])
-    with pytest.raises(ValueError, match="attach the same algorithms"):
-        attached.load_state_dict({"widen": {}})
+    with pytest.raises(ValueError, match=said):
+        attached.load_state_dict(state)
+    assert attached.state_dict() == {"count": {"steps": 0}}
+
+
+def test_algorithms_without_a_state_may_differ():
+    attached = attach_all(make_target(), [Count(), Narrow()])
+    attached.load_state_dict({"count": {"steps": 3}, "widen": {}})
+    assert attached.state_dict() == {"count": {"steps": 3}, "narrow": {}}
+
+
+def test_a_state_that_is_refused_leaves_the_others_as_they_were():
+    attached = attach_all(make_target(), [Count(), Stateless()])
+    with pytest.raises(ValueError, match="keeps no state"):
+        attached.load_state_dict({"count": {"steps": 3}, "stateless": {"x": 1}})
+    assert attached["count"].state_dict() == {"steps": 0}
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer by class only, as those of Accelerate and timm."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    @property
+    def state(self):
+        return self.optimizer.state
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+
+def test_algorithms_attach_to_the_optimizer_inside_another():
+    target = make_target()
+    inner = target.optimizer
+    target.optimizer = outer = Around(inner)
+    attached = attach_all(target, [Count()])
+    train(target)
+    assert target.optimizer is outer
+    assert attached["count"].state_dict() == {"steps": 1}
+    attached.remove()
+    assert not inner._optimizer_step_post_hooks
+
+
+class Replace(Narrow):
+    name: ClassVar[str] = "replace"
+    traits: ClassVar[Traits] = Traits(replaces_optimizer=True)
+
+
+def test_an_optimizer_inside_another_is_not_replaced():
+    target = make_target()
+    target.optimizer = Around(target.optimizer)
+    with pytest.raises(IncompatibleError, match="yours is Around around SGD"):
+        attach_all(target, [Widen(), Replace()])
+    assert not hasattr(target.model, "wide")
+
+
+def test_an_optimizer_without_hooks_is_refused_at_once():
+    class Empty(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            self.param_groups = []
+
+    with pytest.raises(IncompatibleError, match="Empty calls no hooks"):
+        Target(nn.Linear(1, 1), Empty())
 
 
 def test_remove_is_complete_and_idempotent():

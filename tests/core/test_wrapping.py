@@ -8,7 +8,49 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.support.ranks import run_ranks
-from torchboost.core.wrapping import is_compiled, unwrap, wrapper_of
+from torchboost.core.wrapping import hookable, is_compiled, unwrap, wrapper_of
+from torchboost.errors import IncompatibleError
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer by class only, as those of Accelerate and timm."""
+
+    def __init__(self, *inside: torch.optim.Optimizer, registries: bool = False) -> None:
+        for place, one in enumerate(inside):
+            setattr(self, f"part_{place}", one)
+        if registries:
+            vars(self).update({name: {} for name in vars(SGD([nn.Parameter(torch.ones(1))])) if "hooks" in name})
+
+    def step(self, closure=None):
+        return self.part_0.step(closure)
+
+
+SGD = torch.optim.SGD
+
+
+def test_the_optimizer_whose_hooks_are_called():
+    inner = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert hookable(inner) is inner
+    assert hookable(Around(inner)) is inner
+    assert hookable(Around(Around(inner))) is inner
+
+
+def test_registries_alone_do_not_make_hooks_run():
+    inner = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert hookable(Around(inner, registries=True)) is inner
+
+
+def test_a_scheduler_leaves_its_optimizer_as_it_is():
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    assert hookable(optimizer) is optimizer
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_no_single_optimizer_inside(count: int):
+    parts = [SGD([nn.Parameter(torch.ones(1))]) for _ in range(count)]
+    with pytest.raises(IncompatibleError, match=f"Around calls no hooks .* and holds {count} optimizers"):
+        hookable(Around(*parts))
 
 
 def test_bare_module():

@@ -17,6 +17,7 @@ from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.closure import after_closure
 from torchboost.core.memory_layout import aligned, is_dense
+from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.optim import adam, sgd
 from torchboost.optim.base import UpdateRule
@@ -55,14 +56,16 @@ def fuse(optimizer: Optimizer) -> Attachment:
 
     Args:
         optimizer: Groups that cannot be fused stay as they are: torch then picks foreach on GPUs by itself. That holds
-            for groups which are added later, too.
+            for groups which are added later, too. Groups that are fused already (built so, or loaded from a checkpoint
+            of a fused run) get the same care.
 
     Returns:
         Its ``remove()`` restores the flags.
 
     Raises:
         TypeError: Not an optimizer.
-        IncompatibleError: A group was built with ``differentiable=True``, which excludes fusing.
+        IncompatibleError: A group was built with ``differentiable=True``, which excludes fusing; or the optimizer
+            calls no hooks and wraps no other one.
 
     Warns:
         NoEffectWarning: Some group cannot be fused, now or later; the message says why.
@@ -75,6 +78,7 @@ def fuse(optimizer: Optimizer) -> Attachment:
         True
     """
     check_optimizer(optimizer)
+    optimizer = hookable(optimizer)
     _refuse_differentiable(optimizer)
     obstacles = [_obstacle(optimizer, group) for group in optimizer.param_groups]
     if any(obstacles):
@@ -189,7 +193,7 @@ class _Fusion(Attachment):
 
     def _admit(self, index: int, group: dict[str, Any]) -> None:
         """Decide about a group that was added after this was attached."""
-        obstacle = _obstacle(self._optimizer, {**group, "fused": None}) if group.get("fused") else None
+        obstacle = _obstacle(self._optimizer, group) if group.get("fused") else None
         self._chosen.append(bool(group.get("fused")) and obstacle is None)
         if obstacle is not None:
             self._give_up(index, group, f"was added and cannot be fused ({obstacle})")
@@ -209,17 +213,19 @@ class _Fusion(Attachment):
         self._seen[index] = _Seen(now.params, now.strides, len(state))
 
     def _give_up(self, index: int, group: dict[str, Any], reason: str) -> None:
-        group |= self._flags[index] if index < len(self._flags) else self._defaults
+        group |= (self._flags[index] if index < len(self._flags) else self._defaults) | {"fused": None}
         self._chosen[index] = False
         warnings.warn(f"fused_optimizer: group {index} {reason}; it goes on unfused.", NoEffectWarning, stacklevel=2)
 
     def _restore(self) -> None:
         optimizer = self._optimizer
-        fused = list(self._fused_groups())
+        ours = [p for group in self._fused_groups() for p in group["params"]]
         for index, group in enumerate(optimizer.param_groups):
             group |= self._flags[index] if index < len(self._flags) else self._defaults
         optimizer.defaults |= self._defaults
-        for parameter in (p for group in fused for p in group["params"] if not group.get("capturable")):
+        staying = (group for group in optimizer.param_groups if group.get("capturable") or group.get("fused"))
+        on_device = {p for group in staying for p in group["params"]}
+        for parameter in (p for p in ours if p not in on_device):
             state = optimizer.state.get(parameter, {})
             if isinstance(state.get("step"), Tensor):
                 state["step"] = state["step"].cpu()
@@ -240,8 +246,6 @@ def _obstacle(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
     name = type(optimizer).__name__
     if kind is None or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(kind.step):
         return f"{name} has no fused form in torch.optim (SGD, Adam, AdamW and Adagrad have)"
-    if group.get("fused"):
-        return f"{name} is already fused"
     if isinstance(optimizer, UpdateRule):
         try:
             optimizer.check_group({**group, **_FUSED})

@@ -46,9 +46,7 @@ def retain_host_memory() -> Attachment:
         >>> effect = retain_host_memory()
         >>> effect.remove()
     """
-    obstacle = _obstacle()
-    if obstacle is not None:
-        raise IncompatibleError(f"host_memory: {obstacle}; leave it out, or preload jemalloc or tcmalloc instead.")
+    _refuse()
     library = ctypes.CDLL(None)
     library.mallopt(_MMAP_MAX, 0)
     library.mallopt(_TRIM_THRESHOLD, _NEVER)
@@ -73,9 +71,19 @@ class HostMemory(Algorithm):
         """Say so when the C library is not glibc."""
         return _obstacle()
 
+    def check(self, target: Target) -> None:
+        """Refuse a C library other than glibc."""
+        _refuse()
+
     def attach(self, target: Target) -> Attachment:
         """Set the process up."""
         return retain_host_memory()
+
+
+def _refuse() -> None:
+    obstacle = _obstacle()
+    if obstacle is not None:
+        raise IncompatibleError(f"host_memory: {obstacle}; leave it out, or preload jemalloc or tcmalloc instead.")
 
 
 def _obstacle() -> str | None:

@@ -119,6 +119,10 @@ class LessBatchNorm(Algorithm):
             return "the model has no BatchNorm"
         return None if self.needs_transform(model) else "the model has no BatchNorm left that can go"
 
+    def applied(self, model: nn.Module) -> bool:
+        """Whether something was removed from the model, or its head normalised."""
+        return any(isinstance(module, (RemovedNorm, NormalizedLinear)) for module in model.modules())
+
     def needs_transform(self, model: nn.Module) -> bool:
         """Whether something is left to remove or the head is still to be normalised.
 
@@ -128,9 +132,7 @@ class LessBatchNorm(Algorithm):
         inner = unwrap(model)
         if wrapper_of(inner) is None:
             return _plan(inner, self, None).changes
-        modules = list(inner.modules())
-        done = any(isinstance(m, (RemovedNorm, NormalizedLinear)) for m in modules)
-        return not done and any(isinstance(m, _BatchNorm) for m in modules)
+        return not self.applied(inner) and any(isinstance(m, _BatchNorm) for m in inner.modules())
 
     def transform(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         """Do it; see :func:`reduce_batch_norm` for errors and warnings."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.core.arguments import check_module, check_optimizer, check_scaler
-from torchboost.core.wrapping import wrapper_of
+from torchboost.core.wrapping import hookable, wrapper_of
 from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError
 
@@ -126,7 +126,8 @@ class Target:
 
     Args:
         model: The module that is called in the loop, wrapped or not.
-        optimizer: The optimizer whose ``step`` the loop calls.
+        optimizer: The optimizer whose ``step`` the loop calls. If it wraps another one and calls no hooks itself, as
+            ``AcceleratedOptimizer`` does, algorithms attach to the one inside.
         scaler: A ``GradScaler`` or anything with its protocol; None trains without loss scaling.
         accumulator: Several backward passes per update; None updates after every one.
         topology: Ranks of the job.
@@ -136,6 +137,7 @@ class Target:
 
     Raises:
         TypeError: Not a module, not an optimizer, or not a scaler.
+        IncompatibleError: The optimizer calls no hooks and wraps no other one.
     """
 
     model: nn.Module
@@ -150,6 +152,7 @@ class Target:
     def __post_init__(self) -> None:
         check_module(self.model)
         check_optimizer(self.optimizer)
+        hookable(self.optimizer)
         check_scaler(self.scaler)
 
 
@@ -219,6 +222,10 @@ class Algorithm:
         """Whether :meth:`transform` would change ``model``; false once it has been transformed."""
         return False
 
+    def applied(self, model: nn.Module) -> bool:
+        """Whether ``model`` shows that :meth:`transform` has changed it; a plan then lists the algorithm as on."""
+        return False
+
     def transform(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         """Change the modules, once, before the model is wrapped, sharded or compiled.
 
@@ -266,16 +273,31 @@ class Attached:
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Load what :meth:`state_dict` returned.
 
+        Algorithms without a state may differ: which of them are attached depends on what is left to do (a transformed
+        model, an optimizer that was loaded with ``fused=True``).
+
         Raises:
-            ValueError: The checkpoint was written with other algorithms; nothing was loaded.
+            ValueError: The checkpoint holds the state of an algorithm that is not attached, or one that is attached
+                and has a state is not in it; nothing was loaded.
         """
-        if set(state) != set(self._entries):
-            raise ValueError(
-                f"the checkpoint holds {sorted(state)}, attached are {sorted(self._entries)}; "
-                "attach the same algorithms before loading."
-            )
-        for name, (_, live) in self._entries.items():
-            live.load_state_dict(state[name])
+        own = self.state_dict()
+        extra = sorted(name for name in state if state[name] and name not in own)
+        missing = sorted(name for name in own if own[name] and name not in state)
+        if extra or missing:
+            found = f"the state of {', '.join(extra)}, not attached here" if extra else ""
+            found += " and " if extra and missing else ""
+            found += f"no state of {', '.join(missing)}, attached here" if missing else ""
+            raise ValueError(f"the checkpoint holds {found}; attach the algorithms it was written with before loading.")
+        loaded: list[str] = []
+        try:
+            for name in self._entries:
+                if name in state:
+                    self[name].load_state_dict(state[name])
+                    loaded.append(name)
+        except BaseException:
+            for name in loaded:
+                self[name].load_state_dict(own[name])
+            raise
 
     def remove(self) -> None:
         """Remove every attachment, last attached first. A second call does nothing."""
@@ -293,13 +315,15 @@ class Attached:
 def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> Attached:
     """Sort by ``traits.order``, check conflicts and the wrapping of the model, transform where needed, attach.
 
-    Either everything is attached or nothing is: every algorithm may refuse before the first one changes anything,
-    and should one fail later, those before it are removed.
+    Either everything is attached or nothing is: every algorithm may refuse before the first one changes anything
+    (:meth:`Algorithm.check`), and if one fails later, those before it are removed. What a transform has changed by
+    then stays changed.
 
     Raises:
         TypeError: ``target`` is not a :class:`Target`.
-        IncompatibleError: Two algorithms exclude each other, one appears twice, one cannot work on this target, or a
-            model that is already wrapped still needs a transformation.
+        IncompatibleError: Two algorithms exclude each other, one appears twice, one cannot work on this target, a
+            model that is already wrapped still needs a transformation, or one puts its own optimizer in the place of
+            one that is inside another.
     """
     if not isinstance(target, Target):
         raise TypeError(
@@ -309,15 +333,31 @@ def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> Attached:
     _check_conflicts(chosen)
     _check_wrapping(target.model, chosen)
     target.scaler_follows = any(algorithm.traits.brings_scaler for algorithm in chosen)
-    for algorithm in chosen:
-        algorithm.check(target)
-    for algorithm in chosen:
-        if algorithm.needs_transform(target.model):
-            algorithm.transform(target.model, target.optimizer)
-    with ExitStack() as undo:
-        live = [undo.enter_context(algorithm.attach(target)) for algorithm in chosen]
-        undo.pop_all()
+    given, inner = target.optimizer, hookable(target.optimizer)
+    _check_replacing(given, inner, chosen)
+    target.optimizer = inner
+    try:
+        for algorithm in chosen:
+            algorithm.check(target)
+        for algorithm in chosen:
+            if algorithm.needs_transform(target.model):
+                algorithm.transform(target.model, target.optimizer)
+        with ExitStack() as undo:
+            live = [undo.enter_context(algorithm.attach(target)) for algorithm in chosen]
+            undo.pop_all()
+    finally:
+        if target.optimizer is inner:
+            target.optimizer = given
     return Attached(chosen, live)
+
+
+def _check_replacing(given: Optimizer, inner: Optimizer, chosen: list[Algorithm]) -> None:
+    replacing = [algorithm.name for algorithm in chosen if algorithm.traits.replaces_optimizer]
+    if replacing and inner is not given:
+        raise IncompatibleError(
+            f"'{replacing[0]}' puts an optimizer of its own in the place of yours, but yours is {type(given).__name__} "
+            f"around {type(inner).__name__}; attach to the inner one, then wrap target.optimizer."
+        )
 
 
 def _check_conflicts(chosen: list[Algorithm]) -> None:

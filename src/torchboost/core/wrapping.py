@@ -1,4 +1,4 @@
-"""Recognise models that were already handed to DDP, FSDP2 or ``torch.compile``."""
+"""Recognise models that were already handed to DDP, FSDP2 or ``torch.compile``, and optimizers inside of others."""
 
 from __future__ import annotations
 
@@ -6,8 +6,44 @@ import sys
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
 
-__all__ = ["is_compiled", "unwrap", "wrapper_of"]
+from torchboost.errors import IncompatibleError
+
+__all__ = ["hookable", "is_compiled", "unwrap", "wrapper_of"]
+
+_REGISTRIES = (
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_post_hooks"),
+    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+)
+
+
+def hookable(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer whose hooks are called: ``optimizer``, or the one that it wraps.
+
+    ``AcceleratedOptimizer`` of Accelerate and ``Lookahead`` of timm are optimizers by class only: they do not call
+    ``Optimizer.__init__``, which makes the registries of the hooks and lets ``step`` call them, but the ``step`` of
+    an optimizer that they hold.
+
+    Raises:
+        IncompatibleError: No hook would be called, and there is not exactly one optimizer inside.
+    """
+    while not _calls_hooks(optimizer):
+        inside = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+        if len(inside) != 1:
+            raise IncompatibleError(
+                f"{type(optimizer).__name__} calls no hooks of torch.optim (its __init__ does not call "
+                f"super().__init__()) and holds {len(inside)} optimizers; give the optimizer whose step moves the "
+                "weights, or call super().__init__() in yours."
+            )
+        optimizer = inside[0]
+    return optimizer
+
+
+def _calls_hooks(optimizer: Optimizer) -> bool:
+    # Optimizer.__init__ replaces the step of the class by one that calls the hooks, and marks it so.
+    marked = getattr(type(optimizer).step, "hooked", False)
+    return bool(marked) and all(name in vars(optimizer) for name in _REGISTRIES)
 
 
 def wrapper_of(model: nn.Module) -> str | None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Attachment
 from torchboost.core.arguments import check_optimizer
+from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
 
 __all__ = [
@@ -103,9 +104,10 @@ class GradientPipeline:
 
         Raises:
             TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
+            IncompatibleError: It calls no hooks and wraps no other optimizer.
         """
         check_optimizer(optimizer)
-        return PipelineAttachment(optimizer, self.transforms)
+        return PipelineAttachment(hookable(optimizer), self.transforms)
 
 
 class PipelineAttachment(Attachment):
