@@ -23,9 +23,11 @@ from tests.support.conv_nets import (
     vgg,
 )
 from tests.support.models import BottleneckNet
+from tests.support.removal_nets import NormAct, preact_net, repvgg_net
 from torchboost.algorithms.less_bn import LessBatchNorm, reduce_batch_norm
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.core.normalized_linear import NormalizedLinear
+from torchboost.core.removed_norm import RemovedNorm
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.workloads.models import VGG, BasicBlock, Bottleneck, ResNet
 
@@ -171,6 +173,91 @@ def test_what_cannot_go_says_why():
         assert "own forward" in reduce_batch_norm(vgg((2,), norm=Own), keep_every=9).kept["4"]
 
 
+@pytest.mark.parametrize("style", ["module", "method", "keyword", "positional"])
+@pytest.mark.parametrize("keep", ["last", "narrowest"])
+def test_a_norm_that_went_leaves_the_skip_path_alone(style, keep):
+    torch.manual_seed(0)
+    model = preact_net(style)
+    assert "1.bn1" in reduce_batch_norm(model, keep=keep).removed
+    plain = preact_net("plain")
+    reduce_batch_norm(plain, keep=keep)
+    plain.load_state_dict(model.state_dict())
+    assert not any(m.copies for m in plain.modules() if isinstance(m, RemovedNorm))
+    assert sum(m.copies for m in model.modules() if isinstance(m, RemovedNorm)) == 3
+    trained = []
+    for network in (model, plain):
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        for step in range(3):
+            torch.manual_seed(step)
+            F.cross_entropy(network(torch.randn(4, 3, 8, 8)), torch.arange(4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(list(network.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+
+
+def test_additions_in_place_behind_a_norm_that_went():
+    model = repvgg_net()
+    assert {"3.same", "4.same"} <= set(reduce_batch_norm(model).removed)
+    x = torch.randn(2, 3, 8, 8)
+    model(x).sum().backward()  # autograd noticed that its saved tensors were written to
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_norm_held_beside_the_module_tree_stays():
+    model = vgg()
+    model.path = list(model)[:6]
+    model.forward = lambda x: nn.Sequential(*model.path, *list(model)[6:])(x)
+    report = reduce_batch_norm(model, keep_every=9)
+    assert report.kept["4"] == "'path' of the model holds it too"
+    assert report.removed
+
+
+def test_a_norm_that_someone_extended_stays():
+    model = vgg()
+    seen = []
+    model[4].register_forward_hook(lambda module, args, output: seen.append(output))
+    assert "hooks" in reduce_batch_norm(model, keep_every=9).kept["4"]
+    model(torch.randn(2, 3, 16, 16))
+    assert len(seen) == 1
+
+
+def test_a_forward_that_reads_the_width_of_a_norm():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.rest = vgg(), None
+
+        def forward(self, x):
+            h = self.first[:6](x)
+            return self.first[6:](h.view(len(x), self.first[4].num_features, *h.shape[2:]))
+
+    model = Reads()
+    assert "first.4" in reduce_batch_norm(model, keep_every=9).removed
+    assert model(torch.randn(2, 3, 16, 16)).shape == (2, 4)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_norms_that_bring_an_activation_along(trained):
+    torch.manual_seed(0)
+    layers = [m for wide in (3, 4, 4, 4, 4) for m in (nn.Conv2d(wide, 4, 3, padding=1), NormAct(4, nn.SiLU()))]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
+    x = torch.randn(8, 3, 8, 8)
+    if trained:
+        train_a_little(model, size=8)
+    before = outputs(model, x)
+    report = reduce_batch_norm(model)
+    assert report.removed == ("3", "7")
+    assert isinstance(model[3].act, nn.SiLU)
+    if trained:
+        assert report.largest_difference <= 1e-5
+        assert torch.allclose(outputs(model, x), before, atol=1e-5)
+    else:  # the activation behind is seen: half of the mean square gets through to the next layer
+        assert float(model[4].weight.detach().square().sum((1, 2, 3)).mean()) > 0
+        assert report.rescaled == ("2", "6")
+        assert float(model[6].weight.detach().square().sum((1, 2, 3)).mean() / 2) == pytest.approx(1, rel=0.05)
+
+
 def test_a_module_under_two_names_goes_from_both():
     model = vgg()
     outer = nn.ModuleDict({"net": model, "again": nn.ModuleList([model[4]])})
@@ -179,7 +266,7 @@ def test_a_module_under_two_names_goes_from_both():
     stack = nn.Sequential(*[m for _ in range(3) for m in (nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU())])
     stack[3].bonus = stack[4]
     reduce_batch_norm(stack)
-    assert isinstance(stack[4], nn.Identity)
+    assert isinstance(stack[4], RemovedNorm)
     assert stack[3].bonus is stack[4]
 
 

@@ -1,11 +1,14 @@
-"""What the module tree suggests where a model can be neither traced nor run."""
+"""What modules tell without a pass through the model."""
 
 from __future__ import annotations
 
+import pytest
+import torch
 from torch import nn
 
 from tests.support.conv_nets import Basic, InvertedResidual, RefusesTracing, vgg
-from torchboost.core.structure import assume
+from tests.support.removal_nets import NormAct
+from torchboost.core.structure import assume, norm_tail
 from torchboost.workloads.models import Bottleneck, ResNet
 
 
@@ -55,3 +58,51 @@ def test_plain_stacks_stay_plain():
     flow = assume(vgg(), is_leaf)
     assert not any(n.kind == "add" for n in flow.nodes)
     assert all(n.inputs == (n.index - 1,) for n in flow.nodes[1:])
+
+
+class Sandwich(nn.BatchNorm2d):
+    """Something else than modules in a row behind the normalisation."""
+
+    def __init__(self, kind: str):
+        super().__init__(3)
+        self.kind, self.act, self.scale = kind, nn.ReLU(), 2.0
+
+    def forward(self, x):
+        if self.kind == "in front":
+            return super().forward(self.act(x))
+        out = super().forward(x)
+        if self.kind == "function":
+            return self.act(out.relu())
+        if self.kind == "in place":
+            out.mul_(self.scale)
+            return self.act(out)
+        if self.kind == "in training":
+            return self.act(out) if self.training else out
+        return self.act(out) + x
+
+
+def test_what_a_batch_norm_ends_with():
+    assert norm_tail(nn.BatchNorm1d(3)) == norm_tail(nn.BatchNorm3d(3, affine=False)) == ()
+    assert norm_tail(nn.SyncBatchNorm(3)) == ()
+    norm = NormAct(3, nn.SiLU())
+    assert norm_tail(norm) == norm_tail(norm.eval()) == ("drop", "act")
+    assert norm.num_batches_tracked == 0
+    assert norm_tail(nn.GroupNorm(1, 3)) is None
+    for kind in ("in front", "function", "in place", "in training", "skip"):
+        assert norm_tail(Sandwich(kind)) is None
+
+
+def customised() -> dict[str, nn.Module]:
+    norms = {name: nn.BatchNorm2d(3) for name in ("hook", "pre", "gradient", "forward", "buffer", "parametrized")}
+    norms["hook"].register_forward_hook(lambda *_: None)
+    norms["pre"].register_forward_pre_hook(lambda *_: None)
+    norms["gradient"].weight.register_hook(lambda gradient: gradient)
+    norms["forward"].forward = lambda x: x
+    norms["buffer"].register_buffer("extra", torch.zeros(1))
+    nn.utils.parametrize.register_parametrization(norms["parametrized"], "weight", nn.Softplus())
+    return norms
+
+
+@pytest.mark.parametrize("kind", list(customised()))
+def test_a_batch_norm_that_someone_extended_is_not_understood(kind):
+    assert norm_tail(customised()[kind]) is None

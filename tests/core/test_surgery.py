@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import Parameter
 
-from torchboost.core.surgery import Rebinding, rebind_optimizer, replace_module
+from torchboost.core.surgery import Rebinding, held_elsewhere, rebind_optimizer, replace_module
 
 
 def test_replaces_a_module_under_every_name_and_in_every_parent():
@@ -90,3 +92,17 @@ def test_what_the_optimizer_does_not_hold_stays_out():
     optimizer = torch.optim.SGD([held], lr=0.1)
     assert rebind_optimizer(optimizer, removed=[other], added=[(new, other, "bias")]) == Rebinding()
     assert optimizer.param_groups[0]["params"] == [held]
+
+
+def test_modules_that_attributes_hold_are_found():
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(7)])
+    model.inner = nn.Module()
+    model.path = [model[0], {"b": (model[1],)}]
+    model.inner.call = model[2].forward
+    model.inner.later = partial(print, model[3])
+    model.inner.hidden = [nn.Sequential(model[4])]
+    model.path.append(model.path)
+    found = held_elsewhere(model)
+    assert {at for at in range(7) if model[at] in found} == {0, 1, 2, 3, 4}
+    assert found[model[0]] == "'path' of the model"
+    assert found[model[2]] == "'call' of 'inner'"

@@ -13,13 +13,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Traits
+from torchboost.core.aliasing import may_collide
 from torchboost.core.arguments import check_module
 from torchboost.core.dataflow import trace
 from torchboost.core.flow import Dataflow
-from torchboost.core.folding import Fold, fold_obstacle, fold_pairs, is_plain_norm, shared_weights
+from torchboost.core.folding import Fold, fold_obstacle, fold_pairs, shared_weights
 from torchboost.core.norm_roles import WEIGHTED, Block, Keep, reasons_to_stay, residual_blocks, was_trained
 from torchboost.core.normalized_linear import NormalizedLinear
-from torchboost.core.surgery import RemovedNorm, rebind_optimizer, replace_module
+from torchboost.core.removed_norm import RemovedNorm
+from torchboost.core.structure import is_customised, norm_tail
+from torchboost.core.surgery import held_elsewhere, rebind_optimizer, replace_module
 from torchboost.core.variance import rescale_layers
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
@@ -233,6 +236,7 @@ class _Plan(NamedTuple):
     names: dict[nn.Module, str]
     kept: dict[nn.Module, str]
     removed: list[_BatchNorm]
+    copies: set[_BatchNorm]
     bare_ends: dict[int, float]
     trained: bool
     head: nn.Linear | None
@@ -292,7 +296,7 @@ def _plan(model: nn.Module, settings: LessBatchNorm, sample: Any) -> _Plan:
     names = {module: name for name, module in model.named_modules()}
     norms = [module for module in names if isinstance(module, _BatchNorm)]
     if not norms and not (settings.normalize_head and any(isinstance(m, nn.Linear) for m in names)):
-        return _Plan(None, names, {}, [], {}, False, None)
+        return _Plan(None, names, {}, [], set(), {}, False, None)
     flow = trace(model, sample=sample)
     order = {norm: (flow.calls(norm) or [len(flow.nodes)])[0] for norm in norms}
     norms.sort(key=order.__getitem__)
@@ -308,23 +312,27 @@ def _plan(model: nn.Module, settings: LessBatchNorm, sample: Any) -> _Plan:
         blocks_per_norm=settings.blocks_per_norm,
     )
     shared = shared_weights(model)
+    elsewhere = held_elsewhere(model)
     kept: dict[nn.Module, str] = {}
     removed: list[_BatchNorm] = []
     for norm in norms:
-        reason = _reason(flow, norm, reasons) or (fold_obstacle(flow, norm, shared) if trained else None)
+        reason = f"{elsewhere[norm]} holds it too" if norm in elsewhere else _reason(flow, norm, reasons)
+        reason = reason or (fold_obstacle(flow, norm, shared) if trained else None)
         if reason is None and norm is not model:
             removed.append(norm)
         else:
             kept[norm] = reason or "it is the model itself"
     gone = {flow.calls(norm)[0] for norm in removed}
-    return _Plan(flow, names, kept, removed, _bare_ends(blocks, gone), trained, _head(flow, model, settings))
+    copies = {norm for norm in removed if may_collide(flow, flow.calls(norm)[0], gone)}
+    ends, head = _bare_ends(blocks, gone), _head(flow, model, settings, elsewhere)
+    return _Plan(flow, names, kept, removed, copies, ends, trained, head)
 
 
 def _reason(flow: Dataflow, norm: _BatchNorm, reasons: Mapping[int, str | None]) -> str | None:
     """Why one BatchNorm stays, from its own properties first and its place second; None where it goes."""
     calls = flow.calls(norm)
-    if not is_plain_norm(norm):
-        return f"{type(norm).__name__} has its own forward"
+    if norm_tail(norm) is None:
+        return f"{type(norm).__name__} has its own forward, or hooks"
     if len(calls) != 1:
         return f"it is used {len(calls)} times" if calls else "the traced pass does not reach it"
     if norm.running_mean is None:
@@ -342,11 +350,15 @@ def _bare_ends(blocks: list[Block], gone: set[int]) -> dict[int, float]:
     }
 
 
-def _head(flow: Dataflow, model: nn.Module, settings: LessBatchNorm) -> nn.Linear | None:
+def _head(
+    flow: Dataflow, model: nn.Module, settings: LessBatchNorm, elsewhere: Mapping[nn.Module, str]
+) -> nn.Linear | None:
     """The last linear layer of the forward pass, where it is still to be normalised and can be replaced."""
     layers = flow.instances((nn.Linear, NormalizedLinear)) if settings.normalize_head else []
     last = layers[-1].module if layers else None
     if not isinstance(last, nn.Linear) or type(last).forward is not nn.Linear.forward or last is model:
+        return None
+    if last in elsewhere or is_customised(last) or len(flow.calls(last)) != 1:
         return None
     return last if last._parameters.get("weight") is not None else None
 
@@ -357,22 +369,23 @@ def _fold(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, sample: An
     for norm in plan.removed:
         layer = plan.flow.nodes[plan.flow.nodes[plan.flow.calls(norm)[0]].inputs[0]].module
         assert layer is not None
-        folds.append(Fold(norm, layer))
+        folds.append(Fold(norm, layer, copies=norm in plan.copies))
     return fold_pairs(model, folds, optimizer=optimizer, sample=sample) if folds else None
 
 
 def _drop(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, settings: LessBatchNorm) -> tuple[str, ...]:
     assert plan.flow is not None
-    flow, before = plan.flow, set(model.parameters())
+    flow, before, shared = plan.flow, set(model.parameters()), shared_weights(model)
     rescaled: tuple[str, ...] = ()
     if settings.init == "unit_variance":
         gone = {flow.calls(norm)[0] for norm in plan.removed}
-        shared = shared_weights(model)
         targets = {layer: 1.0 for index in gone if (layer := _only_layer_before(flow, index, shared)) is not None}
         targets |= {layer: variance for layer, variance in plan.bare_ends.items() if layer in targets}
         rescaled = tuple(plan.names[module] for module in rescale_layers(flow, targets, gone))
     for norm in plan.removed:
-        replace_module(model, norm, RemovedNorm())
+        front = _only_layer_before(flow, flow.calls(norm)[0], shared)
+        layer = None if front is None else flow.nodes[front].module
+        replace_module(model, norm, RemovedNorm.of(norm, copies=norm in plan.copies, layer=layer))
     if optimizer is not None:
         rebind_optimizer(optimizer, removed=before - set(model.parameters()))
     return rescaled

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,6 +23,8 @@ __all__ = ["METADATA", "evaluate", "function_name", "is_leaf", "runnable", "trac
 
 LAYERS = (_ConvNd, nn.Linear, NormalizedLinear, _BatchNorm)
 _ADDITIONS = frozenset({"add", "add_", "iadd", "__add__", "__iadd__", "__radd__"})
+_OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor")
+_WRITING = frozenset({*_OPERATORS, *(f"__{name}__" for name in _OPERATORS), "setitem", "__setitem__"})
 METADATA = frozenset({"size", "dim", "ndimension", "numel", "stride", "_assert", "is_floating_point", "is_contiguous"})
 """Methods that yield sizes and the like instead of a tensor."""
 _VIEWS = frozenset({"T", "mT", "data", "real"})
@@ -180,6 +183,24 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return is_leaf(m)
 
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+
+class _Proxy(fx.Proxy):
+    """Records ``x += y`` as what it is; torch's own stand-in takes it for ``x = x + y``."""
+
+
+def _in_place(operator: Callable[..., Any]) -> Callable[..., Any]:
+    def record(self: fx.Proxy, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", operator, (self, other), {})
+
+    return record
+
+
+for _name in _OPERATORS:
+    setattr(_Proxy, f"__{_name}__", _in_place(getattr(operator, _name)))
+
 
 def _trace_symbolically(model: nn.Module) -> Dataflow:
     arguments = inspect.signature(model.forward).parameters.values()
@@ -198,9 +219,9 @@ def _trace_symbolically(model: nn.Module) -> Dataflow:
         elif node.op == "output":
             builder.add("output", "output", inputs)
         elif inputs and not _is_metadata(node):
-            name = function_name(node.target)
-            known[node] = builder.operation(name, inputs, _ADDITIONS)
-            if name.endswith("_") and not name.endswith("__") and isinstance(node.args[0], fx.Node):
+            writes = _writes(node.target, node.args, node.kwargs)
+            known[node] = builder.operation(function_name(node.target), inputs, _ADDITIONS, writes=writes)
+            if writes and isinstance(node.args[0], fx.Node):
                 known[node.args[0]] = known[node]  # in place: whoever reads the tensor later reads the new value
     return builder.build("fx")
 
@@ -209,6 +230,19 @@ def _is_metadata(node: fx.Node) -> bool:
     """Whether a traced call yields sizes and the like instead of a tensor."""
     name = function_name(node.target)
     return name in METADATA or (name == "getattr" and node.args[1] not in _VIEWS)
+
+
+def _writes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a traced call writes to its first argument: by name, as an operator, or as it is asked to."""
+    name = function_name(target)
+    if (name.endswith("_") and not name.endswith("__")) or name in _WRITING or kwargs.get("out") is not None:
+        return True
+    if kwargs.get("inplace") or isinstance(target, str):
+        return bool(kwargs.get("inplace"))
+    try:
+        return bool(inspect.signature(target).bind_partial(*args).arguments.get("inplace"))
+    except (TypeError, ValueError):  # a function in C has no signature, and no such argument
+        return False
 
 
 def function_name(target: Any) -> str:
@@ -273,7 +307,8 @@ class _Recorder(TorchFunctionMode):
             changed = args[:1] if name == "__setitem__" else result
             inputs, outputs = self._makers((args, kwargs)), _tensors(changed)
             if inputs and outputs:
-                self._book(self._builder.operation(name, inputs, _ADDITIONS), outputs)
+                writes = _writes(func, args, kwargs or {})
+                self._book(self._builder.operation(name, inputs, _ADDITIONS, writes=writes), outputs)
         return result
 
     def _makers(self, value: Any) -> list[int]:

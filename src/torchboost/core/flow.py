@@ -25,6 +25,7 @@ class Node:
         label: Module or function name, for messages.
         inputs: Nodes whose outputs it takes, each once.
         module: The module of a ``"module"`` node.
+        writes: Whether a function writes to the memory of its first input.
     """
 
     index: int
@@ -32,6 +33,7 @@ class Node:
     label: str
     inputs: tuple[int, ...]
     module: nn.Module | None = None
+    writes: bool = False
 
 
 class Branches(NamedTuple):
@@ -124,15 +126,23 @@ class FlowBuilder:
     def __init__(self) -> None:
         self._nodes: list[Node] = []
 
-    def add(self, kind: Kind, label: str, inputs: Iterable[int] = (), module: nn.Module | None = None) -> int:
+    def add(
+        self,
+        kind: Kind,
+        label: str,
+        inputs: Iterable[int] = (),
+        module: nn.Module | None = None,
+        *,
+        writes: bool = False,
+    ) -> int:
         """Append a node and return its index."""
         index = len(self._nodes)
-        self._nodes.append(Node(index, kind, label, tuple(dict.fromkeys(inputs)), module))
+        self._nodes.append(Node(index, kind, label, tuple(dict.fromkeys(inputs)), module, writes))
         return index
 
-    def operation(self, name: str, inputs: Sequence[int], additions: frozenset[str]) -> int:
+    def operation(self, name: str, inputs: Sequence[int], additions: frozenset[str], *, writes: bool = False) -> int:
         """Append a function call: an addition where it is named so and joins two activations."""
-        return self.add("add" if name in additions and len(inputs) > 1 else "other", name, inputs)
+        return self.add("add" if name in additions and len(inputs) > 1 else "other", name, inputs, writes=writes)
 
     def build(self, traced: Traced) -> Dataflow:
         """Return the graph."""

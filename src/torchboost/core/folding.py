@@ -10,15 +10,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.optim import Optimizer
 
+from torchboost.core.aliasing import may_collide
 from torchboost.core.arguments import check_module
 from torchboost.core.dataflow import evaluate, runnable, trace
 from torchboost.core.flow import Dataflow
 from torchboost.core.norm_roles import WEIGHTED
-from torchboost.core.surgery import RemovedNorm, rebind_optimizer, replace_module
+from torchboost.core.removed_norm import RemovedNorm
+from torchboost.core.structure import norm_tail
+from torchboost.core.surgery import rebind_optimizer, replace_module
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError
 
@@ -58,11 +61,15 @@ class FoldReport:
 
 
 class Fold(NamedTuple):
-    """A BatchNorm and the layer that takes it over: the one before it, or the one behind it."""
+    """A BatchNorm and the layer that takes it over: the one before it, or the one behind it.
+
+    ``copies`` says whether what stands in its place must return a copy (:func:`~torchboost.core.aliasing.may_collide`).
+    """
 
     norm: nn.Module
     layer: nn.Module
     behind: bool = False
+    copies: bool = True
 
 
 def fold_batch_norms(model: nn.Module, optimizer: Optimizer | None = None, *, sample: Any = None) -> FoldReport:
@@ -117,17 +124,17 @@ def _plan_fold(flow: Dataflow, norm: _BatchNorm, shared: set[Tensor]) -> Fold | 
     if obstacle is None:
         before = flow.nodes[flow.nodes[calls[0]].inputs[0]].module
         assert before is not None
-        return Fold(norm, before)
-    if _norm_obstacle(flow, norm) is None and len(flow.consumers[calls[0]]) == 1:
+        return Fold(norm, before, copies=may_collide(flow, calls[0]))
+    if _norm_obstacle(flow, norm) is None and norm_tail(norm) == () and len(flow.consumers[calls[0]]) == 1:
         behind = flow.nodes[flow.consumers[calls[0]][0]].module
         if behind is not None and _takes_input_exactly(flow, behind, norm, shared):
-            return Fold(norm, behind, behind=True)
+            return Fold(norm, behind, behind=True, copies=may_collide(flow, calls[0]))
     return obstacle
 
 
 def is_plain_norm(norm: nn.Module) -> bool:
     """Whether a BatchNorm computes what torch's own does; subclasses may add an activation, for one."""
-    return isinstance(norm, _BatchNorm) and type(norm).forward in (_BatchNorm.forward, SyncBatchNorm.forward)
+    return norm_tail(norm) == ()
 
 
 def shared_weights(model: nn.Module) -> set[Tensor]:
@@ -154,8 +161,8 @@ def _norm_obstacle(flow: Dataflow, norm: _BatchNorm) -> str | None:
     calls = flow.calls(norm)
     if flow.traced == "structure":
         return "the data flow could not be traced; pass an input as sample="
-    if not is_plain_norm(norm):
-        return f"{type(norm).__name__} has its own forward"
+    if norm_tail(norm) is None:
+        return f"{type(norm).__name__} has its own forward, or hooks"
     if norm.running_mean is None or norm.running_var is None:
         return "it keeps no running statistics"
     if len(calls) != 1:
@@ -207,7 +214,9 @@ def fold_pairs(
     saved = [(layer, layer._parameters["weight"], layer._parameters["bias"]) for layer in layers]
     values = [(p, p.detach().clone()) for _, *parameters in saved for p in parameters if p is not None]
     inside = set(model.parameters())
-    stand_ins = [RemovedNorm() for _ in folds]
+    stand_ins = [
+        RemovedNorm.of(fold.norm, copies=fold.copies, layer=None if fold.behind else fold.layer) for fold in folds
+    ]
     for fold, stand_in in zip(folds, stand_ins, strict=True):
         _fold_into_next(fold) if fold.behind else _fold_into_previous(fold)
         replace_module(model, fold.norm, stand_in)

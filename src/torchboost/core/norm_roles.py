@@ -12,6 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from torchboost.core.flow import Branches, Dataflow, Node
+from torchboost.core.structure import norm_tail
 
 __all__ = ["WEIGHTED", "Block", "Keep", "Stack", "plain_stacks", "reasons_to_stay", "residual_blocks", "was_trained"]
 
@@ -210,6 +211,10 @@ def _norm_behind(flow: Dataflow, layer: int) -> int | None:
 def _ends_linearly(flow: Dataflow, layer: int) -> bool:
     norm = _norm_behind(flow, layer)
     if norm is None or flow.traced == "structure":  # registration order does not show where activations are
+        return False
+    module = flow.nodes[norm].module
+    assert module is not None
+    if not all(isinstance(module.get_submodule(name), _TRANSPARENT) for name in norm_tail(module) or ()):
         return False
     waiting = list(flow.consumers[norm])
     while waiting:

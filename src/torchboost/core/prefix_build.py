@@ -16,7 +16,7 @@ from torchboost.core.folding import fold_batch_norms
 from torchboost.core.norm_roles import WEIGHTED
 from torchboost.core.prefix_split import Cut, cut_forward
 from torchboost.core.prefix_trace import Call, TracedForward, cuda_devices, random_state
-from torchboost.core.surgery import RemovedNorm
+from torchboost.core.removed_norm import RemovedNorm
 from torchboost.errors import IncompatibleError
 
 __all__ = ["Halves", "build_halves"]
@@ -145,10 +145,13 @@ def _folded(plain: fx.GraphModule, cut: Cut, targets: dict[str, nn.Module | Tens
         return plain, 0
     folded = 0
     for node in _module_calls(prefix.graph):
-        if isinstance(prefix.get_submodule(str(node.target)), RemovedNorm):
+        stand_in = prefix.get_submodule(str(node.target))
+        if not isinstance(stand_in, RemovedNorm):
+            continue
+        folded += 1
+        if stand_in.is_identity:
             node.replace_all_uses_with(node.all_input_nodes[0])
             prefix.graph.erase_node(node)
-            folded += 1
     prefix.delete_all_unused_submodules()
     prefix.recompile()
     return prefix, folded

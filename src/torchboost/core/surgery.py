@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import MethodType
 from typing import Any
 
 from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-__all__ = ["Rebinding", "RemovedNorm", "rebind_optimizer", "replace_module"]
-
-
-class RemovedNorm(nn.Identity):
-    """Stands where a normalisation layer was; its type tells, also in a wrapped or sharded model, that one is gone."""
+__all__ = ["Rebinding", "held_elsewhere", "rebind_optimizer", "replace_module"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +62,47 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> tuple[st
     for _, parent, name in places:
         parent._modules[name] = new
     return tuple(f"{path}.{name}" if path else name for path, _, name in places)
+
+
+def held_elsewhere(model: nn.Module) -> dict[nn.Module, str]:
+    """Find the modules that attributes hold beside the module tree, where :func:`replace_module` does not reach.
+
+    Looks through plain attributes of all modules: lists, tuples, sets, dicts, bound methods, partial functions and
+    modules in them that are not registered.
+
+    Returns:
+        Each such module and what holds it, such as ``"'path' of the model"``.
+    """
+    found: dict[nn.Module, str] = {}
+    registered = set(model.modules())
+    internal = vars(nn.Module()).keys()
+    for path, owner in model.named_modules():
+        for name, value in vars(owner).items():
+            if name in internal:
+                continue
+            for module in _modules_in(value, registered, set()):
+                found.setdefault(module, f"'{name}' of {f'{path!r}' if path else 'the model'}")
+    return found
+
+
+def _modules_in(value: Any, registered: set[nn.Module], seen: set[int]) -> Iterator[nn.Module]:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    inner: Iterable[Any] = ()
+    if isinstance(value, nn.Module):
+        yield value
+        inner = () if value in registered else [*value.children(), *vars(value).values()]
+    elif isinstance(value, Mapping):
+        inner = [*value.keys(), *value.values()]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        inner = value
+    elif isinstance(value, MethodType):
+        inner = [value.__self__]
+    elif isinstance(value, partial):
+        inner = [value.func, *value.args, *value.keywords.values()]
+    for entry in inner:
+        yield from _modules_in(entry, registered, seen)
 
 
 def rebind_optimizer(

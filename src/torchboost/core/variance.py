@@ -13,6 +13,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from torchboost.core.flow import Dataflow, Node
 from torchboost.core.norm_roles import WEIGHTED
+from torchboost.core.structure import norm_tail
 
 __all__ = ["rescale_layers"]
 
@@ -55,7 +56,9 @@ def rescale_layers(flow: Dataflow, targets: Mapping[int, float], removed: Collec
             moments = _Moments(0.0, square)
         elif isinstance(module, _BatchNorm):
             moments = moments if node.index in removed else _of_norm(module)
-        elif _is_one_sided(node):
+            if any(_is_one_sided(type(module.get_submodule(name)).__name__) for name in norm_tail(module) or ()):
+                moments = _rectified(moments)
+        elif _is_one_sided(node.label if node.module is None else type(node.module).__name__):
             moments = _rectified(moments)
         known.append(moments)
     return changed
@@ -107,5 +110,5 @@ def _of_norm(norm: _BatchNorm) -> _Moments:
     return _Moments(mean, float(norm.weight.float().square().mean()) + spread)
 
 
-def _is_one_sided(node: Node) -> bool:
-    return (node.label if node.module is None else type(node.module).__name__).lower() in _ONE_SIDED
+def _is_one_sided(name: str) -> bool:
+    return name.lower() in _ONE_SIDED
