@@ -75,7 +75,12 @@ def recipe(data: Images, seed: int, rate: float, collecting: int, subspace: int)
     per_epoch = data.steps(BATCH)
     every = collecting * per_epoch // SNAPSHOTS
     settings = SubspaceDescent(
-        n_components=DIRECTIONS, snapshots=SNAPSHOTS, snapshot_every=every, snapshot_dtype="float32", patience=None
+        n_components=DIRECTIONS,
+        snapshots=SNAPSHOTS,
+        snapshot_every=every,
+        snapshot_dtype="float32",
+        restart=True,  # as published
+        patience=None,
     )
     attach_all(target, [settings])
     run = target.optimizer

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -144,6 +145,9 @@ WRONG = [
     ("dim_reduce", "pca_mat_path", 3),
     ("dim_reduce", "weight_load_dir", ["a"]),
     ("dim_reduce", "timeout", 0),
+    ("dim_reduce", "timeout", 10**10),
+    ("grad_freeze", "total_steps", 10**400),
+    ("common", "device_number", 2**64),
     ("extra", "compile", 1),
     ("extra", "compile", None),
     ("extra", 1, True),
@@ -208,6 +212,17 @@ def test_files_that_cannot_be_used(tmp_path):
         file = tmp_path / "file.json"
         file.write_bytes(content)
         assert finding in fault(file).found
+
+
+def test_only_regular_files_of_a_sensible_size_are_read(tmp_path):
+    pipe = tmp_path / "pipe.json"
+    os.mkfifo(pipe)
+    for path in (pipe, "/dev/zero", "/dev/tty"):
+        assert "a pipe or a device" in fault(path).found
+    large = tmp_path / "large.json"
+    with large.open("wb") as file:
+        file.truncate(1 << 40)
+    assert "more than 16 MiB" in fault(large).found
 
 
 @pytest.mark.parametrize("source", [3, True, 1.5, [1], ("boost",), b"{}", object()])

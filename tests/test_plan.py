@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,6 +23,7 @@ from torchboost.plan import resolve
 from torchboost.registry import LEVELS, REGISTRY
 
 FAST = Facts(half_precision=True, convolutions=53, total_steps=65536)
+DOCUMENTED: dict[str, Any] = json.loads(BoostConfig().model_dump_json(exclude={"extra"}))
 NODES = replace(FAST, world_size=8, nodes=2, devices_per_node=4)
 
 
@@ -173,10 +179,122 @@ def test_manual_flags_are_honoured():
     assert plan.algorithms[0].normalize_head is False
 
 
-def test_auto_flags_the_user_wrote_override_the_level():
-    plan = Plan.of("O1", {"less_bn": {"gc_flag": False, "fn_flag": True}}, FAST)
+def test_auto_keys_the_user_wrote_override_the_level_and_explain_says_so():
+    config = {"less_bn": {"gc_flag": False}, "grad_freeze": {"freeze_type": 0, "freeze_p": 0.5}}
+    config["extra"] = {"less_bn": {"normalize_head": True}, "channels_last": False, "loss_scale_group": True}
+    plan = Plan.of("O1", config, FAST)
     assert "gradient_centralization" not in names(plan)
-    assert next(a for a in plan.algorithms if a.name == "less_bn").normalize_head is True
+    built = {a.name: a for a in plan.algorithms}
+    assert built["less_bn"].normalize_head is True
+    assert (built["grad_freeze"].pattern, built["grad_freeze"].full_share) == ("continuous", 0.5)
+    assert set(plan.unmeasured) == {
+        "less_bn.gc_flag = false",
+        'grad_freeze.freeze_type = "continuous"',
+        "grad_freeze.freeze_p = 0.5",
+        "extra.less_bn.normalize_head = true",
+        "extra.channels_last = false",
+        "extra.loss_scale_group",
+    }
+    text = plan.explain()
+    assert "your word, without which the promise of O1 was measured:" in text
+    assert all(entry in text for entry in plan.unmeasured)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_documented_dict_pasted_does_not_weaken_a_level(level):
+    plan = Plan.of(level, DOCUMENTED, FAST)
+    assert plan.algorithms == Plan.of(level, facts=FAST).algorithms
+    assert plan.unmeasured == ()
+    left_out = reasons(plan)
+    assert left_out["grad_freeze.freeze_type"] == (
+        f'1 is the default of mode manual; {level} was measured with pattern = "progressive"; to have yours, use '
+        'extra.grad_freeze.pattern = "interval"'
+    )
+    assert ("grad_freeze.freeze_p" in left_out) == (level == "O2")
+    assert "extra.less_bn.normalize_head = true" in left_out["less_bn.fn_flag"]
+    assert not {"dim_reduce", "adasum", "common.device_number", "grad_freeze.param_groups"} & set(left_out)
+    manual = {**DOCUMENTED, "boost": {**DOCUMENTED["boost"], "mode": "manual", "less_bn": True, "grad_freeze": True}}
+    built = {a.name: a for a in Plan.of(level, manual, FAST).algorithms}
+    assert built["less_bn"].normalize_head is True
+    assert (built["grad_freeze"].pattern, built["grad_freeze"].full_share) == ("interval", 0.7)
+
+
+def test_a_default_that_is_repeated_under_extra_counts():
+    pasted = {**DOCUMENTED, "extra": {"grad_freeze": {"pattern": "interval"}}}
+    plan = Plan.of("O1", pasted, FAST)
+    assert next(a for a in plan.algorithms if a.name == "grad_freeze").pattern == "interval"
+    assert plan.unmeasured == ('extra.grad_freeze.pattern = "interval"',)
+    assert "grad_freeze.freeze_type" not in reasons(plan)
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "less_bn": st.fixed_dictionaries({}, optional={"fn_flag": st.booleans(), "gc_flag": st.booleans()}),
+            "grad_freeze": st.fixed_dictionaries(
+                {}, optional={"param_groups": st.integers(9, 11), "freeze_p": st.sampled_from([0.3, 0.7])}
+            ),
+            "extra": st.dictionaries(st.sampled_from(["less_bn", "autocast", "host_memory"]), st.booleans()),
+        },
+    ),
+    st.sampled_from(["O1", "O2"]),
+)
+def test_a_plan_differs_from_its_level_only_by_what_it_says(config, level):
+    plan = Plan.of(level, config, FAST)
+    assert (plan.algorithms == Plan.of(level, facts=FAST).algorithms) == (plan.unmeasured == ())
+
+
+def test_common_keys_that_nothing_reads_are_listed():
+    config = {"common": {"gradient_split_groups": [3], "device_number": 4}}
+    for mode in ("auto", "manual"):
+        left_out = reasons(Plan.of("O1", {**config, "boost": {"mode": mode}}, FAST))
+        assert "AutoBoost.ddp_options(network)" in left_out["common.gradient_split_groups"]
+        assert "nothing else asks for the ranks of a node" in left_out["common.device_number"]
+    for other in ({"boost": {"mode": "disable_all"}}, {"extra": {"adasum": True}}):
+        assert not any(name.startswith("common.") for name in reasons(Plan.of("O1", {**config, **other}, FAST)))
+
+
+@pytest.mark.parametrize("written", [[1, 2, 3], (1.0, 2.0, 3.0), [1.0, 2, 3]])
+def test_lists_are_allowed_for_settings_that_are_tuples(written):
+    plan = Plan.of("O1", {"extra": {"grad_freeze": {"costs": written}}}, FAST)
+    assert next(a for a in plan.algorithms if a.name == "grad_freeze").costs == (1, 2, 3)
+    hash(plan)
+    with pytest.raises(ConfigError) as caught:
+        Plan.of("O1", {"extra": {"grad_freeze": {"costs": ["x"]}}}, FAST)
+    assert (caught.value.path, caught.value.allowed) == (
+        "extra.grad_freeze.costs",
+        "null or a list, each entry a number",
+    )
+
+
+def test_every_setting_says_in_words_what_it_allows():
+    for entry in REGISTRY.values():
+        for setting in dataclasses.fields(entry.algorithm):
+            if not setting.init:
+                continue
+            with pytest.raises(ConfigError) as caught:
+                Plan.of("O0", {"extra": {entry.name: {setting.name: object()}}}, NODES)
+            assert not any(word in caught.value.allowed for word in ("Ellipsis", "typing.", "<", "collections"))
+
+
+def test_an_integer_that_no_machine_holds():
+    for config in (
+        {"grad_freeze": {"total_steps": 10**400}},
+        {"extra": {"grad_freeze": {"total_steps": 10**400}}},
+        {"extra": {"loss_scale_group": {"init_scale": [10**400]}}},
+        {"extra": {"dim_reduce": {"timeout": 10**18}}},
+    ):
+        with pytest.raises(ConfigError):
+            Plan.of("O1", config, FAST)
+
+
+def test_faults_of_settings_name_the_key_that_was_written():
+    with pytest.raises(ConfigError) as caught:
+        Plan.of(
+            "O0", {"boost": {"mode": "manual", "dim_reduce": True}, "extra": {"dim_reduce": {"snapshots": 3}}}, FAST
+        )
+    assert (caught.value.path, caught.value.found) == ("extra.dim_reduce.snapshots", "3")
 
 
 def test_disable_all_beats_everything():
@@ -258,7 +376,7 @@ def test_asking_by_name_overrides_unproven_but_not_unusable():
         ("O1", {"extra": {"chanels_last": True}}, "extra.chanels_last", "channels_last"),
         ("O1", {"extra": {"compile": {"bakend": "eager"}}}, "extra.compile.bakend", "backend"),
         ("O1", {"extra": {"less_bn": {"keep_every": "two"}}}, "extra.less_bn.keep_every", "integer"),
-        ("O1", {"extra": {"less_bn": {"keep_every": 0}}}, "extra.less_bn", "keep_every"),
+        ("O1", {"extra": {"less_bn": {"keep_every": 0}}}, "extra.less_bn.keep_every", "found 0"),
     ],
 )
 def test_bad_input_names_the_path(level, config, path, hint):
@@ -381,10 +499,32 @@ def test_a_wrapped_model_without_anything_to_remove_attaches():
 SCALED = {"boost": {"mode": "manual", "loss_scale_group": True}}
 
 
-@pytest.mark.parametrize("loop", ["transformers", "lightning", "accelerate"])
-def test_trainers_scale_the_loss_themselves(loop):
-    plan = Plan.of("O0", SCALED, replace(FAST, loop=loop))
-    assert reasons(plan)["loss_scale_group"] == f"{loop} owns the loop and scales the loss itself"
+@pytest.mark.parametrize(
+    ("loop", "accumulates", "scales"),
+    [
+        ("transformers", "gradient_accumulation_steps", "TrainingArguments(fp16=True)"),
+        ("lightning", "accumulate_grad_batches", 'Trainer(precision="16-mixed")'),
+        ("accelerate", "gradient_accumulation_steps", 'Accelerator(mixed_precision="fp16")'),
+    ],
+)
+def test_trainers_do_themselves_what_they_own(loop, accumulates, scales):
+    asked = {"boost": {"mode": "manual", "loss_scale_group": True, "grad_accumulation": True, "grad_freeze": True}}
+    asked["grad_freeze"] = {"freeze_type": 3}
+    for plan in (Plan.of("O0", asked, replace(FAST, loop=loop)), Plan.of("O0", asked, FAST, loop=loop)):
+        left_out = reasons(plan)
+        assert plan.algorithms == ()
+        assert left_out["loss_scale_group"] == f"{loop} owns the loop and scales the loss itself; use {scales}"
+        assert accumulates in left_out["grad_accumulation"]
+        assert "tells nobody the losses" in left_out["grad_freeze"]
+    assert names(Plan.of("O0", asked, FAST, loop="own")) == {"loss_scale_group", "grad_accumulation", "grad_freeze"}
+    model = small_net()
+    step = boost(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, config=asked, loop=loop)
+    assert (step.target.accumulator, step.target.scaler) == (None, None)
+
+
+def test_an_unknown_loop():
+    with pytest.raises(ValueError, match=r"loop: found 'lightnig'; allowed are .*'lightning'"):
+        Plan.of("O1", loop="lightnig")
 
 
 def test_group_loss_scaling_takes_its_settings_from_extra():

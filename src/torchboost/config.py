@@ -30,7 +30,11 @@ __all__ = [
 ]
 
 _SWITCH = "true or false"
-_COUNT = "an integer, 1 or more"
+_MOST = 2**53
+"""Integers up to here are exact as floating point numbers, in which shares of them are computed."""
+_COUNT = "an integer, 1 or more and at most 2**53"
+_LONGEST = 1 << 24
+"""Bytes of a configuration file at most; the longest sensible one has a few thousand."""
 
 
 class _Section(BaseModel):
@@ -58,14 +62,14 @@ class CommonSection(_Section):
         default=(50, 100),
         description="an integer, 1 or more, or a list of such integers, each greater than the one before",
     )
-    device_number: int = Field(default=8, ge=1, description=_COUNT)
+    device_number: int = Field(default=8, ge=1, le=_MOST, description=_COUNT)
 
     @field_validator("gradient_split_groups", mode="before")
     @classmethod
     def _ascending(cls, value: Any) -> int | tuple[int, ...]:
         points = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-        if not points or any(type(point) is not int or point < 1 for point in points):
-            raise ValueError("not integers of 1 or more")
+        if not points or any(type(point) is not int or not 1 <= point <= _MOST for point in points):
+            raise ValueError("not integers of 1 or more, or too large")
         if any(after <= before for before, after in pairwise(points)):
             raise ValueError("not ascending")
         return points if isinstance(value, (list, tuple)) else points[0]
@@ -81,18 +85,18 @@ class LessBNSection(_Section):
 class GradFreezeSection(_Section):
     """Section ``grad_freeze``. ``freeze_p`` is the share of steps that train everything."""
 
-    param_groups: int = Field(default=10, ge=1, description=_COUNT)
+    param_groups: int = Field(default=10, ge=1, le=_MOST, description=_COUNT)
     freeze_type: int = Field(
         default=1, ge=0, le=3, description="0 (continuous), 1 (interval), 2 (progressive) or 3 (guided)"
     )
     freeze_p: float = Field(default=0.7, ge=0.0, lt=1.0, description="a number, 0 or more and below 1")
-    total_steps: int = Field(default=65536, ge=1, description=_COUNT)
+    total_steps: int = Field(default=65536, ge=1, le=_MOST, description=_COUNT)
 
 
 class GradAccumulationSection(_Section):
     """Section ``grad_accumulation``: micro-batches per update."""
 
-    grad_accumulation_step: int = Field(default=1, ge=1, description=_COUNT)
+    grad_accumulation_step: int = Field(default=1, ge=1, le=_MOST, description=_COUNT)
 
 
 class DimReduceSection(_Section):
@@ -102,10 +106,10 @@ class DimReduceSection(_Section):
     gamma: float = Field(default=0.9, ge=0.0, lt=1.0, description="a number, 0 or more and below 1")
     alpha: float = Field(default=0.001, ge=0.0, description="a finite number, 0 or more")
     sigma: float = Field(default=0.4, gt=0.0, lt=1.0, description="a number above 0 and below 1")
-    n_components: int = Field(default=32, ge=1, description=_COUNT)
+    n_components: int = Field(default=32, ge=1, le=_MOST, description=_COUNT)
     pca_mat_path: str | None = Field(default=None, description="the path of an .npy file, or null")
     weight_load_dir: str | None = Field(default=None, description="the path of a folder of checkpoints, or null")
-    timeout: int = Field(default=1800, ge=1, description=_COUNT)
+    timeout: int = Field(default=1800, ge=1, le=10**9, description="an integer, 1 or more and at most 10**9")
 
 
 class BoostConfig(_Section):
@@ -174,7 +178,18 @@ def _read(source: Any) -> dict[str, Any]:
 def _read_file(path: str | bytes) -> str:
     allowed = "the path of a readable JSON file, or JSON text that starts with '{'"
     try:
-        return Path(os.fsdecode(path)).read_text(encoding="utf-8-sig")
+        file = Path(os.fsdecode(path))
+        # A pipe would wait for a writer, and a device may never end.
+        if file.exists() and not file.is_file() and not file.is_dir():
+            raise ConfigError("", found=f"no regular file at {_repr(path)} but a pipe or a device", allowed=allowed)
+        with file.open("rb") as opened:
+            content = opened.read(_LONGEST + 1)
+        if len(content) > _LONGEST:
+            size = f"more than {_LONGEST >> 20} MiB"
+            raise ConfigError("", found=f"{size} at {_repr(path)}, which is no configuration", allowed=allowed)
+        return content.decode("utf-8-sig")
+    except ConfigError:
+        raise
     except FileNotFoundError:
         raise ConfigError("", found=f"no file at {_repr(path)}", allowed=allowed) from None
     except UnicodeDecodeError:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+import reprlib
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -11,17 +14,26 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchboost.algorithms.adasum import AdaptiveSum
 from torchboost.config import BoostConfig, BoostSwitches, ConfigSource
 from torchboost.core.algorithm import Algorithm, Attached, Scaler, Target, attach_all
 from torchboost.core.arguments import check_loss_fn, check_module, check_optimizer, check_pair, check_scaler
 from torchboost.core.step import TrainStep
 from torchboost.core.wrapping import hookable, wrapper_of
 from torchboost.errors import ConfigError, IncompatibleError, nearest
-from torchboost.registry import LEVELS, REGISTRY, Entry, Facts
+from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop
 
 __all__ = ["Dropped", "Plan", "boost", "resolve"]
 
 SWITCHES = tuple(name for name in BoostSwitches.model_fields if name != "mode")
+_LENGTH = "total_steps"
+"""A fact about the run and no choice: what is written counts, whatever it is."""
+_TOO_LARGE = 1 << 63
+_COMMON = {
+    "gradient_split_groups": "AdaSum, which packs gradients by it, is off; for DistributedDataParallel hand it "
+    "AutoBoost.ddp_options(network)",
+    "device_number": "AdaSum is off, and nothing else asks for the ranks of a node",
+}
 
 
 class Dropped(NamedTuple):
@@ -40,6 +52,7 @@ class Plan:
         mode: The mode of the configuration: auto, manual, enable_all, disable_all.
         algorithms: Settings of what will run, in attach order.
         dropped: What was asked for and left out, with the reason.
+        unmeasured: JSON paths and values by which the user's word replaces what the level was measured with.
 
     Example:
         >>> import torch, torchboost
@@ -55,21 +68,32 @@ class Plan:
     mode: str
     algorithms: tuple[Algorithm, ...]
     dropped: tuple[Dropped, ...] = ()
+    unmeasured: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, level: str = "O0", config: ConfigSource | None = None, facts: Facts | None = None) -> Plan:
+    def of(
+        cls,
+        level: str = "O0",
+        config: ConfigSource | None = None,
+        facts: Facts | None = None,
+        *,
+        loop: Loop | None = None,
+    ) -> Plan:
         """Load ``config`` and resolve it.
 
         Args:
             level: ``"O0"``, ``"O1"`` or ``"O2"``.
             config: A dict, a path to a JSON file, JSON text, a :class:`BoostConfig`, or nothing.
             facts: By default measured here, without a model.
+            loop: Who owns the training loop, in place of what the facts say; see :class:`Facts`.
 
         Raises:
             ConfigError: Unknown level, section, key or setting, wrong type or value out of range.
+            ValueError: Unknown ``loop``.
         """
         loaded = config if isinstance(config, BoostConfig) else BoostConfig.load(config)
-        return resolve(loaded, level, facts if facts is not None else Facts.measure())
+        facts = facts if facts is not None else Facts.measure()
+        return resolve(loaded, level, facts if loop is None else replace(facts, loop=loop))
 
     def fit(self, model: nn.Module, optimizer: Optimizer) -> Plan:
         """Return the plan without the algorithms that would change nothing for this pair; the reasons are listed.
@@ -125,6 +149,9 @@ class Plan:
         if self.dropped:
             lines.append("left out:")
             lines += [f"  {d.name:<{width}}  {d.reason}" for d in self.dropped]
+        if self.unmeasured:
+            lines.append(f"your word, without which the promise of {self.level} was measured:")
+            lines += [f"  {entry}" for entry in self.unmeasured]
         return "\n".join(lines)
 
 
@@ -133,9 +160,10 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
 
     Order of decisions: mode gives the requested set; ``extra`` adds and removes; one algorithm may bring or
     displace others; what these facts rule out is dropped; the rest is built and sorted by attach order.
-    Settings of an algorithm: the level's row, overridden by the keys the user wrote in the reference's
-    section, overridden by ``extra``. Outside mode auto the section's defaults take the place of the level's row.
-    ``grad_freeze.total_steps``, where the user wrote it, is the length of the run for every algorithm, and
+    Settings of an algorithm: the level's row, overridden by the keys the user wrote in the section of MindSpore's
+    JSON, overridden by ``extra``. A written key that holds MindSpore's default does not override a level, whose row was
+    chosen by measurement. Outside mode auto the section's defaults take the place of the level's row.
+    ``grad_freeze.total_steps``, if the user wrote it, is the length of the run for every algorithm, and
     ``common.device_number`` the number of ranks on a node.
 
     Raises:
@@ -155,15 +183,22 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
         facts = replace(facts, devices_per_node=per_node, nodes=-(-facts.world_size // per_node))
     wanted = _wanted(config, level)
     reasons = {name: _objection(name, wanted, config, facts) for name in wanted}
-    dropped = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)
-    dropped += _unread(config, wanted, on=[name for name, reason in reasons.items() if reason is None])
-    built = [
-        _build(REGISTRY[name], _settings(REGISTRY[name], config, level, facts))
+    built = {
+        name: _build(REGISTRY[name], *_settings(REGISTRY[name], config, level, facts))
         for name, reason in reasons.items()
         if reason is None
-    ]
-    built.sort(key=lambda algorithm: algorithm.traits.order)
-    return Plan(level=level, mode=config.boost.mode, algorithms=tuple(built), dropped=dropped)
+    }
+    reasons |= {name: REGISTRY[name].unfit(algorithm, facts) for name, algorithm in built.items()}
+    dropped = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)
+    dropped += _unread(config, level, wanted, on=[name for name, reason in reasons.items() if reason is None])
+    kept = [algorithm for name, algorithm in built.items() if reasons[name] is None]
+    return Plan(
+        level=level,
+        mode=config.boost.mode,
+        algorithms=tuple(sorted(kept, key=lambda algorithm: algorithm.traits.order)),
+        dropped=dropped,
+        unmeasured=_unmeasured(config, level, wanted, kept, facts),
+    )
 
 
 def _ranks_per_node(config: BoostConfig) -> int | None:
@@ -203,23 +238,84 @@ def _wanted(config: BoostConfig, level: str) -> list[str]:
     return list(wanted)
 
 
-def _unread(config: BoostConfig, wanted: list[str], on: list[str]) -> tuple[Dropped, ...]:
-    """List what mode auto, which goes by the level, was told in vain."""
-    if config.boost.mode != "auto":
-        return ()
+def _unread(config: BoostConfig, level: str, wanted: list[str], on: list[str]) -> tuple[Dropped, ...]:
+    """List what was written and is not read."""
+    unread = {f"common.{key}": why for key, why in _COMMON.items() if _says(config.common, key)}
+    if config.boost.mode == "disable_all" or AdaptiveSum.name in wanted:
+        unread = {}
+    if config.boost.mode == "auto":
+        unread |= _unread_by_levels(config, level, wanted, on)
+    return tuple(Dropped(name, reason) for name, reason in unread.items())
+
+
+def _unread_by_levels(config: BoostConfig, level: str, wanted: list[str], on: list[str]) -> dict[str, str]:
     unread = {}
     for name in SWITCHES:
         if name in on and name in config.boost.model_fields_set and not getattr(config.boost, name):
             unread[f"boost.{name}"] = f"false is not read: mode auto goes by the level; use extra.{name} = false"
         if name in wanted:
+            unread |= _measured_otherwise(REGISTRY[name], config, level) if name in on else {}
             continue
         section = getattr(config, name, None)
-        written = section.model_fields_set - {"total_steps"} if section is not None else set()
+        written = section is not None and any(_says(section, key) for key in section.model_fields_set - {_LENGTH})
         if written or getattr(config.boost, name):
             unread[name] = "mode auto goes by the level and reads no switches; use mode manual, or extra"
             if REGISTRY[name].in_no_level:
                 unread[name] += f" (in no level: {REGISTRY[name].in_no_level})"
-    return tuple(Dropped(name, reason) for name, reason in unread.items())
+    return unread
+
+
+def _measured_otherwise(entry: Entry, config: BoostConfig, level: str) -> dict[str, str]:
+    """Return the written keys that hold the default and give way to the settings a level was measured with."""
+    row = LEVELS[level].get(entry.name)
+    section = getattr(config, entry.section, None)
+    if row is None or section is None:
+        return {}
+    measured = _build(entry, dict(row), {})
+    unread = {}
+    for key, ours in entry.words.items():
+        if key not in section.model_fields_set or _says(section, key) or key == _LENGTH:
+            continue
+        value, instead = _valued(entry, section, key), getattr(measured, ours)
+        extra = config.extra.get(entry.name, True)
+        if value != instead and not (isinstance(extra, dict) and ours in extra):
+            unread[f"{entry.section}.{key}"] = (
+                f"{_json(getattr(section, key))} is the default of mode manual; {level} was measured with "
+                f"{ours} = {_json(instead)}; to have yours, use extra.{entry.name}.{ours} = {_json(value)}"
+            )
+    return unread
+
+
+def _unmeasured(
+    config: BoostConfig, level: str, wanted: list[str], kept: list[Algorithm], facts: Facts
+) -> tuple[str, ...]:
+    """Say by which of the user's settings the plan differs from the measured row of the level."""
+    rows = LEVELS[level]
+    if config.boost.mode != "auto" or not rows:
+        return ()
+    found = [f"extra.{name} = false" for name in rows if config.extra.get(name, True) is False]
+    for entry in REGISTRY.values():
+        for key, brought in entry.brings.items():
+            if brought in rows and brought not in wanted and brought not in config.extra:
+                found.append(f"{entry.section}.{key} = {_json(getattr(getattr(config, entry.section), key))}")
+    for algorithm in kept:
+        entry = REGISTRY[algorithm.name]
+        if entry.name not in rows:
+            found.append(f"extra.{algorithm.name}")
+            continue
+        measured = _build(entry, *_settings(entry, BoostConfig(), level, facts))
+        _, origins = _settings(entry, config, level, facts)
+        found += [
+            f"{path} = {_json(getattr(algorithm, ours))}"
+            for ours, path in origins.items()
+            if ours != _LENGTH and getattr(algorithm, ours) != getattr(measured, ours)
+        ]
+    return tuple(found)
+
+
+def _says(section: Any, key: str) -> bool:
+    """Whether the user wrote a key, and something else than its default."""
+    return key in section.model_fields_set and getattr(section, key) != type(section).model_fields[key].default
 
 
 def _objection(name: str, wanted: list[str], config: BoostConfig, facts: Facts) -> str | None:
@@ -231,48 +327,89 @@ def _objection(name: str, wanted: list[str], config: BoostConfig, facts: Facts) 
     return entry.unusable(facts) or (None if asked_for else entry.unproven(facts))
 
 
-def _settings(entry: Entry, config: BoostConfig, level: str, facts: Facts) -> dict[str, Any]:
+def _settings(entry: Entry, config: BoostConfig, level: str, facts: Facts) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the settings of an algorithm, and the JSON path of each that the user wrote."""
     auto = config.boost.mode == "auto"
-    settings = dict(LEVELS[level].get(entry.name, {})) if auto else {}
+    row = LEVELS[level].get(entry.name) if auto else None
+    settings, origins = dict(row or {}), {}
     if entry.section:
         section = getattr(config, entry.section)
-        written = section.model_fields_set if auto else entry.words
         for key, ours in entry.words.items():
-            if key in written:
-                value = getattr(section, key)
-                settings[ours] = entry.values.get(key, {}).get(value, value)
+            written = key in section.model_fields_set
+            if written and (row is None or _says(section, key) or key == _LENGTH):
+                origins[ours] = f"{entry.section}.{key}"
+            if ours in origins or not auto:
+                settings[ours] = _valued(entry, section, key)
     known = {ours: getattr(facts, fact) for fact, ours in entry.facts.items()}
     settings |= {ours: value for ours, value in known.items() if value is not None}
     extra = config.extra.get(entry.name, True)
-    return settings | extra if isinstance(extra, dict) else settings
+    if isinstance(extra, dict):
+        settings |= extra
+        origins |= {ours: f"extra.{entry.name}.{ours}" for ours in extra}
+    return settings, origins
 
 
-def _build(entry: Entry, settings: Mapping[str, Any]) -> Algorithm:
+def _valued(entry: Entry, section: Any, key: str) -> Any:
+    value = getattr(section, key)
+    return entry.values.get(key, {}).get(value, value)
+
+
+def _build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str]) -> Algorithm:
     known = [f.name for f in fields(entry.algorithm) if f.init]  # pyright: ignore[reportArgumentType]
     hints = typing.get_type_hints(entry.algorithm)
-    for key, value in settings.items():
-        path = f"extra.{entry.name}.{key}"
+    given = {key: _frozen(value) for key, value in settings.items()}
+    for key, value in given.items():
+        path = origins.get(key, f"extra.{entry.name}.{key}")
         if key not in known:
             allowed = ", ".join(known) or "no settings"
             raise ConfigError(path, found="no setting of that name", allowed=allowed, hint=nearest(key, known))
         try:
             TypeAdapter(hints[key]).validate_python(value, strict=True)
-        except ValidationError as error:
-            hint = error.errors()[0]["msg"]
-            raise ConfigError(path, found=repr(value), allowed=_in_words(hints[key]), hint=hint) from None
+        except ValidationError:
+            raise ConfigError(path, found=_shown(settings[key]), allowed=_in_words(hints[key])) from None
+        if any(abs(number) >= _TOO_LARGE for number in _integers(value)):
+            raise ConfigError(path, found=_shown(settings[key]), allowed="integers of 64 bits")
     try:
-        return entry.algorithm(**settings)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"extra.{entry.name}", found=repr(dict(settings)), allowed=str(error)) from None
+        return entry.algorithm(**given)
+    except (TypeError, ValueError, OverflowError) as error:
+        # Messages begin with the setting they are about.
+        named = next((key for key in given if re.match(rf"{key}\b", str(error))), None)
+        path = f"extra.{entry.name}" if named is None else origins.get(named, f"extra.{entry.name}.{named}")
+        found = _shown(dict(settings)) if named is None else _shown(settings[named])
+        raise ConfigError(path, found=found, allowed=str(error)) from None
+
+
+def _frozen(value: Any) -> Any:
+    """Return lists, which is all that JSON has, as tuples."""
+    return tuple(_frozen(entry) for entry in value) if isinstance(value, (list, tuple)) else value
+
+
+def _integers(value: Any) -> list[int]:
+    if isinstance(value, tuple):
+        return [number for entry in value for number in _integers(entry)]
+    return [value] if isinstance(value, int) else []
+
+
+def _shown(value: Any) -> str:
+    shortened = reprlib.Repr()
+    shortened.maxstring = shortened.maxother = shortened.maxlong = shortened.maxdict = 100
+    return shortened.repr(value)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=repr)
 
 
 def _in_words(hint: Any) -> str:
     """Say in the terms of JSON what a type allows."""
     if typing.get_origin(hint) is typing.Literal:
         return ", ".join(repr(choice) for choice in typing.get_args(hint))
-    parts = typing.get_args(hint)
+    parts = [part for part in typing.get_args(hint) if part is not Ellipsis]
+    if isinstance(typing.get_origin(hint), type) and issubclass(typing.get_origin(hint), Sequence):
+        return f"a list, each entry {' or '.join(_in_words(part) for part in parts)}"
     if parts:
-        return " or ".join(_in_words(part) for part in parts)
+        # Lists last, so that "or" does not seem to belong to their entries.
+        return " or ".join(sorted(map(_in_words, parts), key=lambda words: words.startswith("a list")))
     words = {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}
     return words.get(hint, str(hint))
 
@@ -285,6 +422,7 @@ def boost(
     level: str = "O0",
     config: ConfigSource | None = None,
     scaler: Scaler | None = None,
+    loop: Loop = "torchboost",
 ) -> TrainStep:
     """The shortest way in: resolve a plan for this model, attach it, return the training step.
 
@@ -296,6 +434,8 @@ def boost(
         level: ``"O0"`` changes nothing, ``"O1"`` keeps the accuracy, ``"O2"`` may cost up to 3 points.
         config: Overrides, see :meth:`Plan.of`.
         scaler: A ``GradScaler``; the step scales, unscales and updates it. Autocast to float16 needs one.
+        loop: Who owns the training loop: ``"torchboost"`` is the step returned here. A trainer, ``"transformers"``,
+            ``"lightning"`` or ``"accelerate"``, accumulates and scales by itself, so that this is left out.
 
     Returns:
         The step; call it with the inputs of a batch. ``step.attached.remove()`` takes everything away again.
@@ -317,7 +457,7 @@ def boost(
     check_scaler(scaler)
     if loss_fn is not None:
         check_loss_fn(loss_fn)
-    plan = Plan.of(level, config, Facts.measure(model)).fit(model, optimizer)
+    plan = Plan.of(level, config, Facts.measure(model, loop=loop)).fit(model, optimizer)
     target = Target(model, optimizer, scaler)
     attached = plan.attach(target)
     if loss_fn is None:

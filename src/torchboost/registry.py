@@ -27,8 +27,9 @@ from torchboost.core.arguments import check_module
 from torchboost.core.hardware import half_precision_is_fast
 from torchboost.core.norm_roles import was_trained
 from torchboost.distributed.topology import Topology
+from torchboost.errors import nearest
 
-__all__ = ["LEVELS", "REGISTRY", "Entry", "Facts"]
+__all__ = ["LEVELS", "REGISTRY", "Entry", "Facts", "Loop"]
 
 Loop = Literal["torchboost", "own", "transformers", "lightning", "accelerate"]
 
@@ -47,7 +48,11 @@ class Facts:
         trained: Whether the model was trained before, as the statistics of its BatchNorms tell; None where no model
             was looked at or nothing in it tells.
         total_steps: Training steps planned; None where nobody said.
-        loop: Who owns the training loop.
+        loop: Who owns the training loop: ``"torchboost"`` (a step of ours), ``"own"`` (lines of the user's), or the
+            trainer ``"transformers"``, ``"lightning"`` or ``"accelerate"``.
+
+    Raises:
+        ValueError: Unknown ``loop``.
     """
 
     world_size: int = 1
@@ -59,6 +64,13 @@ class Facts:
     trained: bool | None = None
     total_steps: int | None = None
     loop: Loop = "torchboost"
+
+    def __post_init__(self) -> None:
+        if self.loop not in get_args(Loop):
+            raise ValueError(
+                f"loop: found {self.loop!r}; allowed are {', '.join(map(repr, get_args(Loop)))}. "
+                f"{nearest(str(self.loop), get_args(Loop))}".rstrip()
+            )
 
     @classmethod
     def measure(
@@ -92,6 +104,10 @@ def _never(facts: Facts) -> str | None:
     return None
 
 
+def _fits(algorithm: Algorithm, facts: Facts) -> str | None:
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """What a plan must know about one algorithm besides its settings.
@@ -105,6 +121,7 @@ class Entry:
         facts: Fact -> setting that takes its value where it is known and nobody sets it.
         brings: Key of that section -> algorithm which that key switches on and off together with this one.
         unusable: Why these facts rule the algorithm out, or None.
+        unfit: Why these facts rule out the settings it would run with, or None.
         unproven: Why a level should leave it out on these facts although it would work; asking for it by
             name overrides this.
         displaces: Names that are dropped when this one is on (the reference's precedence rule).
@@ -119,6 +136,7 @@ class Entry:
     facts: Mapping[str, str] = field(default_factory=dict)
     brings: Mapping[str, str] = field(default_factory=dict)
     unusable: Callable[[Facts], str | None] = _never
+    unfit: Callable[[Any, Facts], str | None] = _fits
     unproven: Callable[[Facts], str | None] = _never
     displaces: frozenset[str] = frozenset()
     in_no_level: str = ""
@@ -160,8 +178,25 @@ def _accumulated_by_the_trainer(facts: Facts) -> str | None:
     return None if setting is None else f"{facts.loop} owns the loop and accumulates itself; use {setting}"
 
 
+_TRAINER_PRECISIONS = {
+    "transformers": "TrainingArguments(fp16=True)",
+    "lightning": 'Trainer(precision="16-mixed")',
+    "accelerate": 'Accelerator(mixed_precision="fp16")',
+}
+
+
 def _scaled_by_the_trainer(facts: Facts) -> str | None:
-    return f"{facts.loop} owns the loop and scales the loss itself" if facts.loop in _TRAINER_SETTINGS else None
+    setting = _TRAINER_PRECISIONS.get(facts.loop)
+    return None if setting is None else f"{facts.loop} owns the loop and scales the loss itself; use {setting}"
+
+
+def _unobserved_in_the_trainer(algorithm: BlockFreeze, facts: Facts) -> str | None:
+    if algorithm.pattern != "guided" or facts.loop not in _TRAINER_SETTINGS:
+        return None
+    return (
+        f"{facts.loop} owns the loop and tells nobody the losses, by which guided freezing thaws; use another pattern: "
+        "freeze_type 0, 1 or 2"
+    )
 
 
 def _stepped_by_the_trainer(facts: Facts) -> str | None:
@@ -264,6 +299,7 @@ _ENTRIES = (
         ),
         values=MappingProxyType({"freeze_type": dict(enumerate(get_args(Pattern)))}),
         facts=MappingProxyType({"total_steps": "total_steps"}),
+        unfit=_unobserved_in_the_trainer,
         unproven=_freeze_unproven,
     ),
     Entry(algorithm=FusedOptimizer, summary="updates all parameters in one kernel"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_the_native_form_reaches_the_basis(tmp_path: Path) -> None:
 
 
 def test_collects_then_starts_again_in_the_subspace_then_hands_back() -> None:
-    settings = SubspaceDescent(n_components=3, snapshots=4, snapshot_every=2, patience=3, tolerance=1.0)
+    settings = SubspaceDescent(n_components=3, snapshots=4, snapshot_every=2, restart=True, patience=3, tolerance=1.0)
     model, step, run = start(settings)
     first = [p.detach().clone() for p in model.parameters()]
     phases = []
@@ -107,8 +108,8 @@ def test_collects_then_starts_again_in_the_subspace_then_hands_back() -> None:
     assert all(value > 0 for value in momentum)
 
 
-def test_may_go_on_from_the_last_snapshot() -> None:
-    model, step, _ = start(SubspaceDescent(n_components=2, snapshot_every=1, restart=False))
+def test_continues_from_the_last_snapshot() -> None:
+    model, step, _ = start(SubspaceDescent(n_components=2, snapshot_every=1))
     step(*batch(0))
     x, y = batch(1)
     other, plain = network(), None
@@ -135,7 +136,7 @@ def test_a_loop_of_its_own_equals_the_training_step() -> None:
 
 def test_resumes_bit_for_bit_after_every_step_of_every_phase(tmp_path: Path) -> None:
     checkpoints(tmp_path, 3)
-    own = SubspaceDescent(n_components=2, snapshots=3, snapshot_every=2, patience=2, tolerance=1.0)
+    own = SubspaceDescent(n_components=2, snapshots=3, snapshot_every=2, restart=True, patience=2, tolerance=1.0)
     for settings in (own, SubspaceDescent(n_components=2, weight_load_dir=str(tmp_path), patience=3, tolerance=1.0)):
         model, step, run = start(settings)
         saved, phases = [], set()
@@ -153,6 +154,26 @@ def test_resumes_bit_for_bit_after_every_step_of_every_phase(tmp_path: Path) -> 
                 resumed(*batch(rest))
             for name, value in model.state_dict().items():
                 assert torch.equal(again.state_dict()[name], value), f"{name} after resuming at {number}"
+
+
+def test_a_file_to_come_is_written_from_the_checkpoints_and_read_the_next_time(tmp_path: Path) -> None:
+    folder, path = tmp_path / "checkpoints", tmp_path / "new" / "pca.npy"
+    folder.mkdir()
+    checkpoints(folder, 4)
+    both = SubspaceDescent(n_components=3, pca_mat_path=str(path), weight_load_dir=str(folder))
+    _, _, from_folder = start(SubspaceDescent(n_components=3, weight_load_dir=str(folder)))
+    _, _, made = start(both)
+    assert path.is_file()
+    for file in folder.iterdir():
+        file.unlink()
+    _, _, read = start(both)
+    for run in (from_folder, made, read):
+        assert run.subspace is not None
+    torch.testing.assert_close(made.subspace.basis.rows, from_folder.subspace.basis.rows)
+    assert torch.equal(made.subspace.basis.rows[0], read.subspace.basis.rows[0])
+    path.unlink()
+    refused(both, ValueError, "found no checkpoints")
+    refused(dataclasses.replace(both, weight_load_dir=None), FileNotFoundError, "weight_load_dir")
 
 
 def test_schedulers_drive_the_optimizer_in_front() -> None:
@@ -203,7 +224,7 @@ def test_a_budget_divides_the_weights(tmp_path: Path) -> None:
         ({"snapshot_dtype": "float16"}, "snapshot_dtype='float16'"),
         ({"patience": 0}, "patience=0"),
         ({"snapshots": 3, "n_components": 4}, "snapshots=3: at least as many as directions"),
-        ({"pca_mat_path": "a.npy", "weight_load_dir": "b"}, "both set"),
+        ({"timeout": 10**12}, "timeout=1000000000000: seconds, at most"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], said: str) -> None:
@@ -317,7 +338,7 @@ def test_a_plan_drops_everything_else() -> None:
 
 
 def test_begins_again_where_training_began_not_where_it_was_attached() -> None:
-    model, step, run = start(SubspaceDescent(n_components=2, snapshot_every=1))
+    model, step, run = start(SubspaceDescent(n_components=2, snapshot_every=1, restart=True))
     model.load_state_dict(network(7).state_dict())
     first = [p.detach().clone() for p in model.parameters()]
     for number in range(2):

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from torchboost import IncompatibleError
 from torchboost.algorithms.accumulation import Accumulator
 from torchboost.compat.accumulating import AccumulatingOptimizer
 
@@ -19,6 +20,13 @@ def start(steps: int = 3, seed: int = 0):
 def batch(step: int):
     generator = torch.Generator().manual_seed(step)
     return torch.randn(4, 4, generator=generator), torch.randint(0, 2, (4,), generator=generator)
+
+
+def by_hand_start():
+    """The same network, with an optimizer that nothing stands in front of."""
+    model, inner, optimizer = start()
+    optimizer.direct.remove()
+    return model, inner
 
 
 def windows(model: nn.Module, optimizer: torch.optim.Optimizer, parts: list[list[int]], clip: float | None = None):
@@ -64,7 +72,7 @@ def test_an_unmodified_loop_with_scaler_clipping_and_scheduler(first):
     assert updated == [False, False, True, False, False, True, False, False]
     assert optimizer.flush()
     assert not optimizer.flush()
-    by_hand, plain, _ = start()
+    by_hand, plain = by_hand_start()
     windows(by_hand, plain, [[0, 1, 2], [3, 4, 5], [6, 7]], clip=0.1)
     assert_close(model, by_hand)
     assert optimizer.state is inner.state
@@ -79,7 +87,7 @@ def test_an_overflow_leaves_its_batch_out_and_nothing_else():
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    by_hand, plain, _ = start()
+    by_hand, plain = by_hand_start()
     windows(by_hand, plain, [[0, 2]])
     assert_close(model, by_hand)
 
@@ -96,7 +104,7 @@ def test_a_closure_is_called_once_per_step():
         return loss
 
     assert all(torch.is_tensor(optimizer.step(closure)) for _ in range(4))
-    by_hand, plain, _ = start()
+    by_hand, plain = by_hand_start()
     windows(by_hand, plain, [[0, 1], [2, 3]])
     assert_close(model, by_hand)
 
@@ -124,3 +132,14 @@ def test_files_load_both_ways():
     _, inner, optimizer = start()
     inner.load_state_dict(optimizer.state_dict())
     optimizer.load_state_dict(inner.state_dict())
+
+
+def test_a_step_of_the_optimizer_behind_is_refused():
+    model, inner, optimizer = start()
+    F.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(IncompatibleError, match="the optimizer given to AutoBoost was stepped directly"):
+        inner.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    optimizer.direct.remove()
+    inner.step()

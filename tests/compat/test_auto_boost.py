@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import json
 import pickle
@@ -14,7 +15,16 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import torchboost
-from torchboost import AutoBoost, ConfigError, IncompatibleError, Target, TrainStep
+from torchboost import (
+    AutoBoost,
+    BoostTrainOneStepCell,
+    BoostTrainOneStepWithLossScaleCell,
+    ConfigError,
+    IncompatibleError,
+    Target,
+    TrainStep,
+    WithLoss,
+)
 from torchboost.optim.pipeline import GradientPipeline
 from torchboost.optim.transforms import ClipNorm
 
@@ -112,6 +122,179 @@ def test_boosting_a_network_again_takes_the_first_away():
     kept = booster.attached
     booster.network_auto_process_train(other, sgd(other))
     assert len(kept) > 0
+
+
+def test_a_second_phase_takes_the_place_of_the_first():
+    """The same network, a new booster, a new optimizer."""
+    config = {"boost": {"mode": "manual", "loss_scale_group": True, "grad_freeze": True}, "extra": {"autocast": False}}
+    config["grad_freeze"] = {"freeze_type": 2, "freeze_p": 0.2, "total_steps": 8, "param_groups": 3}
+    network = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    first = AutoBoost("O0", config)
+    _, optimizer = first.network_auto_process_train(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    cell = BoostTrainOneStepCell(WithLoss(network, F.cross_entropy), optimizer)
+    for _ in range(8):
+        cell(torch.randn(3, 4), torch.zeros(3, dtype=torch.long))
+    assert not all(p.requires_grad for p in network.parameters())
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in network.modules())
+    second = AutoBoost("O0", config)
+    second.network_auto_process_train(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    assert all(p.requires_grad for p in network.parameters())
+    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in network.modules()) == hooks
+    assert len(first.attached) == 0
+
+
+def test_a_part_that_was_boosted_is_taken_over_by_the_whole():
+    inner = net()
+    first = AutoBoost("O1")
+    first.network_auto_process_train(inner, sgd(inner))
+    outer = WithLoss(inner, F.cross_entropy)
+    AutoBoost("O1").network_auto_process_train(outer, sgd(outer))
+    assert len(first.attached) == 0
+
+
+def test_a_copy_of_a_boosted_network_is_not_boosted():
+    network = net()
+    booster = AutoBoost("O1")
+    booster.network_auto_process_train(network, sgd(network))
+    other = copy.deepcopy(network)
+    AutoBoost("O1").network_auto_process_train(other, sgd(other))
+    assert len(booster.attached) > 0
+
+
+ACCUMULATING = {
+    "boost": {"mode": "manual", "grad_accumulation": True},
+    "grad_accumulation": {"grad_accumulation_step": 2},
+}
+
+
+class Wrapping(torch.optim.Optimizer):
+    """As Accelerate's: an optimizer by class only."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+
+def test_a_refused_pair_is_left_as_it_was():
+    network = net()
+    before = norms(network), list(network.state_dict())
+    wrapped = Wrapping(sgd(network))
+    del wrapped.optimizer
+    for level in ("O0", "O1"):
+        booster = AutoBoost(level)
+        plan = booster.plan
+        with pytest.raises(IncompatibleError, match="Wrapping calls no hooks"):
+            booster.network_auto_process_train(network, wrapped)
+        with pytest.raises(TypeError, match="scaler must be"):
+            booster.network_auto_process_train(network, sgd(network), scaler=3)  # pyright: ignore[reportArgumentType]
+        assert booster.plan is plan
+    assert (norms(network), list(network.state_dict())) == before
+
+
+def test_accumulation_in_front_of_an_optimizer_inside_another():
+    network = WithLoss(nn.Linear(4, 2), F.cross_entropy)
+    inside = torch.optim.SGD(network.parameters(), lr=0.1)
+    wrapped = Wrapping(inside)
+    _, optimizer = AutoBoost("O0", ACCUMULATING).network_auto_process_train(network, wrapped)
+    before = network.backbone.weight.detach().clone()
+    for number in range(2):
+        assert torch.equal(network.backbone.weight, before), number
+        network(torch.randn(3, 4), torch.zeros(3, dtype=torch.long)).backward()
+        with pytest.raises(IncompatibleError, match="stepped directly"):
+            wrapped.step()
+        optimizer.step()
+    assert not torch.equal(network.backbone.weight, before)
+
+
+@pytest.mark.parametrize("loop", ["transformers", "lightning", "accelerate"])
+def test_what_a_trainer_owns_is_left_to_it(loop):
+    asked = {"boost": {"mode": "manual", "grad_accumulation": True, "loss_scale_group": True}}
+    asked["grad_accumulation"] = {"grad_accumulation_step": 4}
+    booster = AutoBoost("O0", asked, loop=loop)
+    network = net()
+    optimizer = sgd(network)
+    assert booster.network_auto_process_train(network, optimizer)[1] is optimizer
+    assert booster.scaler is None
+    assert {d.name for d in booster.plan.dropped} == {"grad_accumulation", "loss_scale_group"}
+    assert booster.explain().count(loop) >= 2
+    with pytest.raises(ValueError, match="loop: found 'hf'"):
+        AutoBoost("O0", loop="hf")  # pyright: ignore[reportArgumentType]
+
+
+def test_gradient_split_groups_are_the_buckets_of_ddp():
+    network = net()
+    booster = AutoBoost("O1", {"common": {"gradient_split_groups": [2, 6]}})
+    assert "ddp_options" in booster.explain()
+    options = booster.ddp_options(network)
+    assert len(options["bucket_cap_mb_list"]) == 3
+    network[0].requires_grad_(False)
+    assert (
+        len(AutoBoost("O1", {"common": {"gradient_split_groups": 11}}).ddp_options(network)["bucket_cap_mb_list"]) == 2
+    )
+    assert AutoBoost("O1").ddp_options(network) == {}
+    with pytest.raises(TypeError, match="network must be"):
+        booster.ddp_options(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_optimizer_that_was_given_does_not_pass_by_the_accumulation():
+    """As the documented example writes it: the pair that is returned is thrown away."""
+    network = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    booster = AutoBoost("O0", ACCUMULATING)
+    booster.network_auto_process_train(network, optimizer)
+    before = network.weight.detach().clone()
+    network(torch.randn(3, 4)).sum().backward()
+    with pytest.raises(IncompatibleError, match=r"network, optimizer = booster\.network_auto"):
+        optimizer.step()
+    assert torch.equal(network.weight, before)
+    booster.attached.remove()
+    optimizer.step()
+    assert not torch.equal(network.weight, before)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["the one given", "the one returned"])
+def test_the_cell_accumulates_with_either_optimizer(given):
+    torch.manual_seed(0)
+    network = WithLoss(nn.Linear(4, 2), F.cross_entropy)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    _, returned = AutoBoost("O0", ACCUMULATING).network_auto_process_train(network, optimizer)
+    updates: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: updates.append(len(updates)))
+    chosen = optimizer if given else returned
+    del returned
+    gc.collect()
+    cell = BoostTrainOneStepCell(network, chosen)
+    for _ in range(5):
+        cell(torch.randn(3, 4), torch.zeros(3, dtype=torch.long))
+    assert len(updates) == 2
+    assert cell.flush()
+    loss = network(torch.randn(3, 4), torch.zeros(3, dtype=torch.long))
+    for _ in range(2):
+        grads = torch.autograd.grad(loss, list(network.parameters()), retain_graph=True)
+        cell.gradient_accumulation_process(loss, grads, 1.0)
+    assert len(updates) == 4
+    scaled = BoostTrainOneStepWithLossScaleCell(network, chosen, torch.tensor(8.0))
+    for _ in range(2):
+        scaled(torch.randn(3, 4), torch.zeros(3, dtype=torch.long))
+    assert len(updates) == 5
+
+
+def test_the_cell_takes_the_subspace_with_the_optimizer_that_was_given():
+    network = WithLoss(nn.Linear(4, 2), F.cross_entropy)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    config = {"boost": {"mode": "manual", "dim_reduce": True}, "dim_reduce": {"n_components": 2}}
+    config["extra"] = {"dim_reduce": {"snapshot_every": 1}}
+    AutoBoost("O0", config).network_auto_process_train(network, optimizer)
+    cell = BoostTrainOneStepCell(network, optimizer)
+    assert cell.check_dim_reduce_enable()
+    for _ in range(4):
+        cell(torch.randn(3, 4), torch.zeros(3, dtype=torch.long))
 
 
 def trained_steps(network, optimizer, n: int):
@@ -324,9 +507,30 @@ class TestEval:
         expected = model.eval()(x)
         assert ((found - expected).abs().max() / expected.abs().max()).item() <= 1e-4
 
-    def test_o0_returns_the_network_itself(self):
+    @pytest.mark.parametrize("booster", [AutoBoost("O0"), AutoBoost("O2", {"boost": {"mode": "disable_all"}})])
+    def test_without_algorithms_it_is_a_view_in_eval_mode(self, booster):
         model = net()
-        assert AutoBoost("O0").network_auto_process_eval(model) is model
+        view = booster.network_auto_process_eval(model)
+        assert model.training
+        assert not any(module.training for module in view.modules())
+        optimizer = sgd(model)
+        trained_steps(model, optimizer, 2)
+        x = batches(1)[0][0]
+        assert torch.equal(view(x), model.eval()(x)), "it follows the training"
+        assert [p.data_ptr() for p in view.parameters()] == [p.data_ptr() for p in model.parameters()]
+
+    @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+    def test_is_in_eval_mode_at_every_level_and_leaves_the_network_alone(self, level):
+        model = net()
+        assert not AutoBoost(level).network_auto_process_eval(model).training
+        assert model.training
+
+    def test_tensors_that_are_no_parameters_are_shared_too(self):
+        model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
+        model[0].offset = torch.ones(3, requires_grad=True) * 2  # no leaf, which cannot be copied
+        view = AutoBoost("O0").network_auto_process_eval(model)
+        assert view[0].offset is model[0].offset
+        assert torch.equal(view(torch.ones(1, 3)), model(torch.ones(1, 3)))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -13,7 +13,15 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import run_ranks
-from torchboost import AutoBoost, BoostTrainOneStepCell, IncompatibleError, StepOutput, WithLoss
+from torchboost import (
+    AutoBoost,
+    BoostTrainOneStepCell,
+    BoostTrainOneStepWithLossScaleCell,
+    IncompatibleError,
+    NoEffectWarning,
+    StepOutput,
+    WithLoss,
+)
 from torchboost.compat.accumulating import AccumulatingOptimizer
 
 
@@ -122,6 +130,14 @@ def test_guided_freezing_of_auto_boost_is_told_the_losses_of_the_cell():
     cell = BoostTrainOneStepCell(*booster.network_auto_process_train(network, optimizer))
     cell(*batch(0))
     assert booster.attached["grad_freeze"].state_dict()["plasticity"]["losses"] == 1
+
+
+def test_parameters_that_came_after_the_optimizer_are_announced():
+    network, optimizer = pair()
+    network = WithLoss(nn.Sequential(network.backbone, nn.BatchNorm1d(2)), F.cross_entropy)
+    for make in (BoostTrainOneStepCell, lambda n, o: BoostTrainOneStepWithLossScaleCell(n, o, torch.tensor(2.0))):
+        with pytest.warns(NoEffectWarning, match=r"nothing updates them: backbone\.1\.weight, backbone\.1\.bias\."):
+            make(network, optimizer)
 
 
 def accumulating(steps: int) -> AutoBoost:

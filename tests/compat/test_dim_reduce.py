@@ -38,7 +38,7 @@ def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 4, generator=g), torch.randint(0, 3, (8,), generator=g)
 
 
-def build(model: nn.Module, local: torch.Tensor, k: int, rank: int = 0, ranks: int = 1) -> DimReduce:
+def build(model: nn.Module, local: torch.Tensor | np.ndarray, k: int, rank: int = 0, ranks: int = 1) -> DimReduce:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     weights = list(model.parameters())
     return DimReduce(model, optimizer, weights, local, k, *SETTINGS.values(), rank, ranks)
@@ -64,6 +64,25 @@ def test_equals_the_optimizer_of_the_subspace() -> None:
         assert torch.equal(loss, own.step(lambda x=x, y=y: two(x, y)))
     assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
     assert all(p.grad is None for p in one.parameters())
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_rows_may_be_an_array(dtype: Any) -> None:
+    one, two = network(), network()
+    matrix = rows(3, length(one))
+    first, second = build(one, matrix, 3), build(two, matrix.numpy().astype(dtype), 3)
+    for number in range(3):
+        call(first, one, *batch(number))
+        call(second, two, *batch(number))
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "given", ["basis.npy", None, [[1.0, 0.0]], np.array(["a", "b"]), np.ones(3), torch.ones(3), np.eye(2, dtype=int)]
+)
+def test_something_else_than_a_matrix(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"pca_mat_local: found .*; give a matrix of floating point numbers"):
+        build(network(), given, 2)
 
 
 def test_begins_at_the_clones() -> None:
@@ -150,9 +169,32 @@ def test_auto_boost_and_the_cell(tmp_path: Path) -> None:
 def test_bad_sections_say_where() -> None:
     with pytest.raises(ConfigError, match=r"dim_reduce\.rho"):
         AutoBoost("O0", {"dim_reduce": {"rho": 2.0}})
-    both = {"pca_mat_path": "a.npy", "weight_load_dir": "b"}
-    with pytest.raises(ConfigError, match="both set"):
-        AutoBoost("O0", {"boost": {"mode": "manual", "dim_reduce": True}, "dim_reduce": both})
+
+
+def test_both_paths_of_the_documented_section_are_taken_and_missing_ones_said(tmp_path: Path) -> None:
+    both = {"pca_mat_path": str(tmp_path / "pca.npy"), "weight_load_dir": str(tmp_path / "none")}
+    booster = AutoBoost("O0", {"boost": {"mode": "manual", "dim_reduce": True}, "dim_reduce": both})
+    model = network()
+    with pytest.raises(FileNotFoundError, match=r"none: found no folder"):
+        booster.network_auto_process_train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_user_who_turns_everything_on_keeps_what_was_trained() -> None:
+    extra = {"dim_reduce": {"snapshots": 3, "snapshot_every": 2}}
+    config = {"boost": {"mode": "enable_all"}, "dim_reduce": {"n_components": 2}, "extra": extra}
+    model = network()
+    first = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    booster = AutoBoost("O0", config)
+    cell = BoostTrainOneStepCell(
+        *booster.network_auto_process_train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    )
+    distances = []
+    for number in range(9):
+        cell(*batch(number))
+        distances.append((torch.cat([p.detach().reshape(-1) for p in model.parameters()]) - first).norm().item())
+    assert min(distances[1:]) >= distances[0] > 0
+    assert "restart=False" in booster.explain()
 
 
 def test_trials_do_not_move_the_statistics_of_a_network() -> None:

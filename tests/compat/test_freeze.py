@@ -250,3 +250,24 @@ def test_freeze_cells_reduce_over_ranks():
     first, second = run_ranks(_reduced, 2)
     assert first[0] == second[0]
     assert first[0] == pytest.approx(first[1], abs=1e-6)
+
+
+@pytest.mark.parametrize("sens", ["x", None, True, [1.0]])
+def test_freeze_cell_takes_a_number_for_sens(sens):
+    net = nn.Linear(4, 2)
+    optimizer = FreezeOpt(torch.optim.SGD(net.parameters(), lr=0.1), [list(net.parameters())], [0])
+    with pytest.raises(TypeError, match="sens must be a number, found"):
+        freeze_cell(False, net, optimizer, sens)
+
+
+def test_one_list_of_parameters_is_no_list_of_groups():
+    net = nn.Linear(4, 2)
+    with pytest.raises(TypeError, match=r"found one list of 2 parameters: give \[list\(network.parameters"):
+        FreezeOpt(torch.optim.SGD(net.parameters(), lr=0.1), list(net.parameters()), [0])
+    with pytest.raises(TypeError, match="found one list of 2 parameters"):
+        GradientFreeze(list(net.parameters()), 1, 0.7, 100)
+
+
+def test_a_number_of_steps_that_no_run_has():
+    with pytest.raises(ValueError, match="total_steps: found a larger number"):
+        GradientFreeze(3, 1, 0.7, 10**5000)

@@ -91,10 +91,62 @@ def test_the_scale_can_be_set():
         cell.set_sense_scale(torch.tensor(4.0))
 
 
-@pytest.mark.parametrize("sense", [1024.0, None, "8", [8.0], DynamicLossScale])
+@pytest.mark.parametrize("sense", [1024.0, None, "8", [8.0], DynamicLossScale, lambda: 8.0, nn.Identity()])
 def test_a_scale_that_is_neither_tensor_nor_manager(sense):
     with pytest.raises(TypeError, match=r"scale_sense must be a tensor of shape \(\) or \(1,\), or a manager"):
         BoostTrainOneStepWithLossScaleCell(*pair(), sense)
+
+
+class InPlace(nn.Module):
+    """As MindSpore's update cells: the scale is assigned, the overflow handed on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def get_loss_scale(self) -> float:
+        return 64.0
+
+    def forward(self, loss_scale, overflow):
+        assert loss_scale.shape == overflow.shape == ()
+        self.calls += 1
+        loss_scale.copy_(torch.where(overflow, loss_scale / 4, loss_scale + 1))
+        return overflow
+
+
+def test_an_update_cell_moves_the_scale_in_place():
+    network, optimizer = pair()
+    cell = BoostTrainOneStepWithLossScaleCell(network, optimizer, InPlace())
+    assert cell.sens == 64.0
+    assert float(cell(*data(0)).loss_scale) == 65.0
+    before = copy.deepcopy(network)
+    x, y = data(1)
+    out = cell(x * math.inf, y)
+    assert (bool(out.overflow), float(out.loss_scale)) == (True, 65.0 / 4)
+    assert equal(network, before)
+    other = BoostTrainOneStepWithLossScaleCell(*pair(), InPlace())
+    other.load_state_dict(copy.deepcopy(cell.state_dict()))
+    assert other.sens == 65.0 / 4
+    assert other.scaler.state_dict()["cell"]["calls"] == 2
+    with pytest.raises(TypeError, match="moved by a _CellScale"):
+        cell.set_sense_scale(torch.tensor(4.0))
+
+
+@pytest.mark.parametrize("make", [lambda s: s * 2, lambda s: float(s) * 2, lambda s: (s * 2).reshape(1)])
+def test_an_update_cell_may_return_the_scale(make):
+    cell = BoostTrainOneStepWithLossScaleCell(*pair(), lambda loss_scale, overflow: make(loss_scale))
+    assert cell.sens == 2.0**16
+    assert float(cell(*data(0)).loss_scale) == 2.0**17
+
+
+@pytest.mark.parametrize(
+    ("update", "said"),
+    [(lambda s, o: -1.0, "found -1"), (lambda s, o: "x", "found 'x'"), (lambda s, o: s * math.nan, "found nan")],
+)
+def test_an_update_cell_that_gives_no_scale(update, said):
+    cell = BoostTrainOneStepWithLossScaleCell(*pair(), update)
+    with pytest.raises((TypeError, ValueError), match=f"the update cell, a function: loss_scale: {said}"):
+        cell(*data(0))
 
 
 @pytest.mark.parametrize("sense", [torch.ones(2), torch.ones(1, 1), torch.ones(0)])

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import torchboost
 from torchboost import AutoBoost, Facts, Plan, Target, WithLoss, boost
-from torchboost.core.arguments import check_number, check_scaler
+from torchboost.core.arguments import check_number, check_scaler, check_sens
 
 
 def net() -> nn.Sequential:
@@ -84,8 +84,17 @@ def test_an_optimizer_of_another_network_is_refused(call):
     with pytest.raises(ValueError, match=r"none of the 4 parameters of the optimizer belongs to the \w+, a Sequential"):
         call(model, sgd(other))
     assert isinstance(model[1], nn.BatchNorm2d)
+    for param in [model[0].bias, *model[1].parameters()]:
+        param.requires_grad_(False)
     part = torch.optim.SGD([model[0].weight, *other.parameters()], lr=0.1)
     call(model, part)
+
+
+@pytest.mark.parametrize("value", ["1", True, None, [1.0], float])
+def test_sens_is_a_number(value):
+    with pytest.raises(TypeError, match="sens must be a number, found"):
+        check_sens(value)
+    check_sens(-2)
 
 
 def test_anything_with_the_methods_of_a_scaler_is_one():

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from torchboost.core.algorithm import Target
 from torchboost.core.step import TrainStep
+from torchboost.errors import NoEffectWarning
 
 
 def make(seed: int = 0):
@@ -208,3 +209,18 @@ def test_observers_are_told_the_loss_before_each_update():
     out = step(x, y)
     assert seen[0][0] == float(out.loss)
     assert torch.equal(seen[0][1], before)
+
+
+def test_trainable_parameters_that_are_in_no_optimizer_are_announced():
+    model, optimizer = make()
+    model.append(nn.Linear(3, 3))
+    model.extend(nn.Linear(3, 3, bias=False) for _ in range(4))
+    with pytest.warns(
+        NoEffectWarning, match=r"6 trainable .*: 3\.weight, 3\.bias, 4\.weight, 5\.weight, 6\.weight and 1"
+    ):
+        TrainStep(Target(model, optimizer), lambda x: model(x).sum())
+    model[3:].requires_grad_(False)
+    TrainStep(Target(model, optimizer), lambda x: model(x).sum())
+    model[3:].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model[3:].parameters())})
+    TrainStep(Target(model, optimizer), lambda x: model(x).sum())

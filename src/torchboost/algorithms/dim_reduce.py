@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -20,7 +21,8 @@ from torchboost.core.loss_windows import LossWindows
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError
 from torchboost.optim import native_basis
-from torchboost.optim.basis_sources import MatrixFile, shared_basis
+from torchboost.optim.basis_sources import MatrixFile, shared_basis, write_matrix
+from torchboost.optim.direct_steps import DirectSteps
 from torchboost.optim.front import FrontOptimizer
 from torchboost.optim.principal_components import PrincipalComponents
 from torchboost.optim.snapshots import CheckpointFiles, Layout, SnapshotBuffer, Snapshots
@@ -31,14 +33,21 @@ __all__ = ["Phase", "SubspaceDescent", "SubspaceRun"]
 
 Phase = Literal["collect", "subspace", "full"]
 
+_PASSED_BY = (
+    "dim_reduce: the optimizer behind it was stepped directly, past the subspace; step what attach put in its place: "
+    "target.optimizer.step(lambda: loss_fn(model(inputs), labels))."
+)
+_LONGEST = 10**9
+"""Seconds; a wait is a timedelta, which holds no more than some millennia."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SubspaceDescent(Algorithm):
     """Train along a few directions that earlier training has shown to matter; stands alone.
 
     ``attach`` puts a :class:`SubspaceRun` in the place of the target's optimizer. The directions come from a file, from
-    checkpoints of an earlier run, or, where neither is named, from snapshots of this run: it then trains with the
-    optimizer it was given until there are enough, and goes on in the subspace from where it started.
+    checkpoints of an earlier run, or, if neither is named, from snapshots of this run: it then trains with the
+    optimizer it was given until there are enough, and continues in the subspace from the weights it has reached.
 
     Args:
         n_components: Number of directions.
@@ -50,10 +59,13 @@ class SubspaceDescent(Algorithm):
         line_search: See :class:`~torchboost.optim.SubspaceOptimizer`.
         pca_mat_path: An ``.npy`` file with a direction per row, as ``torchboost pca`` writes it.
         weight_load_dir: A folder with at least ``n_components`` checkpoints, safetensors or ``.pt`` with tensors only.
+            If both are given, an existing file is read and the folder is not; if there is no file yet, it is written
+            from the checkpoints, for the next run.
         snapshots: How many snapshots of this run to take; ``n_components`` where None.
         snapshot_every: Updates between two of them.
         snapshot_dtype: How they are kept in host memory.
-        restart: Whether the subspace begins at the weights from before the snapshots, as published, or at the last.
+        restart: Whether the subspace begins at the weights from before the snapshots, as published, which gives up
+            what was trained meanwhile; by default it begins at the last.
         patience: Hand back to the full optimizer when the mean loss of so many updates in the subspace is not lower,
             by ``tolerance`` of it, than that of as many before; None never does.
         tolerance: See ``patience``.
@@ -77,7 +89,7 @@ class SubspaceDescent(Algorithm):
     snapshots: int | None = None
     snapshot_every: int = 100
     snapshot_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    restart: bool = True
+    restart: bool = False
     patience: int | None = 100
     tolerance: float = 0.01
     memory_mebibytes: int | None = None
@@ -101,8 +113,8 @@ class SubspaceDescent(Algorithm):
             check_number(name, getattr(self, name), above=name != "gamma")
             if getattr(self, name) >= 1:
                 raise ValueError(f"{name}={getattr(self, name)}: a number below 1.")
-        if self.pca_mat_path is not None and self.weight_load_dir is not None:
-            raise ValueError("pca_mat_path and weight_load_dir are both set: the basis comes from one of them.")
+        if self.timeout > _LONGEST:
+            raise ValueError(f"timeout={self.timeout}: seconds, at most {_LONGEST}.")
         if self.snapshots is not None and self.snapshots < self.n_components:
             raise ValueError(
                 f"snapshots={self.snapshots}: at least as many as directions are needed, n_components is "
@@ -153,9 +165,9 @@ class SubspaceDescent(Algorithm):
             if len(blocks) > 1:
                 raise IncompatibleError(
                     f"dim_reduce: the {self.n_components} directions of {self.pca_mat_path} cover all weights, which "
-                    f"memory_mebibytes={self.memory_mebibytes} does not hold; raise it, or give weight_load_dir."
+                    f"memory_mebibytes={self.memory_mebibytes} does not hold; raise it, or give weight_load_dir alone."
                 )
-            make = partial(MatrixFile, self.pca_mat_path, self.n_components, layout)
+            make = partial(_from_file, self.pca_mat_path, self.weight_load_dir, self.n_components, layout)
         else:
             make = partial(_from_folder, self.weight_load_dir or "", layout, blocks)
         return shared_basis(make, blocks, group, timeout=self.timeout, alike=repr(self))
@@ -186,6 +198,7 @@ class SubspaceRun(FrontOptimizer, ClosureOptimizer):
         settings: See :class:`SubspaceDescent`.
 
     Attributes:
+        direct: Refuses steps of ``opt`` that pass this by.
         phase: ``"collect"``, ``"subspace"`` or ``"full"``.
         subspace: The optimizer of the subspace; None before there is a basis and after the hand-back.
         updates: Updates so far.
@@ -198,14 +211,13 @@ class SubspaceRun(FrontOptimizer, ClosureOptimizer):
         self.phase: Phase = "collect"
         self.subspace: SubspaceOptimizer | None = None
         self._model = model
-        self._stepping = False
         self._weights = _parameters(model, opt)
         self._snapshots = SnapshotBuffer(_layout(model), getattr(torch, settings.snapshot_dtype))
         self._start: list[Tensor] = []
         self._losses = LossWindows()
         if not settings.collects:
             self._enter(settings.basis(model))
-        self._guard = opt.register_step_pre_hook(self._refuse_others)  # last, where nothing can fail any more
+        self.direct = DirectSteps(opt, self, _PASSED_BY)  # last, when nothing can fail any more
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update once and return the loss before it.
@@ -233,11 +245,8 @@ class SubspaceRun(FrontOptimizer, ClosureOptimizer):
             if self.phase == "collect" and self.settings.restart and not self.updates:
                 # Not before: DDP, or a checkpoint, may set the weights after this was attached.
                 self._start = [weight.detach().clone() for weight in self._weights]
-            self._stepping = True
-            try:
+            with self.direct.allowed():
                 self.opt.step()
-            finally:
-                self._stepping = False
             self._collect()
         self.updates += 1
         if ours:
@@ -246,14 +255,7 @@ class SubspaceRun(FrontOptimizer, ClosureOptimizer):
 
     def remove(self) -> None:
         """Let the optimizer behind be stepped again by others."""
-        self._guard.remove()
-
-    def _refuse_others(self, *_: Any) -> None:
-        if not self._stepping:
-            raise IncompatibleError(
-                "dim_reduce: the optimizer behind it was stepped directly, past the subspace; step what attach put in "
-                "its place: target.optimizer.step(lambda: loss_fn(model(inputs), labels))."
-            )
+        self.direct.remove()
 
     def _collect(self) -> None:
         if self.phase != "collect" or (self.updates + 1) % self.settings.snapshot_every:
@@ -346,6 +348,14 @@ def _is_count(value: Any) -> bool:
 
 def _from_folder(folder: str, layout: Layout, blocks: Any) -> PrincipalComponents:
     return PrincipalComponents(CheckpointFiles(folder, layout), blocks)
+
+
+def _from_file(path: str, folder: str | None, components: int, layout: Layout) -> MatrixFile:
+    if folder is not None and not Path(path).exists():
+        checkpoints = CheckpointFiles(folder, layout)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_matrix(path, checkpoints, components)
+    return MatrixFile(path, components, layout)
 
 
 def _layout(model: nn.Module) -> Layout:

@@ -11,9 +11,16 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.accumulation import Accumulator
 from torchboost.compat.wrappers import GradientAccumulation
+from torchboost.optim.direct_steps import DirectSteps
 from torchboost.optim.front import FrontOptimizer
 
 __all__ = ["AccumulatingOptimizer"]
+
+_PASSED_BY = (
+    "grad_accumulation: the optimizer given to AutoBoost was stepped directly, which would update after every batch; "
+    "step the one that network_auto_process_train returned: network, optimizer = "
+    "booster.network_auto_process_train(network, optimizer). BoostTrainOneStepCell takes either."
+)
 
 
 class AccumulatingOptimizer(FrontOptimizer):
@@ -24,11 +31,13 @@ class AccumulatingOptimizer(FrontOptimizer):
     batches. Ranks exchange gradients for each batch; the training cell, which knows when a window begins, does not.
 
     Args:
-        opt: Stepped once per window, so that hooks on it follow the updates.
+        opt: Stepped once per window, so that hooks on it follow the updates. A step of it that passes this by would
+            update with the gradients of one batch, and is refused.
         accumulator: Says how many batches make an update.
 
     Attributes:
         updated: Whether the last ``step()`` updated the weights.
+        direct: Refuses steps of ``opt`` that pass this by.
     """
 
     def __init__(self, opt: Optimizer, accumulator: Accumulator) -> None:
@@ -36,6 +45,7 @@ class AccumulatingOptimizer(FrontOptimizer):
         self.accumulator = accumulator
         self.updated = False
         self._given = GradientAccumulation(accumulator.steps, opt)
+        self.direct = DirectSteps(opt, self, _PASSED_BY)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Add the gradients to the window, and update where that fills it; return what the closure returns."""
@@ -45,7 +55,8 @@ class AccumulatingOptimizer(FrontOptimizer):
                 returned = closure()
         self._given.max_accumulation_step = self.accumulator.steps  # 1 after the algorithm was removed
         parameters = self._parameters()
-        self._given(None, [parameter.grad for parameter in parameters])
+        with self.direct.allowed():
+            self._given(None, [parameter.grad for parameter in parameters])
         self.updated = self._given.updated
         for parameter in parameters:
             parameter.grad = None
@@ -53,7 +64,8 @@ class AccumulatingOptimizer(FrontOptimizer):
 
     def flush(self) -> bool:
         """Update with what a window holds that is not full; return whether there was anything."""
-        self.updated = self._given.flush()
+        with self.direct.allowed():
+            self.updated = self._given.flush()
         return self.updated
 
     def _parameters(self) -> list[Tensor]:

@@ -1,15 +1,16 @@
-"""``AutoBoost``: the reference's way in, over a plan."""
+"""``AutoBoost``: MindSpore's way in, over a plan."""
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.accumulation import Accumulator
+from torchboost.algorithms.accumulation import Accumulation, Accumulator
 from torchboost.algorithms.adasum import AdaptiveSum, AdaptiveSumming
 from torchboost.algorithms.dim_reduce import SubspaceRun
 from torchboost.algorithms.memory_format import ChannelsLast, channels_last
@@ -20,17 +21,22 @@ from torchboost.core.arguments import check_module, check_pair, check_scaler
 from torchboost.core.covering import uncover_copy
 from torchboost.core.folding import fold_batch_norms
 from torchboost.core.wrapping import unwrap, wrapper_of
+from torchboost.distributed.buckets import bucket_options
 from torchboost.errors import IncompatibleError
 from torchboost.plan import Plan
-from torchboost.registry import Facts
+from torchboost.registry import Facts, Loop
 
-__all__ = ["AutoBoost", "observers_of", "scaler_of", "summing_of"]
+__all__ = ["AutoBoost", "front_of", "observers_of", "scaler_of", "summing_of"]
 
-# The reference's API hands only network and optimizer from AutoBoost to the training cell. An observer must not hold
+# MindSpore's API hands only network and optimizer from AutoBoost to the training cell. An observer must not hold
 # the optimizer, so that the entry goes when the optimizer goes.
 _OBSERVERS: weakref.WeakKeyDictionary[Optimizer, list[Callable[[Tensor], None]]] = weakref.WeakKeyDictionary()
 _SCALERS: weakref.WeakKeyDictionary[Optimizer, Scaler] = weakref.WeakKeyDictionary()
 _SUMMING: weakref.WeakKeyDictionary[Optimizer, AdaptiveSumming] = weakref.WeakKeyDictionary()
+# Only while the booster is there: a network must not keep the state of its optimizer alive.
+_ATTACHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attached]] = weakref.WeakKeyDictionary()
+# What stands in front is kept alive by the optimizer behind it (DirectSteps), also if the caller threw it away.
+_FRONTS: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
 
 
 def observers_of(optimizer: Optimizer) -> list[Callable[[Tensor], None]]:
@@ -48,6 +54,20 @@ def summing_of(optimizer: Optimizer) -> AdaptiveSumming | None:
     return _SUMMING.get(optimizer)
 
 
+def front_of(optimizer: Optimizer) -> Optimizer:
+    """Return what :class:`AutoBoost` put in front of an optimizer; itself if there is nothing."""
+    front = _FRONTS.get(optimizer, lambda: None)()
+    return optimizer if front is None else front
+
+
+def _attached_to(network: nn.Module) -> Iterator[Attached]:
+    """Yield what boosters that are still there attached to a network or to parts of it."""
+    for module in network.modules():
+        attached = _ATTACHED.get(module, lambda: None)()
+        if attached is not None:
+            yield attached
+
+
 class AutoBoost:
     """Make training faster within the accuracy a level promises. Objects are independent of one another.
 
@@ -56,9 +76,13 @@ class AutoBoost:
             points); ``"O2"`` at least 30 % faster with the accuracy at most 3 points lower. What each turns on,
             and the measurements behind it, is in ``docs/levels.md``.
         boost_config_dict: A dict, a path to a JSON file, JSON text, or empty.
+        loop: Who owns the training loop: ``"own"``, which includes the training cells, or a trainer,
+            ``"transformers"``, ``"lightning"`` or ``"accelerate"``. Trainers accumulate and scale by themselves, so
+            what asks for it here is left out, with the name of their own setting.
 
     Raises:
         ConfigError: Unknown level, mode, section or key, wrong type or value out of range (a ``ValueError``).
+        ValueError: Unknown ``loop``.
 
     Example:
         >>> import torch, torchboost
@@ -68,13 +92,13 @@ class AutoBoost:
         >>> network, optimizer = booster.network_auto_process_train(network, optimizer)
     """
 
-    def __init__(self, level: str = "O0", boost_config_dict: ConfigSource = "") -> None:
+    def __init__(self, level: str = "O0", boost_config_dict: ConfigSource = "", *, loop: Loop = "own") -> None:
         self._config = BoostConfig.load(boost_config_dict)
         self.level = level
-        self.plan = Plan.of(level, self._config)
+        self.loop: Loop = loop
+        self.plan = Plan.of(level, self._config, loop=loop)
         self.attached = Attached()
         self.scaler: Scaler | None = None
-        self._boosted: nn.Module | None = None
 
     def network_auto_process_train(
         self, network: nn.Module, optimizer: Optimizer, *, scaler: Scaler | None = None
@@ -83,13 +107,15 @@ class AutoBoost:
 
         ``.plan`` then says what was chosen for this pair, ``.attached`` is what was attached: its ``remove()``
         takes it away (BatchNorms that went stay away), its ``state_dict()`` belongs into the checkpoint. A second call
-        for the same network takes away what the first one attached. ``.scaler`` is the scaler of the loop: the one
+        for the same network, of this object or another one that is still there, first takes away what is attached to
+        it, so that a second phase of training begins as the first did. ``.scaler`` is the scaler of the loop: the one
         given, or that of group loss scaling, which a loop of your own must use as it would a ``GradScaler``.
 
         The optimizer returned is the one given, except with gradient accumulation: then it is one in front of it,
         :class:`~torchboost.compat.accumulating.AccumulatingOptimizer`, which applies every k-th ``step``; and with
         dimension-reduced training, whose ``step`` needs a function that returns the loss
-        (:class:`~torchboost.algorithms.dim_reduce.SubspaceRun`; the training cells give it).
+        (:class:`~torchboost.algorithms.dim_reduce.SubspaceRun`; the training cells give it). The training cells take
+        the one given, too; in a loop of your own its ``step`` raises ``IncompatibleError``.
 
         Args:
             network: A bare module, on the device it will train on; DDP and compile come after this call. For FSDP2,
@@ -101,7 +127,7 @@ class AutoBoost:
             TypeError: Not a module, not an optimizer, or not a scaler.
             ValueError: None of the parameters of the optimizer belongs to the network.
             IncompatibleError: The network is already wrapped and the plan is not empty, or an algorithm cannot work
-                on this pair; nothing was changed.
+                on this pair; nothing was changed, but that an earlier boost of this network is gone.
         """
         check_pair(network, optimizer, name="network")
         check_scaler(scaler)
@@ -111,17 +137,17 @@ class AutoBoost:
                 f"the network is already wrapped by {wrapper}; call network_auto_process_train on the bare network, "
                 "then wrap what it returns."
             )
-        if network is self._boosted:
-            self.attached.remove()
         if isinstance(optimizer, (AccumulatingOptimizer, SubspaceRun)):
             optimizer = optimizer.opt  # from an earlier call
-        self.plan = Plan.of(self.level, self._config, Facts.measure(network, loop="own")).fit(network, optimizer)
+        facts = Facts.measure(network, loop=self.loop)
         target = Target(network, optimizer, scaler)
-        self.attached = self.plan.attach(target)
-        self._boosted = network
-        returned = target.optimizer
-        if isinstance(target.accumulator, Accumulator):
-            returned = AccumulatingOptimizer(optimizer, target.accumulator)
+        for attached in _attached_to(network):
+            attached.remove()
+        plan = Plan.of(self.level, self._config, facts).fit(network, optimizer)
+        self.attached = plan.attach(target)
+        self.plan = plan
+        _ATTACHED[network] = weakref.ref(self.attached)
+        returned = self._in_front(target, optimizer)
         _OBSERVERS[returned] = target.observers
         self.scaler = target.scaler
         _SCALERS.pop(returned, None)
@@ -134,14 +160,44 @@ class AutoBoost:
             _SUMMING[returned] = summing
         return network, returned
 
+    def _in_front(self, target: Target, optimizer: Optimizer) -> Optimizer:
+        """Return what the loop steps in the place of ``optimizer``, and let the cells find it from there."""
+        front = target.optimizer
+        if isinstance(target.accumulator, Accumulator):
+            front = AccumulatingOptimizer(optimizer, target.accumulator)
+            self.attached[Accumulation.name].with_undo(front.direct.remove)
+        _FRONTS.pop(optimizer, None)
+        if front is not optimizer:
+            _FRONTS[optimizer] = weakref.ref(front)
+        return front
+
+    def ddp_options(self, network: nn.Module) -> dict[str, Any]:
+        """Return the arguments that give ``DistributedDataParallel`` the configured ``common.gradient_split_groups``.
+
+        ``DistributedDataParallel(network, **booster.ddp_options(network))`` then begins a new bucket at each of these
+        positions in the list of the trained parameters; without the key there are no arguments. See
+        :func:`torchboost.distributed.buckets.bucket_options`.
+
+        Raises:
+            TypeError: Not a module.
+            IncompatibleError: Parameters of several types or devices, or a torch without such an argument.
+        """
+        check_module(network, "network")
+        common = self._config.common
+        if "gradient_split_groups" not in common.model_fields_set:
+            return {}
+        points = common.gradient_split_groups
+        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        return bucket_options(trained, [points] if isinstance(points, int) else points)
+
     def network_auto_process_eval(self, network: nn.Module) -> nn.Module:
         """Return a fast copy for inference; ``network`` itself is left alone and can go on training.
 
         Every BatchNorm that directly follows a convolution or a linear layer is folded into it, exactly, and
         convolutional networks are stored channels-last. The copy is in eval mode and computes in the precision
         of its parameters; its outputs equal those of ``network.eval()`` within 1e-4 relative in float32.
-        Cost: one copy of the parameters. Where the configuration asks for nothing (level O0, mode disable_all) the
-        network is returned as it is.
+        Cost: one copy of the parameters. If the configuration asks for nothing (level O0, mode disable_all) it is a
+        copy of the modules that shares all tensors with ``network``, in eval mode: it follows the training.
 
         Raises:
             TypeError: Not a module.
@@ -149,7 +205,7 @@ class AutoBoost:
         """
         check_module(network, "network")
         if not self.plan.algorithms and (self.level == "O0" or self._config.boost.mode != "auto"):
-            return network
+            return _eval_view(network)
         fast = copy.deepcopy(unwrap(network)).eval()
         uncover_copy(fast)
         fold_batch_norms(fast)
@@ -160,3 +216,14 @@ class AutoBoost:
     def explain(self) -> str:
         """Return what is on and what was left out, with the reasons."""
         return self.plan.explain()
+
+
+def _eval_view(network: nn.Module) -> nn.Module:
+    """Return the modules once more, in eval mode, over the same tensors."""
+    memo: dict[int, Any] = {}
+    for module in unwrap(network).modules():
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()]
+        memo |= {id(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)}
+    view = copy.deepcopy(unwrap(network), memo)
+    uncover_copy(view)
+    return view.eval()

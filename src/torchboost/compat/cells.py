@@ -1,19 +1,20 @@
-"""The reference's training cells, over :class:`~torchboost.core.step.TrainStep`."""
+"""MindSpore's training cells, over :class:`~torchboost.core.step.TrainStep`."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.compat.accumulating import AccumulatingOptimizer
-from torchboost.compat.auto_boost import observers_of, scaler_of, summing_of
+from torchboost.compat.auto_boost import front_of, observers_of, scaler_of, summing_of
 from torchboost.compat.wrappers import GradientAccumulation
 from torchboost.core.algorithm import Scaler, Target
-from torchboost.core.arguments import check_loss_fn, check_module, check_pair
+from torchboost.core.arguments import check_loss_fn, check_module, check_pair, check_sens
 from torchboost.core.closure import ClosureOptimizer
 from torchboost.core.step import StepOutput, TrainStep
 from torchboost.core.wrapping import unwrap
@@ -51,7 +52,7 @@ class WithLoss(nn.Module):
 
 
 class _Sens:
-    """The reference's ``sens``: the gradients are multiplied by it and never divided again."""
+    """MindSpore's ``sens``: the gradients are multiplied by it and never divided again."""
 
     def __init__(self, sens: float) -> None:
         self._sens = sens
@@ -86,11 +87,14 @@ class BoostTrainOneStepCell:
         network: Returns the loss, a tensor of shape ``()``, alone or with the number of samples or tokens behind it,
             by which gradient accumulation weighs it; see :class:`WithLoss`. Usually the pair comes from
             :meth:`AutoBoost.network_auto_process_train`, whose algorithms then act in this step.
-        optimizer: Updates the network.
-        sens: Multiplies the gradients, as in the reference; it is not divided out again.
+        optimizer: Updates the network. The one that was given to :class:`AutoBoost` stands for the one it returned.
+        sens: Multiplies the gradients, as in MindSpore; it is not divided out again.
 
     Attributes:
         updated: Whether the last call moved the weights; where gradients accumulate, step schedulers where it did.
+
+    Warns:
+        NoEffectWarning: The network has trainable parameters that the optimizer does not hold; names them.
 
     Raises:
         TypeError: ``sens`` is not a number, ``network`` no module, or ``optimizer`` no optimizer.
@@ -107,8 +111,8 @@ class BoostTrainOneStepCell:
 
     def __init__(self, network: nn.Module, optimizer: Optimizer, sens: float = 1.0) -> None:
         check_pair(network, optimizer, name="network")
-        if isinstance(sens, bool) or not isinstance(sens, (int, float)):
-            raise TypeError(f"sens must be a number, found {type(sens).__name__} {sens!r}.")
+        check_sens(sens)
+        optimizer = front_of(optimizer)
         self.sens = float(sens)
         scaler: Scaler | None = scaler_of(optimizer)
         if self.sens != 1.0:
@@ -126,11 +130,13 @@ class BoostTrainOneStepCell:
         self.network = network
         self.optimizer = optimizer
         self.updated = False
+        self._stepping: Callable[[], AbstractContextManager[None]] = nullcontext
         target = Target(network, optimizer, scaler, observers=observers_of(optimizer))
         window = 1
         if isinstance(optimizer, AccumulatingOptimizer):
             # The cell knows where a window begins and needs no second copy of the gradients.
             target.optimizer, target.accumulator = optimizer.opt, optimizer.accumulator
+            self._stepping = optimizer.direct.allowed
             optimizer.accumulator.model = network  # wrapped since AutoBoost saw it, perhaps
             window = optimizer.accumulator.steps
         self._step = TrainStep(target, network)
@@ -144,7 +150,8 @@ class BoostTrainOneStepCell:
             TypeError: The network does not take these inputs, or does not return a loss.
         """
         try:
-            output = self._step(*inputs)
+            with self._stepping():
+                output = self._step(*inputs)
         except TypeError as error:
             _check_inputs(self.network, inputs, error)
             raise
@@ -153,7 +160,8 @@ class BoostTrainOneStepCell:
 
     def flush(self) -> bool:
         """Update with what an accumulation window holds that is not full; return whether there was anything."""
-        given, called = self._given.flush(), self._step.flush()
+        with self._stepping():
+            given, called = self._given.flush(), self._step.flush()
         self.updated = given or self._step.updated
         return given or called is not None
 
@@ -191,7 +199,8 @@ class BoostTrainOneStepCell:
                 '{"boost": {"mode": "manual", "adasum": true}} and start two nodes or more: AutoBoost.explain() says '
                 "what is missing."
             )
-        loss = self._at_once(loss, grads)
+        with self._stepping():
+            loss = self._at_once(loss, grads)
         self.updated = self._at_once.updated
         return loss
 
@@ -201,13 +210,14 @@ class BoostTrainOneStepCell:
         Args:
             loss: Returned as it is.
             grads: One gradient per parameter of the optimizer, ``sens`` included; None where there is none.
-            sens: Not used; the reference hands it on to dimension-reduced training.
+            sens: Not used; MindSpore hands it on to dimension-reduced training.
             *inputs: Not used, likewise.
 
         Raises:
             ValueError: Number or shapes of the gradients are not those of the parameters.
         """
-        loss = self._given(loss, grads)
+        with self._stepping():
+            loss = self._given(loss, grads)
         self.updated = self._given.updated
         return loss
 

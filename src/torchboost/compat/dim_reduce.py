@@ -1,10 +1,11 @@
-"""``DimReduce``: the reference's dimension-reduced step, over :class:`~torchboost.optim.SubspaceOptimizer`."""
+"""``DimReduce``: MindSpore's dimension-reduced step, over :class:`~torchboost.optim.SubspaceOptimizer`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -31,8 +32,8 @@ class DimReduce:
         optimizer: Of the same weights. The reference sends its steps through it; here they are applied directly, and
             it is left alone.
         weight: The parameters, in the order of the columns of ``pca_mat_local``.
-        pca_mat_local: The rows of the basis that this rank holds, shape ``(rows, weights)``; with k directions over R
-            ranks those from ``k rank // R`` to ``k (rank + 1) // R``.
+        pca_mat_local: The rows of the basis that this rank holds, a tensor or a NumPy array of shape
+            ``(rows, weights)``; with k directions over R ranks those from ``k rank // R`` to ``k (rank + 1) // R``.
         n_components: k.
         rho: Factor between the two trials of the line search.
         gamma: Momentum of the gradient outside the subspace.
@@ -42,7 +43,7 @@ class DimReduce:
         rank_size: Number of ranks, which average their losses.
 
     Raises:
-        TypeError: ``optimizer`` is no optimizer, or ``network`` cannot be called.
+        TypeError: ``optimizer`` is no optimizer, ``network`` cannot be called, or ``pca_mat_local`` is no matrix.
         ValueError: Shapes or settings do not fit.
         IncompatibleError: Another number of ranks is running.
 
@@ -64,7 +65,7 @@ class DimReduce:
         network: Callable[..., Tensor],
         optimizer: Optimizer,
         weight: Sequence[Tensor],
-        pca_mat_local: Tensor,
+        pca_mat_local: Tensor | np.ndarray,
         n_components: int,
         rho: float,
         gamma: float,
@@ -76,19 +77,21 @@ class DimReduce:
         if not callable(network):
             raise TypeError(f"network: found {type(network).__name__}; give what returns the loss of a batch.")
         check_optimizer(optimizer)
+        weights = list(weight)
+        local = _matrix(pca_mat_local, weights)
         group = _group(rank, rank_size)
-        blocks = (Block(0, sum(w.numel() for w in weight), n_components),)
+        blocks = (Block(0, sum(w.numel() for w in weights), n_components),)
         (mine,) = rows_of(blocks, rank, rank_size)
-        if len(pca_mat_local) != len(mine):
+        if len(local) != len(mine):
             raise ValueError(
-                f"pca_mat_local: found {len(pca_mat_local)} rows; rank {rank} of {rank_size} holds rows {mine.start} "
+                f"pca_mat_local: found {len(local)} rows; rank {rank} of {rank_size} holds rows {mine.start} "
                 f"to {mine.stop} of {n_components}."
             )
         self.network = network
         self.optimizer = optimizer
         self.subspace = SubspaceOptimizer(
-            list(weight),
-            SubspaceBasis(blocks, (pca_mat_local,), group, orthonormal=False),
+            weights,
+            SubspaceBasis(blocks, (local,), group, orthonormal=False),
             lr=alpha,
             rho=rho,
             gamma=gamma,
@@ -136,6 +139,20 @@ class DimReduce:
         self.subspace.step(replay)
         self.subspace.zero_grad()
         return loss
+
+
+def _matrix(given: Any, weights: Sequence[Tensor]) -> Tensor:
+    """Return the rows as a tensor beside the weights."""
+    numbers = isinstance(given, np.ndarray) and given.dtype.kind == "f"
+    if not (isinstance(given, Tensor) or numbers) or given.ndim != 2:
+        shape = f" of shape {tuple(given.shape)} and {given.dtype}" if hasattr(given, "shape") else ""
+        raise TypeError(
+            f"pca_mat_local: found {type(given).__name__}{shape}; give a matrix of floating point numbers, a tensor or "
+            "a NumPy array, with a row per direction."
+        )
+    if isinstance(given, Tensor) or not weights:
+        return torch.as_tensor(given)
+    return torch.tensor(given, dtype=weights[0].dtype, device=weights[0].device)
 
 
 def _group(rank: int, rank_size: int) -> dist.ProcessGroup | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.freeze import BlockFreeze, Pattern, freeze_blocks
-from torchboost.core.arguments import check_optimizer, check_pair
+from torchboost.core.arguments import check_optimizer, check_pair, check_sens
 from torchboost.core.blocks import group_starts
 from torchboost.core.freeze_schedule import Repeated
 from torchboost.core.freezing import Freezing, Prefix
@@ -24,6 +24,8 @@ __all__ = ["FreezeOpt", "GradientFreeze", "freeze_cell"]
 _PATTERNS = get_args(Pattern)[:4]
 """The reference's types 0 and 1 and, beyond it, 2 and 3."""
 _DEFAULT_GROUPS = 10
+_MOST_STEPS = 2**53
+"""Steps up to here are exact as floating point numbers, in which shares of them are computed."""
 _LEAST = 3
 """A unit is closed, as in the reference, when it holds so many parameters and another matrix or kernel follows."""
 
@@ -217,9 +219,10 @@ def freeze_cell(
         max_accumulation_step: Calls per update, whose gradients are averaged.
 
     Raises:
-        TypeError: ``optimizer`` is no :class:`FreezeOpt`.
+        TypeError: ``optimizer`` is no :class:`FreezeOpt`, or ``sens`` no number.
         ValueError: ``max_accumulation_step`` is below 1.
     """
+    check_sens(sens)
     if not isinstance(optimizer, FreezeOpt):
         raise TypeError(
             f"optimizer: found {type(optimizer).__name__}; wrap it: FreezeOpt(optimizer, groups, strategy)."
@@ -302,6 +305,12 @@ def _split(parameters: list[nn.Parameter], groups: int) -> list[list[nn.Paramete
 
 
 def _explicit(groups: Any) -> list[list[nn.Parameter]]:
+    if isinstance(groups, (list, tuple)) and groups and all(isinstance(entry, Tensor) for entry in groups):
+        raise TypeError(
+            "the groups must be a list of lists of parameters, one list for each index; found one list of "
+            f"{len(groups)} parameters: give "
+            "[list(network.parameters()), list(network.head.parameters())], or None for ten groups."
+        )
     lists = isinstance(groups, (list, tuple)) and all(isinstance(group, (list, tuple)) for group in groups)
     if not lists or not all(isinstance(p, Tensor) for group in groups for p in group):
         raise TypeError(
@@ -342,3 +351,5 @@ def _check(groups: int, freeze_type: int, freeze_p: float, total_steps: int) -> 
         )
     if groups < 1 or total_steps < 1:
         raise ValueError(f"found {groups} groups and {total_steps} steps; both must be 1 or more.")
+    if total_steps > _MOST_STEPS:
+        raise ValueError("total_steps: found a larger number than 2**53; give the updates of the run.")

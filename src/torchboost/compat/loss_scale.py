@@ -1,24 +1,29 @@
-"""The reference's names for loss scaling: the training cell with a scale, and the manager of scales per group."""
+"""MindSpore's names for loss scaling: the training cell with a scale, and the manager of scales per group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.compat.auto_boost import scaler_of
+from torchboost.compat.auto_boost import front_of, scaler_of
 from torchboost.compat.cells import BoostTrainOneStepCell
 from torchboost.core.algorithm import Scaler
 from torchboost.core.arguments import check_number, check_pair, check_scaler
 from torchboost.core.group_scale import GROUP_RULE, GroupScaler, Scales, checked_scales
-from torchboost.core.loss_scale import FixedLossScale
+from torchboost.core.loss_scale import FixedLossScale, LossScaler
 from torchboost.core.scale_borders import Ratios, change_scale
-from torchboost.core.scale_rule import ScaleRule, ScaleState
+from torchboost.core.scale_rule import ScaleRule, ScaleState, check_scale
 from torchboost.errors import IncompatibleError
 
 __all__ = ["BoostTrainOneStepWithLossScaleCell", "GroupLossScaleManager"]
+
+_FIRST = 2.0**16
+"""The scale that an update cell begins with if it does not say, as that of ``GradScaler``."""
 
 
 class BoostTrainOneStepWithLossScaleCell(BoostTrainOneStepCell):
@@ -31,7 +36,10 @@ class BoostTrainOneStepWithLossScaleCell(BoostTrainOneStepCell):
         optimizer: Likewise.
         scale_sense: A tensor of shape ``()`` or ``(1,)``, for a scale that stays; or a manager:
             :class:`~torchboost.DynamicLossScale`, ``torch.amp.GradScaler``, :class:`~torchboost.GroupGradScaler`,
-            :class:`GroupLossScaleManager`, or anything with their methods.
+            :class:`GroupLossScaleManager`, or anything with their methods; or an update cell of your own, called as
+            ``cell(loss_scale, overflow)`` after each update with two tensors of shape ``()``. It changes
+            ``loss_scale`` in place, or returns the new scale; a boolean that it returns is not looked at. It begins
+            with its ``get_loss_scale()``, or 65536 without such a method.
 
     Raises:
         TypeError: ``scale_sense`` is neither, ``network`` no module, or ``optimizer`` no optimizer.
@@ -52,6 +60,7 @@ class BoostTrainOneStepWithLossScaleCell(BoostTrainOneStepCell):
 
     def __init__(self, network: nn.Module, optimizer: Optimizer, scale_sense: Any) -> None:
         check_pair(network, optimizer, name="network")
+        optimizer = front_of(optimizer)
         scaler = _scaler(scale_sense)
         brought = scaler_of(optimizer)
         if brought is not None and brought is not scaler:
@@ -215,6 +224,51 @@ class _HandScaler(GroupScaler):
         return scale
 
 
+class _CellScale(LossScaler):
+    """A loss scale that a function or module of the user's moves."""
+
+    def __init__(self, cell: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        start = getattr(cell, "get_loss_scale", lambda: _FIRST)()
+        self._cell, self._scale = cell, self._checked(start)
+
+    def _checked(self, scale: Any) -> float:
+        number = scale.item() if isinstance(scale, Tensor) and scale.numel() == 1 else scale
+        try:
+            check_scale("loss_scale", number)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"the update cell, a {type(self._cell).__name__}: {error}") from None
+        return float(number)
+
+    def _applied(self) -> list[float]:
+        return [self._scale]
+
+    def _conclude(self, overflow: Sequence[bool], where: Sequence[str | None]) -> None:
+        scale = torch.tensor(self._scale)
+        with torch.no_grad():
+            returned = self._cell(scale, torch.tensor(overflow[0]))
+        verdict = returned is None or isinstance(returned, bool) or getattr(returned, "dtype", None) is torch.bool
+        self._scale = self._checked(scale if verdict else returned)
+
+    def _own_state(self) -> dict[str, Any]:
+        return {"scale": self._scale, "cell": self._cell.state_dict() if isinstance(self._cell, nn.Module) else {}}
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        if isinstance(self._cell, nn.Module):
+            self._cell.load_state_dict(state["cell"])
+        self._scale = float(state["scale"])
+
+
+def _is_update_cell(sense: Any) -> bool:
+    if isinstance(sense, type) or not callable(sense):
+        return False
+    try:
+        inspect.signature(sense.forward if isinstance(sense, nn.Module) else sense).bind(None, None)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def _scaler(sense: Any) -> Scaler:
     if isinstance(sense, Tensor):
         return FixedLossScale(_number(sense, "scale_sense"))
@@ -223,11 +277,14 @@ def _scaler(sense: Any) -> Scaler:
     try:
         check_scaler(sense)
     except TypeError:
+        if _is_update_cell(sense):
+            return _CellScale(sense)
         sense = None
     if sense is None:
         raise TypeError(
-            "scale_sense must be a tensor of shape () or (1,), or a manager such as DynamicLossScale, GradScaler or "
-            "GroupLossScaleManager; found neither: for a fixed scale give torch.tensor(1024.0)."
+            "scale_sense must be a tensor of shape () or (1,), or a manager such as DynamicLossScale, GradScaler, "
+            "GroupLossScaleManager or a cell that is called with (loss_scale, overflow); found neither: for a fixed "
+            "scale give torch.tensor(1024.0)."
         )
     return sense
 

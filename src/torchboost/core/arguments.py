@@ -10,7 +10,15 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["check_loss_fn", "check_module", "check_number", "check_optimizer", "check_pair", "check_scaler"]
+__all__ = [
+    "check_loss_fn",
+    "check_module",
+    "check_number",
+    "check_optimizer",
+    "check_pair",
+    "check_scaler",
+    "check_sens",
+]
 
 _SCALER = ("scale", "unscale_", "step", "update", "get_scale")
 
@@ -72,6 +80,12 @@ def check_number(name: str, value: Any, *, above: bool = False) -> None:
         number = math.inf
     if not math.isfinite(number) or number < 0 or (above and number == 0):
         raise ValueError(f"{name}: found {value!r}; give {allowed}.")
+
+
+def check_sens(value: Any) -> None:
+    """Raise ``TypeError`` unless ``value``, which multiplies gradients, is a number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"sens must be a number, found {_found(value)}.")
 
 
 def _found(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,8 +11,13 @@ from torch import Tensor
 
 from torchboost.core.algorithm import Attached, MicroSteps, Target
 from torchboost.core.closure import ClosureOptimizer, Replay
+from torchboost.core.wrapping import unwrap
+from torchboost.errors import NoEffectWarning
 
 __all__ = ["StepOutput", "TrainStep"]
+
+_SHOWN = 5
+"""Names of parameters in a warning."""
 
 
 class StepOutput(NamedTuple):
@@ -53,6 +59,9 @@ class TrainStep:
     Attributes:
         updated: Whether the last call moved the weights: the window was full and no gradient had overflowed.
 
+    Warns:
+        NoEffectWarning: The model has trainable parameters that the optimizer does not hold; names them.
+
     Cost: a few microseconds per call over the same loop written by hand. The scalers of this package wait
     for the device once per update, ``GradScaler`` once more for each reading of its scale; without a scaler nothing
     does.
@@ -65,6 +74,7 @@ class TrainStep:
         *,
         attached: Attached | None = None,
     ) -> None:
+        _announce_untrained(target)
         self.target = target
         self.attached = attached if attached is not None else Attached()
         self.updated = False
@@ -187,3 +197,20 @@ class TrainStep:
     def _scale_tensor(self) -> Tensor:
         scaler = self.target.scaler
         return self._unit_scale if scaler is None else torch.tensor(scaler.get_scale())
+
+
+def _announce_untrained(target: Target) -> None:
+    """Warn if a backward pass makes gradients that nobody uses, as of parameters that are newer than the optimizer."""
+    held = {id(param) for group in target.optimizer.param_groups for param in group["params"]}
+    trained = [(name, param) for name, param in unwrap(target.model).named_parameters() if param.requires_grad]
+    missing = [name for name, param in trained if id(param) not in held]
+    if not missing or len(missing) == len(trained):
+        return
+    more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+    warnings.warn(
+        f"{len(missing)} trainable parameters of the model are in no group of the optimizer, so nothing updates them: "
+        f"{', '.join(missing[:_SHOWN])}{more}. Add them with optimizer.add_param_group, or build the optimizer after "
+        "the model was changed; if they are to stay as they are, requires_grad_(False) saves their gradients.",
+        NoEffectWarning,
+        stacklevel=3,
+    )

@@ -54,7 +54,10 @@ class MatrixFile:
     def __init__(self, path: str | Path, components: int, layout: Layout) -> None:
         path = Path(path)
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: found no file; give an .npy file, or make one with `torchboost pca`.")
+            raise FileNotFoundError(
+                f"{path}: found no file; give an .npy file, or make one with `torchboost pca`, or "
+                "name beside it the folder of the checkpoints (weight_load_dir), from which it is then made."
+            )
         try:
             self._matrix = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError) as error:
@@ -82,7 +85,7 @@ class MatrixFile:
         return torch.from_numpy(found)
 
 
-def write_matrix(path: str | Path, snapshots: Snapshots, components: int, *, progress: Progress) -> float:
+def write_matrix(path: str | Path, snapshots: Snapshots, components: int, *, progress: Progress | None = None) -> float:
     """Write the principal components of snapshots into an ``.npy`` file, and their columns' names into a ``.json``.
 
     The files appear when they are complete; an interrupted run leaves none.
