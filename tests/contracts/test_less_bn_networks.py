@@ -166,7 +166,13 @@ REGNET = {"embedding_size": 8, "hidden_sizes": [16, 32, 64, 128], "groups_width"
         ("ResNet", RESNET18, 20, 11, 8),  # 8 blocks of 2, 3 projections, stem: 8 + 3 go
         ("RegNet", REGNET | {"layer_type": "x"}, 71, 48, 44),  # 22 blocks of 3, 4 projections, stem: 44 + 4 go
         ("RegNet", REGNET | {"layer_type": "y"}, 71, 48, 44),  # the same with squeeze-and-excitation
-        ("MobileNetV2", {"depth_multiplier": 0.35}, 52, 33, 33),  # 16 blocks of 3 and a stem of 3: 32 + 1 go
+        (
+            "MobileNetV2",
+            {"depth_multiplier": 0.35, "tf_padding": False},
+            52,
+            33,
+            33,
+        ),  # 16 blocks and a stem of 3
     ],
     ids=["resnet50", "resnet18", "regnetx", "regnety", "mobilenetv2"],
 )

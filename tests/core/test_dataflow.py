@@ -10,7 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.conv_nets import Basic, ForeignNames, RefusesTracing, vgg
-from torchboost.core.dataflow import _trace_run, _trace_symbolically, evaluate, runnable, trace, undisturbed
+from torchboost.core.dataflow import evaluate, runnable, trace, trace_symbolically, undisturbed
+from torchboost.core.flow import Dataflow
+from torchboost.core.recording import record_run
 
 
 class Branching(ForeignNames):
@@ -32,6 +34,11 @@ class InPlace(nn.Module):
         return y.mul_(2)
 
 
+def traced_run(model: nn.Module, sample: object) -> Dataflow:
+    with undisturbed(model) as copied:
+        return record_run(copied, model, sample)
+
+
 def edges(flow):
     """Which module reaches which, by way of anything that is no module."""
     found = set()
@@ -49,7 +56,7 @@ def edges(flow):
 
 def test_symbolic_trace_and_run_find_the_same():
     for model in (ForeignNames(), vgg(), Basic(3, 4, 2), InPlace()):
-        symbolic, run = _trace_symbolically(model), _trace_run(model, torch.randn(2, 3, 16, 16))
+        symbolic, run = trace_symbolically(model), traced_run(model, torch.randn(2, 3, 16, 16))
         assert edges(symbolic) == edges(run)
         assert [n.kind for n in symbolic.nodes].count("add") == [n.kind for n in run.nodes].count("add")
         assert [n.label for n in symbolic.nodes if n.module] == [n.label for n in run.nodes if n.module]
@@ -149,7 +156,7 @@ def test_outputs_count_as_use():
             y = self.conv(x)
             return {"features": y, "out": [self.norm(y)]}
 
-    for flow in (_trace_symbolically(Both()), _trace_run(Both(), torch.randn(2, 3, 4, 4))):
+    for flow in (trace_symbolically(Both()), traced_run(Both(), torch.randn(2, 3, 4, 4))):
         conv = next(n.index for n in flow.nodes if n.label == "conv")
         assert sorted(flow.nodes[i].kind for i in flow.consumers[conv]) == ["module", "output"]
 
@@ -181,8 +188,8 @@ def test_a_run_disturbs_nothing():
 
 def test_a_failing_run_is_cleaned_up_too():
     model = RefusesTracing().train()
-    with pytest.raises(TypeError), undisturbed(model):
-        model(torch.randn(2, 3, 8, 8))
+    with pytest.raises(TypeError), undisturbed(model) as copied:
+        copied(torch.randn(2, 3, 8, 8))
     assert all(m.training for m in model.modules())
     trace(model)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

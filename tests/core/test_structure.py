@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from tests.support.conv_nets import Basic, InvertedResidual, RefusesTracing, vgg
 from tests.support.removal_nets import NormAct
@@ -70,6 +71,8 @@ class Sandwich(nn.BatchNorm2d):
     def forward(self, x):
         if self.kind == "in front":
             return super().forward(self.act(x))
+        if self.kind == "other numbers":
+            return self.act(F.batch_norm(x, self.running_mean, self.running_var, training=self.training, eps=1e-2))
         out = super().forward(x)
         if self.kind == "function":
             return self.act(out.relu())
@@ -88,7 +91,7 @@ def test_what_a_batch_norm_ends_with():
     assert norm_tail(norm) == norm_tail(norm.eval()) == ("drop", "act")
     assert norm.num_batches_tracked == 0
     assert norm_tail(nn.GroupNorm(1, 3)) is None
-    for kind in ("in front", "function", "in place", "in training", "skip"):
+    for kind in ("in front", "other numbers", "function", "in place", "in training", "skip"):
         assert norm_tail(Sandwich(kind)) is None
 
 

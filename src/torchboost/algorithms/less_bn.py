@@ -17,7 +17,7 @@ from torchboost.core.aliasing import may_collide
 from torchboost.core.arguments import check_module
 from torchboost.core.dataflow import trace
 from torchboost.core.flow import Dataflow
-from torchboost.core.folding import Fold, fold_obstacle, fold_pairs, shared_weights
+from torchboost.core.folding import Fold, fold_pairs, plan_folds, shared_weights
 from torchboost.core.norm_roles import WEIGHTED, Block, Keep, reasons_to_stay, residual_blocks, was_trained
 from torchboost.core.normalized_linear import NormalizedLinear
 from torchboost.core.removed_norm import RemovedNorm
@@ -240,6 +240,7 @@ class _Plan(NamedTuple):
     bare_ends: dict[int, float]
     trained: bool
     head: nn.Linear | None
+    folds: Mapping[nn.Module, Fold | str]
 
     @property
     def changes(self) -> bool:
@@ -296,7 +297,7 @@ def _plan(model: nn.Module, settings: LessBatchNorm, sample: Any) -> _Plan:
     names = {module: name for name, module in model.named_modules()}
     norms = [module for module in names if isinstance(module, _BatchNorm)]
     if not norms and not (settings.normalize_head and any(isinstance(m, nn.Linear) for m in names)):
-        return _Plan(None, names, {}, [], set(), {}, False, None)
+        return _Plan(None, names, {}, [], set(), {}, False, None, {})
     flow = trace(model, sample=sample)
     order = {norm: (flow.calls(norm) or [len(flow.nodes)])[0] for norm in norms}
     norms.sort(key=order.__getitem__)
@@ -311,13 +312,14 @@ def _plan(model: nn.Module, settings: LessBatchNorm, sample: Any) -> _Plan:
         keep_every=settings.keep_every,
         blocks_per_norm=settings.blocks_per_norm,
     )
-    shared = shared_weights(model)
+    folds = plan_folds(model, flow=flow, sample=sample, behind=False) if trained else {}
     elsewhere = held_elsewhere(model)
     kept: dict[nn.Module, str] = {}
     removed: list[_BatchNorm] = []
     for norm in norms:
         reason = f"{elsewhere[norm]} holds it too" if norm in elsewhere else _reason(flow, norm, reasons)
-        reason = reason or (fold_obstacle(flow, norm, shared) if trained else None)
+        found = folds.get(norm)
+        reason = reason or (found if isinstance(found, str) else None)
         if reason is None and norm is not model:
             removed.append(norm)
         else:
@@ -325,7 +327,7 @@ def _plan(model: nn.Module, settings: LessBatchNorm, sample: Any) -> _Plan:
     gone = {flow.calls(norm)[0] for norm in removed}
     copies = {norm for norm in removed if may_collide(flow, flow.calls(norm)[0], gone)}
     ends, head = _bare_ends(blocks, gone), _head(flow, model, settings, elsewhere)
-    return _Plan(flow, names, kept, removed, copies, ends, trained, head)
+    return _Plan(flow, names, kept, removed, copies, ends, trained, head, folds)
 
 
 def _reason(flow: Dataflow, norm: _BatchNorm, reasons: Mapping[int, str | None]) -> str | None:
@@ -364,12 +366,8 @@ def _head(
 
 
 def _fold(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, sample: Any) -> float | None:
-    assert plan.flow is not None
-    folds: list[Fold] = []
-    for norm in plan.removed:
-        layer = plan.flow.nodes[plan.flow.nodes[plan.flow.calls(norm)[0]].inputs[0]].module
-        assert layer is not None
-        folds.append(Fold(norm, layer, copies=norm in plan.copies))
+    found = [plan.folds.get(norm) for norm in plan.removed]
+    folds = [fold._replace(copies=fold.norm in plan.copies) for fold in found if isinstance(fold, Fold)]
     return fold_pairs(model, folds, optimizer=optimizer, sample=sample) if folds else None
 
 

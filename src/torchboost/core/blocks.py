@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from torchboost.core.dataflow import is_leaf, trace
+from torchboost.core.dataflow import trace, undisturbed
 from torchboost.core.flow import Dataflow
+from torchboost.core.recording import is_leaf
 from torchboost.core.structure import assume
 from torchboost.core.wrapping import unwrap, wrapper_of
 
@@ -84,11 +85,9 @@ def block_costs(model: nn.Module, blocks: Sequence[Block], *inputs: Any) -> tupl
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    from torchboost.core.dataflow import undisturbed
-
     names = {module: name for name, module in model.named_modules()}
-    with undisturbed(model), FlopCounterMode(display=False) as counter:
-        model(*inputs)
+    with undisturbed(model) as copied, FlopCounterMode(display=False) as counter:
+        copied(*inputs)
     counts = counter.get_flop_counts()
     root = type(model).__name__
 

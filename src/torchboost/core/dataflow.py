@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-import inspect
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchboost.core.flow import Dataflow, FlowBuilder
-from torchboost.core.normalized_linear import NormalizedLinear
+from torchboost.core.flow import Dataflow
+from torchboost.core.recording import LAYERS, call, is_leaf, record_run, record_symbols, tensors_in
 from torchboost.core.structure import assume
+from torchboost.core.twin import parameter_bytes, twin
 
-__all__ = ["METADATA", "evaluate", "function_name", "is_leaf", "runnable", "trace", "undisturbed"]
+__all__ = ["evaluate", "runnable", "trace", "trace_all_paths", "trace_run", "trace_symbolically", "undisturbed"]
 
-LAYERS = (_ConvNd, nn.Linear, NormalizedLinear, _BatchNorm)
-_ADDITIONS = frozenset({"add", "add_", "iadd", "__add__", "__iadd__", "__radd__"})
-_OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor")
-_WRITING = frozenset({*_OPERATORS, *(f"__{name}__" for name in _OPERATORS), "setitem", "__setitem__"})
-METADATA = frozenset({"size", "dim", "ndimension", "numel", "stride", "_assert", "is_floating_point", "is_contiguous"})
-"""Methods that yield sizes and the like instead of a tensor."""
-_VIEWS = frozenset({"T", "mT", "data", "real"})
 _SIDES = {1: (256, 1024), 2: (64, 32, 224, 28), 3: (16, 32)}
+_PATHS, _DECISIONS = 16, 12
+_TOO_LARGE = 2**30
+"""A model with so many bytes of parameters is not copied for a pass on a guessed input."""
 
 
 def trace(model: nn.Module, *, sample: Any = None) -> Dataflow:
     """Find how the outputs of layers reach other layers.
 
-    Three attempts, the first that works counts: a symbolic trace by ``torch.fx``; one forward pass on ``sample``
-    (or on noise of a guessed shape) that is watched, with everything it might disturb restored; an assumption
-    from the module tree. ``Dataflow.traced`` says which it was: ``"fx"``, ``"run"`` or ``"structure"``.
+    Three attempts, the first that works counts: a symbolic trace; one forward pass on ``sample`` (or on noise of a
+    guessed shape) that is watched; an assumption from the module tree. ``Dataflow.traced`` says which it was:
+    ``"fx"``, ``"run"`` or ``"structure"``.
+
+    All of it happens to a deep copy in eval mode, without hooks, so that nothing of the model changes, its Python
+    attributes included; a model that cannot be copied is not traced. Nothing of torch is patched: other threads may
+    run other models meanwhile. The default generators are put back only if the forward draws from them.
 
     Args:
         model: Any module; a network wrapped in its loss is looked into.
@@ -50,19 +49,72 @@ def trace(model: nn.Module, *, sample: Any = None) -> Dataflow:
         raise ValueError(
             f"found '{lazy}' of a lazy module without a shape; run model.eval() on one batch first, then model.train()."
         )
-    networks = list(_networks(model))
-    for network in networks:
-        try:
-            return _trace_symbolically(network)
-        except Exception:  # data-dependent Python: torch.fx has no common error class
-            continue
+    for network in _networks(model):
+        flow = trace_symbolically(network, sample if network is model else None)
+        if flow is not None:
+            return flow
+    return trace_run(model, sample=sample) or assume(model, is_leaf)
+
+
+def trace_run(model: nn.Module, *, sample: Any = None) -> Dataflow | None:
+    """Return the data flow of one pass on ``sample`` or a guessed input; None if the model runs on no guess.
+
+    Raises:
+        ValueError: The model does not run on ``sample``.
+    """
     for network, candidate in _candidates(model, sample):
         try:
-            return _trace_run(network, candidate)
+            with undisturbed(network) as copied:
+                return record_run(copied, network, candidate)
         except Exception as error:
             if sample is not None:
                 raise ValueError(f"the model does not run on the sample: {error}") from error
-    return assume(model, is_leaf)
+    return None
+
+
+def trace_symbolically(model: nn.Module, sample: Any = None) -> Dataflow | None:
+    """Return the data flow for all tensors, given the arguments of ``sample``; None where it may depend on them."""
+    try:
+        with undisturbed(model, numbers=False) as copied:
+            return record_symbols(copied, model, sample)
+    except Exception:  # data-dependent Python has no common error class
+        return None
+
+
+def trace_all_paths(model: nn.Module, sample: Any = None) -> list[Dataflow] | None:
+    """Return the data flow of every path that ``forward`` may take by values and shapes, given which arguments it gets.
+
+    At every decision both outcomes are followed. Paths that end in an error of the forward (``ValueError``, a failed
+    assertion) do not count. None if some path cannot be traced, or if there are more than 16.
+
+    Cost: one symbolic trace for each path.
+    """
+    flows: list[Dataflow] = []
+    waiting: list[list[bool]] = [[]]
+    paths = 0
+    while waiting:
+        script = waiting.pop()
+        paths += 1
+        if paths > _PATHS:
+            return None
+        taken: list[bool] = []
+
+        def decide(script: list[bool] = script, taken: list[bool] = taken) -> bool:
+            if len(taken) == len(script):
+                if len(script) == _DECISIONS:
+                    raise RecursionError("too many decisions, as in a loop")
+                waiting.append([*script, False])
+                script.append(True)
+            taken.append(script[len(taken)])
+            return taken[-1]
+
+        try:
+            with undisturbed(model, numbers=False) as copied:
+                flows.append(record_symbols(copied, model, sample, decide=decide))
+        except Exception as error:
+            if type(error) not in (ValueError, AssertionError):
+                return None
+    return flows or None
 
 
 def runnable(model: nn.Module, sample: Any = None) -> tuple[nn.Module, Any] | None:
@@ -83,38 +135,52 @@ def runnable(model: nn.Module, sample: Any = None) -> tuple[nn.Module, Any] | No
 
 
 def evaluate(network: nn.Module, sample: Any) -> list[Tensor]:
-    """Return all output tensors of one undisturbed forward pass in eval mode, in the full precision of its types."""
-    with undisturbed(network), _full_precision(network):
-        return [tensor.detach().clone() for tensor in _tensors(_call(network, sample))]
+    """Return all output tensors of one forward pass of a copy in eval mode, in the full precision of its types."""
+    with undisturbed(network) as copied, full_precision(network):
+        return [tensor.detach().clone() for tensor in tensors_in(call(copied, sample))]
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run a model in eval mode without gradients; training flags, buffers and random state come back afterwards."""
-    flags = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad(), _uncompiled(model):
+def undisturbed(model: nn.Module, *, numbers: bool = True) -> Iterator[nn.Module]:
+    """Give out a copy of a model in eval mode to run without gradients; see :func:`~torchboost.core.twin.twin`.
+
+    If the copy draws from the default generators of torch or of ``random``, they are put back afterwards. What other
+    threads draw from them in that time, they draw again.
+    """
+    copied = twin(model, numbers=numbers)
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    python = random.getstate()
+    with torch.no_grad(), _Draws(devices) as draws:
         try:
-            for module, _ in flags:
-                module.training = False
-            yield
+            yield copied
         finally:
-            for module, training in flags:
-                module.training = training
-            for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer
-                if not buffer.is_meta and not torch.equal(buffer, value):
-                    buffer.copy_(value)
+            draws.put_back()
+            if random.getstate() != python:
+                random.setstate(python)
+
+
+class _Draws(TorchDispatchMode):
+    """Remembers the state of the default generators before the first number that this thread draws."""
+
+    def __init__(self, devices: list[int]) -> None:
+        super().__init__()
+        self._devices = devices
+        self._before: list[Tensor] | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._before is None and torch.Tag.nondeterministic_seeded in func.tags:
+            self._before = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
+        return func(*args, **(kwargs or {}))
+
+    def put_back(self) -> None:
+        if self._before is not None:
+            torch.set_rng_state(self._before[0])
+            for device, state in zip(self._devices, self._before[1:], strict=True):
+                torch.cuda.set_rng_state(state, device)
 
 
 @contextmanager
-def _full_precision(model: nn.Module) -> Iterator[None]:
+def full_precision(model: nn.Module) -> Iterator[None]:
     """No autocast, and no TF32 or bfloat16 inside float32 products: two passes differ by what the networks differ."""
     cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
     backends: list[Any] = [cudnn.conv, torch.backends.cuda.matmul, mkldnn.conv, mkldnn.matmul]
@@ -130,13 +196,6 @@ def _full_precision(model: nn.Module) -> Iterator[None]:
             backend.fp32_precision = precision
 
 
-def _uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
-    """Modules compiled in place run eagerly; others need no ``torch._dynamo``, which is slow to import."""
-    if any(module._compiled_call_impl is not None for module in model.modules()):
-        return torch.compiler.set_stance("force_eager")
-    return nullcontext()
-
-
 def _networks(model: nn.Module) -> Iterator[nn.Module]:
     """The model, then the one child that holds all of its layers, and so on inwards: past losses and wrappers."""
     layers = {module for module in model.modules() if isinstance(module, LAYERS)}
@@ -149,6 +208,8 @@ def _networks(model: nn.Module) -> Iterator[nn.Module]:
 def _candidates(model: nn.Module, sample: Any) -> Iterator[tuple[nn.Module, Any]]:
     if sample is not None:
         yield model, sample
+        return
+    if parameter_bytes(model) > _TOO_LARGE:
         return
     for network in _networks(model):
         for guess in _guesses(network):
@@ -169,168 +230,3 @@ def _guesses(model: nn.Module) -> Iterator[Tensor]:
     for shape in shapes:
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         yield noise.to(weight.device, weight.dtype)
-
-
-def is_leaf(module: nn.Module) -> bool:
-    """Modules that become one node. Everything else is looked into."""
-    if isinstance(module, LAYERS):
-        return True
-    plain = type(module).__module__.startswith("torch.nn.modules") and not isinstance(module, nn.Sequential)
-    return plain and next(module.children(), None) is None
-
-
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return is_leaf(m)
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
-
-
-class _Proxy(fx.Proxy):
-    """Records ``x += y`` as what it is; torch's own stand-in takes it for ``x = x + y``."""
-
-
-def _in_place(operator: Callable[..., Any]) -> Callable[..., Any]:
-    def record(self: fx.Proxy, other: Any) -> fx.Proxy:
-        return self.tracer.create_proxy("call_function", operator, (self, other), {})
-
-    return record
-
-
-for _name in _OPERATORS:
-    setattr(_Proxy, f"__{_name}__", _in_place(getattr(operator, _name)))
-
-
-def _trace_symbolically(model: nn.Module) -> Dataflow:
-    arguments = inspect.signature(model.forward).parameters.values()
-    # An optional argument left out is its default, not a tensor: "is None" would be false for a stand-in.
-    defaults = {a.name: a.default for a in arguments if a.default is not a.empty}
-    with undisturbed(model):  # a symbolic trace runs the Python of forward, which may touch buffers
-        graph = _Tracer().trace(model, concrete_args=defaults)
-    builder = FlowBuilder()
-    known: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        inputs = [known[i] for i in node.all_input_nodes if i in known]
-        if node.op == "placeholder":
-            known[node] = builder.add("input", str(node.target))
-        elif node.op == "call_module" and inputs:
-            known[node] = builder.add("module", str(node.target), inputs, model.get_submodule(str(node.target)))
-        elif node.op == "output":
-            builder.add("output", "output", inputs)
-        elif inputs and not _is_metadata(node):
-            writes = _writes(node.target, node.args, node.kwargs)
-            known[node] = builder.operation(function_name(node.target), inputs, _ADDITIONS, writes=writes)
-            if writes and isinstance(node.args[0], fx.Node):
-                known[node.args[0]] = known[node]  # in place: whoever reads the tensor later reads the new value
-    return builder.build("fx")
-
-
-def _is_metadata(node: fx.Node) -> bool:
-    """Whether a traced call yields sizes and the like instead of a tensor."""
-    name = function_name(node.target)
-    return name in METADATA or (name == "getattr" and node.args[1] not in _VIEWS)
-
-
-def _writes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a traced call writes to its first argument: by name, as an operator, or as it is asked to."""
-    name = function_name(target)
-    if (name.endswith("_") and not name.endswith("__")) or name in _WRITING or kwargs.get("out") is not None:
-        return True
-    if kwargs.get("inplace") or isinstance(target, str):
-        return bool(kwargs.get("inplace"))
-    try:
-        return bool(inspect.signature(target).bind_partial(*args).arguments.get("inplace"))
-    except (TypeError, ValueError):  # a function in C has no signature, and no such argument
-        return False
-
-
-def function_name(target: Any) -> str:
-    """Return the name of what a traced node or a torch function calls."""
-    return target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
-
-
-def _trace_run(model: nn.Module, sample: Any) -> Dataflow:
-    recorder = _Recorder()
-    handles = []
-    for name, module in model.named_modules():
-        if is_leaf(module):
-            handles += recorder.watch(name, module)
-    try:
-        with undisturbed(model):
-            recorder.start(_tensors(sample))
-            with recorder:
-                output = _call(model, sample)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return recorder.finish(_tensors(output))
-
-
-class _Recorder(TorchFunctionMode):
-    """Books every tensor to the node that made it, by identity. Calls inside a leaf module are that module's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._builder = FlowBuilder()
-        self._maker: dict[int, int] = {}
-        self._alive: list[Tensor] = []  # an id is only unique while its object lives
-        self._inside = 0
-
-    def watch(self, name: str, module: nn.Module) -> list[Any]:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._inside += 1
-
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self._inside -= 1
-            inputs = self._makers((args, kwargs))
-            if inputs and not self._inside:
-                self._book(self._builder.add("module", name, inputs, module), _tensors(output))
-
-        return [
-            module.register_forward_pre_hook(enter, with_kwargs=True),
-            module.register_forward_hook(leave, with_kwargs=True, prepend=True),
-        ]
-
-    def start(self, inputs: list[Tensor]) -> None:
-        for tensor in inputs:
-            self._book(self._builder.add("input", "input"), [tensor])
-
-    def finish(self, outputs: list[Tensor]) -> Dataflow:
-        self._builder.add("output", "output", self._makers(outputs))
-        return self._builder.build("run")
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not self._inside:
-            name = function_name(func)
-            changed = args[:1] if name == "__setitem__" else result
-            inputs, outputs = self._makers((args, kwargs)), _tensors(changed)
-            if inputs and outputs:
-                writes = _writes(func, args, kwargs or {})
-                self._book(self._builder.operation(name, inputs, _ADDITIONS, writes=writes), outputs)
-        return result
-
-    def _makers(self, value: Any) -> list[int]:
-        found = [self._maker[id(tensor)] for tensor in _tensors(value) if id(tensor) in self._maker]
-        return list(dict.fromkeys(found))
-
-    def _book(self, node: int, tensors: list[Tensor]) -> None:
-        self._alive += tensors
-        self._maker |= {id(tensor): node for tensor in tensors}
-
-
-def _call(model: nn.Module, sample: Any) -> Any:
-    if isinstance(sample, Mapping):
-        return model(**sample)
-    return model(*sample) if isinstance(sample, (tuple, list)) else model(sample)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        return [tensor for entry in value.values() for tensor in _tensors(entry)]
-    if isinstance(value, (tuple, list)):
-        return [tensor for entry in value for tensor in _tensors(entry)]
-    return []

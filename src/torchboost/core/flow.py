@@ -26,6 +26,8 @@ class Node:
         inputs: Nodes whose outputs it takes, each once.
         module: The module of a ``"module"`` node.
         writes: Whether a function writes to the memory of its first input.
+        running: Modules whose forward was running when this one was called, outermost first.
+        rank: Number of dimensions of its output, if known: for certain in a symbolic trace, of the sample in a run.
     """
 
     index: int
@@ -34,6 +36,8 @@ class Node:
     inputs: tuple[int, ...]
     module: nn.Module | None = None
     writes: bool = False
+    running: tuple[nn.Module, ...] = ()
+    rank: int | None = None
 
 
 class Branches(NamedTuple):
@@ -134,10 +138,12 @@ class FlowBuilder:
         module: nn.Module | None = None,
         *,
         writes: bool = False,
+        running: tuple[nn.Module, ...] = (),
+        rank: int | None = None,
     ) -> int:
         """Append a node and return its index."""
         index = len(self._nodes)
-        self._nodes.append(Node(index, kind, label, tuple(dict.fromkeys(inputs)), module, writes))
+        self._nodes.append(Node(index, kind, label, tuple(dict.fromkeys(inputs)), module, writes, running, rank))
         return index
 
     def operation(self, name: str, inputs: Sequence[int], additions: frozenset[str], *, writes: bool = False) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,21 +17,32 @@ from torch.optim import Optimizer
 
 from torchboost.core.aliasing import may_collide
 from torchboost.core.arguments import check_module
-from torchboost.core.dataflow import evaluate, runnable, trace
+from torchboost.core.covering import own_forward
+from torchboost.core.dataflow import evaluate, runnable, trace, trace_all_paths, trace_run
 from torchboost.core.flow import Dataflow
 from torchboost.core.norm_roles import WEIGHTED
 from torchboost.core.removed_norm import RemovedNorm
-from torchboost.core.structure import norm_tail
+from torchboost.core.structure import is_customised, norm_tail
 from torchboost.core.surgery import rebind_optimizer, replace_module
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError
 
-__all__ = ["Fold", "FoldReport", "fold_batch_norms", "fold_obstacle", "fold_pairs", "is_plain_norm", "shared_weights"]
+__all__ = [
+    "Fold",
+    "FoldReport",
+    "fold_batch_norms",
+    "fold_obstacle",
+    "fold_pairs",
+    "is_plain_norm",
+    "plan_folds",
+    "shared_weights",
+]
 
 _STOCK_FORWARDS = (
     nn.Linear.forward,
     *(kind.forward for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
     *(kind.forward for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)),
+    *(kind._conv_forward for kind in (_ConvNd, nn.Conv1d, nn.Conv2d, nn.Conv3d)),
 )
 
 
@@ -71,20 +83,30 @@ class Fold(NamedTuple):
     behind: bool = False
     copies: bool = True
 
+    @property
+    def pair(self) -> tuple[nn.Module, nn.Module, bool]:
+        """Everything but ``copies``."""
+        return self.norm, self.layer, self.behind
+
 
 def fold_batch_norms(model: nn.Module, optimizer: Optimizer | None = None, *, sample: Any = None) -> FoldReport:
     """Fold every BatchNorm in eval mode into the convolution or linear layer next to it, exactly and in place.
 
-    A BatchNorm goes where the traced data flow proves that it is all that a layer feeds: scale and shift are
-    multiplied into the weight and added to the bias (``w' = w g / sqrt(v + eps)``,
-    ``b' = (b - m) g / sqrt(v + eps) + beta``, computed in float64). A BatchNorm directly in front of a layer goes
-    into that one where it is exact: not before zero padding. The result is compared with the network before; if
-    they differ by more than rounding, everything is put back.
+    A BatchNorm goes if it is certain that in every call it is all that a layer feeds; :func:`plan_folds` says when that
+    is so. Scale and shift are multiplied into the weight and added to the bias (``w' = w g / sqrt(v + eps)``,
+    ``b' = (b - m) g / sqrt(v + eps) + beta``, computed in float64). A BatchNorm directly in front of a layer goes into
+    that one if that is exact: not before zero padding. What a subclass of BatchNorm runs behind the normalisation, such
+    as a dropout and an activation, stays. The result is compared with the network before; if they differ by more than
+    rounding, everything is put back.
+
+    Limits: arguments without a default count as tensors, and Python attributes that the forward reads as they are now.
 
     Args:
         model: Changed in place. BatchNorms in training mode stay.
         optimizer: Forgets the parameters of folded layers; new biases join the group of their weight.
-        sample: Input to trace and compare with; guessed from the first layer where missing.
+        sample: Input to trace and compare with, of the kind that the model will be called with: which arguments are
+            given and how many dimensions they have. Without it only what holds for every kind is folded, and the
+            comparison takes a guessed input.
 
     Raises:
         TypeError: Not a module.
@@ -101,34 +123,149 @@ def fold_batch_norms(model: nn.Module, optimizer: Optimizer | None = None, *, sa
     if not norms:
         return FoldReport()
     flow = trace(model, sample=sample)
-    shared = shared_weights(model)
-    kept: dict[str, str] = {}
-    folds: list[Fold] = []
-    for norm, name in norms.items():
-        assert isinstance(norm, _BatchNorm)
-        found = _plan_fold(flow, norm, shared)
-        if isinstance(found, str):
-            kept[name] = found
-        else:
-            folds.append(found)
+    planned = plan_folds(model, flow=flow, sample=sample)
+    planned |= {norm: "it is in training mode; call model.eval() first" for norm in norms if norm.training}
+    kept = {norms[norm]: found for norm, found in planned.items() if isinstance(found, str)}
+    folds = [found for found in planned.values() if isinstance(found, Fold)]
     difference = fold_pairs(model, folds, optimizer=optimizer, sample=sample) if folds else None
     folded = tuple(norms[fold.norm] for fold in folds)
     return FoldReport(folded=folded, kept=kept, largest_difference=difference, traced=flow.traced)
 
 
-def _plan_fold(flow: Dataflow, norm: _BatchNorm, shared: set[Tensor]) -> Fold | str:
-    if norm.training:
-        return "it is in training mode; call model.eval() first"
-    calls = flow.calls(norm)
+def plan_folds(
+    model: nn.Module, *, flow: Dataflow | None = None, sample: Any = None, behind: bool = True
+) -> dict[nn.Module, Fold | str]:
+    """Say for every BatchNorm which layer can take it over for certain, or why none can.
+
+    It must be known that in every call the norm reads what the layer wrote, on the axis of the layer's channels, and
+    that nobody else reads it. A symbolic trace of a forward whose arguments have no defaults shows that for all
+    tensors, once every decision by a value or a shape was followed both ways. Such a forward is looked for from the
+    outside inwards: that of the model, else those of its parts, provided that the norm and the layer run inside it in
+    the pass that was traced. If the model runs on ``sample`` or on a guessed input, that pass must show the same pair.
+    Behind a linear layer, the number of dimensions must be certain too, or the channels might lie on another axis.
+
+    Refused are hooks, a ``forward`` set on an instance, parametrizations, shared weights and modules that run twice.
+
+    Args:
+        model: Bare, in any mode: what its forward does in eval mode counts. Nothing in it changes.
+        flow: Its data flow, if it is known.
+        sample: Input of a forward pass: a tensor, a tuple or a dict. Which arguments it gives, and how many
+            dimensions they have, counts as the same in every call.
+        behind: Whether a layer behind the norm may take it over.
+
+    Returns:
+        A fold or a reason for every BatchNorm, in the order of registration.
+
+    Cost: a symbolic trace of the model or of parts of it, and a pass on ``sample`` or a guessed input.
+    """
+    flow = trace(model, sample=sample) if flow is None else flow
+    proofs = _Proofs.of(model, flow, sample)
+    shared = shared_weights(model)
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return {norm: _settled_fold(proofs, norm, shared, behind) for norm in norms}
+
+
+class _Region(NamedTuple):
+    module: nn.Module
+    paths: list[Dataflow]
+
+    def holds(self, fold: Fold) -> bool:
+        return any(path.calls(fold.norm) and path.calls(fold.layer) for path in self.paths)
+
+
+class _Proofs(NamedTuple):
+    """What is known about the forward of a model.
+
+    Args:
+        seen: Passes of the whole model, traced or run.
+        regions: Modules whose forward was traced for all tensors, and its data flow on every path.
+        exemplary: Whether the number of dimensions in the passes that were run counts for every call.
+    """
+
+    seen: tuple[Dataflow, ...]
+    regions: tuple[_Region, ...]
+    exemplary: bool
+
+    @classmethod
+    def of(cls, model: nn.Module, flow: Dataflow, sample: Any) -> _Proofs:
+        if flow.traced == "structure":
+            return cls((flow,), (), False)
+        ran = flow if flow.traced == "run" else trace_run(model, sample=sample)
+        seen = (flow,) if ran is None or ran is flow else (flow, ran)
+        return cls(seen, tuple(_regions(model, flow, sample)), sample is not None)
+
+
+def _regions(module: nn.Module, flow: Dataflow, sample: Any) -> Iterator[_Region]:
+    if not any(isinstance(inner, _BatchNorm) for inner in module.modules()):
+        return
+    if sample is not None or _has_fixed_arguments(module):
+        is_root = any(node.running[:1] == (module,) for node in flow.nodes)
+        paths = [flow] if flow.traced == "fx" and is_root else trace_all_paths(module, sample)
+        if paths is not None:
+            yield _Region(module, paths)
+            return
+    for child in module.children():
+        yield from _regions(child, flow, None)
+
+
+def _has_fixed_arguments(module: nn.Module) -> bool:
+    """Whether every call of a forward gives the same arguments, so that a trace of it is one of all calls."""
+    if own_forward(module) is not None:
+        return False
+    arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return all(a.kind in plain and a.default is a.empty for a in arguments)
+
+
+def _settled_fold(proofs: _Proofs, norm: _BatchNorm, shared: set[Tensor], behind: bool) -> Fold | str:
+    found = _find_fold(proofs.seen[0], norm, shared, behind)
+    if isinstance(found, str):
+        return found
+    region = next((region for region in proofs.regions if region.holds(found)), None)
+    if region is None:
+        return (
+            "a forward around it takes optional arguments or cannot be traced, so that other calls may take another "
+            "path; pass an input as sample="
+        )
+    paths = [path for path in region.paths if path.calls(norm) or path.calls(found.layer)]
+    if any(_pair_in(path, norm, shared, behind) != found.pair for path in paths):
+        return "what is around it depends on values or shapes"
+    for seen in proofs.seen:
+        call = next(iter(seen.calls(norm)), -1)
+        if _pair_in(seen, norm, shared, behind) != found.pair or region.module not in seen.nodes[call].running:
+            return "what is around it depends on how the model is called"
+        if region.module not in seen.nodes[seen.calls(found.layer)[0]].running:
+            return f"the {type(found.layer).__name__} next to it is called from elsewhere"
+    if isinstance(found.layer, nn.Linear):
+        certain = {path.nodes[path.calls(norm)[0]].rank for path in paths} == {2}
+        shown = {seen.nodes[seen.calls(norm)[0]].rank for seen in proofs.seen if proofs.exemplary}
+        if not certain and 2 not in shown:
+            return (
+                "whether it normalises the features of the linear layer depends on the number of dimensions; flatten "
+                "in front of the layer, or pass an input as sample="
+            )
+    return found._replace(copies=any(may_collide(path, path.calls(norm)[0]) for path in (*paths, *proofs.seen)))
+
+
+def _pair_in(flow: Dataflow, norm: _BatchNorm, shared: set[Tensor], behind: bool) -> tuple[Any, ...] | None:
+    found = _find_fold(flow, norm, shared, behind)
+    return found.pair if isinstance(found, Fold) else None
+
+
+def _find_fold(flow: Dataflow, norm: _BatchNorm, shared: set[Tensor], behind: bool) -> Fold | str:
+    """The layer that can take over a norm in one data flow, or why none can."""
     obstacle = fold_obstacle(flow, norm, shared)
     if obstacle is None:
-        before = flow.nodes[flow.nodes[calls[0]].inputs[0]].module
+        before = flow.nodes[flow.nodes[flow.calls(norm)[0]].inputs[0]].module
         assert before is not None
-        return Fold(norm, before, copies=may_collide(flow, calls[0]))
-    if _norm_obstacle(flow, norm) is None and norm_tail(norm) == () and len(flow.consumers[calls[0]]) == 1:
-        behind = flow.nodes[flow.consumers[calls[0]][0]].module
-        if behind is not None and _takes_input_exactly(flow, behind, norm, shared):
-            return Fold(norm, behind, behind=True, copies=may_collide(flow, calls[0]))
+        return Fold(norm, before)
+    if behind and _norm_obstacle(flow, norm) is None and is_plain_norm(norm):
+        (call,) = flow.calls(norm)
+        # The layer must run next: an operation in between may write to what the norm has read.
+        if flow.consumers[call] == (call + 1,):
+            layer = flow.nodes[call + 1].module
+            if layer is not None and _takes_input_exactly(flow, layer, norm, shared):
+                return Fold(norm, layer, behind=True)
     return obstacle
 
 
@@ -144,7 +281,7 @@ def shared_weights(model: nn.Module) -> set[Tensor]:
 
 
 def fold_obstacle(flow: Dataflow, norm: _BatchNorm, shared: set[Tensor]) -> str | None:
-    """Say why a BatchNorm cannot be folded into the layer before it; None where it can."""
+    """Say why a BatchNorm cannot be folded into the layer before it in this data flow; None if it can."""
     obstacle = _norm_obstacle(flow, norm)
     if obstacle is not None:
         return obstacle
@@ -174,12 +311,21 @@ def _layer_obstacle(flow: Dataflow, layer: nn.Module, width: int, shared: set[Te
     if len(flow.calls(layer)) != 1:
         return f"the {type(layer).__name__} next to it is used {len(flow.calls(layer))} times"
     weight = layer._parameters.get("weight")
-    if type(layer).forward not in _STOCK_FORWARDS or weight is None:
+    if not _computes_as_torch(layer) or weight is None:
         return f"the {type(layer).__name__} next to it computes its weight anew or has its own forward"
+    if is_customised(layer):
+        return f"the {type(layer).__name__} next to it has hooks or a forward of its own on the instance"
     if weight in shared or layer._parameters.get("bias") in shared:
         return f"the {type(layer).__name__} next to it shares its weight with another layer"
     channels = layer.out_channels if isinstance(layer, _ConvNd) else layer.out_features
     return None if channels == width else f"it normalises {width} channels, the layer in front has {channels}"
+
+
+def _computes_as_torch(layer: nn.Module) -> bool:
+    if type(layer).forward not in _STOCK_FORWARDS or "_conv_forward" in vars(layer):
+        return False
+    inner = getattr(type(layer), "_conv_forward", None)
+    return inner is None or inner in _STOCK_FORWARDS
 
 
 def _takes_input_exactly(flow: Dataflow, layer: nn.Module, norm: _BatchNorm, shared: set[Tensor]) -> bool:

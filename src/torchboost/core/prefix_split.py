@@ -14,8 +14,8 @@ from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from torchboost.core.dataflow import METADATA, function_name
 from torchboost.core.prefix_trace import TracedForward, is_opaque
+from torchboost.core.recording import METADATA, function_name
 
 __all__ = ["Cut", "cut_forward"]
 

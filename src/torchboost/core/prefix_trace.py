@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from torchboost.core.dataflow import LAYERS
+from torchboost.core.recording import LAYERS
 from torchboost.errors import IncompatibleError
 
 __all__ = ["Call", "TracedForward", "cuda_devices", "is_opaque", "random_state", "trace_forward"]

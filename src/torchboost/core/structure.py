@@ -41,10 +41,11 @@ def norm_tail(norm: nn.Module) -> tuple[str, ...] | None:
 
 
 def is_customised(module: nn.Module) -> bool:
-    """Whether this one module does more than its class says: hooks, a ``forward`` on the instance, parametrizations."""
+    """Whether a call does more than the ``forward`` of the class: hooks, one on the instance, parametrizations."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     watched = any(p is not None and p._backward_hooks for p in module._parameters.values())
-    return any(hooks) or watched or "forward" in vars(module) or "parametrizations" in module._modules
+    called = type(module).__call__ is not nn.Module.__call__
+    return any(hooks) or watched or called or "forward" in vars(module) or "parametrizations" in module._modules
 
 
 def _watched_tail(norm: _BatchNorm, training: bool) -> tuple[str, ...] | None:
@@ -53,7 +54,7 @@ def _watched_tail(norm: _BatchNorm, training: bool) -> tuple[str, ...] | None:
     buffers = {name: None if buffer is None else buffer.clone() for name, buffer in norm._buffers.items()}
     for sides in (2, 1, 3, 0):
         source = torch.empty(2, norm.num_features, *[2] * sides, device="meta")
-        watch = _Watch(source)
+        watch = _Watch(twin, source)
         children = {name: _Step(name, watch) for name in norm._modules}
         vars(twin).update(vars(norm) | {"_buffers": buffers, "_modules": children, "training": training})
         try:
@@ -68,8 +69,9 @@ def _watched_tail(norm: _BatchNorm, training: bool) -> tuple[str, ...] | None:
 class _Watch(TorchFunctionMode):
     """Follows one tensor: first into ``batch_norm``, which is not computed, then from child to child."""
 
-    def __init__(self, source: Tensor) -> None:
+    def __init__(self, norm: _BatchNorm, source: Tensor) -> None:
         super().__init__()
+        self._norm = norm
         self.current: Tensor | None = source
         self.normalised = False
         self.strange = False
@@ -78,12 +80,21 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm and not self.normalised and args and args[0] is self.current:
             self.normalised = True
+            self.strange |= not _with_its_own(self._norm, args, kwargs or {})
             self.current = torch.empty_like(args[0])
             return self.current
         result = func(*args, **(kwargs or {}))
         touched = any(value is self.current for value in (*args, *(kwargs or {}).values()))
         self.strange |= touched and (result is None or isinstance(result, Tensor))  # sizes and the like do no harm
         return result
+
+
+def _with_its_own(norm: _BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ``batch_norm`` is called with the statistics, affine map and ``eps`` of this norm."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given = {"training": False, "eps": 1e-5, **dict(zip(names, args, strict=False)), **kwargs}
+    own = all(given.get(name) is getattr(norm, name) for name in ("weight", "bias", "running_mean", "running_var"))
+    return own and given["eps"] == norm.eps and given["training"] is (norm.training or norm.running_mean is None)
 
 
 class _Step(nn.Module):

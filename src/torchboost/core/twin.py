@@ -1,0 +1,111 @@
+"""A copy of a model that may be traced, run and changed, so that nothing happens to the model itself."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchboost.core.covering import uncover_copy
+
+__all__ = ["parameter_bytes", "twin"]
+
+_NUMBERS_ELSEWHERE = 2**30
+"""Above so many bytes of parameters a copy that is only traced gets none of its own."""
+
+
+def twin(model: nn.Module, *, numbers: bool = True) -> nn.Module:
+    """Return a deep copy in eval mode that computes what the forward of ``model`` itself computes.
+
+    Covers and hooks of this package and the mixed precision that Accelerate puts around ``forward`` are taken off the
+    copy, and it is not compiled. Activations that the model keeps as attributes are detached from their graph.
+
+    Args:
+        model: A bare module; left as it is.
+        numbers: False lets the parameters of a large model (1 GiB) lie on the device ``meta`` in the copy.
+
+    Raises:
+        TypeError: It holds something that cannot be copied.
+    """
+    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in _computed(model)}
+    memo |= {id(hook): hook for hooks in _hooks(model) for hook in hooks.values() if _is_ours(hook)}
+    if not numbers and parameter_bytes(model) > _NUMBERS_ELSEWHERE:
+        plain = [p for p in model.parameters() if type(p) is nn.Parameter]
+        memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in plain}
+    try:
+        made = copy.deepcopy(model, memo)
+    except Exception as error:  # whatever the attributes of the user's modules raise
+        raise TypeError(
+            f"this {type(model).__name__} cannot be copied ({type(error).__name__}: {error}); keep what cannot be "
+            "copied outside of the model."
+        ) from error
+    for hooks in _hooks(made):
+        for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+            del hooks[key]
+    uncover_copy(made)
+    for module in made.modules():
+        if _uncast(module):
+            uncover_copy(module)  # what was attached before Accelerate prepared the model
+    return made.eval()
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Return the size of all parameters."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _hooks(model: nn.Module) -> Iterator[dict[int, Any]]:
+    for module in model.modules():
+        yield from (module._forward_pre_hooks, module._forward_hooks)
+        yield from (module._backward_pre_hooks, module._backward_hooks)
+
+
+def _is_ours(hook: Any) -> bool:
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return home.split(".")[0] == __name__.split(".")[0]
+
+
+def _computed(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors with a history that modules keep as attributes; torch refuses to copy those."""
+    for module in model.modules():
+        for value in vars(module).values():
+            yield from _with_history(value)
+
+
+def _with_history(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if not value.is_leaf:
+            yield value
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from _with_history(entry)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _with_history(entry)
+
+
+def _uncast(module: nn.Module) -> bool:
+    """Take Accelerate's mixed precision off the forward of a module in a copy; say whether there was one.
+
+    Accelerate sets a ``forward`` on the instance that enters autocast and casts the outputs, and remembers the one
+    under it. Its own function for taking that off follows ``__wrapped__`` past everything that lies below.
+    """
+    operations = sys.modules.get("accelerate.utils.operations")
+    forward = vars(module).get("forward")
+    function = getattr(forward, "__func__", forward)
+    casting = getattr(function, "__wrapped__", None)
+    if operations is None or not isinstance(casting, operations.ConvertOutputsToFp32):
+        return False
+    del module.forward
+    beneath = vars(module).pop("_original_forward", None)
+    if isinstance(beneath, types.MethodType) and beneath.__self__ is module:
+        if beneath.__func__ is not type(module).forward:
+            module.forward = beneath
+    elif beneath is not None:
+        module.forward = beneath
+    return True
