@@ -1,6 +1,8 @@
 import copy
+import gc
 import json
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -270,7 +272,8 @@ def test_auto_boost_freezes_in_an_unmodified_loop():
         optimizer.step()
         optimizer.zero_grad()
     assert counts == [3, 15, 24]
-    assert json.loads(json.dumps(booster.attached.state_dict()))["grad_freeze"] == {"step": 3, "frozen": 3}
+    state = json.loads(json.dumps(booster.attached.state_dict()))["grad_freeze"]
+    assert state == {"step": 3, "frozen": 3, "closed": [], "doubtful": []}
 
 
 def _trained(kind: str, pattern: str) -> tuple[list[float], int]:
@@ -365,3 +368,16 @@ def test_a_guided_checkpoint_of_another_model_changes_nothing():
         other.attached["grad_freeze"].load_state_dict(state)
     assert other.attached["grad_freeze"].step == 0
     assert all(p.requires_grad for p in model.parameters())
+
+
+def test_guided_freezing_of_auto_boost_is_collected():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    section = {"param_groups": 4, "freeze_type": 3, "total_steps": 20}
+    booster = AutoBoost("O0", {"boost": {"mode": "manual", "grad_freeze": True}, "grad_freeze": section})
+    model, optimizer = booster.network_auto_process_train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    gone = [weakref.ref(model), weakref.ref(optimizer)]
+    del model, optimizer, booster
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from tests.support.models import BottleneckNet
 from tests.support.ranks import run_ranks
 from tests.support.wrapped import all_weights, train_share, wrap
-from torchboost import IncompatibleError, Target
+from torchboost import IncompatibleError, NoEffectWarning, Target
 from torchboost.core.blocks import blocks_of
 from torchboost.core.freeze_schedule import Repeated
 from torchboost.core.freezing import Freezing, prefixes_of
@@ -292,3 +292,27 @@ def test_two_ranks_equal_one_process(kind):
     first, second = run_ranks(_trained, 2, kind)
     assert first == second
     assert first == pytest.approx(_trained("single"), abs=1e-6)
+
+
+def test_everything_trains_after_the_end_of_the_run_and_more_updates_are_said():
+    torch.manual_seed(0)
+    model = BottleneckNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    blocks = blocks_of(model)
+    prefixes = prefixes_of(blocks, range(len(blocks)))
+    freezing = Freezing(model, optimizer, prefixes, Repeated((0, 2)), total_steps=4, norms="eval")
+    train(model, optimizer, range(4))
+    assert freezing.index == 0
+    assert all(p.requires_grad for p in model.parameters())
+    assert all(m.training for m in model.modules())
+    with pytest.warns(NoEffectWarning, match="update 5 comes after the end of the run, total_steps=4") as seen:
+        train(model, optimizer, range(3))
+    assert len(seen) == 1
+    assert freezing.index == 0
+
+
+def test_an_optimizer_that_moves_weights_without_gradients_is_refused():
+    model = BottleneckNet()
+    with pytest.raises(IncompatibleError, match=r"LBFGS\.step needs a closure"):
+        Freezing(model, torch.optim.LBFGS(model.parameters()), prefixes_of(blocks_of(model), (0, 1)), Repeated((1,)))
+    assert all(p.requires_grad for p in model.parameters())

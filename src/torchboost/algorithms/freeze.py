@@ -53,19 +53,21 @@ class GuidedFreezing(Freezing):
         most: int,
         norms: Norms,
         fast: FastPrefix | None = None,
+        total_steps: int | None = None,
         alike: Mapping[str, int] | None = None,
         agree_within: float = 600.0,
     ) -> None:
         self.plasticity = plasticity
         self._window, self._start, self._most = window, start, most
-        self._optimizer = optimizer
+        self._wanted = 0
         super().__init__(
             model,
             optimizer,
             prefixes,
-            lambda step: self.index,
+            lambda step: self._wanted,
             norms=norms,
             fast=fast,
+            total_steps=total_steps,
             alike=alike,
             agree_within=agree_within,
         )
@@ -84,7 +86,7 @@ class GuidedFreezing(Freezing):
 
     def state_dict(self) -> dict[str, Any]:
         """Return step, index and all that was measured (a copy of the weights)."""
-        return {**super().state_dict(), "index": self.index, "plasticity": self.plasticity.state_dict()}
+        return {**super().state_dict(), "index": self._wanted, "plasticity": self.plasticity.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint.
@@ -94,22 +96,24 @@ class GuidedFreezing(Freezing):
         """
         self._checked_index(state)
         self.plasticity.load_state_dict(state["plasticity"])
+        self._wanted = state["index"]
         super().load_state_dict(state)
 
     def _index_of(self, state: Mapping[str, Any]) -> int:
         index = state.get("index", 0)
         if not 0 <= index < len(self._prefixes):
             raise ValueError(f"the checkpoint froze {index} groups, there are {len(self._prefixes)} here.")
-        return index
+        return 0 if self._over(int(state["step"])) else index
 
     def _after_update(self) -> None:
         self.step += 1
         if self.step % self._window == 0:
-            total = None
-            if self._replicas is not None:
-                total = partial(self._replicas.total, of_job=nodes_combined(self._optimizer))
+            total, optimizer = None, self._optimizer()
+            if self._replicas is not None and optimizer is not None:
+                total = partial(self._replicas.total, of_job=nodes_combined(optimizer))
             decided = self.plasticity.decide(self.index, may_freeze=self.step > self._start, total=total)
-            self._apply(min(decided, self._most))
+            self._wanted = min(decided, self._most)
+        self._apply(self._scheduled(self.step))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +216,7 @@ class BlockFreeze(Algorithm):
 
     def check(self, target: Target) -> None:
         """Refuse what :func:`torchboost.core.freezing.check_freezable` does, and settings that do not fit the model."""
-        check_freezable(target.model)
+        check_freezable(target.model, target.optimizer)
         if self.costs is not None:
             _check_costs(self.costs, blocks_of(target.model))
         wrapper = wrapper_of(target.model)
@@ -231,9 +235,10 @@ class BlockFreeze(Algorithm):
         """
         freezing = freeze_blocks(target.model, target.optimizer, self, seed=target.seed)
         if isinstance(freezing, GuidedFreezing):
-            observe = freezing.observe
-            target.observers.append(observe)
-            freezing.with_undo(lambda: target.observers.remove(observe))
+            # The list alone: whoever reads the losses for an optimizer must not keep that optimizer alive.
+            observe, observers = freezing.observe, target.observers
+            observers.append(observe)
+            freezing.with_undo(lambda: observers.remove(observe))
         return freezing
 
     def schedule(self, costs: Sequence[float], *, seed: int = 0, prefixes: int | None = None) -> Callable[[int], int]:
@@ -306,7 +311,7 @@ def freeze_blocks(
             NoEffectWarning,
             stacklevel=2,
         )
-    check_freezable(model)
+    check_freezable(model, optimizer)
     prefixes = prefixes_of(blocks, starts)
     fast = _fast_prefix(model, settings) if settings.fast_prefix else None
     alike = {"seed": seed, "checksum of the settings": _fingerprint(settings)}
@@ -322,6 +327,7 @@ def freeze_blocks(
         settings.schedule(costs, seed=seed, prefixes=limit),
         norms=settings.norms,
         fast=fast,
+        total_steps=None if settings.pattern == "fixed" else settings.total_steps,
         alike=alike,
         agree_within=settings.agree_within,
     )
@@ -377,6 +383,7 @@ def _guided(
         most=most,
         norms=settings.norms,
         fast=fast,
+        total_steps=None if settings.pattern == "fixed" else settings.total_steps,
         alike=alike,
         agree_within=settings.agree_within,
     )

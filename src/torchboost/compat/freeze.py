@@ -94,7 +94,9 @@ class GradientFreeze:
             return network, optimizer
         groups = self._groups or self.split_parameters_groups(network, self._count)
         sequence = self.generate_freeze_index_sequence(len(groups), self._type, self._share, self._steps)
-        self.freezing = Freezing(network, optimizer, _prefixes(groups), Repeated(tuple(sequence)))
+        self.freezing = Freezing(
+            network, optimizer, _prefixes(groups), Repeated(tuple(sequence)), total_steps=self._steps
+        )
         return network, optimizer
 
     def generate_freeze_index_sequence(

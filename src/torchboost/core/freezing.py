@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +17,18 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Attachment, Removable
 from torchboost.core.blocks import Block
+from torchboost.core.flags import HeldFlags, SettledNorms, release_others
 from torchboost.core.frozen_prefix import FastPrefix
+from torchboost.core.gradient_checks import Accumulated, LostGradients
+from torchboost.core.reach import Reach
 from torchboost.core.replicas import Replicas, check_reducer, several_ranks
 from torchboost.core.wrapping import is_compiled
-from torchboost.errors import IncompatibleError
+from torchboost.errors import IncompatibleError, NoEffectWarning
 
 __all__ = ["Freezing", "Norms", "Prefix", "check_freezable", "compiled_prefixes", "prefixes_of"]
 
 Norms = Literal["update", "eval"]
+_NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -52,18 +58,27 @@ def prefixes_of(blocks: Sequence[Block], starts: Sequence[int]) -> tuple[Prefix,
     )
 
 
-def check_freezable(model: nn.Module) -> None:
-    """Refuse a model whose wrapper or compiler cannot follow a change of ``requires_grad``.
+def check_freezable(model: nn.Module | None, optimizer: Optimizer) -> None:
+    """Refuse a model whose wrapper or compiler cannot follow a change of ``requires_grad``, and an optimizer.
 
     Raises:
         IncompatibleError: DDP with ``static_graph=True``, or with a communication hook that keeps a state or is built
-            into the reducer; a compiled model under a torch that goes on using the graph of the old flags.
+            into the reducer; a compiled model under a torch that goes on using the graph of the old flags; an
+            optimizer whose ``step`` needs a closure, such as LBFGS, which moves parameters without a gradient.
     """
-    check_reducer(model)
-    if is_compiled(model) and not _compiler_follows_flags():
+    if model is not None:
+        check_reducer(model)
+        if is_compiled(model) and not _compiler_follows_flags():
+            raise IncompatibleError(
+                f"freezing: torch.compile of torch {torch.__version__} goes on using the old graph when requires_grad "
+                "changes (pytorch#139476), so unfrozen layers would never train; update torch, or do not compile."
+            )
+    closure = list(inspect.signature(type(optimizer).step).parameters.values())[1:2]
+    if closure and closure[0].default is inspect.Parameter.empty and closure[0].kind in _NAMED:
         raise IncompatibleError(
-            f"freezing: torch.compile of torch {torch.__version__} goes on using the old graph when requires_grad "
-            "changes (pytorch#139476), so unfrozen layers would never train; update torch, or do not compile."
+            f"freezing: {type(optimizer).__name__}.step needs a closure; such an optimizer, as LBFGS, takes one "
+            "step in all of its parameters and moves those without a gradient too. Use an optimizer that skips those, "
+            "or leave freezing out."
         )
 
 
@@ -85,19 +100,26 @@ class Freezing(Attachment):
     Frozen parameters have ``requires_grad=False`` and no gradient: the backward pass stops at their border, nothing in
     front of it is stored, and the optimizer skips them, so that weights and moments keep their bytes under any decay
     or momentum. There is one optimizer with one set of moments; parameter groups are never touched. The flags change
-    in a post-hook of ``optimizer.step``, that is once per update: inside an accumulation window, and where a
+    in a post-hook of ``optimizer.step``, that is once per update: inside an accumulation window, and if a
     ``GradScaler`` skips an update, they stay. On several ranks the reducer of DDP is built again before the next pass,
     so that nothing of the frozen part is sent, and the ranks compare where they are
     (:class:`~torchboost.core.replicas.Replicas`).
 
+    Only parameters of the optimizer are frozen, and only while the user trains them: what the user freezes, before or
+    between, stays frozen, and what the user thaws stays thawed (:class:`~torchboost.core.flags.HeldFlags`). The index
+    in force is the one of the schedule, or the largest one below it that leaves something to train
+    (:class:`~torchboost.core.reach.Reach`). Freezing that an earlier attachment left on these parameters is undone
+    first.
+
     Args:
-        model: What the loop calls, wrapped or not (DDP may come later); None where only parameters are known, whose
+        model: What the loop calls, wrapped or not (DDP may come later); None if only parameters are known, whose
             BatchNorms then go on updating, and whose DDP is not seen.
-        optimizer: Its updates are counted.
-        prefixes: What is frozen at index 0, 1, ...; parameters that were frozen by the caller stay so at all of them.
+        optimizer: Its updates are counted. Held weakly.
+        prefixes: What is frozen at index 0, 1, ...
         schedule: Index for each update, counted from 0.
         norms: Whether BatchNorms in the frozen part go on updating their statistics or run in eval mode.
         fast: Runs the frozen part; it sees by itself what is frozen, and goes when this goes.
+        total_steps: After so many updates everything is thawed, and later ones warn once; None never ends.
         alike: Further numbers that must be alike on all ranks, such as the seed of the schedule.
         agree_within: Seconds after which a rank that does not come to a pass is an error; 0 compares nothing.
 
@@ -105,6 +127,9 @@ class Freezing(Attachment):
         step: Updates seen.
         index: The index in force.
         fast: As given; ``with freezing.fast.samples(ids):`` names the samples of a batch for its cache.
+
+    Raises:
+        IncompatibleError: See :func:`check_freezable`.
     """
 
     def __init__(
@@ -116,27 +141,44 @@ class Freezing(Attachment):
         *,
         norms: Norms = "update",
         fast: FastPrefix | None = None,
+        total_steps: int | None = None,
         alike: Mapping[str, int] | None = None,
         agree_within: float = 600.0,
     ) -> None:
-        if model is not None:
-            check_freezable(model)
+        check_freezable(model, optimizer)
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        release_others(trained)
         self._model = model
+        self._optimizer = ref(optimizer)
         self._prefixes = tuple(prefixes)
         self._schedule = schedule
-        self._ours = frozenset(p for prefix in prefixes for p in prefix.parameters if p.requires_grad)
+        self._total = total_steps
+        self._flags = HeldFlags(self, trained)
+        self._reach = Reach(
+            optimizer,
+            [prefix.parameters for prefix in prefixes],
+            [prefix.cut for prefix in prefixes],
+            self._flags.may_train,
+            values=lambda: not several_ranks(),
+        )
+        self._accumulated: Accumulated | None = Accumulated(trained)
+        self._lost = None if model is None or is_compiled(model) else LostGradients(model, trained)
         self._norms = norms
+        self._settled = SettledNorms()
         self._cuts = {m: _Cut() for prefix in prefixes for m in prefix.cut}
         self.fast = fast
         self._counted = model is None or is_compiled(model)  # who attached it knew of the compiler
         self._alike = dict(alike or {})
+        self._freezable = len({id(p) for prefix in prefixes for p in prefix.parameters if p.requires_grad})
         self._flips = 0
         self._replicas: Replicas | None = None
-        self._warned = False
+        self._warned = self._overran = False
         self.step = 0
         self.index = 0
-        handles: list[Removable] = [optimizer.register_step_post_hook(_untraced(self._updated))]
+        handles: list[Removable] = [optimizer.register_step_post_hook(_untraced(self._updated)), self._accumulated]
         handles += [module.register_forward_hook(cut) for module, cut in self._cuts.items()]
+        if self._lost is not None:
+            handles.append(self._lost)
         if model is not None and norms == "eval" and any(prefix.norms for prefix in prefixes):
             handles.append(model.register_forward_pre_hook(_untraced(self._settle_norms)))
         if fast is not None:
@@ -145,7 +187,7 @@ class Freezing(Attachment):
             self._replicas = Replicas(model, lambda: self._flips, self._figures, within=agree_within)
             handles.append(self._replicas)
         super().__init__(*handles, undo=self._thaw)
-        self._apply(schedule(0))
+        self._apply(self._scheduled(0))
         self._watch()
 
     def freeze(self, index: int) -> None:
@@ -161,7 +203,7 @@ class Freezing(Attachment):
     @property
     def frozen(self) -> tuple[nn.Parameter, ...]:
         """The parameters that are frozen now by this attachment."""
-        return tuple(p for p in self._prefixes[self.index].parameters if p in self._ours)
+        return tuple(p for p in self._prefixes[self.index].parameters if id(p) in self._flags.held)
 
     @property
     def graphs(self) -> int:
@@ -169,22 +211,24 @@ class Freezing(Attachment):
         return getattr(self._schedule, "prefixes", len(self._prefixes))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of updates, and how many parameters are frozen at it, as a check."""
-        return {"step": self.step, "frozen": len(self.frozen)}
+        """Return the number of updates, which indices turned out unusable, and as a check what is to be frozen now."""
+        index = self._reach.usable(self._scheduled(self.step))
+        return {"step": self.step, "frozen": len(self._prefixes[index].parameters), **self._reach.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint.
+        """Continue from a checkpoint. Flags follow as in training: what the user of this process froze stays frozen.
 
         Raises:
-            ValueError: These settings freeze another number of parameters at that step; nothing was changed.
+            ValueError: These settings freeze another part of the network at that step; nothing was changed.
         """
         index = self._checked_index(state)
         self.step = int(state["step"])
+        self._reach.load_state_dict(state)
         self._apply(index)
 
     def _checked_index(self, state: Mapping[str, Any]) -> int:
-        index = self._index_of(state)
-        frozen = sum(p in self._ours for p in self._prefixes[index].parameters)
+        index = self._reach.usable(self._index_of(state), state)
+        frozen = len(self._prefixes[index].parameters)
         if frozen != state["frozen"]:
             raise ValueError(
                 f"the checkpoint froze {state['frozen']} parameters at update {state['step']}, these settings freeze "
@@ -193,19 +237,57 @@ class Freezing(Attachment):
         return index
 
     def _index_of(self, state: Mapping[str, Any]) -> int:
-        return self._schedule(int(state["step"]))
+        return self._scheduled(int(state["step"]))
+
+    def _scheduled(self, step: int) -> int:
+        return 0 if self._over(step) else self._schedule(step)
+
+    def _over(self, step: int) -> bool:
+        return self._total is not None and step >= self._total
 
     def _updated(self, *_: Any) -> None:
         self._watch()
+        self._look_at_gradients()
         self._after_update()
+        self._warn_after_the_end()
 
     def _after_update(self) -> None:
         self.step += 1
-        self._apply(self._schedule(self.step))
+        self._apply(self._scheduled(self.step))
+
+    def _look_at_gradients(self) -> None:
+        found = self._reach.observe(self.index)
+        if self._lost is not None and found:
+            self._lost.observe(self.index > 0)
+        told = None if self._accumulated is None else self._accumulated.observe()
+        if self._accumulated is None or told is None:
+            return
+        if not told:
+            self._reach.close()
+            warnings.warn(
+                "freezing: found gradients that no backward pass accumulated, as torch.autograd.grad(loss, parameters) "
+                "gives them, which refuses parameters that are frozen; so nothing is frozen. Call loss.backward() "
+                "instead, or leave freezing out.",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+        self._accumulated.remove()
+        self._accumulated = None
+
+    def _warn_after_the_end(self) -> None:
+        if self._overran or self._total is None or self.step <= self._total:
+            return
+        self._overran = True
+        warnings.warn(
+            f"freezing: update {self.step} comes after the end of the run, total_steps={self._total}; everything "
+            "trains from there on. Set total_steps to the number of updates of the whole run.",
+            NoEffectWarning,
+            stacklevel=2,
+        )
 
     def _figures(self) -> dict[str, int]:
         """What must be alike on all ranks before a pass."""
-        return {"updates": self.step, "frozen groups": self.index, "parameters": len(self._ours), **self._alike}
+        return {"updates": self.step, "frozen groups": self.index, "parameters": self._freezable, **self._alike}
 
     def _watch(self) -> None:
         """Look for other ranks, which may have come after this was attached."""
@@ -227,28 +309,29 @@ class Freezing(Attachment):
             self._replicas.release()
 
     def _apply(self, index: int) -> None:
-        """Make ``index`` the one in force; changes only what differs."""
+        """Make the usable index up to ``index`` the one in force; changes only what differs."""
+        index = self._reach.usable(index)
         if index == self.index:
             return
         self._check_graphs()
         before, after = self._prefixes[self.index], self._prefixes[index]
         self.index = index
-        was, now = set(before.parameters), set(after.parameters)
-        for parameter in self._ours & (was ^ now):
-            parameter.requires_grad_(parameter in was)
-            if parameter in now:
-                parameter.grad = None
+        self._flags.change(self._of_the_optimizer(after.parameters))
         self._flips += 1
         cut = set(after.cut)
         for module, hook in self._cuts.items():
             hook.active = module in cut
         if self._norms == "eval" and self._model is not None:
-            for norm in set(before.norms) - set(after.norms):
-                norm.training = self._model.training
+            self._settled.give_back(set(before.norms) - set(after.norms), self._model)
             self._settle_norms()
 
+    def _of_the_optimizer(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those that it updates now; others belong to other optimizers, or to none."""
+        known = set(map(id, self._reach.known))
+        return [p for p in parameters if id(p) in known]
+
     def _check_graphs(self) -> None:
-        """Warn once where the model was compiled since, and the schedule needs more graphs than torch will make."""
+        """Warn once if the model was compiled since, and the schedule needs more graphs than torch will make."""
         if self._counted or self._model is None or not is_compiled(self._model):
             return
         self._counted = True
@@ -263,9 +346,7 @@ class Freezing(Attachment):
 
     def _settle_norms(self, *_: Any) -> None:
         """``model.train()`` in the loop sets every module to training; frozen norms go back to eval mode."""
-        for norm in self._prefixes[self.index].norms:
-            if norm.training:
-                norm.training = False
+        self._settled.settle(self._prefixes[self.index].norms)
 
 
 def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
