@@ -15,7 +15,7 @@ from tests.support.ranks import run_ranks
 from tests.support.trajectories import identical, train
 from tests.support.wrapped import Kind, all_weights, train_share, wrap
 from torchboost.algorithms.memory_format import ChannelsLast, channels_last
-from torchboost.core.algorithm import Target, attach_all
+from torchboost.core.algorithm import Attachment, Target, attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
 LAST = torch.channels_last
@@ -121,6 +121,154 @@ def test_the_function_gives_back_the_strides_that_were_there() -> None:
     assert strides(model) == before
 
 
+def test_a_model_that_was_channels_last_stays_so() -> None:
+    model = cnn().to(memory_format=LAST)
+    before = strides(model)
+    attach_all(Target(model, sgd(model)), [ChannelsLast()]).remove()
+    assert strides(model) == before
+    plain = cnn()
+    ChannelsLast().transform(plain)
+    attach_all(Target(plain, sgd(plain)), [ChannelsLast()]).remove()
+    assert strides(plain) == before
+
+
+def test_a_failure_while_attaching_gives_the_strides_back() -> None:
+    class Failing(ChannelsLast):
+        def attach(self, target: Target) -> Attachment:
+            raise IncompatibleError("refuses")
+
+    model = cnn()
+    before = strides(model)
+    with pytest.raises(IncompatibleError, match="refuses"):
+        attach_all(Target(model, sgd(model)), [Failing()])
+    assert strides(model) == before
+
+
+class Flattening(nn.Module):
+    """Takes images of one size, 9 x 9, by a view that only contiguous activations allow."""
+
+    def __init__(self, side: int = 9) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.side = side
+        self.head = nn.Linear(4 * (side - 2) ** 2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv(x).view(len(x), -1))
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        centred = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return F.conv2d(x, centred / centred.view(len(centred), -1).std(1).view(-1, 1, 1, 1), self.bias)
+
+
+class BackwardView(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient.view(-1).view(gradient.shape)
+
+
+class ViewsGradients(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(BackwardView.apply(self[0](x)))
+
+
+class WritesThroughReshape(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        x.detach().reshape(-1).clamp_(min=1.0)  # a view of contiguous activations, a copy of others
+        return x
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: Flattening(32), "view size is not compatible"),
+        (lambda: nn.Sequential(Standardised(3, 4, 3)), "view size is not compatible"),
+        (lambda: ViewsGradients(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)), "view size is not compatible"),
+        (WritesThroughReshape, "differ by"),
+    ],
+)
+def test_a_trial_finds_what_does_not_work_in_this_format(build, said: str) -> None:
+    model = build()
+    before = strides(model)
+    assert said in (ChannelsLast().idle(model, sgd(model)) or "")
+    assert strides(model) == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_first_batch_decides_if_no_input_can_be_guessed() -> None:
+    model = Flattening()
+    plain = copy.deepcopy(model)
+    target, other = Target(model, sgd(model, fused=True)), Target(plain, sgd(plain))
+    before = strides(model)
+    assert ChannelsLast().idle(model, target.optimizer) is None
+    attached = attach_all(target, [ChannelsLast()])
+    inputs = torch.randn(2, 3, 9, 9)
+    with pytest.warns(NoEffectWarning, match="Flattening does not run in this format .* goes on contiguous"):
+        model(inputs)
+    assert strides(model) == before
+    for each in (target, other):
+        for _ in range(2):
+            each.model(inputs).square().mean().backward()
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+    assert largest_gap(model, plain) < 1e-6
+    attached.remove()
+    assert strides(model) == before
+
+
+def test_a_batch_that_the_model_does_not_take_anyway_decides_nothing() -> None:
+    model = Flattening()
+    channels_last(model)
+    with pytest.raises(RuntimeError):
+        model(torch.randn(2, 3, 8, 8))
+    assert model.conv.weight.is_contiguous(memory_format=LAST)
+    with pytest.warns(NoEffectWarning, match="goes on contiguous"):
+        model(torch.randn(2, 3, 9, 9))
+
+
+def test_hooks_of_the_user_are_not_called_by_trials() -> None:
+    model = Flattening(32)
+    called = []
+    model.conv.register_forward_hook(lambda *_: called.append(1))
+    assert ChannelsLast().idle(model, sgd(model)) is not None
+    channels_last(model)
+    assert called == []
+
+
+def test_kernels_in_a_flat_buffer_or_in_shared_memory_stay() -> None:
+    model = cnn()
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    start = 0
+    for p in model.parameters():
+        p.data = flat[start : start + p.numel()].view_as(p)
+        start += p.numel()
+    shared = cnn().share_memory()
+    for each in (model, shared):
+        before = strides(each)
+        assert not ChannelsLast().needs_transform(each)
+        with attach_all(Target(each, sgd(each)), [ChannelsLast()]):
+            assert strides(each) == before
+    flat.zero_()
+    assert not bool(model[0].weight.any())
+    assert all(p.is_shared() for p in shared.parameters())
+
+
+def test_lbfgs_flattens_gradients_by_view() -> None:
+    model = cnn()
+    assert "LBFGS" in (ChannelsLast().idle(model, torch.optim.LBFGS(model.parameters())) or "")
+
+
 def test_volumes_use_the_three_dimensional_format_and_other_inputs_pass() -> None:
     class Volumes(nn.Module):
         def __init__(self) -> None:
@@ -223,14 +371,10 @@ def test_a_copy_of_the_model_computes_channels_last_too(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-@pytest.mark.parametrize("attach", [channels_last, lambda m, o: ChannelsLast().attach(Target(m, o))])
+@pytest.mark.parametrize("attach", [channels_last, lambda m, o: attach_all(Target(m, o), [ChannelsLast()])])
 def test_an_attachment_copied_with_its_model_is_removed_from_the_copy_alone(how: str, attach) -> None:
     model = cnn()
     before = strides(model)
-    ChannelsLast().transform(model)
-    for module in model:
-        if attach is channels_last and isinstance(module, nn.Conv2d):
-            module.weight.data = module.weight.data.contiguous()
     effect = attach(model, sgd(model))
     changed = strides(model)
     again, copied = copies(model, effect, how=how)

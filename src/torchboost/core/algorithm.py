@@ -226,12 +226,15 @@ class Algorithm:
         """Whether ``model`` shows that :meth:`transform` has changed it; a plan then lists the algorithm as on."""
         return False
 
-    def transform(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    def transform(self, model: nn.Module, optimizer: Optimizer | None = None) -> Attachment | None:
         """Change the modules, once, before the model is wrapped, sharded or compiled.
 
         Args:
             model: Changed in place.
             optimizer: Rebound to parameters that were replaced; None where it does not exist yet.
+
+        Returns:
+            Its ``remove()`` gives back what was there before; None if that is impossible.
         """
 
     def check(self, target: Target) -> None:
@@ -316,8 +319,9 @@ def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> Attached:
     """Sort by ``traits.order``, check conflicts and the wrapping of the model, transform where needed, attach.
 
     Either everything is attached or nothing is: every algorithm may refuse before the first one changes anything
-    (:meth:`Algorithm.check`), and if one fails later, those before it are removed. What a transform has changed by
-    then stays changed.
+    (:meth:`Algorithm.check`), and if one fails later, those before it are removed. A transform that cannot be undone
+    (``reversible=False``) stays. What is transformed here, and not before by ``plan.transform``, is undone by
+    ``remove()``.
 
     Raises:
         TypeError: ``target`` is not a :class:`Target`.
@@ -339,11 +343,16 @@ def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> Attached:
     try:
         for algorithm in chosen:
             algorithm.check(target)
-        for algorithm in chosen:
-            if algorithm.needs_transform(target.model):
-                algorithm.transform(target.model, target.optimizer)
         with ExitStack() as undo:
+            changes: dict[str, Attachment] = {}
+            for algorithm in chosen:
+                change = None
+                if algorithm.needs_transform(target.model):
+                    change = algorithm.transform(target.model, target.optimizer)
+                changes[algorithm.name] = undo.enter_context(change or Attachment())
             live = [undo.enter_context(algorithm.attach(target)) for algorithm in chosen]
+            for algorithm, attachment in zip(chosen, live, strict=True):
+                attachment.with_undo(changes[algorithm.name].remove)
             undo.pop_all()
     finally:
         if target.optimizer is inner:
