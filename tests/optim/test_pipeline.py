@@ -10,9 +10,12 @@ from torch.nn import functional as F
 
 from tests.support.models import batch_for, mlp
 from tests.support.trajectories import snapshot
+from torchboost.core.closure import ClosureOptimizer, Replay
 from torchboost.errors import IncompatibleError
+from torchboost.optim.adam import Adam
 from torchboost.optim.pipeline import STATE_KEY, GradientPipeline, Gradients
-from torchboost.optim.transforms import Centralize, ClipNorm, Decay
+from torchboost.optim.sgd import SGD
+from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay
 
 
 class Average:
@@ -332,6 +335,86 @@ def test_a_closure_without_backward_does_not_run_the_chain_again():
         backward(model, seed)
         optimizer.step(lambda: torch.zeros(()))
     assert len(probe.seen) == 2
+
+
+CHAIN = (Decay(0.1), Centralize(), ClipNorm(0.5), ClipValue(0.05))
+CLOSURE_CASES: dict[str, Any] = {
+    "SGD": lambda params: pipelined(torch.optim.SGD(params, lr=0.1, momentum=0.9)),
+    "Adam-fused": lambda params: pipelined(torch.optim.Adam(params, lr=0.1, fused=True)),
+    "Adam-foreach": lambda params: pipelined(torch.optim.Adam(params, lr=0.1, foreach=True)),
+    "own SGD": lambda params: SGD(params, lr=0.1, momentum=0.9, transforms=CHAIN),
+    "own Adam-fused": lambda params: Adam(params, lr=0.1, fused=True, transforms=CHAIN),
+    "own Adam-native": lambda params: Adam(params, lr=0.1, native=True, transforms=CHAIN),
+    "own Adam, chain in front": lambda params: pipelined(Adam(params, lr=0.1)),
+}
+
+
+def pipelined(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    GradientPipeline(*CHAIN).attach(optimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize("case", CLOSURE_CASES)
+def test_a_closure_equals_the_plain_loop_with_accumulation(case):
+    weights = []
+    for by_closure in (False, True):
+        torch.manual_seed(3)
+        model = mlp()
+        optimizer = CLOSURE_CASES[case](model.parameters())
+        for update in range(3):
+            optimizer.zero_grad()
+            for micro in range(2):
+                backward(model, 10 * update + micro)
+            if by_closure:
+                optimizer.step(lambda model=model, update=update: backward(model, 10 * update + 2))
+            else:
+                backward(model, 10 * update + 2)
+                optimizer.step()
+        weights.append(snapshot(model))
+    assert weights[0] == weights[1]
+
+
+def test_a_closure_that_is_called_again_and_again_equals_one_that_transforms_by_hand():
+    weights = []
+    for by_hand in (False, True):
+        model, optimizer = build(torch.optim.LBFGS, max_iter=4)
+        if not by_hand:
+            GradientPipeline(Decay(0.1), ClipNorm(0.5)).attach(optimizer)
+        for update in range(3):
+
+            def closure(update: int = update, model: nn.Module = model, by_hand: bool = by_hand) -> torch.Tensor:
+                model.zero_grad()
+                loss = backward(model, update)
+                if by_hand:
+                    params = list(model.parameters())
+                    grads = [param.grad for param in params]
+                    for transform in (Decay(0.1), ClipNorm(0.5)):
+                        with torch.no_grad():
+                            transform(Gradients(params, grads, [{}] * len(params), [{} for _ in params]))
+                return loss
+
+            optimizer.step(closure)
+        weights.append(snapshot(model))
+    assert weights[0] == weights[1]
+
+
+def test_a_chain_that_cannot_reach_the_gradients_is_refused():
+    class Looking(ClosureOptimizer):
+        def step(self, closure: Any = None) -> Any:
+            return closure()
+
+    model = mlp()
+    optimizer = Looking(model.parameters(), {})
+    probe = Probe()
+    GradientPipeline(probe).attach(optimizer)
+    replay = Replay(lambda: torch.zeros(()), torch.device("cpu"))
+    for closure in (lambda: torch.zeros(()), replay):
+        with pytest.raises(IncompatibleError, match="Probe cannot reach the gradients"):
+            optimizer.step(closure)
+    backward(model, 0)
+    replay.told(torch.zeros(()))
+    optimizer.step(replay)
+    assert len(probe.seen) == 1
 
 
 def test_lbfgs_sees_changed_gradients_in_every_evaluation():

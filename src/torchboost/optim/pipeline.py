@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torchboost.core.algorithm import Attachment
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.wrapping import hookable
+from torchboost.core.closure import ClosureOptimizer, Replay
 from torchboost.errors import IncompatibleError
 
 __all__ = [
@@ -73,7 +74,9 @@ class GradientTransform(Protocol):
 class GradientPipeline:
     """Apply transforms to the gradients right before each step of any optimizer, fused ones included.
 
-    Transforms run in the given order, once per step; with a closure, after each closure call that made new gradients.
+    Transforms run in the given order, once per step; with a closure, after each closure call that made new gradients
+    and never before, so that ``step(closure)`` equals ``closure(); step()``, with accumulation too. An optimizer that
+    uses gradients before it calls the closure, as some forms of SAM do, uses those as they are.
     Cost: one pass over the parameter list in Python (about 0.2 microseconds per parameter) plus the transforms.
     ``copy.deepcopy(optimizer)`` drops hooks, so attach again to a copy.
 
@@ -188,17 +191,32 @@ class PipelineAttachment(Attachment):
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Run the chain. A closure makes its gradients inside ``step``, so there the chain runs after the closure."""
+        """Run the chain. A closure makes its gradients inside ``step``, so there the chain runs after the closure.
+
+        Not before it too: a closure that accumulates adds to the gradients that it finds.
+        """
         in_kwargs = kwargs.get("closure") is not None
         closure = kwargs["closure"] if in_kwargs else next((a for a in args[1:] if callable(a)), None)
         if closure is None:
             self._apply()
             return None
-        self._apply_if_new()
+        if isinstance(optimizer, ClosureOptimizer):
+            self._apply_before(optimizer, closure)
+            return None
         wrapped = self._after(closure)
         if in_kwargs:
             return args, {**kwargs, "closure": wrapped}
         return tuple(wrapped if a is closure else a for a in args), kwargs
+
+    def _apply_before(self, optimizer: Optimizer, closure: Any) -> None:
+        """Run the chain for an optimizer that reads the gradients first, and then calls the closure for its loss."""
+        if not isinstance(closure, Replay) or closure.loss is None:
+            names = ", ".join(self._names())
+            raise IncompatibleError(
+                f"{type(optimizer).__name__}.step(closure) runs the backward pass itself, where {names} cannot reach "
+                "the gradients; let TrainStep run it, or remove the pipeline."
+            )
+        self._apply()
 
     def _after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
