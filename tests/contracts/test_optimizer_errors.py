@@ -16,7 +16,7 @@ from torch import nn
 from tests.support.optimizers import CASES, RULES, SHAPES, frozen, give_grads, parameters, train, values
 from torchboost.optim.base import UpdateRule
 from torchboost.optim.pipeline import Gradients
-from torchboost.optim.transforms import Centralize, ClipNorm
+from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay
 
 CLEAR = (TypeError, ValueError, RuntimeError)  # IncompatibleError is a RuntimeError
 OPTIONS = (
@@ -182,6 +182,11 @@ class Spoilt:
         raise OSError("out of paper")
 
 
+def gradient(param: nn.Parameter) -> Any:
+    grad = param.grad
+    return frozen(grad.to_dense()) if grad is not None and grad.is_sparse else frozen(grad)
+
+
 def sparse_grad(params: list[nn.Parameter]) -> None:
     params[0].grad = torch.ones_like(params[0]).to_sparse()
 
@@ -203,9 +208,20 @@ def infinite_grad(params: list[nn.Parameter]) -> None:
 FAULTS: dict[str, tuple[dict[str, Any], Callable[[list[nn.Parameter]], None] | None, type[Exception]]] = {
     "sparse": ({"weight_decay": 0.1}, sparse_grad, RuntimeError),
     "sparse after transforms": ({"transforms": (Centralize(),), "weight_decay": 0.1}, row_sparse_grad, RuntimeError),
-    "sparse at a transform": ({"transforms": (ClipNorm(1.0),)}, sparse_grad, RuntimeError),
+    "sparse at a transform": ({"transforms": (Decay(0.1),)}, sparse_grad, RuntimeError),
     "precision": ({}, wide_grad, RuntimeError),
     "nonfinite": ({"nonfinite": "raise"}, infinite_grad, FloatingPointError),
+    "nonfinite after transforms": (
+        {"nonfinite": "raise", "transforms": (Centralize(), ClipNorm(1.0))},
+        infinite_grad,
+        FloatingPointError,
+    ),
+    "late refusal": ({"transforms": (Centralize(), ClipNorm(1.0), Decay(0.1))}, row_sparse_grad, RuntimeError),
+    "norm after transforms": (
+        {"transforms": (Centralize(), ClipValue(0.1), ClipNorm(1.0, error_if_nonfinite=True))},
+        infinite_grad,
+        RuntimeError,
+    ),
     "norm": ({"transforms": (ClipNorm(1.0, error_if_nonfinite=True),)}, infinite_grad, RuntimeError),
     "transform": ({"transforms": (Spoilt(),)}, None, OSError),
     "list": ({"lr": [0.1]}, None, IndexError),
@@ -235,10 +251,11 @@ def test_a_step_that_raises_changes_nothing(rule, fault, started):
     give_grads(params, 1)
     if spoil is not None:
         spoil(params)
-    before = values(optimizer)
+    before, grads = values(optimizer), [gradient(param) for param in params]
     with pytest.raises(error):
         optimizer.step()
     assert values(optimizer) == before
+    assert [gradient(param) for param in params] == grads or fault == "transform"  # whose own fault it is
     assert len(optimizer.state) == sum(state is not None for state in before[1])
 
 

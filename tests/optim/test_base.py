@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.optimizers import frozen, give_grads, parameters, same, train, values
+from tests.support.optimizers import CASES, frozen, give_grads, parameters, same, train, values
 from torchboost.errors import IncompatibleError
 from torchboost.optim.adam import Adam, AdamWeightDecay
 from torchboost.optim.base import Batch, UpdateRule
-from torchboost.optim.pipeline import Gradients
+from torchboost.optim.checkpoints import RULE_KEYS
+from torchboost.optim.lars import LARS
+from torchboost.optim.pipeline import GradientPipeline, Gradients
 from torchboost.optim.sgd import SGD
 from torchboost.optim.transforms import Centralize, ClipNorm, Coalesce
 
@@ -114,8 +116,8 @@ def test_the_memory_of_a_transform_is_saved_and_resumed():
     train(optimizer, params, [2])
     train(other, resumed, [2])
     assert values(other) == values(optimizer)
-    assert optimizer.state[params[0]]["seen"].tolist() == [3.0] * 7
-    assert optimizer.state[params[0]]["seen"].dtype == torch.float64
+    assert optimizer.state[params[0]]["Remembering.seen"].tolist() == [3.0] * 7
+    assert optimizer.state[params[0]]["Remembering.seen"].dtype == torch.float64
 
 
 def test_sparse_gradients_need_a_transform_that_makes_them_dense():
@@ -181,15 +183,170 @@ def test_options_that_an_older_file_lacks_are_the_defaults():
     train(optimizer, params, [0])
 
 
-def test_an_added_group_starts_its_own_list():
+def test_an_added_group_follows_the_updates_of_the_others():
     params = parameters()
-    optimizer = SGD(params[:1], lr=[0.4, 0.3, 0.2])
-    train(optimizer, params[:1], [0])
+    optimizer = SGD(params[:1], lr=[0.0, 0.3, 0.2, 0.1])
+    train(optimizer, params[:1], range(2))
     optimizer.add_param_group({"params": params[1:2]})
-    optimizer.add_param_group({"params": params[2:], "lr": 0.5})
-    train(optimizer, params, [1])
-    assert [group["lr"] for group in optimizer.param_groups] == [0.3, 0.4, 0.5]
-    assert [group.get("updates") for group in optimizer.param_groups] == [2, 1, None]
+    optimizer.add_param_group({"params": params[2:3], "updates": 0})
+    optimizer.add_param_group({"params": params[3:], "lr": 0.5})
+    train(optimizer, params, [2])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.2, 0.0, 0.5]
+    assert [group.get("updates") for group in optimizer.param_groups] == [3, 3, 1, None]
+
+
+def test_an_added_schedule_follows_the_steps_where_no_group_counts():
+    params = parameters()
+    optimizer = Adam(params[:1], lr=0.1)
+    train(optimizer, params[:1], range(3))
+    optimizer.add_param_group({"params": params[1:], "lr": [0.0, 0.1, 0.2, 0.3]})
+    assert optimizer.param_groups[1]["updates"] == 3
+
+
+@pytest.mark.parametrize("key", ["lr", "weight_decay"])
+def test_a_value_written_by_hand_is_honoured_until_that_of_the_schedule_is_back(key):
+    params = parameters()
+    optimizer = SGD(params, **{"lr": 0.1, key: [0.5, 0.4, 0.3, 0.2, 0.1]})
+    group = optimizer.param_groups[0]
+    for written, used in ((0.0, 0.0), (None, 0.0), (0.5, 0.3), (None, 0.2)):
+        if written is not None:
+            group[key] = written
+        train(optimizer, params, [0])
+        assert group[key] == used
+    resumed = SGD(params, **{"lr": 0.1, key: [0.5, 0.4, 0.3, 0.2, 0.1]})
+    group[key] = 0.7
+    resumed.load_state_dict(optimizer.state_dict())
+    train(resumed, params, [0])
+    assert resumed.param_groups[0][key] == 0.7, "the checkpoint says that it was written by hand"
+
+
+def test_another_schedule_takes_over_from_a_checkpoint():
+    params = parameters()
+    optimizer = SGD(params, lr=[0.5, 0.4, 0.3])
+    train(optimizer, params, [0])
+    state = optimizer.state_dict()
+    for old in (False, True):
+        if old:  # a file from before the value of the schedule was kept
+            for group in state["param_groups"]:
+                del group["scheduled_lr"]
+        other = SGD(params, lr=[0.9, 0.8, 0.7])
+        other.load_state_dict(state)
+        train(other, params, [0])
+        assert other.param_groups[0]["lr"] == 0.8
+
+
+class Keeps:
+    """A transform that keeps something under a name of the rule's."""
+
+    scale_free = True
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, gradients: Gradients) -> None:
+        for param, grad, memory in zip(gradients.params, gradients.grads, gradients.memory, strict=True):
+            assert set(memory) <= {"step", "exp_avg", "count"}
+            for key in ("step", "exp_avg"):
+                memory.setdefault(key, torch.full_like(param, self.factor)).mul_(self.factor)
+            memory["count"] = memory.get("count", 0) + 1
+            grad.mul_(1 + memory["exp_avg"])
+
+
+@pytest.mark.parametrize("rule", [Adam, SGD, LARS])
+def test_the_memory_of_a_transform_is_its_own(rule):
+    """Under names of the rule's, and beside another transform of the same class."""
+    params, plain = parameters(), parameters()
+    optimizer = rule(params, lr=0.1, transforms=(Keeps(0.5), Keeps(0.25)))
+    other = rule(plain, lr=0.1)
+    pipeline = GradientPipeline(Keeps(0.5), Keeps(0.25)).attach(other)
+    for step in range(3):
+        assert same(train(optimizer, params, [step]), train(other, plain, [step]))
+        resumed = rule(params, lr=0.1, transforms=(Keeps(0.5), Keeps(0.25)))
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert values(resumed) == values(optimizer)
+    assert optimizer.state[params[0]]["Keeps.count"] == optimizer.state[params[0]]["Keeps#2.count"] == 3
+    assert pipeline.state_dict()["memory"][0]["Keeps#2.count"] == 3
+
+
+def test_the_memory_of_older_checkpoints_lies_under_bare_names():
+    params = parameters()
+    optimizer = SGD(params, lr=0.1, momentum=0.9, transforms=(Remembering(),))
+    train(optimizer, params, range(2))
+    state = optimizer.state_dict()
+    old = copy.deepcopy(state)
+    for entry in old["state"].values():
+        entry["seen"] = entry.pop("Remembering.seen")
+    optimizer.load_state_dict(old)
+    assert repr(optimizer.state_dict()) == repr(state)
+
+
+def test_rules_keep_nothing_that_could_be_taken_for_the_memory_of_a_transform():
+    for case in CASES.values():
+        params = parameters()
+        optimizer = case(params)
+        train(optimizer, params, [0])
+        assert {key for state in optimizer.state.values() for key in state} <= RULE_KEYS
+
+
+@pytest.mark.parametrize("name", ["SGD-plain", "Adam-fused", "Adam-native", "LazyAdam", "AdamOffload", "Lamb"])
+def test_masters_follow_weights_that_were_written(name):
+    params = parameters([(4, 3), (4,)], dtype=torch.bfloat16)
+    optimizer = CASES[name](params, master_weights=True)
+    train(optimizer, params, range(2))
+    kept = optimizer.state[params[0]]["master"].clone()
+    with torch.no_grad():
+        params[0][1:] = 3.0
+        params[1].copy_(torch.full((4,), -2.0))
+    give_grads(params, 2, scale=0.0)
+    optimizer.param_groups[0].update(lr=1e-12, weight_decay=0.0)
+    optimizer.step()
+    assert torch.equal(params[0][1:], torch.full((3, 3), 3.0, dtype=torch.bfloat16))
+    assert torch.equal(params[1], torch.full((4,), -2.0, dtype=torch.bfloat16))
+    torch.testing.assert_close(optimizer.state[params[0]]["master"][0], kept[0], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["weights", "weights and state", "replaced"])
+def test_masters_follow_a_model_that_is_loaded(kind):
+    torch.manual_seed(0)
+    model, other = (nn.Linear(4, 3).bfloat16() for _ in range(2))
+    optimizer = SGD(model.parameters(), lr=1e-12, master_weights=True)
+    train(optimizer, list(model.parameters()), [0])
+    if kind == "weights":
+        model.load_state_dict(other.state_dict())
+    elif kind == "replaced":
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(other.parameters()), model.parameters())
+    else:
+        state = optimizer.state_dict()
+        model.load_state_dict(other.state_dict())
+        optimizer.load_state_dict(state)
+    train(optimizer, list(model.parameters()), [1])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_the_order_of_parameters_is_taken_and_checked():
+    params, plain = parameters(), parameters()
+    groups = [{"params": (p for p in params[:2])}, {"params": params[2:], "lr": 0.5}]
+    optimizer = SGD([*groups, {"order_params": params[::-1]}], lr=0.1)
+    other = SGD([{"params": plain[:2]}, {"params": plain[2:], "lr": 0.5}], lr=0.1)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, len(params) - 2]
+    assert same(train(optimizer, params, range(2)), train(other, plain, range(2)))
+
+
+def wrong_orders() -> list[tuple[str, Any]]:
+    params = parameters()
+    return [
+        ("1 of theirs missing and 0 of no group", [{"params": params}, {"order_params": params[1:]}]),
+        ("0 of theirs missing and 1 of no group", [{"params": params[1:]}, {"order_params": params}]),
+        ("found 6 parameters for the 5", [{"params": params}, {"order_params": [*params, params[0]]}]),
+        ("found 2 entries", [{"params": params}, {"order_params": params}, {"order_params": params}]),
+        ("give one entry", [{"params": params, "order_params": params}]),
+    ]
+
+
+@pytest.mark.parametrize(("match", "groups"), wrong_orders())
+def test_an_order_of_other_parameters_is_refused(match, groups):
+    with pytest.raises(ValueError, match=f"order_params: .*{match}"):
+        SGD(groups, lr=0.1)
 
 
 def test_a_bare_parameter_and_a_generator_are_groups():

@@ -139,7 +139,7 @@ def test_resume_is_bit_identical_and_the_memory_rides_in_the_state_dict(options,
     live = GradientPipeline(Average()).attach(other)
     again.load_state_dict(file["model"])
     other.load_state_dict(file["optimizer"])
-    assert live.state_dict()["memory"][0]["steps"] == 3
+    assert live.state_dict()["memory"][0]["Average.steps"] == 3
     steps(again, other, range(3, 6))
     assert snapshot(again) == snapshot(model)
 
@@ -172,9 +172,9 @@ def test_the_memory_is_copied_on_load_and_kept_when_the_optimizer_refuses():
     saved = optimizer.state_dict()
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict({"state": {}, "param_groups": []})
-    assert attachment.state_dict()["memory"][0]["steps"] == 2
+    assert attachment.state_dict()["memory"][0]["Average.steps"] == 2
     optimizer.load_state_dict(saved)
-    assert attachment.state_dict()["memory"][0]["mean"] is not saved[STATE_KEY][0]["memory"][0]["mean"]
+    assert attachment.state_dict()["memory"][0]["Average.mean"] is not saved[STATE_KEY][0]["memory"][0]["Average.mean"]
 
 
 def test_two_pipelines_keep_their_memories_apart():

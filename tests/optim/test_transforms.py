@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from torchboost.errors import IncompatibleError
-from torchboost.optim.pipeline import Gradients, GradientTransform
+from torchboost.optim.pipeline import Gradients, GradientTransform, check_chain
 from torchboost.optim.transforms import (
     Centralize,
     ClipNorm,
@@ -166,18 +166,45 @@ def test_sparse_gradients_are_refused_where_they_have_no_meaning():
     table = nn.Embedding(6, 4, sparse=True)
     table(torch.tensor([1])).sum().backward()
     given = Gradients([table.weight], [table.weight.grad], [{}], [{}])
-    for transform in (Decay(0.1), ClipNorm(1.0), ClipValue(1.0)):
-        with pytest.raises(
-            IncompatibleError, match=f"{type(transform).__name__} works on dense gradients.*sparse=False"
-        ):
-            transform(given)
+    with pytest.raises(IncompatibleError, match=r"Decay works on dense gradients.*sparse=False"):
+        check_chain([Decay(0.1)], given)
+    assert check_chain([Coalesce(dense=True), Decay(0.1)], given)[0].layout is torch.strided
     entries = Gradients([table.weight], [torch.ones(6, 4).to_sparse()], [{}], [{}])
     with pytest.raises(IncompatibleError, match=r"shape \(6, 4\).*'skip'"):
-        Centralize()(entries)
+        check_chain([Centralize()], entries)
 
 
-def embedded(rows: Any, size: int = 6) -> Gradients:
-    table = nn.Embedding(size, 2, sparse=True)
+@pytest.mark.parametrize(
+    "transform", [ClipNorm(1.0), ClipNorm(0.5, 1.0), ClipNorm(0.1, math.inf), ClipValue(0.3)], ids=repr
+)
+def test_clipping_beside_sparse_rows_equals_dense(transform):
+    grads = []
+    for sparse in (False, True):
+        given = embedded([1, 3, 1, 1], sparse=sparse)
+        with torch.no_grad():
+            check_chain([transform], given)
+            transform(given)
+        assert given.grads[0].is_sparse is sparse
+        grads.append([grad.to_dense() for grad in given.grads])
+    for dense, rows in zip(*grads, strict=True):
+        torch.testing.assert_close(dense, rows)
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_clip_norm_of_tensors_without_entries(order):
+    given = gradients([(0, 3), (4,)])
+    run(ClipNorm(0.1, order), given)
+    assert given.grads[1].norm(order) == pytest.approx(0.1, rel=1e-4)
+    run(ClipNorm(0.1, order, error_if_nonfinite=True), gradients([(0,)]))
+
+
+def test_an_infinite_limit_is_refused():
+    with pytest.raises(ValueError, match="clips nothing; leave ClipNorm out"):
+        ClipNorm(math.inf)
+
+
+def embedded(rows: Any, size: int = 6, *, sparse: bool = True) -> Gradients:
+    table = nn.Embedding(size, 2, sparse=sparse)
     (table(torch.tensor(rows)) * torch.arange(2.0 * len(rows)).view(-1, 2)).sum().backward()
     dense = nn.Parameter(torch.ones(3))
     dense.grad = torch.ones(3)

@@ -153,15 +153,16 @@ class Adam(UpdateRule):
         """Do all that can go wrong, and return what then does the update; None where it is to be left out."""
         if self.native is None:
             return super().prepare(work)
-        for group, batch in zip(self.param_groups, work, strict=True):
-            for param, grad in zip(batch.params, batch.grads, strict=True):
-                self.check_grad(param, grad, group)
+        self.widen(work)
+        self._check_grads(work, [grad for batch in work for grad in batch.grads])
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found is not None and bool(found):
             return None
         scale = 1.0 if scale is None else float(scale)
         native = Pipeline.of(self.chain)
-        return prepared(self.param_groups, work, native, grad_scale=scale, nonfinite=self.nonfinite)
+        return prepared(
+            self.param_groups, work, native, grad_scale=scale, nonfinite=self.nonfinite, share=self._shared()
+        )
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""

@@ -14,10 +14,20 @@ from torch.optim import Optimizer
 from torchboost.core.memory_layout import aligned
 from torchboost.core.tensor_lists import foreach
 from torchboost.errors import IncompatibleError
-from torchboost.optim.checkpoints import in_order, paired
+from torchboost.optim.checkpoints import in_order, paired, with_memory_renamed
+from torchboost.optim.groups import without_order
 from torchboost.optim.learning_rates import resolve_lr
+from torchboost.optim.masters import LOW_PRECISION, Stamps, has_master, pieces, widened
 from torchboost.optim.options import check_options
-from torchboost.optim.pipeline import Gradients, GradientTransform, check_transforms
+from torchboost.optim.pipeline import (
+    Gradients,
+    GradientTransform,
+    check_chain,
+    check_transforms,
+    namespaces,
+    run_chain,
+)
+from torchboost.optim.shares import Share, all_finite, share_of, stand_in
 from torchboost.optim.transforms import with_centralization
 
 __all__ = ["Batch", "Nonfinite", "UpdateRule", "has_master"]
@@ -28,10 +38,11 @@ Schedule = Callable[[int], float]
 SCHEDULED = ("lr", "weight_decay")
 """Options that may be a list or a function of the update."""
 
+SET_BY_SCHEDULE = "scheduled_"
+"""Before an option's name in a group: what the schedule wrote last. Another value in the option is one by hand."""
+
 KEPT = ("transforms", "nonfinite", "_schedules", "_default_schedules")
 """Attributes beside those of ``torch.optim.Optimizer`` that travel with a copy or a pickle."""
-
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @dataclass(slots=True)
@@ -102,9 +113,11 @@ class UpdateRule(Optimizer):
         self.transforms = tuple(transforms)
         self.nonfinite: Nonfinite = nonfinite
         self._schedules: list[dict[str, Schedule]] = []
+        self._stamps = Stamps()
+        self._share: tuple[Share | None] | None = None
         defaults.setdefault("differentiable", False)  # torch adds it to whatever was pickled
         self._default_schedules = _take_schedules(defaults)
-        super().__init__(params, defaults)
+        super().__init__(without_order(params), defaults)
 
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a parameter starts with; ``param`` is its float32 master where there is one."""
@@ -155,6 +168,9 @@ class UpdateRule(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; missing options are the defaults.
 
+        A schedule of the new group starts at the update that the others have reached; give ``"updates": 0`` in the
+        group for one that starts at its beginning.
+
         Raises:
             TypeError, ValueError: An option that makes no sense; nothing was added.
         """
@@ -166,10 +182,11 @@ class UpdateRule(Optimizer):
         schedules = {key: rule for key, rule in self._default_schedules.items() if key not in group}
         schedules |= _take_schedules(group)
         if schedules:
-            group.setdefault("updates", 0)
+            group.setdefault("updates", self._updates())
         complete = {**self.defaults, **group}
         check_options(complete)
         self.check_group(complete)
+        group |= {SET_BY_SCHEDULE + key: complete[key] for key in schedules}
         super().add_param_group(group)
         self._schedules.append(schedules)
 
@@ -210,14 +227,19 @@ class UpdateRule(Optimizer):
             raise
         finally:
             if perform is None:
-                for group, values in zip(self.param_groups, before, strict=True):
-                    group.update(values)
+                for group, values, old in zip(self.param_groups, scheduled, before, strict=True):
+                    for key in values.keys() - old.keys():
+                        del group[key]
+                    group.update(old)
         if perform is None:
             return loss
         self.state.update(fresh)
         perform()
         for group, batch in zip(self.param_groups, work, strict=True):
             self._write_back(group, batch)
+            for param in group["params"]:
+                if param.grad is not None and has_master(param, group):
+                    self._stamps.note(param)
         for group in self.param_groups:
             if "updates" in group:
                 group["updates"] += 1
@@ -229,6 +251,8 @@ class UpdateRule(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._stamps = Stamps()  # what was loaded may be another model's
+        self.__dict__.setdefault("_share", None)
         for group, schedules in zip(self.param_groups, self._schedules, strict=True):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -249,7 +273,7 @@ class UpdateRule(Optimizer):
         Raises:
             ValueError: Other groups, or a state whose shape is not that of its parameter; nothing was changed.
         """
-        state_dict = in_order(state_dict, self.param_groups)
+        state_dict = with_memory_renamed(in_order(state_dict, self.param_groups), namespaces(self.transforms))
         pairs = paired(state_dict, self.param_groups, self.defaults, self.state_keys)
         super().load_state_dict(state_dict)
         for param, group, saved in pairs:
@@ -282,8 +306,15 @@ class UpdateRule(Optimizer):
                     "a learning-rate scheduler is attached to a group whose lr is a list or a function itself; "
                     "use one of the two."
                 )
-            values.append({key: schedule(group["updates"]) for key, schedule in schedules.items()})
+            due = {key: rule(group["updates"]) for key, rule in schedules.items() if not _by_hand(group, key)}
+            values.append(due | {SET_BY_SCHEDULE + key: value for key, value in due.items()})
         return values
+
+    def _updates(self) -> int:
+        """Return how many updates were done, as far as groups and states say so."""
+        steps = [state["step"] for state in self.state.values() if "step" in state]
+        counted = [group["updates"] for group in self.param_groups if "updates" in group]
+        return int(max(counted or steps, default=0))
 
     def _gather(self, group: dict[str, Any], fresh: list[tuple[Tensor, dict[str, Any]]]) -> Batch:
         """Return what takes part; states that are new or get new entries are only listed in ``fresh``."""
@@ -316,8 +347,10 @@ class UpdateRule(Optimizer):
         if not wide:
             return param, param.grad, state
         if "master" not in state:
-            state = {key: _widened(value) for key, value in state.items()} | {"master": param.detach().float()}
-        return state["master"], param.grad.float() if param.grad is not None else None, state
+            state = {key: widened(value) for key, value in state.items()} | {"master": param.detach().float()}
+        elif (master := self._stamps.current(param, state["master"])) is not state["master"]:
+            state = {**state, "master": master}
+        return state["master"], _rows_widened(param.grad), state
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries that :meth:`init_state` returns under these options."""
@@ -325,42 +358,91 @@ class UpdateRule(Optimizer):
 
     def prepare(self, work: Sequence[Batch]) -> Callable[[], None] | None:
         """Do all that can go wrong, and return what then does the update; None where it is to be left out."""
-        if chain := self.chain:
-            self._transform(chain, work)
-        for group, batch in zip(self.param_groups, work, strict=True):
-            for param, grad in zip(batch.params, batch.grads, strict=True):
-                self.check_grad(param, grad, group)
-        return partial(self._update_all, work) if self._usable(work) else None
+        chain = self.chain
+        if chain:
+            self.widen(work)
+        gradients = self._flattened(work)
+        expected = check_chain(chain, gradients)
+        foretold = all(hasattr(transform, "check") for transform in chain)
+        if foretold:
+            self._check_grads(work, expected)
+        if not self._usable(gradients.grads):
+            return None
+        kept: list[tuple[str, list[dict[str, Any]]]] = []
+        if chain:
+            run_chain(chain, gradients, partial(self._recall, kept, work))
+            _give_back(gradients.grads, work)
+            if not foretold:
+                self._check_grads(work, gradients.grads)
+            if not self._usable(gradients.grads):
+                return None
+        return partial(self._perform, work, kept)
 
-    def _usable(self, work: Sequence[Batch]) -> bool:
+    def widen(self, work: Sequence[Batch]) -> None:
+        """Give masters gradients of their precision: all at once, as transforms look at all of them."""
+        for batch in work:
+            batch.grads[:] = [
+                widened(grad) if "master" in state else grad
+                for grad, state in zip(batch.grads, batch.states, strict=True)
+            ]
+
+    def _flattened(self, work: Sequence[Batch]) -> Gradients:
+        gradients = Gradients([], [], [], [], self._shared())
+        for group, batch in zip(self.param_groups, work, strict=True):
+            gradients.params += batch.params
+            gradients.grads += batch.grads
+            gradients.groups += [group] * len(batch.params)
+        return gradients
+
+    def _shared(self) -> Share | None:
+        if self._share is None:  # not looked up yet
+            looks_across = self.nonfinite != "ignore" or any(not t.scale_free for t in self.transforms)
+            self._share = (share_of(self) if looks_across else None,)
+        return self._share[0]
+
+    def _check_grads(self, work: Sequence[Batch], grads: Sequence[Tensor]) -> None:
+        """Have the rule look at each gradient, as it is going to be; a master gets one of its precision."""
+        every = iter(grads)
+        for group, batch in zip(self.param_groups, work, strict=True):
+            for param, state in zip(batch.params, batch.states, strict=True):
+                grad = next(every)
+                narrow = state.get("master") is param and grad.dtype in LOW_PRECISION and not grad.is_sparse
+                self.check_grad(param, stand_in(grad, param.dtype) if narrow else grad, group)
+
+    def _usable(self, grads: Sequence[Tensor]) -> bool:
         """Whether the gradients are as ``nonfinite`` asks for."""
-        if self.nonfinite == "ignore":
-            return True
-        grads = [grad._values() if grad.is_sparse else grad for batch in work for grad in batch.grads]
-        if not grads or _finite(grads):
+        if self.nonfinite == "ignore" or all_finite(grads, self._shared()):
             return True
         if self.nonfinite == "raise":
             raise FloatingPointError("the gradients contain inf or nan; the update was left out.")
         return False
 
+    def _recall(
+        self,
+        kept: list[tuple[str, list[dict[str, Any]]]],
+        work: Sequence[Batch],
+        name: str,
+        params: Sequence[Tensor],
+    ) -> list[dict[str, Any]]:
+        """Return what a transform keeps, out of the states; ``_perform`` puts it back."""
+        prefix = f"{name}."
+        states = [state for batch in work for state in batch.states]
+        memory = [{k.removeprefix(prefix): v for k, v in s.items() if k.startswith(prefix)} for s in states]
+        kept.append((prefix, memory))
+        return memory
+
+    def _perform(self, work: Sequence[Batch], kept: Sequence[tuple[str, list[dict[str, Any]]]]) -> None:
+        states = [state for batch in work for state in batch.states]
+        for prefix, memory in kept:
+            for state, own in zip(states, memory, strict=True):
+                state.update({prefix + key: value for key, value in own.items()})
+        self._update_all(work)
+
     def _update_all(self, work: Sequence[Batch]) -> None:
         for group, batch in zip(self.param_groups, work, strict=True):
             if batch.params:
-                self.update(group, batch)
-
-    def _transform(self, chain: Sequence[GradientTransform], work: Sequence[Batch]) -> None:
-        gradients = Gradients([], [], [], [])
-        for group, batch in zip(self.param_groups, work, strict=True):
-            gradients.params += batch.params
-            gradients.grads += batch.grads
-            gradients.groups += [group] * len(batch.params)
-            gradients.memory += batch.states
-        for transform in chain:
-            transform(gradients)
-        start = 0
-        for batch in work:
-            batch.grads[:] = gradients.grads[start : start + len(batch.grads)]
-            start += len(batch.grads)
+                for part in pieces(batch):
+                    self.update(group, part)
 
     def _write_back(self, group: Mapping[str, Any], batch: Batch) -> None:
         if not group.get("master_weights"):
@@ -369,25 +451,6 @@ class UpdateRule(Optimizer):
         pairs = [(p, m) for p, m in zip(params, batch.params, strict=True) if m is not p]
         if pairs:
             foreach._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
-
-
-def has_master(param: Tensor, group: Mapping[str, Any]) -> bool:
-    """Whether the update works on a float32 master of the parameter."""
-    return bool(group.get("master_weights")) and param.dtype in LOW_PRECISION
-
-
-def _finite(grads: Sequence[Tensor]) -> bool:
-    norms: dict[torch.device, list[Tensor]] = {}
-    # Sparse gradients of a batch without ids have no entry, and torch knows no maximum of nothing.
-    filled = [grad for grad in grads if grad.numel()]
-    for norm in foreach._foreach_norm(filled, float("inf")) if filled else ():
-        norms.setdefault(norm.device, []).append(norm)
-    # One wait per device, not per tensor.
-    return all(bool(torch.stack([norm.float() for norm in own]).isfinite().all()) for own in norms.values())
-
-
-def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in LOW_PRECISION else value
 
 
 def _take_schedules(options: dict[str, Any]) -> dict[str, Schedule]:
@@ -402,3 +465,23 @@ def _take_schedules(options: dict[str, Any]) -> dict[str, Schedule]:
             schedules[key] = schedule
             options[key] = schedule(0)
     return schedules
+
+
+def _by_hand(group: Mapping[str, Any], key: str) -> bool:
+    """Whether another value stands in the group than the schedule has written there."""
+    if SET_BY_SCHEDULE + key not in group:  # of an older checkpoint
+        return False
+    value = group[key]
+    return isinstance(value, (int, float, Tensor)) and bool(value != group[SET_BY_SCHEDULE + key])
+
+
+def _rows_widened(grad: Tensor | None) -> Tensor | None:
+    """Return sparse rows in float32, which lose less when they are merged; dense gradients wait for their turn."""
+    return widened(grad) if grad is not None and grad.is_sparse else grad
+
+
+def _give_back(grads: Sequence[Tensor], work: Sequence[Batch]) -> None:
+    start = 0
+    for batch in work:
+        batch.grads[:] = grads[start : start + len(batch.grads)]
+        start += len(batch.grads)

@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Pair", "in_order", "paired"]
+__all__ = ["RULE_KEYS", "Pair", "in_order", "paired", "with_memory_renamed"]
+
+RULE_KEYS = frozenset(
+    (
+        *("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "accumulator", "linear"),
+        *("square_avg", "grad_avg", "mean_square", "mean_grad", "moment", "master", "last_step", "past"),
+    )
+)
+"""Entries of a state that belong to a rule, of this package or of torch."""
 
 
 class Pair(NamedTuple):
@@ -77,3 +85,27 @@ def paired(
                 )
         pairs.append(Pair(param, group, state))
     return pairs
+
+
+def with_memory_renamed(state_dict: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the state dict with what transforms keep under their namespaces.
+
+    Older checkpoints have it under bare keys, which all transforms shared; each gets a copy.
+
+    Args:
+        state_dict: Of an optimizer; not changed.
+        names: Namespaces of the transforms; without any the states stay as they are.
+    """
+    if not names:
+        return state_dict
+    renamed = {}
+    for index, state in state_dict["state"].items():
+        own = {key: value for key, value in state.items() if "." in key or key in RULE_KEYS}
+        for key in state.keys() - own.keys():
+            own |= {f"{name}.{key}": _copied(state[key]) for name in names}
+        renamed[index] = own
+    return {**state_dict, "state": renamed}
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -87,9 +87,9 @@ class FTRL(UpdateRule):
         check_number("initial_accumulator_value", group["initial_accumulator_value"], above=True)
         lr = group["lr"]
         if not isinstance(lr, Tensor) or lr.device.type == "cpu":
-            check_number("lr", float(lr), above=True)
-            if lr < SMALLEST_LR:
-                raise ValueError(f"lr: found {float(lr)!r}; give a number, at least {SMALLEST_LR:g}.")
+            check_number("lr", float(lr))
+            if 0 < lr < SMALLEST_LR:
+                raise ValueError(f"lr: found {float(lr)!r}; give a number, at least {SMALLEST_LR:g}, or 0.")
         power = group["lr_power"]
         if isinstance(power, bool) or not isinstance(power, (int, float)):
             raise TypeError(f"lr_power: found {power!r}; give a number from -1 to 0, such as -0.5.")
@@ -116,6 +116,8 @@ class FTRL(UpdateRule):
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
         lr, power, l1 = float(group["lr"]), -float(group["lr_power"]), float(group["l1"])
+        if lr == 0:  # the rule divides by it; of other rules, too, nothing moves
+            return
         params, grads = batch.params, batch.grads
         total, linear = batch.state("accumulator"), batch.state("linear")
         if group["maximize"]:

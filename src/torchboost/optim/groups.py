@@ -120,6 +120,43 @@ def rebuild_groups(parameters: Sequence[Tensor], origin: Sequence[Tensor | Mappi
     return rebuilt
 
 
+def without_order(params: Any) -> Any:
+    """Return the groups without the entry ``{"order_params": parameters}`` (MindSpore's), checked.
+
+    It says in which order MindSpore keeps the parameters of all groups. No update depends on it here, and torch keeps
+    them by group, so the entry has no effect beyond the check. Whatever has no such entry is returned as it is.
+
+    Raises:
+        ValueError: More than one such entry, one with parameters of its own, or not all parameters, each once.
+    """
+    if isinstance(params, (Tensor, Mapping)) or not isinstance(params, Iterable):
+        return params
+    entries: list[Any] = list(params)
+    orders = [entry for entry in entries if isinstance(entry, Mapping) and ORDER in entry]
+    if not orders:
+        return entries
+    if len(orders) > 1 or "params" in orders[0]:
+        raise ValueError(
+            f"{ORDER}: found {len(orders)} entries with the keys {sorted(set().union(*orders))}; give one entry, "
+            f"{{'{ORDER}': parameters}}, beside the groups."
+        )
+    groups = [{**e, "params": listed(e["params"])} if isinstance(e, Mapping) and "params" in e else e for e in entries]
+    groups = [group for group in groups if not (isinstance(group, Mapping) and ORDER in group)]
+    held = [_bare(p) for group in groups for p in (group["params"] if isinstance(group, Mapping) else [group])]
+    order = [_bare(param) for param in listed(orders[0][ORDER])]
+    if len(order) != len(held) or set(map(id, order)) != set(map(id, held)):
+        missing, foreign = len(set(held) - set(order)), len(set(order) - set(held))
+        raise ValueError(
+            f"{ORDER}: found {len(order)} parameters for the {len(held)} of the groups, {missing} of theirs missing "
+            f"and {foreign} of no group; give each once, in any order, or leave the entry out."
+        )
+    return groups
+
+
+def _bare(param: Any) -> Any:
+    return param[1] if isinstance(param, tuple) else param  # (name, parameter), as torch takes them
+
+
 def listed(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters of a group as a list; torch allows a single tensor and any iterable."""
     return [params] if isinstance(params, Tensor) else list(params)

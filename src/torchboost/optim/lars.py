@@ -54,9 +54,12 @@ class TrustRatio:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: found {getattr(self, name)!r}; give True or False.")
 
+    def check(self, gradients: Gradients) -> None:
+        """Refuse sparse gradients."""
+        refuse_sparse(self, gradients)
+
     def __call__(self, gradients: Gradients) -> None:
         """Scale in place."""
-        refuse_sparse(self, gradients)
         entries = zip(gradients.params, gradients.grads, gradients.groups, strict=True)
         chosen = [entry for entry in entries if entry[2].get("adapt", True) and (self.vectors or entry[0].ndim > 1)]
         if not chosen:

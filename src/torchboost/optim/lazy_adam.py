@@ -12,7 +12,8 @@ from torchboost.core.algorithm import Attachment
 from torchboost.core.tensor_lists import foreach
 from torchboost.errors import IncompatibleError
 from torchboost.optim.adam import Adam
-from torchboost.optim.base import LOW_PRECISION, Batch
+from torchboost.optim.base import Batch
+from torchboost.optim.masters import LOW_PRECISION
 from torchboost.optim.missed_steps import FORM, form_of, new_past, record, replay
 
 __all__ = ["LazyAdam"]
@@ -262,6 +263,8 @@ class LazyAdam(Adam):
         state: dict[str, Any] = self.state.get(param, {})
         if "past" not in state:
             return
+        if "master" in state:
+            state["master"] = self._stamps.current(param, state["master"])
         step, last = int(state["step"]), state["last_step"]
         if rows is None:
             late = (last < step).nonzero().flatten()
@@ -281,6 +284,8 @@ class LazyAdam(Adam):
             if "master" in state:
                 param.index_copy_(0, part, values["weight"].to(param.dtype))
             last.index_fill_(0, part, step)
+        if "master" in state:
+            self._stamps.note(param)
         if rows is None:
             del state["last_step"], state["past"]
 

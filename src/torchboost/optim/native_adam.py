@@ -21,6 +21,7 @@ from torchboost.errors import IncompatibleError
 from torchboost.optim.base import Batch, Nonfinite
 from torchboost.optim.native import compiled
 from torchboost.optim.pipeline import GradientTransform
+from torchboost.optim.shares import Share, joint_norm
 from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay, Unscale
 
 __all__ = ["Pipeline", "load", "prepared"]
@@ -96,6 +97,7 @@ def prepared(
     *,
     grad_scale: float = 1.0,
     nonfinite: Nonfinite = "ignore",
+    share: Share | None = None,
 ) -> Callable[[], None] | None:
     """Read the gradients once, for their norm, and return what then updates everything in place.
 
@@ -105,6 +107,7 @@ def prepared(
         pipeline: Before the update.
         grad_scale: Loss scale that is still in the gradients.
         nonfinite: As of :class:`~torchboost.optim.base.UpdateRule`; a norm that overflows counts as not finite.
+        share: The ranks that share the parameters out; the norm is that of all of them.
 
     Returns:
         The update, or None where it is to be left out.
@@ -117,10 +120,13 @@ def prepared(
         _settle(batch, ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())))
     blocks = _blocks(groups, work, pipeline, grad_scale)
     threads, clip = torch.get_num_threads(), 1.0
-    if len(blocks) and (pipeline.clip_norm is not None or nonfinite != "ignore"):
-        squares = np.empty(len(blocks), np.float64)
-        load().sum_squares(blocks.ctypes.data, len(blocks), squares.ctypes.data, threads)
+    if (len(blocks) or share is not None) and (pipeline.clip_norm is not None or nonfinite != "ignore"):
+        squares = np.zeros(len(blocks), np.float64)
+        if len(blocks):
+            load().sum_squares(blocks.ctypes.data, len(blocks), squares.ctypes.data, threads)
         norm = math.sqrt(squares.sum())
+        if share is not None:
+            norm = float(joint_norm(torch.tensor(norm), 2.0, share))
         if not math.isfinite(norm):
             if nonfinite == "skip":
                 return None

@@ -13,7 +13,8 @@ from torchboost.core.arguments import check_number
 from torchboost.core.memory_layout import is_dense, same_layout
 from torchboost.errors import IncompatibleError
 from torchboost.optim.adam import Adam
-from torchboost.optim.base import Batch, Nonfinite, UpdateRule, has_master
+from torchboost.optim.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.masters import has_master, pieces
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.staging import SMALLEST_CHUNK, Job, Staging, StreamTransfer, Transfer, split
 
@@ -124,7 +125,6 @@ class AdamOffload(Adam):
         self.chunk_mebibytes = float(chunk_mebibytes)
         self.pin_memory = pin_memory
         self._stagings: dict[torch.device, Staging] = {}
-        self._loaded_masters: set[Tensor] = set()
         super().__init__(
             params,
             lr,
@@ -229,7 +229,6 @@ class AdamOffload(Adam):
         for group in self.param_groups:
             own = group["nesterov"] or group["eps_uncorrected"]
             group.update(foreach=None, capturable=False, fused=None if own else True)
-        self._loaded_masters = {param for param, entries in held.items() if "master" in entries}
 
     def _chunk_bytes(self) -> int:
         return int(self.chunk_mebibytes * MEBIBYTE)
@@ -252,17 +251,14 @@ class AdamOffload(Adam):
         self, param: Tensor, state: dict[str, Any], group: Mapping[str, Any]
     ) -> tuple[Tensor, Any, dict[str, Any]]:
         """Return the parameter itself where it is far: its master, on the host, is no match for the transforms."""
-        if param in self._loaded_masters:
-            master = state["master"].float()
-            # Another optimizer may have gone on from our checkpoint, with a master it did not know of.
-            fits = torch.equal(master.to(param), param)
-            state = {**state, "master": master if fits else torch.empty_like(master).copy_(param)}
         wide = has_master(param, group)
         if not self._far(param) or not wide:
             return super()._worked(param, state, group)
         if "master" not in state:
             state = {**state, "master": self._host_like(param, torch.float32).copy_(param)}
-        return param, param.grad.float() if self.chain and param.grad is not None else param.grad, state
+        elif (master := self._stamps.current(param, state["master"])) is not state["master"]:
+            state = {**state, "master": self._host_like(param, torch.float32).copy_(master)}
+        return param, param.grad, state
 
     def _update_all(self, work: Sequence[Batch]) -> None:
         """Update what the kernel can take in place, and the rest in one pass per device over all groups."""
@@ -282,11 +278,11 @@ class AdamOffload(Adam):
                     near.params.append(param)
                     near.grads.append(grad)
                     near.states.append(state)
-            if near.params:
-                self.update(options, near)
+            for part in pieces(near):
+                if part.params:
+                    self.update(options, part)
         for device, listed in jobs.items():
             self._staging(device).run(listed, self.update)
-        self._loaded_masters.clear()
 
     def _settle(self, param: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
         """Give the state the place, precision and memory order of what it is used with; mostly it has them."""

@@ -7,8 +7,9 @@ carry what the transforms remember. The optimizer object, its groups and its sta
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,9 +18,10 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Attachment
 from torchboost.core.arguments import check_optimizer
+from torchboost.core.closure import ClosureOptimizer, Replay, after_closure
 from torchboost.core.wrapping import hookable
-from torchboost.core.closure import ClosureOptimizer, Replay
 from torchboost.errors import IncompatibleError
+from torchboost.optim.shares import Share
 
 __all__ = [
     "GradientPipeline",
@@ -31,6 +33,9 @@ __all__ = [
 ]
 
 STATE_KEY = "torchboost_gradient_pipelines"
+
+Memories = dict[str, dict[Tensor, dict[str, Any]]]
+"""What each transform keeps, by its namespace and by parameter."""
 
 
 @dataclass(slots=True)
@@ -44,14 +49,32 @@ class Gradients:
         grads: Their gradients. Change an entry in place where the shape stays: it may be a view into a
             communication bucket. An entry that is replaced becomes the parameter's ``.grad``.
         groups: The param group of each parameter.
-        memory: What a transform keeps per parameter between steps: tensors and plain numbers under string keys.
-            Saved with the optimizer.
+        memory: What this transform, and no other, keeps per parameter between steps: tensors and plain numbers under
+            string keys of its choice. Saved with the optimizer.
+        share: The ranks that share the parameters out, where these are one rank's share; for transforms that look
+            across parameters.
     """
 
     params: list[Tensor]
     grads: list[Tensor]
     groups: list[dict[str, Any]]
     memory: list[dict[str, Any]]
+    share: Share | None = None
+
+
+class _Recalled(Gradients):
+    """Gradients whose memory is looked up if a transform asks for it: most never do."""
+
+    __slots__ = ("_recall",)
+
+    def __init__(self, gradients: Gradients, recall: Callable[[], list[dict[str, Any]]]) -> None:
+        self.params, self.grads, self.groups = gradients.params, gradients.grads, gradients.groups
+        self.share = gradients.share
+        self._recall = recall
+
+    @property
+    def memory(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._recall()
 
 
 class GradientTransform(Protocol):
@@ -59,6 +82,11 @@ class GradientTransform(Protocol):
 
     ``scale_free`` says whether it has the same effect with the loss scale still in the gradients: true for linear
     maps of the gradient, false for anything that compares it with another quantity.
+
+    A transform may have a second method, ``check(gradients)``, which raises if the transform cannot do its work. The
+    checks of the whole chain run before the first transform, so that a step that raises leaves the gradients as they
+    were. A check changes no tensor; a transform that is going to change the layout of an entry puts a stand-in of
+    the new layout into the list there.
     """
 
     @property
@@ -124,8 +152,8 @@ class PipelineAttachment(Attachment):
     def __init__(self, optimizer: Optimizer, transforms: tuple[GradientTransform, ...]) -> None:
         self._optimizer = optimizer
         self._transforms = transforms
-        self._memory: dict[Tensor, dict[str, Any]] = {}
-        self._loading: dict[Tensor, dict[str, Any]] = {}
+        self._memory: Memories = {}
+        self._loading: Memories = {}
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
         super().__init__(
             optimizer.register_step_pre_hook(self._before_step),
@@ -137,7 +165,11 @@ class PipelineAttachment(Attachment):
     def state_dict(self) -> dict[str, Any]:
         """Return the memory by position of the parameter in the optimizer; empty while there is none."""
         params = _params(self._optimizer)
-        memory = {i: dict(self._memory[p]) for i, p in enumerate(params) if self._memory.get(p)}
+        memory: dict[int, dict[str, Any]] = {}
+        for name, kept in self._memory.items():
+            for i, param in enumerate(params):
+                for key, value in kept.get(param, {}).items():
+                    memory.setdefault(i, {})[f"{name}.{key}"] = value
         return {"transforms": self._names(), "memory": memory} if memory else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -156,7 +188,7 @@ class PipelineAttachment(Attachment):
     def _names(self) -> list[str]:
         return [type(transform).__name__ for transform in self._transforms]
 
-    def _copied(self, state: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
+    def _copied(self, state: Mapping[str, Any]) -> Memories:
         params = _params(self._optimizer)
         entries = {int(i): entry for i, entry in state.get("memory", {}).items()}
         if entries and max(entries) >= len(params):
@@ -164,13 +196,15 @@ class PipelineAttachment(Attachment):
                 f"the pipeline's memory names parameter {max(entries)}, the optimizer has {len(params)}; "
                 "load it with the parameters it was written with."
             )
-        return {
-            params[i]: {
-                key: value.detach().clone().to(params[i].device) if isinstance(value, Tensor) else value
-                for key, value in entry.items()
-            }
-            for i, entry in entries.items()
-        }
+        found: Memories = {}
+        for i, entry in entries.items():
+            for name, own in by_namespace(entry, namespaces(self._transforms)).items():
+                device = params[i].device
+                found.setdefault(name, {})[params[i]] = {
+                    key: value.detach().clone().to(device) if isinstance(value, Tensor) else value
+                    for key, value in own.items()
+                }
+        return found
 
     def _write(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         own = self.state_dict()
@@ -195,18 +229,10 @@ class PipelineAttachment(Attachment):
 
         Not before it too: a closure that accumulates adds to the gradients that it finds.
         """
-        in_kwargs = kwargs.get("closure") is not None
-        closure = kwargs["closure"] if in_kwargs else next((a for a in args[1:] if callable(a)), None)
-        if closure is None:
-            self._apply()
+        if isinstance(optimizer, ClosureOptimizer) and _has_closure(args, kwargs):
+            self._apply_before(optimizer, kwargs.get("closure", args[-1]))
             return None
-        if isinstance(optimizer, ClosureOptimizer):
-            self._apply_before(optimizer, closure)
-            return None
-        wrapped = self._after(closure)
-        if in_kwargs:
-            return args, {**kwargs, "closure": wrapped}
-        return tuple(wrapped if a is closure else a for a in args), kwargs
+        return after_closure(args, kwargs, self._apply_if_new if _has_closure(args, kwargs) else self._apply)
 
     def _apply_before(self, optimizer: Optimizer, closure: Any) -> None:
         """Run the chain for an optimizer that reads the gradients first, and then calls the closure for its loss."""
@@ -217,14 +243,6 @@ class PipelineAttachment(Attachment):
                 "the gradients; let TrainStep run it, or remove the pipeline."
             )
         self._apply()
-
-    def _after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def evaluate() -> Any:
-            result = closure()
-            self._apply_if_new()
-            return result
-
-        return evaluate
 
     def _apply_if_new(self) -> None:
         """Leave out gradients the chain has changed already: those of the last step, those a closure did not renew."""
@@ -243,8 +261,8 @@ class PipelineAttachment(Attachment):
         gradients = self._collect()
         before = list(gradients.grads)
         with torch.no_grad():
-            for transform in self._transforms:
-                transform(gradients)
+            check_chain(self._transforms, gradients)
+            run_chain(self._transforms, gradients, self._recall)
         for param, old, new in zip(gradients.params, before, gradients.grads, strict=True):
             if new is not old:
                 param.grad = new
@@ -259,8 +277,11 @@ class PipelineAttachment(Attachment):
                 gradients.params.append(param)
                 gradients.grads.append(grad)
                 gradients.groups.append(group)
-                gradients.memory.append(self._memory.setdefault(param, {}))
         return gradients
+
+    def _recall(self, name: str, params: Sequence[Tensor]) -> list[dict[str, Any]]:
+        kept = self._memory.setdefault(name, {})
+        return [kept.setdefault(param, {}) for param in params]
 
     def _refuse_scaled(self) -> None:
         """Fused optimizers unscale inside their kernel; ``GradScaler`` leaves them the scale as ``grad_scale``."""
@@ -295,6 +316,63 @@ def check_transforms(transforms: Iterable[GradientTransform]) -> None:
             )
 
 
+def namespaces(transforms: Iterable[GradientTransform]) -> list[str]:
+    """Name the memory of each transform, after its class; the second of a class is ``Name#2``."""
+    names: list[str] = []
+    for transform in transforms:
+        name = type(transform).__name__
+        earlier = sum(own.partition("#")[0] == name for own in names)
+        names.append(f"{name}#{earlier + 1}" if earlier else name)
+    return names
+
+
+def by_namespace(entry: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Give each transform what a checkpoint holds for it, out of entries ``"Name.key"``.
+
+    Older checkpoints have ``"key"`` alone, which all transforms of a chain shared: each gets it.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in entry.items():
+        name, dot, rest = key.partition(".")
+        known = dot and name in names
+        for owner in (name,) if known else names:
+            found.setdefault(owner, {})[rest if known else key] = value
+    return found
+
+
+def check_chain(transforms: Iterable[GradientTransform], gradients: Gradients) -> list[Tensor]:
+    """Let every transform that has a ``check`` refuse before any of them works.
+
+    Returns:
+        The gradients, with stand-ins where a transform is going to change the layout.
+    """
+    expected = Gradients(gradients.params, list(gradients.grads), gradients.groups, [], gradients.share)
+    for transform in transforms:
+        check = getattr(transform, "check", None)
+        if check is not None:
+            check(expected)
+    return expected.grads
+
+
+def run_chain(
+    transforms: Sequence[GradientTransform],
+    gradients: Gradients,
+    recall: Callable[[str, Sequence[Tensor]], list[dict[str, Any]]],
+) -> None:
+    """Apply the transforms in order.
+
+    Args:
+        transforms: The chain.
+        gradients: Changed; their ``memory`` is not used.
+        recall: Returns what the transform of a namespace keeps of each parameter; what it puts into the dictionaries
+            is kept.
+    """
+    for name, transform in zip(namespaces(transforms), transforms, strict=True):
+        own = _Recalled(gradients, partial(recall, name, gradients.params))
+        transform(own)
+        gradients.grads = own.grads
+
+
 def refuse_sparse(transform: object, gradients: Gradients) -> None:
     """Refuse sparse gradients before anything is changed.
 
@@ -307,6 +385,10 @@ def refuse_sparse(transform: object, gradients: Gradients) -> None:
                 f"{type(transform).__name__} works on dense gradients, found layout {grad.layout} for a parameter of "
                 f"shape {tuple(param.shape)}. Use sparse=False, or give it an optimizer of its own."
             )
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("closure") is not None or any(callable(value) for value in args[1:])
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from torchboost.core.arguments import check_number
 from torchboost.core.tensor_lists import foreach
 from torchboost.errors import IncompatibleError
 from torchboost.optim.groups import CENTRALIZE
 from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
+from torchboost.optim.shares import all_finite, merge_sparse, stand_in, total_norm, values_of
 
 __all__ = ["Centralize", "ClipNorm", "ClipValue", "Coalesce", "Decay", "Unscale"]
 
@@ -68,6 +68,12 @@ class Centralize:
             return False
         return self.flag is None or bool(group.get(self.flag))
 
+    def check(self, gradients: Gradients) -> None:
+        """Refuse sparse gradients of single entries, and a group's word that is no boolean."""
+        for param, grad, group in zip(gradients.params, gradients.grads, gradients.groups, strict=True):
+            if self.applies(param, group) and grad.layout is not torch.strided:
+                _rows(grad)
+
     def __call__(self, gradients: Gradients) -> None:
         """Centralise in place."""
         for param, grad, group in zip(gradients.params, gradients.grads, gradients.groups, strict=True):
@@ -102,7 +108,7 @@ class Unscale:
 
     def __call__(self, gradients: Gradients) -> None:
         """Divide in place."""
-        grads = [grad._values() if grad.is_sparse else grad for grad in gradients.grads]
+        grads = [values_of(grad) for grad in gradients.grads]
         if grads:
             foreach._foreach_mul_(grads, 1.0 / self.scale)
 
@@ -127,11 +133,19 @@ class Coalesce:
         if not isinstance(self.dense, bool):
             raise TypeError(f"dense: found {self.dense!r}; give True or False.")
 
+    def check(self, gradients: Gradients) -> None:
+        """Announce the layout to come."""
+        if self.dense:
+            gradients.grads[:] = [
+                stand_in(grad, grad.dtype) if grad.layout is torch.sparse_coo else grad for grad in gradients.grads
+            ]
+
     def __call__(self, gradients: Gradients) -> None:
         """Replace sparse gradients."""
         for position, grad in enumerate(gradients.grads):
-            if grad.layout is torch.sparse_coo:
-                gradients.grads[position] = grad.to_dense() if self.dense else grad.coalesce()
+            if grad.layout is torch.sparse_coo and self.dense:
+                gradients.grads[position] = grad.to_dense()
+        merge_sparse(gradients.grads)
 
 
 @dataclass(frozen=True)
@@ -163,9 +177,15 @@ class Decay:
         # An optimizer with maximize=True goes along -g, where a decay must not grow the weights.
         return -factor if group.get("maximize") else factor
 
+    def check(self, gradients: Gradients) -> None:
+        """Refuse sparse gradients, since all rows decay, and a group's factor that is none."""
+        refuse_sparse(self, gradients)
+        for group in gradients.groups:
+            if "coupled_weight_decay" in group:
+                self.of(group)
+
     def __call__(self, gradients: Gradients) -> None:
         """Add the decay in place."""
-        refuse_sparse(self, gradients)
         by_factor: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
         for param, grad, group in zip(gradients.params, gradients.grads, gradients.groups, strict=True):
             factor = self.of(group)
@@ -181,7 +201,10 @@ class Decay:
 class ClipNorm:
     """Scale all gradients down together so that their joint norm is at most ``max_norm``.
 
-    Equals ``torch.nn.utils.clip_grad_norm_`` over all parameters of the optimizer. Under FSDP2 the norm is global.
+    Equals ``torch.nn.utils.clip_grad_norm_`` over all parameters of the optimizer. The norm is global under FSDP2, and
+    inside an optimizer of this package under ``ZeroRedundancyOptimizer``, where the ranks add up their shares in one
+    all-reduce of one number. Sparse gradients count with the rows that they name twice merged, as if they were dense.
+    Parameters without entries count as 0.
 
     Args:
         max_norm: Largest norm, above 0.
@@ -190,7 +213,7 @@ class ClipNorm:
 
     Raises:
         TypeError: A setting has the wrong type.
-        ValueError: A number is out of range.
+        ValueError: A number is out of range; an infinite ``max_norm`` would clip nothing.
     """
 
     scale_free = False
@@ -199,26 +222,43 @@ class ClipNorm:
     error_if_nonfinite: bool = False
 
     def __post_init__(self) -> None:
+        if self.max_norm == math.inf:
+            raise ValueError(
+                "max_norm: found inf, which clips nothing; leave ClipNorm out. The norm of the largest magnitude is "
+                "ClipNorm(max_norm, norm_type=math.inf)."
+            )
         check_number("max_norm", self.max_norm, above=True)
         if self.norm_type != math.inf:
             check_number("norm_type", self.norm_type, above=True)
         if not isinstance(self.error_if_nonfinite, bool):
             raise TypeError(f"error_if_nonfinite: found {self.error_if_nonfinite!r}; give True or False.")
 
+    def check(self, gradients: Gradients) -> None:
+        """Refuse gradients that are not finite, where that is asked for."""
+        if self.error_if_nonfinite and not all_finite(gradients.grads, gradients.share):
+            raise RuntimeError(
+                f"{self!r} found inf or nan in the gradients; look for the cause, or leave error_if_nonfinite out."
+            )
+
     def __call__(self, gradients: Gradients) -> None:
-        """Clip in place."""
-        refuse_sparse(self, gradients)
-        if not gradients.grads:
+        """Clip in place; sparse gradients are merged."""
+        merge_sparse(gradients.grads)
+        grads = [values_of(grad) for grad in gradients.grads]
+        norm = total_norm(grads, float(self.norm_type), gradients.share)
+        if norm is None:
             return
-        norm = get_total_norm(gradients.grads, float(self.norm_type), self.error_if_nonfinite)
+        if self.error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(f"{self!r} found a non-finite norm, {float(norm)}.")
         factor = torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
-        for device, grads in _by_device(gradients.grads).items():
-            foreach._foreach_mul_(grads, factor.to(device))
+        for device, own in _by_device(grads).items():
+            foreach._foreach_mul_(own, factor.to(device))
 
 
 @dataclass(frozen=True)
 class ClipValue:
     """Limit every entry of every gradient to ``[-value, value]``, as ``torch.nn.utils.clip_grad_value_`` does.
+
+    The rows that a sparse gradient names twice are merged first, as if it were dense.
 
     Args:
         value: Limit, above 0.
@@ -235,9 +275,9 @@ class ClipValue:
         check_number("value", self.value, above=True)
 
     def __call__(self, gradients: Gradients) -> None:
-        """Clip in place."""
-        refuse_sparse(self, gradients)
-        for grads in _by_device(gradients.grads).values():
+        """Clip in place; sparse gradients are merged."""
+        merge_sparse(gradients.grads)
+        for grads in _by_device([values_of(grad) for grad in gradients.grads]).values():
             foreach._foreach_clamp_min_(grads, -self.value)
             foreach._foreach_clamp_max_(grads, self.value)
 
