@@ -288,41 +288,6 @@ def test_rules_keep_nothing_that_could_be_taken_for_the_memory_of_a_transform():
         assert {key for state in optimizer.state.values() for key in state} <= RULE_KEYS
 
 
-@pytest.mark.parametrize("name", ["SGD-plain", "Adam-fused", "Adam-native", "LazyAdam", "AdamOffload", "Lamb"])
-def test_masters_follow_weights_that_were_written(name):
-    params = parameters([(4, 3), (4,)], dtype=torch.bfloat16)
-    optimizer = CASES[name](params, master_weights=True)
-    train(optimizer, params, range(2))
-    kept = optimizer.state[params[0]]["master"].clone()
-    with torch.no_grad():
-        params[0][1:] = 3.0
-        params[1].copy_(torch.full((4,), -2.0))
-    give_grads(params, 2, scale=0.0)
-    optimizer.param_groups[0].update(lr=1e-12, weight_decay=0.0)
-    optimizer.step()
-    assert torch.equal(params[0][1:], torch.full((3, 3), 3.0, dtype=torch.bfloat16))
-    assert torch.equal(params[1], torch.full((4,), -2.0, dtype=torch.bfloat16))
-    torch.testing.assert_close(optimizer.state[params[0]]["master"][0], kept[0], rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize("kind", ["weights", "weights and state", "replaced"])
-def test_masters_follow_a_model_that_is_loaded(kind):
-    torch.manual_seed(0)
-    model, other = (nn.Linear(4, 3).bfloat16() for _ in range(2))
-    optimizer = SGD(model.parameters(), lr=1e-12, master_weights=True)
-    train(optimizer, list(model.parameters()), [0])
-    if kind == "weights":
-        model.load_state_dict(other.state_dict())
-    elif kind == "replaced":
-        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(other.parameters()), model.parameters())
-    else:
-        state = optimizer.state_dict()
-        model.load_state_dict(other.state_dict())
-        optimizer.load_state_dict(state)
-    train(optimizer, list(model.parameters()), [1])
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-
-
 def test_the_order_of_parameters_is_taken_and_checked():
     params, plain = parameters(), parameters()
     groups = [{"params": (p for p in params[:2])}, {"params": params[2:], "lr": 0.5}]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchboost.errors import IncompatibleError
 from torchboost.optim.adam import Adam
 from torchboost.optim.lazy_adam import LazyAdam
-from torchboost.optim.transforms import Centralize, ClipNorm, Coalesce, Unscale
+from torchboost.optim.transforms import Centralize, Coalesce, Decay, Unscale
 
 ROWS, WIDTH = 12, 3
 
@@ -266,7 +266,7 @@ def entries(param: Tensor) -> Tensor:
     [
         ({}, entries, "sparse_dim 2"),
         ({"capturable": True}, lambda param: sparse_rows(param, [1]), "capturable"),
-        ({"transforms": (ClipNorm(1.0),)}, lambda param: sparse_rows(param, [1]), "ClipNorm"),
+        ({"transforms": (Decay(0.1),)}, lambda param: sparse_rows(param, [1]), "Decay"),
         ({"exact": True, "half": True}, lambda param: sparse_rows(param, [1]), "master_weights=True"),
     ],
 )
