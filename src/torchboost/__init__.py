@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torchboost.core.algorithm import Algorithm, Attached, Attachment, Target, Traits, attach_all
     from torchboost.core.folding import fold_batch_norms
     from torchboost.core.loss_scale import DynamicLossScale, FixedLossScale
+    from torchboost.core.plain_state import load_plain_state_dict, plain_state_dict
     from torchboost.core.scale_rule import ScaleRule
     from torchboost.core.step import StepOutput, TrainStep
     from torchboost.distributed.topology import NodeGroups, Topology
@@ -103,6 +104,8 @@ __all__ = [
     "freeze_blocks",
     "freeze_cell",
     "fuse",
+    "load_plain_state_dict",
+    "plain_state_dict",
     "reduce_batch_norm",
     "retain_host_memory",
     "sum_adaptively",
@@ -133,6 +136,7 @@ _HOMES = {
     "torchboost.core.algorithm": ("Algorithm", "Attached", "Attachment", "Target", "Traits", "attach_all"),
     "torchboost.core.folding": ("fold_batch_norms",),
     "torchboost.core.loss_scale": ("DynamicLossScale", "FixedLossScale"),
+    "torchboost.core.plain_state": ("load_plain_state_dict", "plain_state_dict"),
     "torchboost.core.scale_rule": ("ScaleRule",),
     "torchboost.core.step": ("StepOutput", "TrainStep"),
     "torchboost.distributed.topology": ("NodeGroups", "Topology"),

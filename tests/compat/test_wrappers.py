@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.conv_nets import ForeignNames, names_of_norms, vgg
+from tests.support.conv_nets import ForeignNames, names_of_norms, train_a_little, vgg
 from torchboost.compat.wrappers import GradientAccumulation, LessBN
 from torchboost.core.normalized_linear import NormalizedLinear
 from torchboost.errors import IncompatibleError, NoEffectWarning
@@ -46,6 +46,21 @@ def test_settings_and_optimizer_are_passed_on():
     assert len(wrapped.report.removed) == 5
     assert wrapped.report.head == "28"
     assert set(optimizer.param_groups[0]["params"]) == set(wrapped.parameters())
+
+
+def test_new_parameters_that_an_optimizer_misses_are_announced():
+    network = vgg()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    with pytest.warns(NoEffectWarning, match=r"new parameters \(28.multiplier\).*will not train; pass optimizer="):
+        LessBN(network, fn_flag=True)
+    assert optimizer.param_groups
+    trained = vgg()
+    optimizer = train_a_little(trained)
+    with pytest.warns(NoEffectWarning, match=r"\(3.bias, 10.bias, 17.bias\)"):
+        LessBN(trained)
+    later = vgg()
+    LessBN(later, fn_flag=True)  # the optimizer is made afterwards
+    torch.optim.SGD(later.parameters(), lr=0.1)
 
 
 def test_nothing_to_do_warns_and_wrapped_networks_are_refused():

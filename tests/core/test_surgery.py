@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from torchboost.core.surgery import Rebinding, held_elsewhere, rebind_optimizer, replace_module
+from torchboost.core.surgery import Rebinding, held_elsewhere, optimizers_holding, rebind_optimizer, replace_module
 
 
 def test_replaces_a_module_under_every_name_and_in_every_parent():
@@ -106,3 +106,10 @@ def test_modules_that_attributes_hold_are_found():
     assert {at for at in range(7) if model[at] in found} == {0, 1, 2, 3, 4}
     assert found[model[0]] == "'path' of the model"
     assert found[model[2]] == "'call' of 'inner'"
+
+
+def test_optimizers_that_hold_a_parameter_are_found():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": [first.weight]}, {"params": [first.bias]}], lr=0.1)
+    assert optimizers_holding([first.bias, second.bias]) == [optimizer]
+    assert optimizers_holding(second.parameters()) == []

@@ -22,7 +22,7 @@ from torchboost.core.norm_roles import WEIGHTED, Block, Keep, reasons_to_stay, r
 from torchboost.core.normalized_linear import NormalizedLinear
 from torchboost.core.removed_norm import RemovedNorm
 from torchboost.core.structure import is_customised, norm_tail
-from torchboost.core.surgery import held_elsewhere, rebind_optimizer, replace_module
+from torchboost.core.surgery import held_elsewhere, optimizers_holding, rebind_optimizer, replace_module
 from torchboost.core.variance import rescale_layers
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
@@ -179,7 +179,7 @@ def reduce_batch_norm(
     Args:
         model: A bare module, in training or eval mode; the mode stays.
         optimizer: Forgets the parameters that are gone; new ones (biases, the head's factor) join the group of
-            the weight they belong to.
+            the weight they belong to. Needed if it was made before this call.
         normalize_head: Replace the last linear layer of the forward pass by
             :class:`~torchboost.core.normalized_linear.NormalizedLinear`; it keeps its parameters.
         keep: ``"narrowest"`` keeps, instead of the last BatchNorm of a residual branch, the one over the fewest
@@ -204,7 +204,8 @@ def reduce_batch_norm(
         IncompatibleError: The model is wrapped, sharded or compiled, or folding changed its outputs (then undone).
 
     Warns:
-        NoEffectWarning: There was nothing to do.
+        NoEffectWarning: There was nothing to do, or there are new parameters, ``optimizer`` was not given, and one
+            that exists does not train them.
 
     Example:
         >>> import torch, torchboost
@@ -253,6 +254,7 @@ def _reduce(model: nn.Module, optimizer: Optimizer | None, settings: LessBatchNo
         wanted = " and no linear layer to normalise" if settings.normalize_head else ""
         warnings.warn(f"less_bn: found no BatchNorm that can go{wanted}; nothing was changed.", NoEffectWarning, 3)
         return _report(plan)
+    before = set(model.parameters())
     rescaled: tuple[str, ...] = ()
     difference = None
     if plan.trained:
@@ -265,7 +267,22 @@ def _reduce(model: nn.Module, optimizer: Optimizer | None, settings: LessBatchNo
         replace_module(model, plan.head, head)
         if optimizer is not None and isinstance(head.weight, nn.Parameter):
             rebind_optimizer(optimizer, added=[(head.multiplier, head.weight, "multiplier")])
+    if optimizer is None:
+        _announce(model, before)
     return _report(plan, rescaled, difference)
+
+
+def _announce(model: nn.Module, before: set[nn.Parameter]) -> None:
+    """Warn of new parameters that an optimizer made before does not train."""
+    new = [name for name, parameter in model.named_parameters() if parameter not in before]
+    if new and optimizers_holding(before):
+        names = ", ".join(new[:3]) + (", ..." if len(new) > 3 else "")
+        warnings.warn(
+            f"less_bn: the optimizer that was made for this model before does not hold its new parameters ({names}), "
+            "so they will not train; pass optimizer=, or make the optimizer after this call.",
+            NoEffectWarning,
+            4,
+        )
 
 
 def _check(model: nn.Module) -> None:

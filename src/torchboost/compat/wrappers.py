@@ -31,7 +31,8 @@ class LessBN(nn.Module):
         keep_shortcut: Keep the BatchNorms of the shortcuts.
         keep_every: In plain stacks keep one of so many.
         blocks_per_norm: Keep a BatchNorm only in one of so many residual blocks.
-        optimizer: Follows the change where it exists already.
+        optimizer: Follows the change. If one exists already and is not given, new parameters (the head's factor, biases
+            after folding) are announced by a ``NoEffectWarning``, since it does not train them.
         sample: Input to trace the network with; guessed where missing.
 
     Attributes:

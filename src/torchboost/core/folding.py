@@ -31,6 +31,7 @@ __all__ = [
     "Fold",
     "FoldReport",
     "fold_batch_norms",
+    "fold_into_layer",
     "fold_obstacle",
     "fold_pairs",
     "is_plain_norm",
@@ -360,9 +361,7 @@ def fold_pairs(
     saved = [(layer, layer._parameters["weight"], layer._parameters["bias"]) for layer in layers]
     values = [(p, p.detach().clone()) for _, *parameters in saved for p in parameters if p is not None]
     inside = set(model.parameters())
-    stand_ins = [
-        RemovedNorm.of(fold.norm, copies=fold.copies, layer=None if fold.behind else fold.layer) for fold in folds
-    ]
+    stand_ins = [RemovedNorm.of(fold.norm, copies=fold.copies, layer=fold.layer, behind=fold.behind) for fold in folds]
     for fold, stand_in in zip(folds, stand_ins, strict=True):
         _fold_into_next(fold) if fold.behind else _fold_into_previous(fold)
         replace_module(model, fold.norm, stand_in)
@@ -414,6 +413,11 @@ def _scale_and_shift(norm: nn.Module) -> tuple[Tensor, Tensor]:
         scale = scale * norm.weight.double()
     shift = -norm.running_mean.double() * scale
     return scale, shift if norm.bias is None else shift + norm.bias.double()
+
+
+def fold_into_layer(norm: nn.Module, layer: nn.Module) -> None:
+    """Fold a BatchNorm in eval mode into the layer before it, in place; the layer gets a bias if it has none."""
+    _fold_into_previous(Fold(norm, layer))
 
 
 @torch.no_grad()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from torchboost.core.structure import norm_tail
 
-__all__ = ["RemovedNorm"]
+__all__ = ["NORM_TENSORS", "RemovedNorm"]
 
-_TENSORS = frozenset({"weight", "bias", "running_mean", "running_var", "num_batches_tracked"})
+NORM_TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
 class RemovedNorm(nn.Module):
@@ -25,11 +26,14 @@ class RemovedNorm(nn.Module):
         copies: Return a copy of the input. Needed if the input is used elsewhere and something may write to the output
             in place.
         layer: The layer in front, if it feeds this BatchNorm only: what the BatchNorm did can be folded into it.
+        behind: ``layer`` is the one behind instead.
 
     Attributes:
         copies: As given.
         tail: Names of the modules that the input passes through.
+        behind: As given.
         adds_bias: Whether ``layer`` had no bias, so that one that it has now holds the shift of the BatchNorm.
+        batches: How many batches the BatchNorm had counted; None if it counted none.
 
     Raises:
         ValueError: It is not known what the BatchNorm computes.
@@ -43,7 +47,9 @@ class RemovedNorm(nn.Module):
     affine: bool
     track_running_stats: bool
 
-    def __init__(self, norm: nn.Module, *, copies: bool = True, layer: nn.Module | None = None) -> None:
+    def __init__(
+        self, norm: nn.Module, *, copies: bool = True, layer: nn.Module | None = None, behind: bool = False
+    ) -> None:
         super().__init__()
         tail = norm_tail(norm)
         if tail is None:
@@ -52,17 +58,22 @@ class RemovedNorm(nn.Module):
         vars(self).update({name: value for name, value in vars(norm).items() if name not in own})
         for name, child in norm.named_children():
             self.add_module(name, child)
+        count = norm._buffers["num_batches_tracked"]
+        self.batches = None if count is None else 0 if count.is_meta else int(count)
         self.copies = copies
+        self.behind = behind
         self.tail = tail
         self.adds_bias = layer is not None and layer._parameters.get("bias") is None
         self._layer = () if layer is None else (layer,)  # in a tuple it is not registered as a part of this module
         self.train(norm.training)
 
     @staticmethod
-    def of(norm: nn.Module, *, copies: bool = True, layer: nn.Module | None = None) -> RemovedNorm:
+    def of(
+        norm: nn.Module, *, copies: bool = True, layer: nn.Module | None = None, behind: bool = False
+    ) -> RemovedNorm:
         """Build the kind that ``norm`` needs."""
         kind = _RemovedNormWithTail if norm_tail(norm) else RemovedNorm
-        return kind(norm, copies=copies, layer=layer)
+        return kind(norm, copies=copies, layer=layer, behind=behind)
 
     @property
     def layer(self) -> nn.Module | None:
@@ -79,12 +90,31 @@ class RemovedNorm(nn.Module):
         return input.clone() if self.copies else input
 
     def __getattr__(self, name: str) -> Any:
-        if name in _TENSORS:
+        if name in NORM_TENSORS:
             raise AttributeError(
                 f"this BatchNorm over {vars(self).get('num_features')} channels was removed by less_bn, so it has no "
                 f"'{name}'; look for isinstance(module, nn.BatchNorm2d) first, or keep it (docs/algorithms/less_bn.md)."
             )
         return super().__getattr__(name)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if f"{prefix}running_mean" in state_dict:
+            error_msgs.append(
+                f"'{prefix[:-1]}' is a BatchNorm in this state dict, and less_bn removed it from the model; load a "
+                "state dict of the original architecture with torchboost.load_plain_state_dict(model, state)."
+            )
 
     def extra_repr(self) -> str:
         """Return the width and what happens to the input, for ``repr``."""
