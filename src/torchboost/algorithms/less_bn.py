@@ -384,7 +384,7 @@ def _head(
 
 def _fold(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, sample: Any) -> float | None:
     found = [plan.folds.get(norm) for norm in plan.removed]
-    folds = [fold._replace(copies=fold.norm in plan.copies) for fold in found if isinstance(fold, Fold)]
+    folds = [fold._replace(copies=fold.copies or fold.norm in plan.copies) for fold in found if isinstance(fold, Fold)]
     return fold_pairs(model, folds, optimizer=optimizer, sample=sample) if folds else None
 
 
