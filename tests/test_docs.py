@@ -58,6 +58,18 @@ def test_the_readme_has_a_snippet_that_trains_with_fewer_batch_norms():
     assert "less_bn" in [algorithm.name for algorithm in run(page, snippet)["booster"].plan.algorithms]
 
 
+MINDSPORE = (
+    *("AutoBoost", "OptimizerProcess", "ParameterProcess", "BoostTrainOneStepCell", "LessBN", "GradientFreeze"),
+    *("BoostTrainOneStepWithLossScaleCell", "FreezeOpt", "freeze_cell", "GradientAccumulation", "AdaSum", "DimReduce"),
+    "GroupLossScaleManager",
+)
+
+
+def test_the_migration_page_has_the_documented_example_of_each_name():
+    code = "\n".join(snippets(DOCS / "compat.md"))
+    assert [name for name in MINDSPORE if not re.search(rf"\b{name}\(", code)] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_between_pages_lead_somewhere(page):
     broken = [

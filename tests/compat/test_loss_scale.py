@@ -272,10 +272,42 @@ def test_borders_by_hand_train_like_no_scale(scale):
     assert shrunk == pytest.approx(max(before[2] * 2**-0.5, 1.0))
 
 
+def test_the_groups_may_come_after_the_network_that_holds_the_manager():
+    """As the documented example has it: the network is built with the manager, the groups come from the network."""
+
+    class Net(nn.Module):
+        def __init__(self, enhanced_amp: nn.Module) -> None:
+            super().__init__()
+            self.enhanced_amp = enhanced_amp
+            self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.enhanced_amp(self.first(self.enhanced_amp(x, 0, 1)), 1, 2)
+            return self.enhanced_amp(self.second(x), 2, 3)
+
+    manager = GroupLossScaleManager(4096, [])
+    net = Net(manager)
+    x, y = torch.randn(4, 6), torch.randint(0, 3, (4,))
+    for early in (lambda: net(x), manager.get_loss_scale, lambda: manager.set_loss_scale_status(2, 8.0)):
+        with pytest.raises(ValueError, match="loss_scale_groups: found none yet"):
+            early()
+    with pytest.raises(ValueError, match="loss_scale_groups: found none yet"):
+        BoostTrainOneStepWithLossScaleCell(net, torch.optim.SGD(net.parameters(), lr=0.1), manager)
+    manager.loss_scale_groups = [list(net.first.parameters()), list(net.second.parameters())]
+    with pytest.raises(ValueError, match="has its groups already"):
+        manager.loss_scale_groups = [list(net.parameters())]
+    network = WithLoss(net, F.cross_entropy)
+    cell = BoostTrainOneStepWithLossScaleCell(network, torch.optim.SGD(net.parameters(), lr=0.1), manager)
+    assert not cell(x, y).overflow
+    assert manager.get_loss_scale()[1] == pytest.approx(4096 * 2 ** (1 / 1000))
+    with pytest.raises(ValueError, match="init_loss_scale"):
+        GroupLossScaleManager(-1.0, [])
+
+
 def test_what_the_manager_refuses():
     one, two = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     for groups, error, text in [
-        ([], ValueError, "for each group the list of its parameters"),
+        (None, ValueError, "for each group the list of its parameters"),
         (8, ValueError, "for each group the list of its parameters"),
         ([[torch.ones(1)]], TypeError, r"loss_scale_groups\[0\]: found a Tensor"),
         ([[one], [one]], ValueError, "is in the groups 0 and 1"),

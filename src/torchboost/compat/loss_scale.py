@@ -104,16 +104,14 @@ class GroupLossScaleManager(nn.Module):
 
     Args:
         init_loss_scale: At the beginning: a number, or one for each group.
-        loss_scale_groups: For each group the list of its parameters.
+        loss_scale_groups: For each group the list of its parameters. If the network takes the manager when it is
+            built, give ``[]`` and set ``manager.loss_scale_groups`` afterwards.
         rule: Moves each scale; by default 2^-0.5 at an overflow in the group, 2^(1/1000) at a step without.
         agree: Whether an overflow on one rank skips the update on all; every rank must then make the same calls.
         process_group: The ranks that agree; None stands for all.
 
-    Attributes:
-        scaler: What the training loop uses, as it would a ``GradScaler``; the cell takes the manager itself.
-
     Raises:
-        TypeError, ValueError: No groups, something that is no parameter, one that is in two groups, or a bad scale.
+        TypeError, ValueError: Something that is no parameter, one that is in two groups, or a bad scale.
 
     Cost: one pass over the gradient at each border, and what :class:`~torchboost.GroupGradScaler` costs per update.
 
@@ -135,15 +133,57 @@ class GroupLossScaleManager(nn.Module):
         agree: bool = True,
         process_group: Any = None,
     ) -> None:
-        groups = _checked_groups(loss_scale_groups)
-        scales = checked_scales(init_loss_scale, len(groups), rule, "init_loss_scale")
         super().__init__()
-        self.loss_scale_groups = groups
-        self._ratios = Ratios(len(groups) + 1)
-        names = ["ends", *(str(index) for index in range(len(groups)))]
-        self.scaler = _HandScaler(
-            groups, names, [1.0, *scales], self._ratios, rule=rule, exact=True, agree=agree, process_group=process_group
+        self._init, self._rule, self._agree, self._process_group = init_loss_scale, rule, agree, process_group
+        self._groups: list[list[nn.Parameter]] = []
+        self._scaler: _HandScaler | None = None
+        if isinstance(loss_scale_groups, (list, tuple)) and not loss_scale_groups:
+            checked_scales(init_loss_scale, _count(init_loss_scale), rule, "init_loss_scale")
+        else:
+            self.loss_scale_groups = loss_scale_groups
+
+    @property
+    def loss_scale_groups(self) -> Sequence[Sequence[nn.Parameter]]:
+        """For each group the list of its parameters; set it once if the network had to be built with the manager."""
+        return self._groups
+
+    @loss_scale_groups.setter
+    def loss_scale_groups(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        if self._scaler is not None:
+            raise ValueError("loss_scale_groups: this manager has its groups already; build another for other groups.")
+        listed = _checked_groups(groups)
+        scales = checked_scales(self._init, len(listed), self._rule, "init_loss_scale")
+        self._ratios = Ratios(len(listed) + 1)
+        names = ["ends", *(str(index) for index in range(len(listed)))]
+        self._scaler = _HandScaler(
+            listed,
+            names,
+            [1.0, *scales],
+            self._ratios,
+            rule=self._rule,
+            exact=True,
+            agree=self._agree,
+            process_group=self._process_group,
         )
+        self._groups = listed
+
+    @property
+    def scaler(self) -> _HandScaler:
+        """What the training loop uses, as it would a ``GradScaler``; the cell takes the manager itself.
+
+        Raises:
+            ValueError: There are no groups yet.
+        """
+        self._check_groups()
+        assert self._scaler is not None
+        return self._scaler
+
+    def _check_groups(self) -> None:
+        if self._scaler is None:
+            raise ValueError(
+                "loss_scale_groups: found none yet; once the network is built, give for each group the list of its "
+                "parameters: manager.loss_scale_groups = [...]."
+            )
 
     def forward(self, x: Tensor, layer1: int, layer2: int) -> Tensor:
         """Return ``x``; its gradient is multiplied by ``scale[layer1] / scale[layer2]``.
@@ -156,7 +196,8 @@ class GroupLossScaleManager(nn.Module):
         Raises:
             ValueError: There is no such entry.
         """
-        last = len(self.loss_scale_groups) + 1
+        self._check_groups()
+        last = len(self._groups) + 1
         for name, layer in (("layer1", layer1), ("layer2", layer2)):
             if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer <= last:
                 raise ValueError(f"{name}: found {layer!r}; the list of scales has the entries 0 to {last}.")
@@ -180,6 +221,7 @@ class GroupLossScaleManager(nn.Module):
         Raises:
             ValueError: Another number of groups, or a bad scale; nothing was changed.
         """
+        self._check_groups()
         if loss_scale_number != len(self.loss_scale_groups):
             raise ValueError(
                 f"loss_scale_number: found {loss_scale_number!r}; this manager has {len(self.loss_scale_groups)} "
@@ -198,6 +240,7 @@ class GroupLossScaleManager(nn.Module):
         Raises:
             TypeError, ValueError: There is no such group, or the ratio is no finite number above 0.
         """
+        self._check_groups()
         count = len(self.loss_scale_groups)
         if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < count:
             raise ValueError(f"layer: found {layer!r}; the groups are 0 to {count - 1}.")
@@ -295,6 +338,10 @@ def _number(sense: Any, name: str) -> float:
     if sense.shape not in ((), (1,)):
         raise ValueError(f"{name}: found a tensor of shape {tuple(sense.shape)}; give one of shape () or (1,).")
     return float(sense)
+
+
+def _count(scales: Any) -> int:
+    return len(scales) if isinstance(scales, (list, tuple)) else 1
 
 
 def _checked_groups(groups: Any) -> list[list[nn.Parameter]]:
