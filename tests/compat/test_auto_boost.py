@@ -489,6 +489,14 @@ class TestEval:
         assert not any(isinstance(m, nn.BatchNorm2d) for m in fast.modules())
         assert any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
 
+    def test_a_sample_is_measured_and_checked_at_once(self):
+        model, x = self.trained(), batches(1)[0][0]
+        fast = AutoBoost("O1").network_auto_process_eval(model, sample=x)
+        assert type(fast) is nn.Sequential
+        torch.testing.assert_close(fast(x), model.eval()(x), rtol=1e-4, atol=1e-5)
+        with pytest.raises(ValueError, match="does not run on the sample"):
+            AutoBoost("O1").network_auto_process_eval(model, sample=torch.randn(2, 7, 8, 8))
+
     def test_copy_of_a_boosted_network_computes_in_full_precision_and_training_goes_on(self):
         model = net()
         booster = AutoBoost("O1")

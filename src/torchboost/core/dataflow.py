@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchboost.core.flow import Dataflow
-from torchboost.core.recording import LAYERS, call, is_leaf, record_run, record_symbols, tensors_in
+from torchboost.core.recording import LAYERS, Arguments, call, is_leaf, record_run, record_symbols, tensors_in
 from torchboost.core.structure import assume
 from torchboost.core.twin import parameter_bytes, twin
 
@@ -135,9 +135,16 @@ def runnable(model: nn.Module, sample: Any = None) -> tuple[nn.Module, Any] | No
 
 
 def evaluate(network: nn.Module, sample: Any) -> list[Tensor]:
-    """Return all output tensors of one forward pass of a copy in eval mode, in the full precision of its types."""
+    """Return all output tensors of one forward pass of a copy in eval mode, in the full precision of its types.
+
+    The inputs are copied. Those that autocast would have cast are brought to the precision of the parameters.
+    """
+    kinds = [p.dtype for p in network.parameters() if p.is_floating_point()]
+    device = next((p.device.type for p in network.parameters()), "cpu")
+    cast = kinds[0] if kinds and device != "meta" and torch.is_autocast_enabled(device) else None
+    inputs = _copied(sample, cast)
     with undisturbed(network) as copied, full_precision(network):
-        return [tensor.detach().clone() for tensor in tensors_in(call(copied, sample))]
+        return [tensor.detach().clone() for tensor in tensors_in(call(copied, inputs))]
 
 
 @contextmanager
@@ -194,6 +201,16 @@ def full_precision(model: nn.Module) -> Iterator[None]:
     finally:
         for backend, precision in zip(backends, before, strict=True):
             backend.fp32_precision = precision
+
+
+def _copied(value: Any, cast: torch.dtype | None) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to(cast if value.is_floating_point() else None, copy=True)
+    if isinstance(value, Arguments):
+        return Arguments(_copied(value.args, cast), _copied(value.kwargs, cast))
+    if type(value) is dict:
+        return {key: _copied(entry, cast) for key, entry in value.items()}
+    return type(value)(_copied(entry, cast) for entry in value) if type(value) in (list, tuple) else value
 
 
 def _networks(model: nn.Module) -> Iterator[nn.Module]:

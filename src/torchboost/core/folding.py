@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ __all__ = [
     "fold_obstacle",
     "fold_pairs",
     "is_plain_norm",
+    "largest_difference",
     "plan_folds",
     "shared_weights",
 ]
@@ -355,7 +357,7 @@ def fold_pairs(
     """
     run = runnable(model, sample)
     before = evaluate(*run) if run is not None else []
-    if not all(bool(torch.isfinite(outputs).all()) for outputs in before):
+    if any(bool(outputs.isnan().any()) for outputs in before) or (before and not any(map(_finite, before))):
         raise ValueError("the model computes NaN or infinities, as one that diverged; BatchNorm was left as it is.")
     layers = dict.fromkeys(fold.layer for fold in folds)
     saved = [(layer, layer._parameters["weight"], layer._parameters["bias"]) for layer in layers]
@@ -367,7 +369,7 @@ def fold_pairs(
         replace_module(model, fold.norm, stand_in)
     difference = None
     if run is not None:
-        difference = _difference(before, evaluate(*run))
+        difference = largest_difference(before, evaluate(*run))
         if not difference <= _tolerance(model):
             _restore(model, folds, stand_ins, saved, values)
             raise IncompatibleError(
@@ -456,11 +458,26 @@ def _set_bias(layer: nn.Module, value: Tensor) -> None:
         bias.copy_(value)
 
 
-def _difference(before: list[Tensor], after: list[Tensor]) -> float:
-    pairs = [(a.double(), b.double()) for a, b in zip(before, after, strict=True) if a.numel()]
-    largest = max((float(a.abs().max()) for a, _ in pairs), default=0.0)
-    change = max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
+def largest_difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
+    """Return the largest change of an output, relative to the largest output; infinite if they cannot be compared.
+
+    Infinities, such as those of masks, must stay where they are.
+    """
+    if [(a.shape, a.dtype) for a in before] != [(b.shape, b.dtype) for b in after]:
+        return math.inf
+    largest = change = 0.0
+    for a, b in zip(before, after, strict=True):
+        finite = torch.isfinite(a)
+        if not torch.equal(a[~finite], b[~finite]) or not bool(torch.isfinite(b[finite]).all()):
+            return math.inf
+        if bool(finite.any()):
+            largest = max(largest, float(a[finite].abs().max()))
+            change = max(change, float((a[finite].double() - b[finite].double()).abs().max()))
     return change / largest if largest else change
+
+
+def _finite(outputs: Tensor) -> bool:
+    return bool(torch.isfinite(outputs).any())
 
 
 def _tolerance(model: nn.Module) -> float:

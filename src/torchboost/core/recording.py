@@ -8,7 +8,7 @@ import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -21,7 +21,17 @@ from torchboost.core.flow import Dataflow, FlowBuilder
 from torchboost.core.normalized_linear import NormalizedLinear
 from torchboost.core.ranks import rank_of
 
-__all__ = ["LAYERS", "METADATA", "call", "function_name", "is_leaf", "record_run", "record_symbols", "tensors_in"]
+__all__ = [
+    "LAYERS",
+    "METADATA",
+    "Arguments",
+    "call",
+    "function_name",
+    "is_leaf",
+    "record_run",
+    "record_symbols",
+    "tensors_in",
+]
 
 LAYERS = (_ConvNd, nn.Linear, NormalizedLinear, _BatchNorm)
 METADATA = frozenset({"size", "dim", "ndimension", "numel", "stride", "_assert", "is_floating_point", "is_contiguous"})
@@ -46,8 +56,16 @@ def function_name(target: Any) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A sample of positional and keyword arguments."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def call(model: nn.Module, sample: Any) -> Any:
-    """Call a model on a sample: a tensor, a tuple of positional or a dict of keyword arguments."""
+    """Call a model on a sample: a tensor, a tuple of positional or a dict of keyword arguments, or both."""
     args, kwargs = _arguments(sample)
     return model(*args, **kwargs)
 
@@ -60,6 +78,8 @@ def tensors_in(value: Any) -> list[Tensor]:
         return [tensor for entry in value.values() for tensor in tensors_in(entry)]
     if isinstance(value, (tuple, list)):
         return [tensor for entry in value for tensor in tensors_in(entry)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [tensor for field in fields(value) for tensor in tensors_in(getattr(value, field.name))]
     return []
 
 
@@ -165,6 +185,8 @@ def _marked(value: Any) -> Any:
 
 
 def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(sample, Arguments):
+        return sample.args, sample.kwargs
     if isinstance(sample, Mapping):
         return (), dict(sample)
     return (tuple(sample), {}) if isinstance(sample, (tuple, list)) else ((sample,), {})
