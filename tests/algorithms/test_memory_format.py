@@ -371,6 +371,17 @@ def test_a_copy_of_the_model_computes_channels_last_too(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_of_the_model_does_not_take_the_optimizer_along(how: str) -> None:
+    model = cnn()
+    attach_all(Target(model, sgd(model)), [ChannelsLast()])
+    (again,) = copies(model, how=how)
+    (hook,) = again._forward_pre_hooks.values()
+    assert hook.optimizer is None
+    assert hook.watch is None
+    again(batch(again)[0])
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 @pytest.mark.parametrize("attach", [channels_last, lambda m, o: attach_all(Target(m, o), [ChannelsLast()])])
 def test_an_attachment_copied_with_its_model_is_removed_from_the_copy_alone(how: str, attach) -> None:
     model = cnn()

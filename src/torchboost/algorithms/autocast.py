@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
+from torchboost.core.containers import with_tensors
 from torchboost.core.covering import cover_forward
+from torchboost.core.forward_watch import ForwardWatch
 from torchboost.errors import IncompatibleError
 
 __all__ = ["Autocast", "autocast_forward"]
@@ -22,6 +24,9 @@ _HALF = (torch.bfloat16, torch.float16)
 
 def autocast_forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Attachment:
     """Run every forward of ``model`` under ``torch.autocast`` and give its outputs back in float32.
+
+    Outputs keep their containers (see :func:`~torchboost.core.containers.with_tensors`); tensors in an object of
+    another kind stay in the precision that autocast gave them.
 
     Matrix products and convolutions read ``dtype``; reductions that need it stay in float32; parameters,
     gradients and optimizer state stay as they are. Each weight is cast once per forward (autocast's cache).
@@ -50,6 +55,10 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> A
         ...     model(torch.randn(3, 4)).dtype
         torch.float32
     """
+    return _cover(model, dtype, None)
+
+
+def _cover(model: nn.Module, dtype: torch.dtype, watch: ForwardWatch | None) -> Attachment:
     check_module(model)
     if dtype not in _HALF:
         raise ValueError(f"autocast to {dtype}: allowed are torch.bfloat16 and torch.float16; pass one of them.")
@@ -58,9 +67,11 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> A
     def under_autocast(
         forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if watch is not None:
+            watch.called = True
         with torch.autocast(device_type, dtype):
             outputs = forward(module, *args, **kwargs)
-        return _to_float32(outputs)
+        return with_tensors(outputs, _to_float32)
 
     return cover_forward(model, under_autocast)
 
@@ -102,23 +113,14 @@ class Autocast(Algorithm):
 
         Raises:
             IncompatibleError: float16 without a scaler.
+
+        Warns:
+            NoEffectWarning: After the first update: the forward of the model was not called.
         """
         self.check(target)
-        return autocast_forward(target.model, getattr(torch, self.dtype))
+        watch = ForwardWatch(self.name, target.model, target.optimizer)
+        return _cover(target.model, getattr(torch, self.dtype), watch).with_undo(watch.remove)
 
 
-def _to_float32(outputs: Any) -> Any:
-    """Cast half-precision tensors inside nested containers; containers keep their type, other objects pass."""
-    if isinstance(outputs, Tensor):
-        return outputs.float() if outputs.dtype in _HALF else outputs
-    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
-        present = {f.name: _to_float32(getattr(outputs, f.name)) for f in dataclasses.fields(outputs) if f.init}
-        return dataclasses.replace(outputs, **present)
-    if isinstance(outputs, Mapping):
-        items = {key: _to_float32(value) for key, value in outputs.items()}
-        return items if type(outputs) is dict else type(outputs)(items)  # pyright: ignore[reportCallIssue]
-    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
-        return type(outputs)(*map(_to_float32, outputs))
-    if isinstance(outputs, (list, tuple)):
-        return type(outputs)(map(_to_float32, outputs))
-    return outputs
+def _to_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor

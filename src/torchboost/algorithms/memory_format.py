@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
 from torchboost.core.dataflow import evaluate, runnable
+from torchboost.core.forward_watch import ForwardWatch
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
@@ -111,8 +112,13 @@ class ChannelsLast(Algorithm):
         return Attachment(undo=_convert(model, optimizer))
 
     def attach(self, target: Target) -> Attachment:
-        """Bring images into the format as they enter the model."""
-        return _watch_inputs(target.model, target.optimizer)
+        """Bring images into the format as they enter the model.
+
+        Warns:
+            NoEffectWarning: After the first update: the forward of the model was not called.
+        """
+        watch = ForwardWatch(self.name, target.model, target.optimizer)
+        return _watch_inputs(target.model, target.optimizer, watch).with_undo(watch.remove)
 
 
 @dataclass(eq=False, slots=True)
@@ -126,15 +132,19 @@ class _ConvertInputs:
         dimensions: Of the inputs that are converted.
         optimizer: Its state follows if the kernels go back.
         untried: Whether no pass has shown yet that the model runs in this format.
+        watch: Told that the model is called.
         handle: Of the hook.
     """
 
     dimensions: frozenset[int]
     optimizer: Optimizer | None = None
     untried: bool = False
+    watch: ForwardWatch | None = None
     handle: RemovableHandle | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.watch is not None:
+            self.watch.called = True
         if not self.dimensions:
             return args, kwargs
         converted = tuple(map(self._convert, args)), {key: self._convert(value) for key, value in kwargs.items()}
@@ -145,6 +155,15 @@ class _ConvertInputs:
                 self._give_up(module, reason)
                 return args, kwargs
         return converted
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the model takes neither the optimizer along nor the watch over it."""
+        return {"dimensions": self.dimensions, "untried": self.untried, "handle": self.handle}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.optimizer = self.watch = None
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def _give_up(self, module: nn.Module, reason: str) -> None:
         self.dimensions = frozenset()
@@ -160,7 +179,7 @@ class _ConvertInputs:
         return value.contiguous(memory_format=_FORMATS[value.ndim])
 
 
-def _watch_inputs(model: nn.Module, optimizer: Optimizer | None) -> Attachment:
+def _watch_inputs(model: nn.Module, optimizer: Optimizer | None, watch: ForwardWatch | None = None) -> Attachment:
     dimensions = _dimensions(model)
     if not dimensions:
         warnings.warn(
@@ -171,7 +190,7 @@ def _watch_inputs(model: nn.Module, optimizer: Optimizer | None) -> Attachment:
         return Attachment()
 
     copied = _copied(model) if wrapper_of(model) is None else None
-    hook = _ConvertInputs(dimensions, optimizer, untried=copied is not None and runnable(copied) is None)
+    hook = _ConvertInputs(dimensions, optimizer, copied is not None and runnable(copied) is None, watch)
     hook.handle = model.register_forward_pre_hook(hook, with_kwargs=True)
     return Attachment(hook.handle)
 
