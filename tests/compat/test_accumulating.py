@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import pytest
 import torch
@@ -143,3 +144,50 @@ def test_a_step_of_the_optimizer_behind_is_refused():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     optimizer.direct.remove()
     inner.step()
+
+
+def grads(optimizer: torch.optim.Optimizer, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def taken(optimizer: torch.optim.Optimizer, steps) -> list[torch.Tensor]:
+    for step in steps:
+        grads(optimizer, step)
+        optimizer.step()
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_copies_go_on_with_the_window_alone(copied):
+    _, _, optimizer = start()
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    taken(optimizer, range(4))
+    twin = copied(optimizer)
+    before = [parameter.detach().clone() for parameter in taken(optimizer, ())]
+    theirs = taken(twin, range(4, 7))
+    assert all(torch.equal(a, b) for a, b in zip(taken(optimizer, ()), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(taken(optimizer, range(4, 7)), theirs, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(theirs, before, strict=True))
+    grads(twin, 0)
+    with pytest.raises(IncompatibleError, match="was stepped directly"):
+        twin.opt.step()
+
+
+@pytest.mark.parametrize("stop", [2, 3])
+def test_a_group_that_is_added_trains_from_there_on(stop):
+    """At the end of a window of three, and within one."""
+    _, inner, optimizer = start()
+    taken(optimizer, range(stop))
+    head = nn.Linear(3, 2)
+    before = head.weight.detach().clone()
+    optimizer.add_param_group({"params": head.parameters()})
+    assert len(inner.param_groups) == 2
+    taken(optimizer, range(stop, 6))
+    assert optimizer.updated
+    assert not torch.equal(head.weight, before)
+    taken(optimizer, [6])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert optimizer.flush()

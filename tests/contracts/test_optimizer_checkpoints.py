@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from tests.fixtures.optimizers.write import FOLDER, NAMES, STEPS, go_on, rate
+from tests.support.models import mlp
 from tests.support.optimizers import CASES, RULES
+from tests.support.trajectories import snapshot
+from torchboost.optim.transforms import Centralize, Decay
 
+OPTIONS = ({}, {"lr": lambda update: 0.1}, {"transforms": (Decay(0.1), Centralize())})
 FILES = sorted(FOLDER.glob("*.pt"))
 
 
@@ -28,3 +35,34 @@ def test_every_rule_has_a_small_file():
     assert {file.stem for file in FILES} == set(NAMES)
     assert {file.stem.split("-")[0] for file in FILES} == set(RULES)
     assert all(file.stat().st_size < 8192 for file in FILES)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "schedule", "transforms"])
+def test_the_distributed_checkpoint_functions_leave_weights_alone(name, options):
+    """They step an optimizer without state, at a rate of 0 and with gradients of 0, so that it has one."""
+    model, other = mlp(), mlp()
+    other.load_state_dict(model.state_dict())
+    before = snapshot(model)
+    optimizer = CASES[name](model.parameters(), **options)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    trained = CASES[name](other.parameters(), **options)
+    for param in other.parameters():
+        param.grad = torch.ones_like(param)
+    trained.step()
+    optimizer.zero_grad()
+    template = get_optimizer_state_dict(model, optimizer)
+    assert snapshot(model) == before
+    saved = get_optimizer_state_dict(other, trained)
+    assert template["state"].keys() == saved["state"].keys()
+    fresh = CASES[name](model.parameters(), **options)
+    set_optimizer_state_dict(model, fresh, copy.deepcopy(saved))
+    assert snapshot(model) == before
+    model.load_state_dict(other.state_dict())
+    for both in (model, other):
+        for param in both.parameters():
+            param.grad = torch.full_like(param, 0.5)
+    fresh.step()
+    trained.step()
+    assert snapshot(model) == snapshot(other)

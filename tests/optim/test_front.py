@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -24,3 +27,35 @@ def test_groups_and_state_are_those_of_the_optimizer_behind() -> None:
 def test_only_optimizers_have_a_front() -> None:
     with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer, found str"):
         FrontOptimizer("sgd")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("to_front", [True, False])
+def test_a_group_that_is_added_to_either_is_in_both(to_front: bool) -> None:
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    inner = torch.optim.SGD([first], lr=0.1, momentum=0.9)
+    front = FrontOptimizer(inner)
+    (front if to_front else inner).add_param_group({"params": [second], "lr": 0.5})
+    assert front.param_groups is inner.param_groups
+    assert [group["lr"] for group in front.param_groups] == [0.1, 0.5]
+    second.grad = torch.ones(3)
+    front.step()
+    assert second.tolist() == [0.5] * 3
+    with pytest.raises(ValueError, match="some parameters appear in more than one"):
+        front.add_param_group({"params": [second]})
+
+
+def test_a_checkpoint_may_be_loaded_into_the_optimizer_behind() -> None:
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    front = FrontOptimizer(inner)
+    state = copy.deepcopy(inner.state_dict())
+    state["param_groups"][0]["lr"] = 0.7
+    inner.load_state_dict(state)
+    assert front.param_groups[0]["lr"] == 0.7
+    assert front.state is inner.state
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda front: pickle.loads(pickle.dumps(front))])
+def test_a_front_that_hangs_on_hooks_is_not_copied(copied) -> None:
+    front = FrontOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
+    with pytest.raises(TypeError, match=r"FrontOptimizer cannot be copied or pickled.*copy that one"):
+        copied(front)

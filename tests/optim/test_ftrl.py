@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.optimizers import SHAPES, give_grads, parameters
+from tests.support.optimizers import SHAPES, give_grads, parameters, same, train
 from torchboost.errors import IncompatibleError
 from torchboost.optim.ftrl import FTRL
 
@@ -53,8 +53,7 @@ def test_l1_makes_most_weights_of_useless_inputs_exactly_zero():
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"lr": 0.0}, ValueError),
-        ({"lr": torch.tensor(0.0)}, ValueError),
+        ({"lr": -0.1}, ValueError),
         ({"lr": 1e-200}, ValueError),
         ({"lr_power": 0.5}, ValueError),
         ({"lr_power": -64}, ValueError),
@@ -72,13 +71,17 @@ def test_bad_options(options, error):
         FTRL(parameters(), **options)
 
 
-def test_a_schedule_that_reaches_zero_and_complex_weights_are_refused():
+@pytest.mark.parametrize("zero", [0.0, torch.tensor(0.0)], ids=["float", "tensor"])
+def test_a_rate_of_zero_moves_nothing(zero):
     params = parameters()
-    optimizer = FTRL(params, lr=[0.1, 0.0])
-    give_grads(params, 0)
-    optimizer.step()
-    with pytest.raises(ValueError, match=r"lr: found 0.0.*above 0"):
-        optimizer.step()
+    optimizer = FTRL(params, lr=0.1)
+    train(optimizer, params, [0])
+    before = [param.detach().clone() for param in params]
+    optimizer.param_groups[0]["lr"] = zero
+    assert same(train(optimizer, params, [1]), before)
+
+
+def test_complex_weights_are_refused():
     params = parameters(dtype=torch.complex64)
     give_grads(params, 0)
     with pytest.raises(IncompatibleError, match="real parameters"):

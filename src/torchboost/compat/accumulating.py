@@ -35,10 +35,14 @@ class AccumulatingOptimizer(FrontOptimizer):
             update with the gradients of one batch, and is refused.
         accumulator: Says how many batches make an update.
 
+    Copies and pickles go on with the window, on an optimizer of their own.
+
     Attributes:
         updated: Whether the last ``step()`` updated the weights.
         direct: Refuses steps of ``opt`` that pass this by.
     """
+
+    copyable = True
 
     def __init__(self, opt: Optimizer, accumulator: Accumulator) -> None:
         super().__init__(opt)
@@ -67,6 +71,13 @@ class AccumulatingOptimizer(FrontOptimizer):
         with self.direct.allowed():
             self.updated = self._given.flush()
         return self.updated
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in super().__getstate__().items() if key != "direct"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.direct = DirectSteps(self.opt, self, _PASSED_BY)  # hooks stay behind
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

@@ -141,6 +141,7 @@ class GradientAccumulation:
             raise ValueError(f"count: found {count}; allowed are finite numbers above 0; leave empty batches out.")
         if not self._calls:
             self._clear()
+        self._held += [None] * (len(grads) - len(self._held))  # of a group that was added within the window
         self._counted, weight = count is not None, 1.0 if count is None else float(count)
         for i, gradient in enumerate(grads):
             held = self._held[i]
@@ -158,6 +159,7 @@ class GradientAccumulation:
         self.updated = self._calls > 0
         if self.updated:
             rest = self.max_accumulation_step / self._weight
+            self._held += [None] * (len(self._parameters()) - len(self._held))
             for parameter, held in zip(self._parameters(), self._held, strict=True):
                 parameter.grad = held if held is None or rest == 1.0 else held.mul_(rest)
             self.optimizer.step()

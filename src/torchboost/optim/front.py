@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
@@ -15,7 +15,7 @@ __all__ = ["FrontOptimizer"]
 class FrontOptimizer(Optimizer):
     """An optimizer in front of ``opt``: the same parameter groups, the same state, one set of moments.
 
-    Schedulers and scalers may drive either.
+    Schedulers and scalers may drive either; groups may be added to either, and a checkpoint loaded into either.
 
     Args:
         opt: What updates the weights.
@@ -24,15 +24,48 @@ class FrontOptimizer(Optimizer):
         TypeError: ``opt`` is no optimizer.
     """
 
+    copyable: bool = False
+    """Whether a copy or a pickle does what the original does. Effects that hang on ``opt`` by hooks stay behind."""
+
     def __init__(self, opt: Optimizer) -> None:
         check_optimizer(opt, "opt")
+        self._own: dict[str, Any] = {}  # groups and state while torch sets this one up
         super().__init__(opt.param_groups, opt.defaults)
+        self._own.clear()
         self.opt = opt
-        self.state = opt.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The groups of ``opt``, the same list."""
+        return self._behind("param_groups")
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self._put("param_groups", value)
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The state of ``opt``, the same mapping."""
+        return self._behind("state")
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._put("state", value)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step ``opt``."""
         return self.opt.step(closure) if closure is not None else self.opt.step()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to ``opt``, whose groups these are.
+
+        Raises:
+            TypeError, ValueError: As ``opt`` raises; nothing was added.
+        """
+        if "opt" in self.__dict__:
+            self.opt.add_param_group(param_group)
+        else:
+            super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of ``opt``, loadable by it, and under a key of its own what this class adds."""
@@ -44,7 +77,27 @@ class FrontOptimizer(Optimizer):
         if "front" in state_dict:
             self._load_own_state(state_dict["front"])
         self.opt.load_state_dict(rest)
-        self.param_groups, self.state = self.opt.param_groups, self.opt.state
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self.copyable:
+            self._refuse_copy()
+        # Hooks stay behind, as in torch; a learning-rate scheduler covers 'step'.
+        return {key: value for key, value in self.__dict__.items() if key[:11] != "_optimizer_" and key != "step"}
+
+    def _refuse_copy(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled, since what it does hangs on the optimizer behind it; "
+            "copy that one (its 'opt'), and build another front for the copy. Checkpoints go by state_dict()."
+        )
+
+    def _behind(self, name: str) -> Any:
+        return getattr(self.opt, name) if "opt" in self.__dict__ else self._own[name]
+
+    def _put(self, name: str, value: Any) -> None:
+        if "opt" in self.__dict__:
+            setattr(self.opt, name, value)
+        else:
+            self._own[name] = value
 
     def _own_state(self) -> dict[str, Any]:
         return {}

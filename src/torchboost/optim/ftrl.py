@@ -35,8 +35,8 @@ class FTRL(UpdateRule):
 
     Args:
         params: Parameters, named parameters or groups; real ones.
-        lr: Learning rate above 0: a float, a tensor with one element, a list with one per update, or a function of the
-            update.
+        lr: Learning rate, at least 1e-30, or 0, at which nothing moves: a float, a tensor with one element, a list with
+            one per update, or a function of the update.
         lr_power: From -1 to 0; -0.5 gives rates that fall with the root of the sum of squares.
         l1: Strength of the L1 term, at least 0.
         l2: Strength of the L2 term, at least 0.
