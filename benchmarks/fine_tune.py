@@ -35,9 +35,8 @@ FROZEN = 7
 WAYS: dict[str, dict[str, Any] | None] = {
     "stock": None,
     "frozen": {},
-    "frozen+fast_prefix": {"fast_prefix": True},
-    "frozen+cache": {"fast_prefix": True, "cache_mebibytes": 2048},
-    "frozen+cache on disk": {"fast_prefix": True, "cache_mebibytes": 2048, "cache_path": ""},
+    "frozen+cache": {"cache_mebibytes": 2048},
+    "frozen+cache on disk": {"cache_mebibytes": 2048, "cache_path": ""},
 }
 TRAINED = ("stock", "frozen", "frozen+cache")
 """Trained to the end; the others differ from these in the time of a step only."""

@@ -28,7 +28,7 @@ from torchboost import (
     freeze_blocks,
 )
 from torchboost.algorithms.freeze import GuidedFreezing
-from torchboost.core.freeze_schedule import Repeated, Switches
+from torchboost.core.freeze_schedule import Switches
 from torchboost.core.freezing import compiled_prefixes
 
 PATTERNS = ("continuous", "interval", "progressive", "guided")
@@ -196,8 +196,8 @@ def test_prefixes_may_be_set():
 
 def test_schedules_are_functions_of_the_settings():
     assert isinstance(settings("progressive").schedule([0.25] * 4), Switches)
-    assert isinstance(settings("interval").schedule([0.25] * 4, seed=3), Repeated)
-    assert settings("interval").schedule([0.25] * 4, seed=3) == settings("interval").schedule([0.25] * 4, seed=3)
+    first, second = (settings("interval").schedule([0.25] * 4, seed=3) for _ in range(2))
+    assert [first(step) for step in range(50)] == [second(step) for step in range(50)]
 
 
 @pytest.mark.parametrize(
@@ -207,6 +207,7 @@ def test_schedules_are_functions_of_the_settings():
         ({"full_share": 1.0}, "full_share=1.0: a share of updates that train everything"),
         ({"groups": 0}, "groups=0"),
         ({"total_steps": 0}, "total_steps=0"),
+        ({"total_steps": 10**400}, "more than 2"),
         ({"norms": "freeze"}, "norms='freeze'"),
         ({"prefixes": 1}, "prefixes=1: 2 or more"),
         ({"costs": (0.0, 0.0)}, "not all 0"),
@@ -311,11 +312,9 @@ def test_a_fixed_prefix_is_frozen_from_beginning_to_end():
         settings("fixed", frozen=4)
 
 
-def test_the_fast_path_trains_alike_and_skips_what_it_has_seen(tmp_path):
+def test_the_cache_trains_alike_and_skips_what_it_has_seen(tmp_path):
     plain, _, slow = start("fixed", frozen=3, norms="eval")
-    model, _, step = start(
-        "fixed", frozen=3, norms="eval", fast_prefix=True, cache_mebibytes=1, cache_path=str(tmp_path)
-    )
+    model, _, step = start("fixed", frozen=3, norms="eval", cache_mebibytes=1, cache_path=str(tmp_path))
     fast = step.attached["grad_freeze"].fast
     for _ in range(3):
         for number in range(2):
@@ -333,9 +332,9 @@ def test_the_fast_path_trains_alike_and_skips_what_it_has_seen(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_fast_path_follows_a_schedule():
+def test_the_cache_follows_a_schedule():
     _, _, slow = start("progressive", norms="eval")
-    _, _, step = start("progressive", norms="eval", fast_prefix=True)
+    _, _, step = start("progressive", norms="eval", cache_mebibytes=1)
     sizes = set()
     for number in range(12):
         expected = slow(*batch(number)).loss
@@ -344,16 +343,16 @@ def test_the_fast_path_follows_a_schedule():
     assert len(sizes) == 4
 
 
-def test_the_fast_path_needs_a_bare_model_and_settled_norms():
+def test_the_cache_needs_a_bare_model_and_settled_norms():
     with pytest.raises(ValueError, match="use norms='eval'"):
-        BlockFreeze(fast_prefix=True)
-    with pytest.raises(ValueError, match="only with fast_prefix=True"):
         BlockFreeze(cache_mebibytes=1)
+    with pytest.raises(ValueError, match="0 or more"):
+        BlockFreeze(cache_mebibytes=-1)
     model = BottleneckNet()
     model.compile(backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(IncompatibleError, match="set fast_prefix=False"):
-        attach_all(Target(model, optimizer), [settings("fixed", norms="eval", fast_prefix=True)])
+    with pytest.raises(IncompatibleError, match="set cache_mebibytes=0"):
+        attach_all(Target(model, optimizer), [settings("fixed", norms="eval", cache_mebibytes=1)])
     assert all(p.requires_grad for p in model.parameters())
 
 

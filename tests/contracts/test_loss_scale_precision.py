@@ -51,7 +51,7 @@ def _fine_tune(scaled: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model: nn.Module = BottleneckNet()
     target = Target(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
-    freeze = BlockFreeze(groups=3, pattern="fixed", frozen=1, norms="eval", fast_prefix=True, total_steps=6)
+    freeze = BlockFreeze(groups=3, pattern="fixed", frozen=1, norms="eval", cache_mebibytes=1, total_steps=6)
     attached = attach_all(target, [freeze, *([GroupLossScale(groups=3, init_scale=2.0**12)] if scaled else [])])
     step = TrainStep(target, lambda x, y: F.cross_entropy(model(x), y), attached=attached)
     for number in range(6):

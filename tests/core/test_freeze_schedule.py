@@ -1,23 +1,48 @@
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 
 from torchboost.core.freeze_schedule import (
     BACKWARD_SHARE,
+    Continuous,
+    Interval,
     Repeated,
+    Snapped,
     Switches,
-    continuous,
     earliest,
-    interval,
+    length_of,
     progressive,
-    snapped,
 )
 
 
-def test_continuous_repeats_a_period_and_keeps_it_whole():
-    assert continuous(4, 0.5, 7) == [0, 0, 0, 1, 2, 3] * 2
-    assert continuous(4, 0.0, 3) == [1, 2, 3]
-    assert continuous(1, 0.7, 100) == [0] * 101
+def listed(schedule, count: int) -> list[int]:
+    return [schedule(step) for step in range(count)]
+
+
+def interval(groups: int, share: float, steps: int, *, seed: int) -> list[int]:
+    return listed(Interval(groups, share, length_of(steps), seed), length_of(steps))
+
+
+def one_by_one(groups: int, share: float, steps: int, seed: int) -> list[int]:
+    """As MindSpore does it: a draw from NumPy's global generator for each update."""
+    random = np.random.RandomState(seed)
+    weights = np.arange(1, groups)
+    sequence, frozen = [0], 0
+    while len(sequence) < length_of(steps):
+        due = frozen / len(sequence) < 1 - share
+        index = int(random.choice(np.arange(groups - 1, 0, -1), p=weights / weights.sum())) if due else 0
+        frozen += index > 0
+        sequence.append(index)
+    return sequence
+
+
+def test_continuous_repeats_a_period():
+    assert listed(Continuous(4, 0.5), 12) == [0, 0, 0, 1, 2, 3] * 2
+    assert listed(Continuous(4, 0.0), 3) == [1, 2, 3]
+    assert listed(Continuous(1, 0.7), 3) == [0] * 3
+    assert [Continuous(4, share).prefixes for share in (0.5, 0.0)] == [4, 3]
+    assert Continuous(10, 1 - 1e-12)(10**6) == 0
 
 
 def test_interval_freezes_the_wanted_share_with_small_numbers_likeliest():
@@ -29,10 +54,23 @@ def test_interval_freezes_the_wanted_share_with_small_numbers_likeliest():
     assert counts[0] > counts[4] > counts[8] > 0
 
 
+@pytest.mark.parametrize(("groups", "share", "steps"), [(10, 0.7, 9000), (2, 0.25, 300), (7, 0.0, 300), (3, 0.9, 500)])
+def test_interval_is_what_single_draws_give(groups, share, steps):
+    assert interval(groups, share, steps, seed=5) == one_by_one(groups, share, steps, 5)
+
+
 def test_interval_is_a_function_of_its_seed():
     assert interval(5, 0.5, 50, seed=3) == interval(5, 0.5, 50, seed=3)
     assert interval(5, 0.5, 50, seed=3) != interval(5, 0.5, 50, seed=4)
     assert interval(1, 0.5, 50, seed=3) == [0] * 50
+
+
+def test_interval_makes_only_the_entries_that_are_asked_for():
+    schedule = Interval(10, 0.7, length_of(10**15), 0)
+    assert schedule(100) == Interval(10, 0.7, 101, 0)(100)
+    assert sum(map(len, schedule._chunks)) < 10**5
+    again = Interval(5, 0.5, 20, 3)
+    assert listed(again, 40) == listed(again, 20) * 2
 
 
 def test_a_list_begins_again():
@@ -96,7 +134,8 @@ def test_one_group_is_never_frozen():
 
 
 def test_snapping_rounds_down_to_few_evenly_spread_indices():
-    assert snapped([0, 1, 2, 3, 4, 5], 3) == [0, 0, 2, 2, 4, 4]
-    assert snapped([3, 0, 1], 4) == [3, 0, 1]
-    assert len(set(snapped(list(range(10)), 3))) == 3
-    assert all(after <= before for before, after in zip(range(10), snapped(list(range(10)), 3), strict=True))
+    assert listed(Snapped(Repeated(tuple(range(6))), 6, 3), 6) == [0, 0, 2, 2, 4, 4]
+    assert listed(Snapped(Repeated((3, 0, 1)), 4, 4), 3) == [3, 0, 1]
+    ten = Snapped(Repeated(tuple(range(10))), 10, 3)
+    assert len(set(listed(ten, 10))) == ten.prefixes == 3
+    assert all(after <= before for before, after in zip(range(10), listed(ten, 10), strict=True))

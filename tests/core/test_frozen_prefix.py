@@ -1,4 +1,4 @@
-"""The fast path of the frozen prefix: the same training, from folded weights or from rows that were kept."""
+"""The fast path of the frozen prefix: the same training, from rows that were kept."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tests.conftest import ROOT
 from tests.support.frozen_nets import (
@@ -36,7 +37,7 @@ from torchboost.errors import IncompatibleError
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_loss_and_gradients_are_those_of_the_plain_forward(name: str) -> None:
-    make, norms = MAKERS[name]
+    make, _ = MAKERS[name]
     for dtype in (torch.float64, torch.float32):
         model = make().to(dtype)
         plain = copy.deepcopy(model)
@@ -45,19 +46,13 @@ def test_loss_and_gradients_are_those_of_the_plain_forward(name: str) -> None:
                 x, y = inputs_for(model, seed)
                 x = x.to(dtype) if x.is_floating_point() else x
                 (loss, gradients), (expected, wanted) = step(model, x, y), step(plain, x, y)
-                torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-                if dtype is torch.float64 or not norms:
-                    for gradient, want in zip(gradients, wanted, strict=True):
-                        assert (gradient is None) == (want is None)
-                        if want is not None and not norms:
-                            assert torch.equal(gradient, want)
-                        elif want is not None:
-                            assert float((gradient - want).norm()) <= 1e-5 * float(want.norm())
-            assert fast.report().folded == norms
+                assert torch.equal(loss, expected)
+                for gradient, want in zip(gradients, wanted, strict=True):
+                    assert gradient is want or torch.equal(gradient, want)
             assert fast.report().parameters > 0
             assert fast.report().note == ""
         for (key, value), other in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
-            torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-5, msg=key)
+            assert torch.equal(value, other), key
 
 
 def test_weights_tied_to_the_trained_head_leave_nothing_at_the_front() -> None:
@@ -211,13 +206,91 @@ def test_a_change_of_the_prefix_is_noticed_without_being_told(change: Any) -> No
         torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-5)
 
 
+class Surgical(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_buffer("mean", torch.zeros(1, 3, 1, 1))
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).requires_grad_(False)
+        self.body, self.head = nn.Conv2d(8, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.body(self.stem(x - self.mean))).mean((2, 3)))
+
+
+def new_stem(model: Any) -> None:
+    model.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).requires_grad_(False)
+
+
+def assign_state(model: Any) -> None:
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()}, assign=True)
+    model.stem.requires_grad_(False)
+
+
+def new_weight(model: Any) -> None:
+    model.stem[0].weight.data = model.stem[0].weight.data + 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model, "head", nn.Linear(8, 4)),
+        lambda model: model.stem.__setitem__(1, nn.GELU()),
+        new_stem,
+        lambda model: setattr(model, "mean", torch.ones(1, 3, 1, 1)),
+        lambda model: model.mean.fill_(1.0),
+        assign_state,
+        new_weight,
+        lambda model: model.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+        lambda model: model.stem.register_forward_hook(lambda module, args, output: output * 2),
+        lambda model: setattr(model.body, "forward", lambda y: F.conv2d(y, model.body.weight) * 3),
+        lambda model: setattr(model.stem[0], "stride", (2, 2)),
+        lambda model: model.stem.append(nn.Tanh()),
+    ],
+)
+@pytest.mark.parametrize("cached", [True, False])
+def test_surgery_in_mid_run_is_noticed(change: Any, cached: bool) -> None:
+    model, x = Surgical(), torch.randn(8, 3, 12, 12)
+    fast = fast_prefix(model, cache=ActivationCache(2**22) if cached else None)
+
+    def run() -> Tensor:
+        with fast.samples(range(8)):
+            return model(x)
+
+    run(), run()
+    change(model)
+    outputs = [run(), run()]
+    outputs[-1].sum().backward()
+    reached = [p.grad is not None for p in model.parameters()]
+    model.zero_grad()
+    fast.remove()
+    expected = model(x)
+    expected.sum().backward()
+    for output in outputs:
+        torch.testing.assert_close(output, expected)
+    assert reached == [p.grad is not None for p in model.parameters()]
+
+
+def test_weights_written_through_data_count_after_update() -> None:
+    model, x = Surgical(), torch.randn(8, 3, 12, 12)
+    fast = fast_prefix(model, cache=ActivationCache(2**22))
+    for _ in range(2):
+        with fast.samples(range(8)):
+            model(x)
+    model.stem[0].weight.data.add_(1)
+    fast.update()
+    with fast.samples(range(8)):
+        outputs = model(x)
+    fast.remove()
+    torch.testing.assert_close(outputs, model(x))
+
+
 def test_rows_stay_where_only_the_trained_part_changes() -> None:
     model = frozen_cnn()
     fast, run = with_cache(model)
     with torch.no_grad():
         model[9].weight.mul_(2)
     model[9].bias.requires_grad_(False)
-    fast.update()
     torch.testing.assert_close(run(), as_plain(model), rtol=1e-4, atol=1e-5)
     assert fast.report().hit_rate == 0.5
     freeze(model[9])

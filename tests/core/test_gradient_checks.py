@@ -28,9 +28,9 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
-def run(model, *, updates: int = 20, set_to_none: bool = True):
+def run(model, *, settings=SETTINGS, updates: int = 20, set_to_none: bool = True):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    freezing = freeze_blocks(model, optimizer, SETTINGS)
+    freezing = freeze_blocks(model, optimizer, settings)
     highest = 0
     for step in range(updates):
         model(torch.randn(3, 4, generator=torch.Generator().manual_seed(step))).square().mean().backward()
@@ -43,9 +43,11 @@ def run(model, *, updates: int = 20, set_to_none: bool = True):
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-def test_reentrant_checkpointing_behind_the_frozen_part_is_refused():
-    with pytest.raises(IncompatibleError, match=r"'blocks\.\d' runs without gradients.*Pass\s+use_reentrant=False"):
-        run(Checkpointed(reentrant=True))
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("settings", [SETTINGS, BlockFreeze(pattern="fixed", groups=6, frozen=2)])
+def test_reentrant_checkpointing_behind_the_frozen_part_is_refused(settings, set_to_none):
+    with pytest.raises(IncompatibleError, match=r"'blocks\.\d' runs without gradients.*Pass use_reentrant=False"):
+        run(Checkpointed(reentrant=True), settings=settings, set_to_none=set_to_none)
 
 
 def test_checkpointing_without_reentry_is_fine():
@@ -56,19 +58,31 @@ def test_blocks_that_a_pass_leaves_out_are_not_taken_for_it():
     assert run(Checkpointed(reentrant=False, drop=True)) > 0
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 def test_reentrant_checkpointing_of_inputs_that_require_gradients_is_fine():
     model = Checkpointed(reentrant=True)
-    model.first.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
-    model.first.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    freezing = freeze_blocks(model, optimizer, SETTINGS)
-    for step in range(14):
-        if freezing.index > 1:
-            break
-        model(torch.randn(3, 4)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert step < 13
+    model.first.register_forward_hook(
+        lambda module, args, output: output.requires_grad_() if torch.is_grad_enabled() else output
+    )
+    assert run(model) == 5
+
+
+class Momentum(nn.Module):
+    """Runs a part under ``no_grad`` whose parameters nobody froze."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.teacher = nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            target = self.teacher(x)
+        return self.layers(x) - target
+
+
+def test_a_part_that_never_has_gradients_is_not_taken_for_it():
+    assert run(Momentum()) > 0
 
 
 def test_gradients_that_no_backward_pass_accumulated_leave_everything_trained():

@@ -1,4 +1,4 @@
-"""The halves: folded, proven to hold still, and honest about whether their border is one row per sample."""
+"""The halves: proven to hold still, and honest about whether their border is one row per sample."""
 
 from __future__ import annotations
 
@@ -44,21 +44,6 @@ def frozen_cnn() -> nn.Sequential:
             module.running_mean.normal_()
             module.running_var.uniform_(0.5, 2)
     return model
-
-
-def test_norms_are_folded_into_copies() -> None:
-    model = frozen_cnn()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    x = torch.randn(5, 3, 8, 8, dtype=torch.float64)
-    halves = halves_of(model, x)
-    assert halves.folded == 2
-    assert halves.parameters == sum(p.numel() for p in model[:7].parameters())
-    assert not any(isinstance(m, (nn.BatchNorm2d, nn.Identity)) for m in halves.prefix.modules())
-    (border,) = halves.border((x,))
-    assert not border.requires_grad
-    torch.testing.assert_close(border, model[:9](x), rtol=1e-12, atol=1e-12)
-    assert halves.suffix.get_submodule("9") is model[9]
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_without_norms_the_prefix_takes_no_copies() -> None:

@@ -148,11 +148,10 @@ class BlockFreeze(Algorithm):
         threshold: Guided: freeze what has slowed down to less than so many times the average.
         tolerance: Guided: share by which the loss may rise above its lowest window mean.
         frozen: Fixed: how many groups are frozen.
-        fast_prefix: Run the frozen part without autograd and with its BatchNorms folded, see
-            :func:`torchboost.core.frozen_prefix.fast_prefix`; needs ``norms="eval"`` and a model that is not compiled.
         cache_mebibytes: Budget for what the frozen part gives for each sample, which then is computed once; 0 keeps
             nothing. The loop names its samples: ``with attached["grad_freeze"].fast.samples(ids): ...``. Right only
-            where a sample is the same tensor in every epoch.
+            if a sample is the same tensor in every epoch. Needs ``norms="eval"`` and a model that is not compiled; see
+            :func:`torchboost.core.frozen_prefix.fast_prefix`.
         cache_path: Folder for a memory-mapped file that holds them; None holds them in memory.
         agree_within: On several ranks that train one model: seconds after which a rank that does not come to the next
             pass is a :class:`torchboost.errors.RankDisagreementError` on all others. Raise it where one rank evaluates
@@ -175,7 +174,6 @@ class BlockFreeze(Algorithm):
     threshold: float = 1.0
     tolerance: float = 0.1
     frozen: int = 0
-    fast_prefix: bool = False
     cache_mebibytes: int = 0
     cache_path: str | None = None
     agree_within: float = 600.0
@@ -193,6 +191,8 @@ class BlockFreeze(Algorithm):
         for name in ("groups", "total_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: an integer of 1 or more.")
+        if self.total_steps > freeze_schedule.MOST_STEPS:
+            raise ValueError("total_steps: found more than 2**53; give the number of updates of the run.")
         if self.prefixes is not None and self.prefixes < 2:
             raise ValueError(f"prefixes={self.prefixes}: 2 or more (full training and one other), or None.")
         if not 0 <= self.frozen < self.groups:
@@ -201,10 +201,13 @@ class BlockFreeze(Algorithm):
             raise ValueError(f"agree_within={self.agree_within}: seconds, or 0 to compare nothing.")
         if self.frozen and self.pattern != "fixed":
             raise ValueError(f"frozen={self.frozen} with pattern={self.pattern!r}: only 'fixed' reads it.")
-        if self.fast_prefix and self.norms != "eval":
-            raise ValueError("fast_prefix with norms='update': folded BatchNorms update nothing; use norms='eval'.")
-        if self.cache_mebibytes < 0 or (self.cache_mebibytes and not self.fast_prefix):
-            raise ValueError(f"cache_mebibytes={self.cache_mebibytes}: 0 or more, and only with fast_prefix=True.")
+        if self.cache_mebibytes < 0:
+            raise ValueError(f"cache_mebibytes={self.cache_mebibytes}: 0 or more.")
+        if self.cache_mebibytes and self.norms != "eval":
+            raise ValueError(
+                "cache_mebibytes with norms='update': BatchNorms that go on updating give a sample another result in "
+                "each epoch; use norms='eval'."
+            )
         if self.costs is not None:
             object.__setattr__(self, "costs", tuple(self.costs))
             if not all(cost >= 0 for cost in self.costs) or not sum(self.costs):
@@ -220,10 +223,10 @@ class BlockFreeze(Algorithm):
         if self.costs is not None:
             _check_costs(self.costs, blocks_of(target.model))
         wrapper = wrapper_of(target.model)
-        if self.fast_prefix and wrapper is not None:
+        if self.cache_mebibytes and wrapper is not None:
             raise IncompatibleError(
-                f"grad_freeze: found a model wrapped by {wrapper}, whose forward the fast path cannot cover; attach to "
-                "the bare model and wrap it in DDP afterwards, or set fast_prefix=False."
+                f"grad_freeze: found a model wrapped by {wrapper}, whose forward the cache cannot cover; attach to "
+                "the bare model and wrap it in DDP afterwards, or set cache_mebibytes=0."
             )
 
     def attach(self, target: Target) -> Attachment:
@@ -260,13 +263,13 @@ class BlockFreeze(Algorithm):
             )
         if self.pattern == "fixed":
             return freeze_schedule.Repeated((min(self.frozen, len(costs) - 1),))
+        schedule: freeze_schedule.Schedule
         if self.pattern == "continuous":
-            sequence = freeze_schedule.continuous(len(costs), self.full_share, self.total_steps)
+            schedule = freeze_schedule.Continuous(len(costs), self.full_share)
         else:
-            sequence = freeze_schedule.interval(len(costs), self.full_share, self.total_steps, seed)
-        if prefixes is not None:
-            sequence = freeze_schedule.snapped(sequence, prefixes)
-        return freeze_schedule.Repeated(tuple(sequence))
+            length = freeze_schedule.length_of(self.total_steps)
+            schedule = freeze_schedule.Interval(len(costs), self.full_share, length, seed)
+        return schedule if prefixes is None else freeze_schedule.Snapped(schedule, len(costs), prefixes)
 
 
 def freeze_blocks(
@@ -313,7 +316,7 @@ def freeze_blocks(
         )
     check_freezable(model, optimizer)
     prefixes = prefixes_of(blocks, starts)
-    fast = _fast_prefix(model, settings) if settings.fast_prefix else None
+    fast = _cached_prefix(model, settings) if settings.cache_mebibytes else None
     alike = {"seed": seed, "checksum of the settings": _fingerprint(settings)}
     if settings.pattern == "guided":
         return _guided(model, optimizer, settings, prefixes, fast, alike)
@@ -346,9 +349,7 @@ def _check_costs(costs: Sequence[float], blocks: Sequence[Block]) -> None:
         )
 
 
-def _fast_prefix(model: nn.Module, settings: BlockFreeze) -> FastPrefix:
-    if not settings.cache_mebibytes:
-        return fast_prefix(model)
+def _cached_prefix(model: nn.Module, settings: BlockFreeze) -> FastPrefix:
     cache = ActivationCache(settings.cache_mebibytes * 2**20, path=settings.cache_path)
     fast = fast_prefix(model, cache=cache)
     fast.with_undo(cache.close)

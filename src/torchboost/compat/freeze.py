@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchboost.algorithms.freeze import BlockFreeze, Pattern, freeze_blocks
 from torchboost.core.arguments import check_optimizer, check_pair, check_sens
 from torchboost.core.blocks import group_starts
-from torchboost.core.freeze_schedule import Repeated
+from torchboost.core.freeze_schedule import MOST_STEPS, Continuous, Repeated, Schedule, length_of
 from torchboost.core.freezing import Freezing, Prefix
 from torchboost.errors import NoEffectWarning
 from torchboost.optim.front import FrontOptimizer
@@ -24,8 +24,6 @@ __all__ = ["FreezeOpt", "GradientFreeze", "freeze_cell"]
 _PATTERNS = get_args(Pattern)[:4]
 """The reference's types 0 and 1 and, beyond it, 2 and 3."""
 _DEFAULT_GROUPS = 10
-_MOST_STEPS = 2**53
-"""Steps up to here are exact as floating point numbers, in which shares of them are computed."""
 _LEAST = 3
 """A unit is closed, as in the reference, when it holds so many parameters and another matrix or kernel follows."""
 
@@ -93,10 +91,8 @@ class GradientFreeze:
             self.freezing = freeze_blocks(network, optimizer, settings, seed=self._seed)
             return network, optimizer
         groups = self._groups or self.split_parameters_groups(network, self._count)
-        sequence = self.generate_freeze_index_sequence(len(groups), self._type, self._share, self._steps)
-        self.freezing = Freezing(
-            network, optimizer, _prefixes(groups), Repeated(tuple(sequence)), total_steps=self._steps
-        )
+        schedule = self._schedule(len(groups), self._type, self._share, self._steps)
+        self.freezing = Freezing(network, optimizer, _prefixes(groups), schedule, total_steps=self._steps)
         return network, optimizer
 
     def generate_freeze_index_sequence(
@@ -114,14 +110,17 @@ class GradientFreeze:
             ValueError: A number out of range, or type 3, which is decided while training.
         """
         _check(parameter_groups_number, freeze_strategy, freeze_p, total_steps)
-        pattern = _PATTERNS[freeze_strategy]
-        if pattern == "guided":
+        if _PATTERNS[freeze_strategy] == "guided":
             raise ValueError("freeze_strategy=3 is decided while training and has no sequence; use freeze_generate.")
-        settings = BlockFreeze(pattern=pattern, full_share=freeze_p, total_steps=total_steps)
-        schedule = settings.schedule([1 / parameter_groups_number] * parameter_groups_number, seed=self._seed)
-        if isinstance(schedule, Repeated):
-            return list(schedule.indices)
-        return [schedule(step) for step in range(int(total_steps * 1.01))]
+        schedule = self._schedule(parameter_groups_number, freeze_strategy, freeze_p, total_steps)
+        length = length_of(total_steps)
+        if isinstance(schedule, Continuous) and parameter_groups_number > 1:
+            length = schedule.period * -(-length // schedule.period)
+        return [schedule(step) for step in range(length)]
+
+    def _schedule(self, groups: int, kind: int, share: float, steps: int) -> Schedule:
+        settings = BlockFreeze(pattern=_PATTERNS[kind], full_share=share, total_steps=steps)
+        return settings.schedule([1 / groups] * groups, seed=self._seed)
 
     def split_parameters_groups(self, net: nn.Module, freeze_para_groups_number: int) -> list[list[nn.Parameter]]:
         """Return for each index the parameters that train, in order of registration; the first list is all of them.
@@ -353,5 +352,5 @@ def _check(groups: int, freeze_type: int, freeze_p: float, total_steps: int) -> 
         )
     if groups < 1 or total_steps < 1:
         raise ValueError(f"found {groups} groups and {total_steps} steps; both must be 1 or more.")
-    if total_steps > _MOST_STEPS:
+    if total_steps > MOST_STEPS:
         raise ValueError("total_steps: found a larger number than 2**53; give the updates of the run.")

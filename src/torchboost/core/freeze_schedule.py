@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Repeated", "Switches", "continuous", "earliest", "interval", "progressive", "snapped"]
+__all__ = [
+    "MOST_STEPS",
+    "Continuous",
+    "Interval",
+    "Repeated",
+    "Schedule",
+    "Snapped",
+    "Switches",
+    "earliest",
+    "length_of",
+    "progressive",
+]
+
+Schedule = Callable[[int], int]
+"""How many groups are frozen at an update, counted from 0."""
+
+MOST_STEPS = 2**53
+"""The longest run: beyond it, shares of the run are not exact in float64."""
 
 BACKWARD_SHARE = 2 / 3
 """Of a training step: a backward pass costs two forward passes."""
@@ -57,46 +74,139 @@ class Repeated:
         return self.indices[step % len(self.indices)]
 
 
-def continuous(groups: int, full_share: float, steps: int) -> list[int]:
-    """Return the reference's type 0: a stretch that trains everything, then 1, 2, ... groups frozen, over and over.
+@dataclass(frozen=True, slots=True)
+class Continuous:
+    """MindSpore's type 0: a stretch that trains everything, then 1, 2, ... groups frozen, over and over.
 
     Args:
         groups: Number of groups; index k freezes the first k, at most ``groups - 1``.
         full_share: Share p of steps that train everything; a period has ``int(p (n-1) // (1-p) + 0.5)`` of them.
-        steps: The result has whole periods of at least ``int(1.01 * steps)`` entries.
 
     Example:
-        >>> continuous(3, 0.5, 4)
-        [0, 0, 1, 2]
+        >>> schedule = Continuous(3, 0.5)
+        >>> [schedule(step) for step in range(6)]
+        [0, 0, 1, 2, 0, 0]
     """
-    length = int(steps * 1.01)
-    if groups <= 1:
-        return [0] * length
-    full = int(full_share * (groups - 1) // (1 - full_share) + 0.5)
-    period = [0] * full + list(range(1, groups))
-    return period * -(-length // len(period))
+
+    groups: int
+    full_share: float
+
+    @property
+    def full(self) -> int:
+        """Steps of a period that train everything."""
+        return int(self.full_share * (self.groups - 1) // (1 - self.full_share) + 0.5)
+
+    @property
+    def period(self) -> int:
+        """Steps until it begins again, at least 1."""
+        return max(1, self.full + self.groups - 1)
+
+    @property
+    def prefixes(self) -> int:
+        """How many different numbers of frozen groups there are."""
+        return self.groups - (self.full == 0 and self.groups > 1)
+
+    def __call__(self, step: int) -> int:
+        """Return how many groups are frozen at an update, counted from 0."""
+        return max(0, step % self.period - self.full + 1) if self.groups > 1 else 0
 
 
-def interval(groups: int, full_share: float, steps: int, seed: int) -> list[int]:
-    """Return the reference's type 1: random indices, the frozen share of the steps so far kept near ``1 - full_share``.
+class Interval:
+    """MindSpore's type 1: random indices, the frozen share of the steps so far kept near ``1 - full_share``.
 
     The first step trains everything. At each later one, if the share of frozen steps so far is below
     ``1 - full_share``, index k is drawn with a probability proportional to ``groups - k``, else it is 0. The numbers
-    are those that the reference draws from NumPy's global generator under ``np.random.seed(seed)``.
+    are those that MindSpore draws from NumPy's global generator under ``np.random.seed(seed)``; it begins again after
+    ``length`` steps.
+
+    Args:
+        groups: Number of groups.
+        full_share: Share of steps that train everything.
+        length: See :func:`length_of`.
+        seed: Of the generator, 0 or more and below 2**32.
+
+    Cost: entries are made when they are asked for, about 0.2 seconds for a million, and kept in two bytes each.
     """
-    length = int(steps * 1.01)
-    if groups <= 1:
-        return [0] * length
-    random = np.random.RandomState(seed)
-    choices = np.arange(groups - 1, 0, -1)
-    weights = np.arange(1, groups)
-    chances = weights / weights.sum()
-    sequence, frozen = [0], 0
-    while len(sequence) < length:
-        index = int(random.choice(choices, p=chances)) if frozen / len(sequence) < 1 - full_share else 0
-        frozen += index > 0
-        sequence.append(index)
-    return sequence[:length]
+
+    _CHUNK = 8192
+
+    def __init__(self, groups: int, full_share: float, length: int, seed: int) -> None:
+        self.groups = groups
+        self._share, self._length = 1 - full_share, max(1, length)
+        self._random = np.random.RandomState(seed)
+        weights = np.arange(1, groups)
+        # As RandomState.choice does it with the probabilities of MindSpore; it draws one number for each.
+        shares = (weights / weights.sum()).cumsum() if groups > 1 else np.ones(1)
+        self._shares = shares / shares[-1]
+        self._chunks: list[np.ndarray] = []
+        self._frozen = 0
+
+    @property
+    def prefixes(self) -> int:
+        """How many different numbers of frozen groups there may be."""
+        return self.groups
+
+    def __call__(self, step: int) -> int:
+        """Return how many groups are frozen at an update, counted from 0."""
+        if self.groups <= 1:
+            return 0
+        chunk, place = divmod(step % self._length, self._CHUNK)
+        while len(self._chunks) <= chunk:
+            self._chunks.append(self._next())
+        return int(self._chunks[chunk][place])
+
+    def _next(self) -> np.ndarray:
+        first, frozen, share = len(self._chunks) * self._CHUNK, self._frozen, self._share
+        drawn = []
+        for step in range(max(1, first), first + self._CHUNK):
+            if frozen / step < share:
+                frozen += 1
+                drawn.append(step - first)
+        self._frozen = frozen
+        indices = np.zeros(self._CHUNK, dtype=np.int16 if self.groups < 2**15 else np.int64)
+        places = self._shares.searchsorted(self._random.random_sample(len(drawn)), side="right")
+        indices[drawn] = self.groups - 1 - places
+        return indices
+
+
+@dataclass(frozen=True, slots=True)
+class Snapped:
+    """Another schedule rounded down, so that at most ``most`` different indices are left, evenly spread, 0 among them.
+
+    Args:
+        schedule: To be rounded.
+        groups: Its number of groups.
+        most: At least 2.
+
+    Example:
+        >>> schedule = Snapped(Repeated((0, 1, 2, 3, 4, 5)), 6, 3)
+        >>> [schedule(step) for step in range(6)]
+        [0, 0, 2, 2, 4, 4]
+    """
+
+    schedule: Schedule
+    groups: int
+    most: int
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The indices that are left."""
+        count = min(self.most, self.groups)
+        return tuple(place * self.groups // count for place in range(count))
+
+    @property
+    def prefixes(self) -> int:
+        """How many different numbers of frozen groups there are."""
+        return len(self.kept)
+
+    def __call__(self, step: int) -> int:
+        """Return how many groups are frozen at an update, counted from 0."""
+        return self.kept[bisect_right(self.kept, self.schedule(step)) - 1]
+
+
+def length_of(steps: int) -> int:
+    """Return how many entries MindSpore's sequences have for a run of so many steps, 1 % more than the run."""
+    return int(steps * 1.01)
 
 
 def earliest(groups: int, full_share: float, steps: int) -> list[int]:
@@ -158,17 +268,3 @@ def progressive(
     if gain <= 0:
         return Switches(steps=(), indices=())
     return Switches(steps=tuple(allowed[index] for index in chosen), indices=chosen)
-
-
-def snapped(sequence: Sequence[int], most: int) -> list[int]:
-    """Round indices down so that at most ``most`` different ones are left, evenly spread, 0 among them.
-
-    Example:
-        >>> snapped([0, 1, 2, 3, 4, 5], 3)
-        [0, 0, 2, 2, 4, 4]
-    """
-    present = sorted({0, *sequence})
-    if len(present) <= most:
-        return list(sequence)
-    kept = [present[position * len(present) // most] for position in range(most)]
-    return [kept[bisect_right(kept, index) - 1] for index in sequence]

@@ -162,7 +162,8 @@ class Freezing(Attachment):
             values=lambda: not several_ranks(),
         )
         self._accumulated: Accumulated | None = Accumulated(trained)
-        self._lost = None if model is None or is_compiled(model) else LostGradients(model, trained)
+        self._lost = None if model is None else LostGradients(model, trained)
+        self._looked = {0}
         self._norms = norms
         self._settled = SettledNorms()
         self._cuts = {m: _Cut() for prefix in prefixes for m in prefix.cut}
@@ -317,6 +318,9 @@ class Freezing(Attachment):
         before, after = self._prefixes[self.index], self._prefixes[index]
         self.index = index
         self._flags.change(self._of_the_optimizer(after.parameters))
+        if self._lost is not None and index not in self._looked:
+            self._looked.add(index)
+            self._lost.look()
         self._flips += 1
         cut = set(after.cut)
         for module, hook in self._cuts.items():

@@ -1,4 +1,4 @@
-"""Run the frozen front of a network without bookkeeping, and not at all for samples it has seen."""
+"""Skip the frozen front of a network for samples that it has seen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -33,7 +32,6 @@ class FastPrefixReport:
 
     Args:
         parameters: Weights in the prefix; 0 where the forward runs as it is.
-        folded: BatchNorms folded into the layer next to them.
         rows: Samples whose outputs of the prefix are held.
         bytes: That they take.
         hit_rate: Share of named samples that were held, since the prefix last changed; 0.0 before the first.
@@ -41,7 +39,6 @@ class FastPrefixReport:
     """
 
     parameters: int = 0
-    folded: int = 0
     rows: int = 0
     bytes: int = 0
     hit_rate: float = 0.0
@@ -49,33 +46,33 @@ class FastPrefixReport:
 
     def __str__(self) -> str:
         text = (
-            f"frozen prefix: {self.parameters:,} parameters, {self.folded} BatchNorm layers folded; "
-            f"{self.rows:,} samples held ({self.bytes / 2**20:.1f} MiB), {self.hit_rate:.0%} of look-ups found"
+            f"frozen prefix: {self.parameters:,} parameters; {self.rows:,} samples held "
+            f"({self.bytes / 2**20:.1f} MiB), {self.hit_rate:.0%} of look-ups found"
         )
         return f"{text}; {self.note}" if self.note else text
 
 
 def fast_prefix(model: nn.Module, *, cache: ActivationCache | None = None) -> FastPrefix:
-    """Let the frozen front of a network run without autograd and with its BatchNorms folded, or skip it.
+    """Let the frozen front of a network be computed once for each sample, and be skipped from then on.
 
     ``forward`` of this one instance is covered. In training mode it is cut where training begins: everything that no
     trainable parameter, random number (dropout) or changing buffer (BatchNorm in training mode) has reached runs
-    under ``no_grad`` on folded copies; the rest calls the modules themselves. The loss is that of the plain forward
-    up to the rounding of folding (1e-5 relative in float32), bit for bit where there is no BatchNorm to fold. In eval
-    mode, with inputs that require gradients and where nothing frozen stands at the front, the forward runs as it is.
+    under ``no_grad``, and what it gave for a sample is kept under its id; it is skipped when all samples of a batch
+    are known. Both parts call the modules of the model themselves. In eval mode, with inputs that require gradients
+    and if nothing frozen stands at the front, the forward runs as it is. The rows are right only if a sample is the
+    same tensor in every epoch: no random augmentation.
 
-    What is frozen is read from ``requires_grad``; a change of it, of training flags, hooks or frozen weights is
-    noticed before the next forward, at a cost of some 20 to 40 microseconds for ResNet-50.
+    What is frozen is read from ``requires_grad``. Before each forward the model is compared with what it was: flags,
+    the attributes of all modules (parameters, buffers, submodules and hooks among them), and versions and addresses of
+    the frozen tensors. After any change the forward is traced again, and after one that may change what the prefix
+    computes the rows are forgotten.
 
-    With ``cache``, what the prefix gave for a sample is kept under its id, and the prefix skipped where all samples
-    of a batch are known. That is right only where a sample is the same tensor in every epoch: no random augmentation.
-
-    Limits: Python that reads anything but tensor values and training flags, such as a step counter, counts as it
-    stood when the forward was traced; writing to a frozen weight through ``.data`` in place is not noticed; call
+    Limits: what lies deeper in Python than the attributes of modules (a global, a list in a list) counts as it stood
+    when the forward was traced; writing to a frozen weight through ``.data`` in place is not noticed; call
     :meth:`FastPrefix.update` after either.
 
-    Cost: at every change of the prefix one trace and a few passes through it, and a copy of the weights that
-    BatchNorms are folded into.
+    Cost: about 2 microseconds per module for the comparison; at every change one trace and a few passes through the
+    prefix.
 
     Args:
         model: The bare model, in place. Wrap it in DDP afterwards.
@@ -169,7 +166,7 @@ class FastPrefix(Attachment):
             self._named = None
 
     def update(self) -> None:
-        """Look at the model anew before the next forward; held rows stay where the prefix turns out unchanged."""
+        """Look at the model again before the next forward, and forget all rows."""
         self._watch = None
         self._traces.clear()
 
@@ -180,7 +177,6 @@ class FastPrefix(Attachment):
         note = halves.rows or "" if halves is not None and cache is not None else ""
         return FastPrefixReport(
             parameters=0 if halves is None else halves.parameters,
-            folded=0 if halves is None else halves.folded,
             rows=0 if cache is None else cache.rows,
             bytes=0 if cache is None else cache.bytes,
             hit_rate=0.0 if cache is None or not looked else cache.hits / looked,
@@ -225,6 +221,9 @@ class FastPrefix(Attachment):
 
     def _rebuild(self, call: Call) -> None:
         known = {halves.signature: halves for halves in self._halves.values() if halves is not None}
+        if self._watch is None or self._watch.rebuilt():
+            known = {}
+            self._traces.clear()
         halves = self._build(call)
         if halves is not None and halves.signature in known:
             halves.rows = known[halves.signature].rows
@@ -289,32 +288,41 @@ class FastPrefix(Attachment):
 
 
 class _Watch:
-    """Notices that a model is no longer what the halves of its forward were made of.
-
-    It is asked before every forward: hence C loops over flat lists, 0.1 microseconds per tensor.
-    """
+    """Notices that a model is no longer what the halves of its forward were made of."""
 
     def __init__(self, model: nn.Module, halves: Iterable[Halves | None]) -> None:
-        modules = list(model.modules())
-        self._held = [module._parameters.values() for module in modules]
-        self._parameters = list(chain.from_iterable(self._held))
-        self._present = [p for p in self._parameters if p is not None]
+        self._modules = list(model.modules())
+        self._parameters = list(model.parameters())
         frozen = {id(t): t for half in halves if half is not None for t in half.frozen}
         self._frozen = [t for t in frozen.values() if t.ndim or t.is_floating_point()]  # no counters of batches
-        self._modules = [vars(module) for module in modules]
-        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-        self._unhooked = [hooks for module in self._modules for kind in kinds if not (hooks := module[kind])]
+        self._attributes = self._look()
         self._before = self._state()
+
+    def _look(self) -> list[Any]:
+        """Everything that hangs on the modules, to be compared by identity: what is held here keeps its address."""
+        found: list[Any] = []
+        for module in self._modules:
+            found += (type(module), type(module).forward, *vars(module).values())
+            for value in vars(module).values():
+                if isinstance(value, dict):
+                    found += value.keys()
+                    found += value.values()
+                elif type(value) in (list, set):
+                    found += value
+        return found
 
     def _state(self) -> tuple[list[Any], ...]:
         return (
-            list(map(_requires_grad, self._present)),
+            list(map(_requires_grad, self._parameters)),
             list(map(_version, self._frozen)),
-            [t.data_ptr() for t in self._frozen[:1]],  # model.to(...) moves all or none
-            [module["training"] for module in self._modules],
+            [t.data_ptr() for t in self._frozen],
         )
 
+    def rebuilt(self) -> bool:
+        """Whether anything but flags and values was changed: then rows may be those of another network."""
+        now = self._look()
+        return len(now) != len(self._attributes) or not all(map(is_, now, self._attributes))
+
     def changed(self) -> bool:
-        """Whether parameters were exchanged or moved, frozen, thawed or written to, or modules hooked or switched."""
-        same = all(map(is_, chain.from_iterable(self._held), self._parameters))
-        return not same or any(self._unhooked) or self._state() != self._before
+        """Whether anything was."""
+        return self.rebuilt() or self._state() != self._before

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchboost.core.algorithm import Attachment, Removable
+from torchboost.core.wrapping import is_compiled
 from torchboost.errors import IncompatibleError
 
 __all__ = ["Accumulated", "LostGradients"]
@@ -46,9 +48,9 @@ class LostGradients:
     """Finds blocks behind a frozen prefix that get no gradient because reentrant checkpointing runs them.
 
     ``torch.utils.checkpoint`` with ``use_reentrant=True`` gives gradients only if an input of the checkpointed part
-    requires one, and behind a frozen prefix none does. An update that misses gradients which every update had before
-    is a suspicion; the next pass of the model proves it, for the part then runs under ``no_grad``. Blocks that a
-    forward pass leaves out at random are not taken for it.
+    requires one, and behind a frozen prefix none does. Such a part runs under ``no_grad`` inside a pass that records
+    gradients; if it then has none after the update, and had some before, it is refused. Blocks that a pass leaves out
+    at random, and parts that never have gradients, are not taken for it.
 
     Args:
         model: What the loop calls.
@@ -57,60 +59,60 @@ class LostGradients:
 
     def __init__(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
         self._model = model
-        self._always = list(parameters)
+        self._never: list[Tensor] | None = None  # had no gradient in any update that trained everything
+        self._parameters = list(parameters)
+        self._suspects: list[tuple[str, Sequence[Tensor]]] = []
         self._handles: list[Removable] = []
-        self._outside = False  # whether the pass of the model records gradients
+        self._recording = False
 
-    def observe(self, frozen: bool) -> None:
-        """Look at the gradients of an update; to be called after it, while the flags are those of its pass."""
-        missing = [p for p in self._always if p.requires_grad and p.grad is None]
-        if not missing:
-            return
-        lost = set(map(id, missing))
-        self._always = [p for p in self._always if id(p) not in lost]
-        if frozen and not self._handles:
-            self._look_at(lost)
-
-    def remove(self) -> None:
-        """Take the hooks of a suspicion away."""
-        while self._handles:
-            self._handles.pop().remove()
-
-    def _look_at(self, lost: set[int]) -> None:
+    def look(self) -> None:
+        """Watch the next pass of the model; to be called after a change of the flags."""
+        self.remove()
+        if is_compiled(self._model):
+            return  # no hook sees the parts of a compiled pass
+        self._suspects = []
         self._handles = [
             self._model.register_forward_pre_hook(self._enter),
             self._model.register_forward_hook(self._leave),
         ]
         for name, module in self._model.named_modules():
-            if any(id(p) in lost for p in module.parameters(recurse=False)):
-                self._handles.append(module.register_forward_pre_hook(_Inside(self, name, len(lost))))
+            trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
+            if trained:
+                self._handles.append(module.register_forward_pre_hook(partial(self._inside, name, trained)))
+
+    def observe(self, frozen: bool) -> None:
+        """Look at the gradients of an update; to be called after it, while the flags are those of its pass.
+
+        Raises:
+            IncompatibleError: A part behind the frozen prefix has lost its gradients.
+        """
+        if not frozen and self._never != []:
+            self._never = [p for p in self._never or self._parameters if p.grad is None]
+        suspects, self._suspects = self._suspects, []
+        never = set(map(id, self._never or ()))
+        for name, trained in suspects:
+            lost = [p for p in trained if p.requires_grad and id(p) not in never]
+            if lost and not any(p.grad is not None and bool(p.grad.any()) for p in lost):
+                raise IncompatibleError(
+                    f"freezing: '{name}' runs without gradients inside a pass that records them, as under "
+                    "torch.utils.checkpoint with use_reentrant=True. While the blocks in front are frozen its inputs "
+                    "require no gradient, so it got none in this update. Pass use_reentrant=False to the "
+                    "checkpointing, or leave freezing out."
+                )
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        while self._handles:
+            self._handles.pop().remove()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._outside = torch.is_grad_enabled() and module.training
+        self._recording = torch.is_grad_enabled() and module.training
+
+    def _inside(self, name: str, trained: Sequence[Tensor], module: nn.Module, args: Any) -> None:
+        if self._recording and not torch.is_grad_enabled():
+            self._suspects.append((name, trained))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._outside:
-            self._outside = False
+        if self._recording:
+            self._recording = False
             self.remove()
-
-    @property
-    def outside(self) -> bool:
-        """Whether a pass of the model that records gradients is under way."""
-        return self._outside
-
-
-class _Inside:
-    """A forward pre-hook of a module whose parameters got no gradient."""
-
-    def __init__(self, found: LostGradients, name: str, count: int) -> None:
-        self._found, self._name, self._count = found, name, count
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if self._found.outside and not torch.is_grad_enabled():
-            self._found.remove()
-            raise IncompatibleError(
-                f"freezing: '{self._name}' runs without gradients inside a pass that records them, as under "
-                "torch.utils.checkpoint with use_reentrant=True. While the blocks in front are frozen its inputs "
-                f"require no gradient, so {self._count} parameters that train got none in the last update. Pass "
-                "use_reentrant=False to the checkpointing, or leave freezing out."
-            )

@@ -1,8 +1,7 @@
-"""Two runnable halves of a forward: the frozen one without bookkeeping and with its BatchNorms folded, and the rest."""
+"""Two runnable halves of a forward: the frozen one without bookkeeping, and the rest."""
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -10,14 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from torchboost.core.folding import fold_batch_norms
-from torchboost.core.norm_roles import WEIGHTED
 from torchboost.core.prefix_split import Cut, cut_forward
 from torchboost.core.prefix_trace import Call, TracedForward, cuda_devices, random_state
-from torchboost.core.removed_norm import RemovedNorm
-from torchboost.errors import IncompatibleError
 
 __all__ = ["Halves", "build_halves"]
 
@@ -31,10 +25,9 @@ class Halves:
 
     Args:
         cut: Where it was cut.
-        prefix: Its result is the tuple of border values.
-        suffix: Takes the tensors of the call and the border values; calls the modules of the model themselves.
+        prefix: Its result is the tuple of border values; calls the modules of the model themselves, as the suffix does.
+        suffix: Takes the tensors of the call and the border values.
         frozen: Every parameter and buffer that the prefix was made of.
-        folded: BatchNorms folded into the layer next to them.
         signature: Equal for two prefixes that compute the same, bit for bit.
         rows: Why border values cannot be kept sample by sample; empty where they can, None until :meth:`check_rows`.
     """
@@ -43,7 +36,6 @@ class Halves:
     prefix: fx.GraphModule
     suffix: fx.GraphModule
     frozen: tuple[Tensor, ...]
-    folded: int
     signature: Hashable
     rows: str | None = field(default=None)
 
@@ -98,12 +90,12 @@ class Halves:
 
 
 def build_halves(traced: TracedForward, call: Call, blocked: set[str]) -> Halves | None:
-    """Cut a forward, prove the prefix on one call, fold its BatchNorms; None where nothing frozen stands at the front.
+    """Cut a forward and prove the prefix on one call; None where nothing frozen stands at the front.
 
     The prefix must neither draw random numbers nor change buffers. Nodes that do, found by running it, are added to
     ``blocked`` and left to the suffix; random state and buffers are put back.
 
-    Cost: one or a few passes through the prefix, and copies of the weights that BatchNorms are folded into.
+    Cost: one or a few passes through the prefix.
 
     Args:
         traced: The forward.
@@ -122,43 +114,11 @@ def build_halves(traced: TracedForward, call: Call, blocked: set[str]) -> Halves
     frozen = (*plain.parameters(), *plain.buffers())
     names = tuple(node.name for node in cut.prefix.nodes)
     signature = (call.key, names, cut.border, tuple((id(t), t.data_ptr(), t._version) for t in frozen))
-    prefix, folded = _folded(plain, cut, traced.targets)
-    return Halves(cut, prefix, _module(cut.suffix, traced.targets), frozen, folded, signature)
+    return Halves(cut, plain, _module(cut.suffix, traced.targets), frozen, signature)
 
 
 def _module(graph: fx.Graph, targets: dict[str, nn.Module | Tensor]) -> fx.GraphModule:
     return fx.GraphModule(targets, graph)  # the dictionary keeps the modules what they are; only those used are taken
-
-
-def _folded(plain: fx.GraphModule, cut: Cut, targets: dict[str, nn.Module | Tensor]) -> tuple[fx.GraphModule, int]:
-    used = {str(node.target): plain.get_submodule(str(node.target)) for node in _module_calls(plain.graph)}
-    if not any(isinstance(module, _BatchNorm) for module in used.values()):
-        return plain, 0
-    kinds = (*WEIGHTED, _BatchNorm)
-    copies = {name: copy.deepcopy(module) for name, module in used.items() if isinstance(module, kinds)}
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(cut.prefix, {}))
-    prefix = _module(graph, {**targets, **copies})
-    try:
-        fold_batch_norms(prefix)
-    except (IncompatibleError, ValueError):  # it was put back; unfolded it computes the same, more slowly
-        return plain, 0
-    folded = 0
-    for node in _module_calls(prefix.graph):
-        stand_in = prefix.get_submodule(str(node.target))
-        if not isinstance(stand_in, RemovedNorm):
-            continue
-        folded += 1
-        if stand_in.is_identity:
-            node.replace_all_uses_with(node.all_input_nodes[0])
-            prefix.graph.erase_node(node)
-    prefix.delete_all_unused_submodules()
-    prefix.recompile()
-    return prefix, folded
-
-
-def _module_calls(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "call_module"]
 
 
 @torch.no_grad()
