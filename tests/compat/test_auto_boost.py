@@ -285,6 +285,26 @@ def test_the_cell_accumulates_with_either_optimizer(given):
     assert len(updates) == 5
 
 
+@pytest.mark.parametrize("switch", ["grad_accumulation", "dim_reduce"])
+def test_a_notebook_cell_that_is_run_again(switch):
+    """The booster is bound again before the call, so that the first one is gone."""
+    network = WithLoss(nn.Linear(4, 2), F.cross_entropy)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    x, y = torch.randn(3, 4), torch.zeros(3, dtype=torch.long)
+    config = {**ACCUMULATING, "boost": {"mode": "manual", switch: True}, "dim_reduce": {"n_components": 2}}
+    for _ in range(3):
+        booster = AutoBoost("O0", config)
+        network, optimizer = booster.network_auto_process_train(network, optimizer)
+        before = network.backbone.weight.detach().clone()
+        for _ in range(2):
+            if switch == "dim_reduce":
+                optimizer.step(lambda: network(x, y))
+            else:
+                network(x, y).backward()
+                optimizer.step()
+        assert not torch.equal(network.backbone.weight, before)
+
+
 def test_the_cell_takes_the_subspace_with_the_optimizer_that_was_given():
     network = WithLoss(nn.Linear(4, 2), F.cross_entropy)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)

@@ -147,6 +147,9 @@ class AutoBoost:
         target = Target(network, optimizer, scaler)
         for attached in _attached_to(network):
             attached.remove()
+        front = front_of(optimizer)
+        if isinstance(front, (AccumulatingOptimizer, SubspaceRun)):
+            front.direct.remove()  # of a booster that is not there any more
         plan = Plan.of(self.level, self._config, facts).fit(network, optimizer)
         self.attached = plan.attach(target)
         self.plan = plan
