@@ -298,7 +298,7 @@ def test_a_notebook_cell_that_is_run_again(switch):
         before = network.backbone.weight.detach().clone()
         for _ in range(2):
             if switch == "dim_reduce":
-                optimizer.step(lambda: network(x, y))
+                optimizer.step(lambda network=network: network(x, y))
             else:
                 network(x, y).backward()
                 optimizer.step()
