@@ -12,6 +12,7 @@ import freeze_types
 import gpu
 import host_memory
 import loss_scale
+import optimizer_rules
 import optimizer_step
 import overhead
 import step_time
@@ -30,6 +31,7 @@ CLAIMS = {
     "whole_run": whole_run.measure,
     "freeze_types": freeze_types.measure,
     "optimizer_step": optimizer_step.measure,
+    "optimizer_rules": optimizer_rules.measure,
     "adasum_time": adasum_time.measure,
     "accuracy": accuracy.measure,
     "gpu": gpu.measure,

@@ -146,6 +146,30 @@ def against_bare(path: Path) -> str:
     return f"{rows(table)}\n\n{origin(report, path).replace(', batch 1', '')}"
 
 
+def against_best(path: Path) -> str:
+    """A line per rule and form: its time, and as a multiple of the fastest of the others."""
+    report = BenchReport.load(path)
+    rules: dict[str, dict[str, Contestant]] = {}
+    for contestant in report.contestants:
+        rule, _, way = contestant.name.rpartition(": ")
+        rules.setdefault(rule, {})[way] = contestant
+
+    def row(rule: str, found: dict[str, Contestant]) -> tuple[str, ...]:
+        own = found["torchboost"]
+        peers = {way: one for way, one in found.items() if one is not own}
+        time = f"{1e3 * own.step_seconds.mid:.2f} ms"
+        if not peers:
+            return (rule, time, "none installed", "")
+        best = min(peers, key=lambda way: peers[way].step_seconds.mid)
+        ratio = paired_ratio(own.samples, peers[best].samples)
+        return (rule, time, best, f"{ratio.mid:.2f} ({ratio.low:.2f} to {ratio.high:.2f})")
+
+    head = ("rule and form", "time", "best of the others", "times the best")
+    table = Table(headings=head, rows=tuple(row(rule, found) for rule, found in rules.items()))
+    said = "".join(f"- {note}\n" for note in report.notes)
+    return f"{rows(table)}\n\n{said}\n{origin(report, path).replace(', batch 1', '')}"
+
+
 def beside_all_reduce(path: Path) -> str:
     """A line per number of ranks and size, a column per way, as a multiple of the all-reduce."""
     report = BenchReport.load(path)
@@ -237,6 +261,7 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "subspace_recipe": by_recipe,
     "whole_run": times,
     "optimizer_step": against_bare,
+    "optimizer_rules": against_best,
     "freeze_types": from_scratch,
     "fine_tune": fine_tuned,
     "adasum_time": beside_all_reduce,
