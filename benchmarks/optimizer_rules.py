@@ -35,6 +35,7 @@ class Case:
         ours: The optimizer of this package.
         peers: Name -> the same rule elsewhere, or the nearest one there is.
         wants: Name -> the package a peer needs.
+        sparse: Measured on a table of which a step names few rows.
     """
 
     ours: Maker
@@ -69,11 +70,13 @@ def part(module: str) -> ModuleType:
 FORMS: dict[str, dict[str, Any]] = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
-def formed(rule: str, ours: Any, torchs: Any, options: dict[str, Any], own: dict[str, Any] | None = None) -> Any:
+def formed(rule: str, ours: Any, torchs: Any, options: dict[str, Any]) -> dict[str, Case]:
     """Return the three forms of torch of a rule, each against torch's same form."""
-    own = options if own is None else own
     return {
-        f"{rule}, {form}": Case(ours=of(ours, **own, **choice), peers={f"torch, {form}": of(torchs, **options, **choice)})
+        f"{rule}, {form}": Case(
+            ours=of(ours, **options, **choice),
+            peers={f"torch {torchs.__name__}, {form}": of(torchs, **options, **choice)},
+        )
         for form, choice in FORMS.items()
     }
 
@@ -95,6 +98,10 @@ def cases() -> dict[str, Case]:
     made |= formed("LazyAdam, dense", optim.LazyAdam, adam, decay)
     made |= formed("SGD", optim.SGD, sgd, moving)
     made |= formed("Momentum, nesterov", optim.Momentum, sgd, {**moving, "nesterov": True})
+    for form in two:
+        made[f"RMSprop, {form}"] = Case(
+            ours=of(optim.RMSprop, **moving, **FORMS[form]), peers=torch_forms(torch.optim.RMSprop, (form,), **moving)
+        )
     made["Adam, native"] = Case(ours=of(optim.Adam, **decay, native=True), peers=torch_forms(adam, **decay))
     made["Adam, nesterov"] = Case(
         ours=of(optim.Adam, **decay, nesterov=True), peers=torch_forms(torch.optim.NAdam, two, **decay)
@@ -109,7 +116,9 @@ def cases() -> dict[str, Case]:
         ours=of(optim.AdamOffload, **decay), peers=torch_forms(adam, ("fused",), **decay)
     )
     made["LazyAdam, sparse rows"] = Case(
-        ours=of(optim.LazyAdam, lr=1e-3, eps_uncorrected=True), peers={"torch SparseAdam": of(torch.optim.SparseAdam)}, sparse=True
+        ours=of(optim.LazyAdam, lr=1e-3, eps_uncorrected=True),
+        peers={"torch SparseAdam": of(torch.optim.SparseAdam)},
+        sparse=True,
     )
     tensorflow = {"timm RMSpropTF": peer("timm.optim.rmsprop_tf", "RMSpropTF", **moving)}
     for name, options in {"": {}, ", momentum": {"momentum": 0.9}, ", centered": {"centered": True}}.items():
@@ -148,13 +157,9 @@ def tiny() -> nn.Module:
     return nn.ParameterList(torch.zeros(8) for _ in range(2000))
 
 
-def medium_resnet() -> nn.Module:
-    return small_resnet()
-
-
 MODELS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "resnet50": ("ResNet-50", resnet50),
-    "small": ("a small ResNet", medium_resnet),
+    "small": ("a small ResNet", small_resnet),
     "tiny": ("2,000 tensors of 8 entries", tiny),
 }
 

@@ -10,11 +10,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.models import batch_for, cnn
+from tests.support.optimizers import CASES
 from tests.support.trajectories import snapshot
 from torchboost.algorithms.centralization import Centralization
+from torchboost.compat.freeze import FreezeOpt
 from torchboost.compat.process import OptimizerProcess, ParameterProcess
 from torchboost.core.algorithm import Target
 from torchboost.errors import IncompatibleError
+from torchboost.optim.schedules import CosineDecay
+from torchboost.optim.transforms import ClipValue
 
 FUSED = [
     (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
@@ -194,3 +198,46 @@ def test_parameter_process_refuses_bad_input():
 def test_bad_split_points_are_refused(bad):
     with pytest.raises(TypeError, match=r"split_point|split points"):
         ParameterProcess().assign_parameter_group(list(nn.Linear(2, 2).parameters()), bad)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rule_of_ours_continues_over_the_new_groups(name):
+    options = {"lr": CosineDecay(0.05, decay_steps=9), "transforms": (ClipValue(0.5),), "nonfinite": "raise"}
+    torch.manual_seed(0)
+    model = cnn()
+    old = CASES[name](model.parameters(), **options)
+    train(model, old, range(2))
+    process = OptimizerProcess(old)
+    process.add_grad_centralization(model)
+    new = process.generate_new_optimizer()
+    train(model, new, range(2, 4))
+    assert [group.get("grad_centralization", False) for group in new.param_groups] == [True, False]
+
+    torch.manual_seed(0)
+    twin = cnn()
+    theirs = dict(zip(model.parameters(), twin.parameters(), strict=True))
+    split = [{"params": [theirs[param] for param in group["params"]]} for group in new.param_groups]
+    plain = CASES[name](split, **options)
+    train(twin, plain, range(2))
+    plain.param_groups[0]["grad_centralization"] = True
+    train(twin, plain, range(2, 4))
+    assert snapshot(model) == snapshot(twin)
+
+
+def test_an_optimizer_in_front_of_another_is_refused():
+    model = nn.Linear(4, 2)
+    front = FreezeOpt(torch.optim.SGD(model.parameters(), lr=0.1), [list(model.parameters())], [0])
+    with pytest.raises(IncompatibleError, match="found FreezeOpt, which stands in front of a SGD"):
+        OptimizerProcess(front)
+
+
+def test_split_points_past_the_end_are_left_out():
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(20)]
+    process = ParameterProcess()
+    process.assign_parameter_group(parameters, [50, 100])
+    assert process.fusion_index(parameters).indices == (1,) * 20
+    process.assign_parameter_group(parameters, [10, 20, 50])
+    assert process.fusion_index(parameters).indices == (1,) * 10 + (2,) * 10
+    for bad in ([50, 3], [-1], [3, 3]):
+        with pytest.raises(ValueError, match="split points"):
+            process.assign_parameter_group(parameters, bad)

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import torchboost.optim
-from torchboost.optim.adam import Adam, AdamWeightDecay
+from torchboost.optim.adam import Adam, AdamW, AdamWeightDecay
 from torchboost.optim.base import UpdateRule
 from torchboost.optim.ftrl import FTRL
 from torchboost.optim.lamb import Lamb
 from torchboost.optim.lars import LARS
 from torchboost.optim.lazy_adam import LazyAdam
 from torchboost.optim.offload import AdamOffload
-from torchboost.optim.rmsprop import RMSProp
+from torchboost.optim.rmsprop import RMSProp, RMSprop
 from torchboost.optim.sgd import SGD, Momentum
 
 SHAPES = ((4, 3), (4,), (), (2, 3, 2, 2), (0, 3))
@@ -37,6 +37,7 @@ def _cases() -> dict[str, Callable[..., UpdateRule]]:
     for name, form in FORMS.items():
         cases[f"Adam-{name}"] = partial(Adam, lr=0.01, weight_decay=0.1, **form)
         cases[f"Adam-amsgrad-{name}"] = partial(Adam, lr=0.01, amsgrad=True, **form)
+        cases[f"AdamW-{name}"] = partial(AdamW, lr=0.01, weight_decay=0.1, **form)
         cases[f"AdamWeightDecay-{name}"] = partial(AdamWeightDecay, lr=0.01, weight_decay=0.1, **form)
         cases[f"SGD-{name}"] = partial(SGD, lr=0.01, momentum=0.9, dampening=0.3, weight_decay=0.1, **form)
         cases[f"Momentum-{name}"] = partial(Momentum, lr=0.01, nesterov=True, **form)
@@ -50,6 +51,9 @@ def _cases() -> dict[str, Callable[..., UpdateRule]]:
     cases["AdamOffload"] = partial(AdamOffload, lr=0.01, weight_decay=0.1)
     cases["Lamb"] = partial(Lamb, lr=0.01, weight_decay=0.1)
     cases["Lamb-eps_in_root"] = partial(Lamb, lr=0.01, weight_decay=0.1, eps_in_root=True)
+    for name in ("loop", "foreach"):
+        cases[f"RMSprop-{name}"] = partial(RMSprop, lr=0.01, weight_decay=0.1, **FORMS[name])
+        cases[f"RMSprop-centered-{name}"] = partial(RMSprop, lr=0.01, momentum=0.9, centered=True, **FORMS[name])
     cases["RMSProp"] = partial(RMSProp, lr=0.01, weight_decay=0.1)
     cases["RMSProp-centered"] = partial(RMSProp, lr=0.01, momentum=0.9, centered=True)
     cases["FTRL"] = partial(FTRL, lr=0.1, l1=0.001, l2=0.01)
@@ -59,7 +63,7 @@ def _cases() -> dict[str, Callable[..., UpdateRule]]:
 CASES = _cases()
 RULES: dict[str, Callable[..., UpdateRule]] = {
     rule.__name__: rule
-    for rule in (Adam, AdamWeightDecay, LazyAdam, AdamOffload, SGD, Momentum, LARS, Lamb, RMSProp, FTRL)
+    for rule in (Adam, AdamW, AdamWeightDecay, LazyAdam, AdamOffload, SGD, Momentum, LARS, Lamb, RMSprop, RMSProp, FTRL)
 }
 
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchboost.errors import NoEffectWarning
+from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.optim.rebuild import described_groups, rebuilt
 from torchboost.workloads.data import Data
 from torchboost.workloads.jobs import Job
 
@@ -178,10 +179,11 @@ def job_from(source: str, *, epochs: int | None = None) -> Job:
 def _with_flags(optimizer: Optimizer, flags: dict[str, Any]) -> Optimizer:
     if not flags:
         return optimizer
-    kept = [{k: v for k, v in group.items() if k not in ("foreach", *flags)} for group in optimizer.param_groups]
+    changes = {"foreach": None, **flags} if "foreach" in optimizer.defaults else flags
+    groups = [{k: v for k, v in group.items() if k not in changes} for group in described_groups(optimizer)]
     try:
-        return type(optimizer)(kept, **flags)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    except TypeError:
+        return rebuilt(optimizer, groups, **changes)
+    except IncompatibleError:
         names = ", ".join(flags)
         warnings.warn(
             f"{type(optimizer).__name__} has no setting {names}; used as it is.", NoEffectWarning, stacklevel=2

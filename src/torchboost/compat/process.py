@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,8 +13,10 @@ from torchboost.algorithms.centralization import centralizable
 from torchboost.core.algorithm import Attachment
 from torchboost.errors import IncompatibleError
 from torchboost.optim.base import UpdateRule
+from torchboost.optim.front import FrontOptimizer
 from torchboost.optim.groups import CENTRALIZE, ORDER, FusionIndex, ParamGroup, listed, rebuild_groups, split_group
 from torchboost.optim.pipeline import GradientPipeline
+from torchboost.optim.rebuild import described_groups, rebuilt
 from torchboost.optim.transforms import Centralize, wish
 
 __all__ = ["OptimizerProcess", "ParameterProcess"]
@@ -34,15 +35,21 @@ class OptimizerProcess:
         >>> optimizer = process.generate_new_optimizer()
 
     Args:
-        opt: Any optimizer that can be rebuilt from its ``defaults``.
+        opt: Any optimizer that can be rebuilt (see :func:`torchboost.optim.rebuild.rebuilt`).
 
     Raises:
         TypeError: ``opt`` is not a ``torch.optim.Optimizer``.
+        IncompatibleError: ``opt`` stands in front of another one, as ``FreezeOpt`` does.
     """
 
     def __init__(self, opt: Optimizer) -> None:
         if not isinstance(opt, Optimizer):
             raise TypeError(f"opt: found {type(opt).__name__}; give a torch.optim.Optimizer.")
+        if isinstance(opt, FrontOptimizer):
+            raise IncompatibleError(
+                f"opt: found {type(opt).__name__}, which stands in front of a {type(opt.opt).__name__}. Give that one "
+                f"to OptimizerProcess first, and build the {type(opt).__name__} over the new optimizer."
+            )
         self.opt = opt
         self.centralization: Attachment | None = None
         self._groups: list[ParamGroup] | None = None
@@ -85,22 +92,24 @@ class OptimizerProcess:
 
     def add_grad_centralization(self, network: nn.Module) -> None:
         """Decide by the structure of ``network`` which parameters the new optimizer centralises."""
-        self._groups = self.build_gc_params_group(self.build_params_dict(network), self.opt.param_groups)
+        self._groups = self.build_gc_params_group(self.build_params_dict(network), described_groups(self.opt))
 
     def generate_new_optimizer(self) -> Optimizer:
         """Build an optimizer of the same class and hyper-parameters over the new groups.
 
+        What is no hyper-parameter of a group stays too: schedules of the learning rate, ``transforms``, ``nonfinite``,
+        ``native``, ``chunk_mebibytes``.
         Groups with ``grad_centralization: True`` are centralised before each step, whatever the class; the effect is
         ``self.centralization``, with ``remove()``. The state goes along and is shared, so the old optimizer must not
         be stepped any more. Hooks and learning-rate schedulers of the old one do not go along: create them after.
 
         Raises:
-            IncompatibleError: The class takes arguments that its ``defaults`` do not hold.
+            IncompatibleError: The class takes arguments that neither its ``defaults`` nor its attributes hold.
             TypeError: A group's ``grad_centralization`` is not a boolean.
         """
-        groups = self._groups if self._groups is not None else self.opt.param_groups
+        groups = self._groups if self._groups is not None else described_groups(self.opt)
         wishes = [wish(group) for group in groups]
-        optimizer = _rebuilt(self.opt, [dict(group) for group in groups])
+        optimizer = rebuilt(self.opt, groups)
         for param, state in self.opt.state.items():
             optimizer.state[param] = state
         if any(wishes):
@@ -136,20 +145,21 @@ class ParameterProcess:
 
         Args:
             parameters: In the order in which they are communicated.
-            split_point: Rising positions; by default one, at the middle.
+            split_point: Rising positions; by default one, at the middle. Positions past the last parameter are left
+                out, as the points 50 and 100 of the default configuration are on a small network.
 
         Returns:
             The parameters. The indices are kept beside them: :meth:`fusion_index`.
 
         Raises:
-            ValueError: The list is empty, or a split point lies outside it.
+            ValueError: The list is empty, or split points fall, repeat or are negative.
             TypeError: An element is not a parameter, or a split point not a whole number.
         """
         if _check_parameters(parameters):
             raise TypeError("parameters: found param groups; give the parameters themselves.")
         if split_point is not None and (isinstance(split_point, str) or not isinstance(split_point, Sequence)):
             raise TypeError(f"split_point: found {split_point!r}; give a list of positions, or None.")
-        points = [len(parameters) // 2] if split_point is None else list(split_point)
+        points = [len(parameters) // 2] if split_point is None else _inside(split_point, len(parameters))
         index = FusionIndex.split(len(parameters), points, first=self._last)
         self._index.update(zip(parameters, index.indices, strict=True))
         self._last = index.indices[-1]
@@ -205,20 +215,11 @@ def _check_parameters(parameters: Sequence[Any]) -> bool:
     return True
 
 
-def _rebuilt(opt: Optimizer, groups: list[ParamGroup]) -> Optimizer:
-    """Construct the same class from what ``defaults`` holds of its arguments."""
-    kind: Any = type(opt)
-    arguments = list(inspect.signature(kind).parameters.values())[1:]
-    if any(argument.kind is argument.VAR_KEYWORD for argument in arguments):
-        return kind(groups, **opt.defaults)
-    named = [a for a in arguments if a.kind in (a.KEYWORD_ONLY, a.POSITIONAL_OR_KEYWORD)]
-    unknown = [a.name for a in named if a.default is a.empty and a.name not in opt.defaults]
-    if unknown:
-        raise IncompatibleError(
-            f"{kind.__name__} takes {', '.join(unknown)}, which its 'defaults' do not hold, so it cannot be rebuilt. "
-            "Use centralize_gradients(optimizer), which keeps the optimizer."
-        )
-    return kind(groups, **{a.name: opt.defaults[a.name] for a in named if a.name in opt.defaults})
+def _inside(points: Sequence[int], count: int) -> list[Any]:
+    """Leave out positions past the end at the end of a rising list; :class:`FusionIndex` refuses the rest."""
+    kept = list(points)
+    rising = all(type(point) is int for point in kept) and kept == sorted(set(kept))
+    return [point for point in kept if point < count] if rising else kept
 
 
 def _forget_keys(optimizer: Optimizer) -> None:

@@ -5,12 +5,14 @@ Names load on first use.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from torchboost.lazy import exports
 
 if TYPE_CHECKING:
-    from torchboost.optim.adam import Adam, AdamWeightDecay
+    from torchboost.optim import lr_scheduler as lr_scheduler
+    from torchboost.optim.adam import Adam, AdamW, AdamWeightDecay
     from torchboost.optim.base import Batch, UpdateRule
     from torchboost.optim.basis_sources import principal_basis
     from torchboost.optim.ftrl import FTRL
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from torchboost.optim.learning_rates import Listed, ScheduleLR, factor
     from torchboost.optim.offload import AdamOffload, OffloadPlan
     from torchboost.optim.pipeline import GradientPipeline, Gradients, GradientTransform
-    from torchboost.optim.rmsprop import RMSProp
+    from torchboost.optim.rmsprop import RMSProp, RMSprop
     from torchboost.optim.schedules import (
         Constant,
         CosineDecay,
@@ -46,6 +48,7 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamOffload",
+    "AdamW",
     "AdamWeightDecay",
     "Batch",
     "Centralize",
@@ -72,6 +75,7 @@ __all__ = [
     "PiecewiseConstant",
     "PolynomialDecay",
     "RMSProp",
+    "RMSprop",
     "ScheduleLR",
     "SnapshotBuffer",
     "SubspaceBasis",
@@ -89,7 +93,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "torchboost.optim.adam": ("Adam", "AdamWeightDecay"),
+    "torchboost.optim.adam": ("Adam", "AdamW", "AdamWeightDecay"),
     "torchboost.optim.base": ("Batch", "UpdateRule"),
     "torchboost.optim.basis_sources": ("principal_basis",),
     "torchboost.optim.ftrl": ("FTRL",),
@@ -100,7 +104,7 @@ _HOMES = {
     "torchboost.optim.learning_rates": ("Listed", "ScheduleLR", "factor"),
     "torchboost.optim.offload": ("AdamOffload", "OffloadPlan"),
     "torchboost.optim.pipeline": ("GradientPipeline", "GradientTransform", "Gradients"),
-    "torchboost.optim.rmsprop": ("RMSProp",),
+    "torchboost.optim.rmsprop": ("RMSProp", "RMSprop"),
     "torchboost.optim.schedules": (
         *("Constant", "CosineDecay", "ExponentialDecay", "InverseDecay", "NaturalExponentialDecay", "PerEpoch"),
         *("PiecewiseConstant", "PolynomialDecay", "Warmup", "as_list"),
@@ -111,8 +115,13 @@ _HOMES = {
     "torchboost.optim.subspace_basis": ("SubspaceBasis",),
     "torchboost.optim.transforms": ("Centralize", "ClipNorm", "ClipValue", "Coalesce", "Decay", "Unscale"),
 }
-__getattr__, _names = exports(__name__, _HOMES)
+_find, _names = exports(__name__, _HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    # A module, as torch.optim has it; no name of this package, so that a star import stays cheap.
+    return import_module(f"{__name__}.{name}") if name == "lr_scheduler" else _find(name)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_names()]
+    return [*globals(), "lr_scheduler", *_names()]

@@ -1,4 +1,4 @@
-"""Adam with the reference's variants; where torch has a kernel for one, the kernel is torch's."""
+"""Adam with MindSpore's variants; if torch has a kernel for one, the kernel is torch's."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
-from torch.optim.optimizer import _get_capturable_supported_devices
 
 from torchboost.core.tensor_lists import foreach
-from torchboost.errors import IncompatibleError
 from torchboost.optim.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.native_adam import Pipeline, load, prepared
-from torchboost.optim.options import check_fused
+from torchboost.optim.options import check_capturable, check_fused
 from torchboost.optim.pipeline import GradientTransform
 
-__all__ = ["Adam", "AdamWeightDecay"]
+__all__ = ["Adam", "AdamW", "AdamWeightDecay"]
 
 LATE = 1e30
 """Update number at which both bias corrections are exactly 1."""
@@ -114,6 +112,22 @@ class Adam(UpdateRule):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "native": self.native}
 
+    def constructor_options(self) -> dict[str, Any]:
+        """Return by name what the constructor was given and the param groups do not hold."""
+        return {**super().constructor_options(), "native": self.native is not None}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a checkpoint of this rule or of torch's.
+
+        As in torch, options in the file replace those of the groups. A file of torch does not say that its rule
+        corrects the moments; it always does, so the groups get ``bias_correction=True``.
+
+        Raises:
+            ValueError: Other groups, or a state whose shape is not that of its parameter; nothing was changed.
+        """
+        groups = [{"bias_correction": True, **group} for group in state_dict["param_groups"]]
+        super().load_state_dict({**state_dict, "param_groups": groups})
+
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse a form that torch has no kernel for."""
         other = [name for name in ("fused", "foreach", "capturable") if group.get(name)]
@@ -127,12 +141,7 @@ class Adam(UpdateRule):
         """Refuse what torch's kernels refuse, before anything is changed."""
         super().check_grad(param, grad, group)
         check_fused(param, group)
-        if group["capturable"] and not torch.compiler.is_compiling():
-            devices = _get_capturable_supported_devices()
-            if param.device.type not in devices:
-                raise IncompatibleError(
-                    f"capturable=True needs parameters on one of {devices}, found one on {param.device}; set it False."
-                )
+        check_capturable(param, group)
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries of the state."""
@@ -203,11 +212,85 @@ class Adam(UpdateRule):
         )
 
 
+class AdamW(Adam):
+    """Adam with decoupled weight decay: ``torch.optim.AdamW``, with its defaults, bit for bit in each of its forms.
+
+    Checkpoints load both ways.
+
+    Source: I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101.
+
+    Args:
+        params: Parameters, named parameters or groups.
+        lr: Learning rate, in any form that :class:`Adam` takes.
+        betas: Decay of both moments.
+        eps: Added to the root of the second moment.
+        weight_decay: ``w -= lr * weight_decay * w``; at least 0, a list or function like ``lr``.
+        amsgrad: Use the largest second moment so far.
+        nesterov: Use ``beta1 m + (1 - beta1) g`` in place of ``m``.
+        eps_uncorrected: Add ``eps`` before the second moment is corrected.
+        maximize: Go up instead of down.
+        foreach: Update lists of tensors; None chooses as torch does.
+        fused: One kernel per list of tensors, torch's.
+        capturable: Safe in a CUDA graph.
+        native: See :class:`Adam`.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their moments in float32.
+        transforms: See :class:`~torchboost.optim.base.UpdateRule`.
+        nonfinite: See :class:`~torchboost.optim.base.UpdateRule`.
+
+    Raises:
+        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = AdamW(model.parameters(), lr=1e-3)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: Any = 1e-2,
+        *,
+        amsgrad: bool = False,
+        nesterov: bool = False,
+        eps_uncorrected: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        native: bool = False,
+        master_weights: bool = False,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            decoupled_weight_decay=True,
+            amsgrad=amsgrad,
+            nesterov=nesterov,
+            eps_uncorrected=eps_uncorrected,
+            maximize=maximize,
+            foreach=foreach,
+            fused=fused,
+            capturable=capturable,
+            native=native,
+            master_weights=master_weights,
+            transforms=transforms,
+            nonfinite=nonfinite,
+        )
+
+
 class AdamWeightDecay(Adam):
     """Adam with decoupled weight decay and no bias correction: ``w -= lr * (m / (sqrt(v) + eps) + weight_decay * w)``.
 
-    With ``bias_correction=True`` it is ``torch.optim.AdamW``, whose checkpoints it loads. Other options as in
-    :class:`Adam`.
+    MindSpore's ``AdamWeightDecay``. With bias correction it is :class:`AdamW`. A checkpoint of ``torch.optim.AdamW``
+    keeps its bias correction when it is loaded here.
 
     Source: I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101; the form without
     correction is that of BERT (J. Devlin et al., arXiv 1810.04805).
@@ -217,9 +300,19 @@ class AdamWeightDecay(Adam):
         lr: Learning rate, in any form that :class:`Adam` takes.
         betas: Decay of both moments.
         eps: Added to the root of the second moment.
-        weight_decay: At least 0.
+        weight_decay: At least 0; a list or function like ``lr``.
         bias_correction: Correct the moments for their start at zero.
-        **options: Those of :class:`Adam`.
+        amsgrad: Use the largest second moment so far.
+        nesterov: Use ``beta1 m + (1 - beta1) g`` in place of ``m``.
+        eps_uncorrected: Add ``eps`` before the second moment is corrected.
+        maximize: Go up instead of down.
+        foreach: Update lists of tensors; None chooses as torch does.
+        fused: One kernel per list of tensors, torch's.
+        capturable: Safe in a CUDA graph.
+        native: See :class:`Adam`.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their moments in float32.
+        transforms: See :class:`~torchboost.optim.base.UpdateRule`.
+        nonfinite: See :class:`~torchboost.optim.base.UpdateRule`.
 
     Raises:
         TypeError, ValueError: An option that makes no sense, or two that exclude each other.
@@ -234,10 +327,38 @@ class AdamWeightDecay(Adam):
         weight_decay: Any = 0.0,
         *,
         bias_correction: bool = False,
-        **options: Any,
+        amsgrad: bool = False,
+        nesterov: bool = False,
+        eps_uncorrected: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        native: bool = False,
+        master_weights: bool = False,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
     ) -> None:
-        options = {"decoupled_weight_decay": True, "bias_correction": bias_correction} | options
-        super().__init__(params, lr, betas, eps, weight_decay, **options)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            decoupled_weight_decay=True,
+            bias_correction=bias_correction,
+            amsgrad=amsgrad,
+            nesterov=nesterov,
+            eps_uncorrected=eps_uncorrected,
+            maximize=maximize,
+            foreach=foreach,
+            fused=fused,
+            capturable=capturable,
+            native=native,
+            master_weights=master_weights,
+            transforms=transforms,
+            nonfinite=nonfinite,
+        )
 
 
 def _variant(group: Mapping[str, Any], batch: Batch) -> None:

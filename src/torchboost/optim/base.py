@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torchboost.core.memory_layout import aligned
 from torchboost.core.tensor_lists import foreach
 from torchboost.errors import IncompatibleError
 from torchboost.optim.checkpoints import in_order, paired, with_memory_renamed
+from torchboost.optim.foreign_names import check_group_names, check_names
 from torchboost.optim.groups import without_order
 from torchboost.optim.learning_rates import resolve_lr
 from torchboost.optim.masters import LOW_PRECISION, Stamps, has_master, pieces, widened
@@ -99,6 +100,11 @@ class UpdateRule(Optimizer):
     kernel_unscales: bool = False
     """Whether the fused form of the update divides by ``grad_scale`` and heeds ``found_inf``."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse arguments under another library's name with ours, before Python says less."""
+        check_names(cls, kwargs)
+        return super().__new__(cls)
+
     def __init__(
         self,
         params: Any,
@@ -126,6 +132,25 @@ class UpdateRule(Optimizer):
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Change the parameters and states of a batch in place."""
         raise NotImplementedError
+
+    def constructor_options(self) -> dict[str, Any]:
+        """Return by name what the constructor was given and the param groups do not hold."""
+        schedules = dict(self._default_schedules)
+        return {"transforms": self.transforms, "nonfinite": self.nonfinite, **schedules}
+
+    def described_groups(self) -> list[dict[str, Any]]:
+        """Return copies of the param groups with schedules in place of the value of the last update."""
+        return [{**group, **rules} for group, rules in zip(self.param_groups, self._schedules, strict=True)]
+
+    def __repr__(self) -> str:
+        own = {key: value for key, value in self.constructor_options().items() if key not in self.defaults}
+        lines = [f"{type(self).__name__} (", *(f"{key}: {value!r}" for key, value in own.items())]
+        for number, (group, rules) in enumerate(zip(self.param_groups, self._schedules, strict=True)):
+            lines.append(f"Parameter Group {number}")
+            for key in sorted(group.keys() - {"params"}):
+                source = f" at this update, by {rules[key]!r}" if key in rules else ""
+                lines.append(f"    {key}: {group[key]}{source}")
+        return "\n".join([*lines, ")"])
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse options that exclude each other under this rule.
@@ -178,6 +203,7 @@ class UpdateRule(Optimizer):
             raise TypeError(f"param_group: found {type(param_group).__name__}; give a dict with the key 'params'.")
         if "params" not in param_group:
             raise ValueError(f"param_group: found the keys {sorted(param_group)}; give 'params' too.")
+        check_group_names(param_group, self.defaults)
         group = dict(param_group)
         schedules = {key: rule for key, rule in self._default_schedules.items() if key not in group}
         schedules |= _take_schedules(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from torchboost.core.arguments import check_number
 from torchboost.core.tensor_lists import foreach
-from torchboost.optim.base import Batch
-from torchboost.optim.pipeline import Gradients, refuse_sparse
+from torchboost.optim.base import Batch, Nonfinite
+from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
 from torchboost.optim.sgd import SGD
 
 __all__ = ["LARS", "TrustRatio"]
@@ -93,7 +94,13 @@ class LARS(SGD):
         eps: Added to the denominator.
         clip: Limit the rate of a layer to that of the group.
         vectors: Adapt biases and norms too.
-        **options: Those of :class:`~torchboost.optim.sgd.SGD`; its ``transforms`` come before.
+        nesterov: ``w -= lr * (g + momentum * a)``; needs a momentum.
+        maximize: Go up instead of down.
+        foreach: Update lists of tensors; None chooses as torch does.
+        fused: One kernel per list of tensors, torch's.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the momentum in float32.
+        transforms: See :class:`~torchboost.optim.base.UpdateRule`; they come before the trust ratio.
+        nonfinite: See :class:`~torchboost.optim.base.UpdateRule`.
 
     Raises:
         TypeError, ValueError: An option that makes no sense.
@@ -114,11 +121,35 @@ class LARS(SGD):
         eps: float = 1e-8,
         clip: bool = False,
         vectors: bool = False,
-        **options: Any,
+        nesterov: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        master_weights: bool = False,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
     ) -> None:
         ratio = TrustRatio(coefficient=coefficient, weight_decay=None, eps=eps, clip=clip, vectors=vectors)
-        transforms = (*options.pop("transforms", ()), ratio)
-        super().__init__(params, lr, momentum, 0.0, weight_decay, transforms=transforms, **options)
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            0.0,
+            weight_decay,
+            nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            fused=fused,
+            master_weights=master_weights,
+            transforms=(*transforms, ratio),
+            nonfinite=nonfinite,
+        )
+
+    def constructor_options(self) -> dict[str, Any]:
+        """Return by name what the constructor was given and the param groups do not hold."""
+        *transforms, ratio = self.transforms
+        own = {key: getattr(ratio, key) for key in ("coefficient", "eps", "clip", "vectors")}
+        return {**super().constructor_options(), "transforms": tuple(transforms), **own}
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place; the decay is in the gradients already."""

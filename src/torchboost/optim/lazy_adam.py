@@ -12,9 +12,10 @@ from torchboost.core.algorithm import Attachment
 from torchboost.core.tensor_lists import foreach
 from torchboost.errors import IncompatibleError
 from torchboost.optim.adam import Adam
-from torchboost.optim.base import Batch
+from torchboost.optim.base import Batch, Nonfinite
 from torchboost.optim.masters import LOW_PRECISION
 from torchboost.optim.missed_steps import FORM, form_of, new_past, record, replay
+from torchboost.optim.pipeline import GradientTransform
 
 __all__ = ["LazyAdam"]
 
@@ -56,8 +57,18 @@ class LazyAdam(Adam):
         eps: Added to the root of the second moment, at least 0.
         weight_decay: At least 0.
         exact: Catch missed steps up, so that the result is dense Adam's. A group may have its own.
-        **options: The others of :class:`Adam`. With ``capturable`` sparse gradients are refused. ``GradScaler``
-            unscales before the step, with ``fused`` too.
+        amsgrad: Use the largest second moment so far.
+        nesterov: Use ``beta1 m + (1 - beta1) g`` in place of ``m``.
+        decoupled_weight_decay: ``w -= lr * weight_decay * w``, as in AdamW.
+        bias_correction: False leaves the correction of the moments out.
+        eps_uncorrected: Add ``eps`` before the second moment is corrected.
+        maximize: Go up instead of down.
+        foreach: Update lists of tensors; None chooses as torch does.
+        fused: One kernel per list of tensors, torch's; ``GradScaler`` unscales before the step all the same.
+        capturable: Safe in a CUDA graph; sparse gradients are refused then.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their moments in float32.
+        transforms: See :class:`~torchboost.optim.base.UpdateRule`.
+        nonfinite: See :class:`~torchboost.optim.base.UpdateRule`.
 
     Raises:
         TypeError, ValueError: An option that makes no sense, or two that exclude each other.
@@ -81,12 +92,39 @@ class LazyAdam(Adam):
         weight_decay: Any = 0.0,
         *,
         exact: bool = False,
-        **options: Any,
+        amsgrad: bool = False,
+        nesterov: bool = False,
+        decoupled_weight_decay: bool = False,
+        bias_correction: bool = True,
+        eps_uncorrected: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        master_weights: bool = False,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
     ) -> None:
-        if options.get("native"):
-            raise ValueError("native: the kernel knows no sparse rows; use Adam, or leave native out.")
         self._exact = exact
-        super().__init__(params, lr, betas, eps, weight_decay, **options)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            decoupled_weight_decay=decoupled_weight_decay,
+            bias_correction=bias_correction,
+            amsgrad=amsgrad,
+            nesterov=nesterov,
+            eps_uncorrected=eps_uncorrected,
+            maximize=maximize,
+            foreach=foreach,
+            fused=fused,
+            capturable=capturable,
+            master_weights=master_weights,
+            transforms=transforms,
+            nonfinite=nonfinite,
+        )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -54,6 +54,9 @@ class _Checked:
     schedule: Callable[[int], Any]
     name: str
 
+    def __repr__(self) -> str:
+        return repr(self.schedule)
+
     def __call__(self, step: int) -> float:
         rate = self.schedule(step)
         if isinstance(rate, (Tensor, np.ndarray)) and rate.ndim == 0:

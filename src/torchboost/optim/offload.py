@@ -143,6 +143,11 @@ class AdamOffload(Adam):
             nonfinite=nonfinite,
         )
 
+    def constructor_options(self) -> dict[str, Any]:
+        """Return by name what the constructor was given and the param groups do not hold."""
+        own = {"chunk_mebibytes": self.chunk_mebibytes, "pin_memory": self.pin_memory}
+        return {**super().constructor_options(), **own}
+
     def plan(self) -> OffloadPlan:
         """Return what a step costs, before there is a gradient or state."""
         down = up = state = staging = chunks = 0

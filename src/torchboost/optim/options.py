@@ -7,7 +7,9 @@ from types import NoneType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.optim.optimizer import _get_capturable_supported_devices
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from torchboost.core.arguments import check_number
@@ -15,7 +17,7 @@ from torchboost.core.memory_layout import is_dense
 from torchboost.errors import IncompatibleError
 from torchboost.optim.schedules import whole
 
-__all__ = ["check_fused", "check_options"]
+__all__ = ["check_capturable", "check_fused", "check_options"]
 
 LARGEST = 1e30
 """What comes of a larger one does not fit into float32, which torch's kernels refuse."""
@@ -82,6 +84,21 @@ def check_fused(param: Tensor, group: Mapping[str, Any]) -> None:
         raise IncompatibleError(
             f"fused=True needs parameters without gaps in memory, found one of shape {tuple(param.shape)} with strides "
             f"{param.stride()}; leave fused out."
+        )
+
+
+def check_capturable(param: Tensor, group: Mapping[str, Any]) -> None:
+    """Refuse parameters whose update torch does not capture in a graph.
+
+    Raises:
+        IncompatibleError: Such a parameter in a group with ``capturable=True``.
+    """
+    if not group["capturable"] or torch.compiler.is_compiling():
+        return
+    devices = _get_capturable_supported_devices()
+    if param.device.type not in devices:
+        raise IncompatibleError(
+            f"capturable=True needs parameters on one of {devices}, found one on {param.device}; set it False."
         )
 
 

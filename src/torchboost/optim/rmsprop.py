@@ -1,4 +1,4 @@
-"""RMSProp in the form of MindSpore and TensorFlow, which differs from torch's."""
+"""``RMSprop`` is torch's, ``RMSProp`` that of MindSpore and TensorFlow: they differ in more than the name."""
 
 from __future__ import annotations
 
@@ -7,23 +7,130 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.rmsprop import rmsprop as torch_rmsprop
 
 from torchboost.core.arguments import check_number
 from torchboost.core.tensor_lists import foreach
 from torchboost.optim.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.options import check_capturable
 from torchboost.optim.pipeline import GradientTransform
 
-__all__ = ["RMSProp"]
+__all__ = ["RMSProp", "RMSprop"]
+
+
+class RMSprop(UpdateRule):
+    """``torch.optim.RMSprop``: ``s = alpha s + (1 - alpha) g^2``, ``w -= lr g / (sqrt(s) + eps)``; ``s`` starts at 0.
+
+    Bit for bit in each of its forms, with torch's defaults; checkpoints load both ways. With ``momentum`` it is
+    ``b = momentum b + g / (sqrt(s) + eps)``, ``w -= lr b``; with ``centered``, ``s - m^2`` stands under the root, where
+    ``m`` is the mean of the gradients. State: ``step``, ``square_avg``, with ``momentum`` ``momentum_buffer``, with
+    ``centered`` ``grad_avg``, each 4 bytes per float32 weight.
+
+    Source: T. Tieleman, G. Hinton, Lecture 6.5, "Neural Networks for Machine Learning", 2012.
+
+    Args:
+        params: Parameters, named parameters or groups.
+        lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
+        alpha: Decay of the averages, at least 0 and below 1.
+        eps: Added to the root, at least 0.
+        weight_decay: Added to the gradient, at least 0; a list or function like ``lr``.
+        momentum: At least 0.
+        centered: Divide by an estimate of the standard deviation, not of the root mean square.
+        capturable: Safe in a CUDA graph.
+        foreach: Update lists of tensors; None chooses as torch does.
+        maximize: Go up instead of down.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the averages in float32.
+        transforms: See :class:`~torchboost.optim.base.UpdateRule`.
+        nonfinite: See :class:`~torchboost.optim.base.UpdateRule`.
+
+    Raises:
+        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = RMSprop(model.parameters(), lr=1e-2)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: Any = 0.0,
+        momentum: float = 0.0,
+        centered: bool = False,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        *,
+        master_weights: bool = False,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "alpha": alpha,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "centered": centered,
+            "capturable": capturable,
+            "foreach": foreach,
+            "maximize": maximize,
+            "master_weights": master_weights,
+        }
+        super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Refuse an ``alpha`` out of range."""
+        _check_alpha(group)
+
+    def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        """Refuse what torch's kernel refuses, before anything is changed."""
+        super().check_grad(param, grad, group)
+        check_capturable(param, group)
+
+    def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the entries of the state."""
+        return ("step", "square_avg", *_optional_keys(group))
+
+    def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a step of 0 and averages of 0."""
+        step = torch.zeros((), dtype=torch.float32, device=param.device if group["capturable"] else "cpu")
+        averages = self.state_keys(group)[1:]
+        return {"step": step} | {k: torch.zeros_like(param, memory_format=torch.preserve_format) for k in averages}
+
+    def update(self, group: dict[str, Any], batch: Batch) -> None:
+        """Update in place."""
+        torch_rmsprop(
+            batch.params,
+            batch.grads,
+            batch.state("square_avg"),
+            batch.state("grad_avg") if group["centered"] else [],
+            batch.state("momentum_buffer") if group["momentum"] else [],
+            batch.state("step"),
+            foreach=group["foreach"],
+            maximize=group["maximize"],
+            capturable=group["capturable"],
+            has_complex=any(param.is_complex() for param in batch.params),
+            lr=group["lr"],
+            alpha=group["alpha"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            centered=group["centered"],
+        )
 
 
 class RMSProp(UpdateRule):
     """``s = alpha s + (1 - alpha) g^2``, ``b = momentum b + lr g / sqrt(s + eps)``, ``w -= b``; ``s`` starts at 1.
 
-    ``torch.optim.RMSprop`` starts ``s`` at 0, adds ``eps`` outside the root, and keeps the learning rate out of ``b``;
-    it is the one to take where nothing has to be matched. With ``centered``, ``s - m^2`` stands under the root, where
-    ``m`` is the mean of the gradients. State: ``square_avg``, with ``momentum`` ``momentum_buffer``, with ``centered``
-    ``grad_avg``, each 4 bytes per float32 weight. Cost: one temporary of the size of the
-    parameters, another for the weight decay.
+    MindSpore's and TensorFlow's form. :class:`RMSprop` starts ``s`` at 0, adds ``eps`` outside the root, and keeps the
+    learning rate out of ``b``; take it unless a run of those has to be matched. With ``centered``, ``s - m^2`` stands
+    under the root, where ``m`` is the mean of the gradients. State: ``square_avg``, with ``momentum``
+    ``momentum_buffer``, with ``centered`` ``grad_avg``, each 4 bytes per float32 weight. Cost: one temporary of the
+    size of the parameters, another for the weight decay.
 
     Source: T. Tieleman, G. Hinton, Lecture 6.5, "Neural Networks for Machine Learning", 2012; ``centered``: A. Graves,
     "Generating Sequences With Recurrent Neural Networks", arXiv 1308.0850, equations 38 to 45.
@@ -78,15 +185,12 @@ class RMSProp(UpdateRule):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse an ``alpha`` or ``eps`` out of range."""
-        check_number("alpha", group["alpha"])
-        if group["alpha"] >= 1:
-            raise ValueError(f"alpha: found {group['alpha']!r}; give a number, at least 0 and below 1.")
+        _check_alpha(group)
         check_number("eps", group["eps"], above=True)
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries of the state."""
-        optional = {"momentum_buffer": group["momentum"], "grad_avg": group["centered"]}
-        return ("square_avg", *(key for key, used in optional.items() if used))
+        return ("square_avg", *_optional_keys(group))
 
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a mean square of 1 and the rest 0."""
@@ -125,3 +229,14 @@ class RMSProp(UpdateRule):
         foreach._foreach_mul_(buffers, float(group["momentum"]))
         foreach._foreach_addcdiv_(buffers, grads, root, float(group["lr"]))
         foreach._foreach_sub_(params, buffers)
+
+
+def _check_alpha(group: Mapping[str, Any]) -> None:
+    check_number("alpha", group["alpha"])
+    if group["alpha"] >= 1:
+        raise ValueError(f"alpha: found {group['alpha']!r}; give a number, at least 0 and below 1.")
+
+
+def _optional_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
+    optional = {"momentum_buffer": group["momentum"], "grad_avg": group["centered"]}
+    return tuple(key for key, used in optional.items() if used)

@@ -138,7 +138,12 @@ class Momentum(SGD):
         momentum: At least 0.
         weight_decay: Added to the gradient, at least 0.
         nesterov: See above.
-        **options: Those of :class:`SGD`.
+        maximize: Go up instead of down.
+        foreach: Update lists of tensors; None chooses as torch does.
+        fused: One kernel per list of tensors, torch's.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the momentum in float32.
+        transforms: See :class:`~torchboost.optim.base.UpdateRule`.
+        nonfinite: See :class:`~torchboost.optim.base.UpdateRule`.
 
     Raises:
         TypeError, ValueError: An option that makes no sense, or two that exclude each other.
@@ -151,6 +156,25 @@ class Momentum(SGD):
         momentum: float = 0.9,
         weight_decay: Any = 0.0,
         nesterov: bool = False,
-        **options: Any,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        master_weights: bool = False,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
     ) -> None:
-        super().__init__(params, lr, momentum, 0.0, weight_decay, nesterov, **options)
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            0.0,
+            weight_decay,
+            nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            fused=fused,
+            master_weights=master_weights,
+            transforms=transforms,
+            nonfinite=nonfinite,
+        )

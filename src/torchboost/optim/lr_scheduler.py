@@ -1,0 +1,15 @@
+"""torch's learning-rate schedulers under the name that torch gives them, and :class:`ScheduleLR` with its schedules.
+
+``from torchboost import optim`` in place of ``from torch import optim`` finds ``optim.lr_scheduler.OneCycleLR`` here;
+they are torch's own classes, which drive the optimizers of both packages.
+"""
+
+from __future__ import annotations
+
+from torch.optim import lr_scheduler as _torchs
+from torch.optim.lr_scheduler import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
+
+from torchboost.optim.learning_rates import ScheduleLR
+
+__all__ = ["ScheduleLR"]
+__all__ += _torchs.__all__

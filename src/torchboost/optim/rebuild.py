@@ -1,0 +1,101 @@
+"""The same optimizer over other param groups."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from torchboost.errors import IncompatibleError
+from torchboost.optim.base import UpdateRule
+from torchboost.optim.front import FrontOptimizer
+from torchboost.optim.groups import ParamGroup
+
+__all__ = ["described_groups", "rebuilt"]
+
+
+def described_groups(optimizer: Optimizer) -> list[ParamGroup]:
+    """Return copies of the param groups that say all there is to know: schedules stand in place of their last value."""
+    if isinstance(optimizer, UpdateRule):
+        return optimizer.described_groups()
+    return [dict(group) for group in optimizer.param_groups]
+
+
+def rebuilt(optimizer: Optimizer, groups: Sequence[ParamGroup], **changes: Any) -> Optimizer:
+    """Construct an optimizer of the same class with the same arguments over other groups, without state.
+
+    What the constructor was given is read from ``defaults``, from attributes of the name of an argument, and for the
+    rules of this package from :meth:`~torchboost.optim.base.UpdateRule.constructor_options`. Nothing is left to a
+    default of the class.
+
+    Args:
+        optimizer: Not changed.
+        groups: From :func:`described_groups`, split, joined or reordered.
+        **changes: Arguments that get another value.
+
+    Raises:
+        IncompatibleError: An optimizer in front of another one, or an argument whose value cannot be read.
+    """
+    kind: Any = type(optimizer)
+    if isinstance(optimizer, FrontOptimizer):
+        raise IncompatibleError(
+            f"{kind.__name__} stands in front of an optimizer ({type(optimizer.opt).__name__}) and has no groups of "
+            f"its own. Rebuild that one, and put {kind.__name__} in front of the result."
+        )
+    own = optimizer.constructor_options() if isinstance(optimizer, UpdateRule) else {}
+    known = {**_attributes(optimizer), **optimizer.defaults, **own, **changes}
+    taken = _arguments(kind)
+    strange = [name for name in changes if name not in taken]
+    if strange:
+        raise IncompatibleError(f"{kind.__name__} takes no {strange[0]!r}; it takes {', '.join(taken)}.")
+    hidden = [name for name in taken if name not in known]
+    if hidden:
+        raise IncompatibleError(
+            f"{kind.__name__} takes {', '.join(hidden)}, which neither its 'defaults' nor its attributes hold, so it "
+            "cannot be rebuilt. Use centralize_gradients(optimizer), which keeps the optimizer."
+        )
+    try:
+        made = kind([dict(group) for group in groups], **{name: known[name] for name in taken})
+    except TypeError as error:
+        raise IncompatibleError(
+            f"{kind.__name__} cannot be rebuilt: its constructor refuses what it says it takes ({error}). "
+            "Use centralize_gradients(optimizer), which keeps the optimizer."
+        ) from error
+    _check_same(optimizer, made, changes)
+    return made
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    return {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
+
+
+def _arguments(kind: type) -> list[str]:
+    """Name what the constructor takes beside the parameters; through ``**options`` that of its base class too."""
+    names: list[str] = []
+    for base in kind.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        arguments = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+        keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        own = [a.name for a in arguments if a.kind in keyword]
+        if arguments and arguments[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            del own[0]  # the parameters
+        names += [name for name in own if name not in names]
+        if all(a.kind is not a.VAR_KEYWORD for a in arguments):
+            break
+    return names
+
+
+def _check_same(old: Optimizer, new: Optimizer, changes: dict[str, Any]) -> None:
+    """Refuse a constructor that sets what it does not take."""
+    if not isinstance(old, UpdateRule) or not isinstance(new, UpdateRule):
+        return
+    before, after = old.constructor_options(), new.constructor_options()
+    other = [name for name in before if name not in changes and before[name] != after[name]]
+    if other:
+        raise IncompatibleError(
+            f"the constructor of {type(old).__name__} does not take {', '.join(other)}, so it cannot be rebuilt with "
+            f"{other[0]}={before[other[0]]!r}. Give it that argument."
+        )
