@@ -56,6 +56,27 @@ def test_equals_the_transforms_one_after_the_other(rule, length):
         torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("betas", [(0.9, 0.9999), (0.999, 0.99999), (0.0, 0.0)])
+def test_betas_near_one_are_as_exact_as_torchs(betas):
+    """In float32, 1 - 0.9999 is off by 1 in 10,000."""
+    ours, theirs, exact = parameters(), parameters(), parameters(torch.float64)
+    native = Adam(ours, lr=0.01, betas=betas, native=True)
+    plain = torch.optim.Adam(theirs, lr=0.01, betas=betas)
+    wanted = torch.optim.Adam(exact, lr=0.01, betas=betas)
+    for optimizer, params in ((native, ours), (plain, theirs), (wanted, exact)):
+        train(optimizer, params, steps=3)
+    for key in ("exp_avg", "exp_avg_sq"):
+        right = [state[key] for state in wanted.state.values()]
+        mine, torchs = (
+            max(
+                float((state[key].double() - value).abs().max() / value.abs().max())
+                for state, value in zip(optimizer.state.values(), right, strict=True)
+            )
+            for optimizer in (native, plain)
+        )
+        assert mine <= max(1e-6, 2 * torchs), (key, mine, torchs)
+
+
 def test_state_equals_that_of_the_other_forms_and_continues_in_torch():
     ours, theirs = parameters(), parameters()
     native = AdamWeightDecay(ours, lr=0.01, eps=1e-8, weight_decay=0.1, bias_correction=True, native=True)

@@ -14,7 +14,9 @@ typedef struct {
     float unscale, decay;      /* x = unscale * grad + decay * weight; minus its mean over the row where centralised */
     float limit;               /* of the magnitude of x, after clipping by norm */
     float coupled, keep;       /* what L2 decay adds to x, and what decoupled decay leaves of a weight */
-    float beta1, beta2, ahead; /* numerator: mean + ahead * (x - mean) */
+    float beta1, gain1;        /* mean = beta1 * mean + gain1 * x, where gain1 is 1 - beta1 in double, then rounded: */
+    float beta2, gain2;        /* in float32, 1 - 0.9999 is off by 1 in 10,000. The same of the squares. */
+    float ahead;               /* numerator: mean + ahead * (x - mean) */
     float rate, root, eps;     /* weight -= rate * numerator / (root * sqrt(square) + eps) */
     float padding;
 } Block;
@@ -76,7 +78,8 @@ void adam(const Block *blocks, int64_t count, float clip, int threads) {
     for (int64_t i = 0; i < count; i++) {
         const Block b = blocks[i];
         const float limit = b.limit, coupled = b.coupled, keep = b.keep, ahead = b.ahead;
-        const float beta1 = b.beta1, beta2 = b.beta2, rate = b.rate, root = b.root, eps = b.eps;
+        const float beta1 = b.beta1, gain1 = b.gain1, beta2 = b.beta2, gain2 = b.gain2;
+        const float rate = b.rate, root = b.root, eps = b.eps;
         for (int64_t r = 0; r < b.rows; r++) {
             ROW(b, r * b.columns)
             float *restrict mean = b.mean + r * columns;
@@ -88,8 +91,8 @@ void adam(const Block *blocks, int64_t count, float clip, int threads) {
     float x = (unscale * grad[j] + decay * w - center) * clip;                                                         \
     x = x > limit ? limit : (x < -limit ? -limit : x);                                                                 \
     x += coupled * w;                                                                                                  \
-    const float m = mean[j] + (x - mean[j]) * (1 - beta1);                                                             \
-    const float v = beta2 * square[j] + (1 - beta2) * x * x;                                                           \
+    const float m = beta1 * mean[j] + gain1 * x;                                                                       \
+    const float v = beta2 * square[j] + gain2 * x * x;                                                                 \
     mean[j] = m;                                                                                                       \
     square[j] = v;                                                                                                     \
     weight[j] = keep * w - rate * (m + ahead * (x - m)) / (root * sqrtf(SECOND) + eps);

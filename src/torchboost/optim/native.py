@@ -8,6 +8,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from functools import cache
@@ -20,15 +21,34 @@ __all__ = ["cache_folder", "compiled"]
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
 
+DIGEST = 32
+"""Bytes of the checksum that ends a kept library; the loader of the system ignores what follows its last section."""
+
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+LONGEST = 120.0
+"""Seconds a compiler may take."""
+
+ELSEWHERE = "Set TORCHBOOST_CACHE to a folder of your own, or leave native out."
+
 
 def cache_folder() -> Path:
-    """Return where compiled libraries are kept: ``TORCHBOOST_CACHE``, or ``torchboost`` in the user's cache folder."""
+    """Return where compiled libraries are kept: ``TORCHBOOST_CACHE``, or ``torchboost`` in the user's cache folder.
+
+    Raises:
+        IncompatibleError: There is no home folder.
+    """
     given = os.environ.get("TORCHBOOST_CACHE")
     if given:
-        return Path(given)
+        return Path(given).absolute()
     shared = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG rules: an empty or relative path counts for nothing.
-    return (Path(shared) if Path(shared).is_absolute() else Path.home() / ".cache") / "torchboost"
+    if Path(shared).is_absolute():
+        return Path(shared) / "torchboost"
+    try:
+        return Path.home() / ".cache" / "torchboost"
+    except RuntimeError as error:
+        message = f"native=True: found no home folder to keep the compiled kernel in. {ELSEWHERE}"
+        raise IncompatibleError(message) from error
 
 
 @cache
@@ -36,23 +56,68 @@ def compiled(source: Path) -> ctypes.CDLL:
     """Compile ``source`` for this processor, unless that was done before, and load it.
 
     Takes under a second once per machine and version. The compiler is that of the environment variable ``CC``, else
-    the first found of cc, gcc and clang; OpenMP is the one that torch has loaded.
+    the first found of cc, gcc and clang; OpenMP is the one that torch has loaded. A file that is not whole, or not the
+    user's own, is never loaded: it is compiled again and replaced.
 
     Raises:
-        IncompatibleError: There is no compiler, or it refuses; its message is quoted.
+        IncompatibleError: There is no compiler, or it refuses; its message is quoted. The folder cannot be written, or
+            others may write to it.
     """
     compiler = _compiler()
     code = source.read_bytes()
     key = hashlib.sha256(b"\0".join([code, " ".join([*compiler, *FLAGS]).encode(), _processor()])).hexdigest()[:20]
     built = cache_folder() / f"{source.stem}-{key}.so"
-    if not built.exists():
-        _compile(compiler, source, built)
-    return ctypes.CDLL(str(built))
+    try:
+        _own_folder(built.parent)
+        if not _whole(built):
+            _compile(compiler, source, built)
+        return ctypes.CDLL(str(built))
+    except OSError as error:
+        raise IncompatibleError(
+            f"native=True keeps its compiled kernel in {built.parent}, which failed: {error}. {ELSEWHERE}"
+        ) from error
+
+
+def _own_folder(folder: Path) -> None:
+    """Make the folder; refuse one into which others could put a library that this process would run."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.stat()
+    if not _mine(found):
+        raise IncompatibleError(
+            f"native=True keeps its compiled kernel in {folder}, which belongs to user {found.st_uid} and has mode "
+            f"{stat.S_IMODE(found.st_mode):04o}: others could put their own code there. Take that right away "
+            "(chmod go-w), set TORCHBOOST_CACHE to a folder of your own, or leave native out."
+        )
+
+
+def _mine(found: os.stat_result) -> bool:
+    """Whether nobody else can have written it; where there are no owners, everything is the user's."""
+    owner = getattr(os, "geteuid", None)
+    return owner is None or (found.st_uid == owner() and not found.st_mode & OTHERS_WRITE)
+
+
+def _whole(built: Path) -> bool:
+    """Whether a library lies there that this user wrote to its end."""
+    try:
+        found = built.lstat()
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISREG(found.st_mode) or not _mine(found):
+        return False
+    data = built.read_bytes()
+    return len(data) > DIGEST and hashlib.sha256(data[:-DIGEST]).digest() == data[-DIGEST:]
 
 
 def _compiler() -> list[str]:
     given = os.environ.get("CC")
-    candidates = [shlex.split(given)] if given else [[name] for name in COMPILERS]
+    try:
+        candidates = [shlex.split(given)] if given else [[name] for name in COMPILERS]
+    except ValueError as error:
+        raise IncompatibleError(
+            f"native=True: CC is {given!r}, which is no command line ({error}). "
+            "Set CC to a compiler; or leave native out."
+        ) from error
     found = next((c for c in candidates if c and shutil.which(c[0])), None)
     if found is None:
         looked = given or ", ".join(COMPILERS)
@@ -64,17 +129,23 @@ def _compiler() -> list[str]:
 
 
 def _compile(compiler: list[str], source: Path, built: Path) -> None:
-    """Compile beside the goal and move: processes that start together never load half a file."""
-    built.parent.mkdir(parents=True, exist_ok=True)
+    """Compile beside the goal, add the checksum and move: processes that start together never load half a file."""
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:
         fresh = Path(folder) / built.name
         command = [*compiler, *FLAGS, str(source), "-o", str(fresh), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONGEST)
+            said = done.stderr.strip()
+        except subprocess.TimeoutExpired:
+            done, said = None, f"it was still running after {LONGEST:g} seconds."
+        if done is None or done.returncode or not fresh.is_file():
             raise IncompatibleError(
-                f"native=True: the compiler failed ({shlex.join(command)}):\n{done.stderr.strip()}\n"
+                f"native=True: the compiler failed ({shlex.join(command)}):\n{said or 'it wrote no library.'}\n"
                 "Set CC to another compiler, or leave native out."
             )
+        data = fresh.read_bytes()
+        fresh.write_bytes(data + hashlib.sha256(data).digest())
+        fresh.chmod(0o700)
         fresh.replace(built)
 
 

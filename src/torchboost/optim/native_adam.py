@@ -34,7 +34,8 @@ BLOCK_ENTRIES = 2**17
 POINTERS = ("weight", "mean", "square", "largest", "grad")
 SIZES = ("rows", "columns", "centralize")
 NUMBERS = (
-    *("unscale", "decay", "limit", "coupled", "keep", "beta1", "beta2", "ahead", "rate", "root", "eps", "padding"),
+    *("unscale", "decay", "limit", "coupled", "keep", "beta1", "gain1", "beta2", "gain2", "ahead"),
+    *("rate", "root", "eps", "padding"),
 )
 BLOCK = np.dtype([*((name, np.int64) for name in (*POINTERS, *SIZES)), *((name, np.float32) for name in NUMBERS)])
 
@@ -239,7 +240,9 @@ def _numbers(group: Mapping[str, Any], batch: Batch, pipeline: Pipeline, grad_sc
         "coupled": 0.0 if decoupled else weight_decay,
         "keep": 1 - lr * weight_decay if decoupled else 1.0,
         "beta1": beta1,
+        "gain1": 1 - beta1,
         "beta2": beta2,
+        "gain2": 1 - beta2,
         "ahead": 1 - beta1 if group["nesterov"] else 0.0,
         "rate": lr / first,
         "root": root,
