@@ -81,7 +81,7 @@ def test_the_peak_of_a_step(name, shares):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_state_has_the_documented_size(rule):
-    wanted = {"SGD": 0, "Momentum": 1, "LARS": 1, "RMSProp": 1}
+    wanted = {"SGD": 0, "Momentum": 1, "LARS": 1, "RMSprop": 1, "RMSProp": 1}
     params = parameters([(16, 16)])
     optimizer = RULES[rule](params)
     give_grads(params, 0)

@@ -51,6 +51,7 @@ def _cases() -> dict[str, Callable[..., UpdateRule]]:
     cases["AdamOffload"] = partial(AdamOffload, lr=0.01, weight_decay=0.1)
     cases["Lamb"] = partial(Lamb, lr=0.01, weight_decay=0.1)
     cases["Lamb-eps_in_root"] = partial(Lamb, lr=0.01, weight_decay=0.1, eps_in_root=True)
+    cases["RMSprop"] = partial(RMSprop, lr=0.01, momentum=0.9)
     for name in ("loop", "foreach"):
         cases[f"RMSprop-{name}"] = partial(RMSprop, lr=0.01, weight_decay=0.1, **FORMS[name])
         cases[f"RMSprop-centered-{name}"] = partial(RMSprop, lr=0.01, momentum=0.9, centered=True, **FORMS[name])
