@@ -69,6 +69,17 @@ def test_the_schedule_of_a_group_goes_with_its_parameters():
     assert [group["lr"] for group in new.param_groups] == [3.0, fast(2), slow(2)]
 
 
+def test_a_rate_written_by_hand_over_a_schedule_stays():
+    params = parameters()
+    old = SGD(params, lr=CosineDecay(0.1, decay_steps=9))
+    train(old, params, range(2))
+    old.param_groups[0]["lr"] = 0.7
+    new = rebuilt(old, described_groups(old))
+    train(new, params, range(2))
+    assert new.param_groups[0]["lr"] == 0.7
+    assert "lr: 0.7\n" in repr(new)
+
+
 def test_what_no_group_holds_is_kept():
     native = rebuilt(old := Adam(parameters(), native=True), described_groups(old))
     assert isinstance(native, Adam)

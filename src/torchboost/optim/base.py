@@ -139,16 +139,25 @@ class UpdateRule(Optimizer):
         return {"transforms": self.transforms, "nonfinite": self.nonfinite, **schedules}
 
     def described_groups(self) -> list[dict[str, Any]]:
-        """Return copies of the param groups with schedules in place of the value of the last update."""
-        return [{**group, **rules} for group, rules in zip(self.param_groups, self._schedules, strict=True)]
+        """Return copies of the param groups with schedules in place of the value of the last update.
+
+        A value that was written by hand over a schedule stays, as a number.
+        """
+        described = []
+        for group, rules in zip(self.param_groups, self._schedules, strict=True):
+            acting = {key: rule for key, rule in rules.items() if not _by_hand(group, key)}
+            kept = {key: value for key, value in group.items() if not key.startswith(SET_BY_SCHEDULE)}
+            described.append({**kept, **acting})
+        return described
 
     def __repr__(self) -> str:
         own = {key: value for key, value in self.constructor_options().items() if key not in self.defaults}
         lines = [f"{type(self).__name__} (", *(f"{key}: {value!r}" for key, value in own.items())]
         for number, (group, rules) in enumerate(zip(self.param_groups, self._schedules, strict=True)):
             lines.append(f"Parameter Group {number}")
-            for key in sorted(group.keys() - {"params"}):
-                source = f" at this update, by {rules[key]!r}" if key in rules else ""
+            for key in sorted(key for key in group if key != "params" and not key.startswith(SET_BY_SCHEDULE)):
+                acts = key in rules and not _by_hand(group, key)
+                source = f" at this update, by {rules[key]!r}" if acts else ""
                 lines.append(f"    {key}: {group[key]}{source}")
         return "\n".join([*lines, ")"])
 
