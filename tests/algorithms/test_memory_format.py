@@ -237,6 +237,14 @@ def test_a_batch_that_the_model_does_not_take_anyway_decides_nothing() -> None:
         model(torch.randn(2, 3, 9, 9))
 
 
+def test_a_model_without_numbers_is_not_tried() -> None:
+    with torch.device("meta"):
+        model = cnn()
+    assert ChannelsLast().idle(model, sgd(model)) is None
+    channels_last(model)
+    assert model[0].weight.is_contiguous(memory_format=LAST)
+
+
 def test_hooks_of_the_user_are_not_called_by_trials() -> None:
     model = Flattening(32)
     called = []

@@ -70,8 +70,21 @@ def test_a_foreign_cover_on_top_keeps_working_after_removal() -> None:
     assert own_forward(model) is foreign
     assert model(X) == [X, "a", "foreign"]
     effect.remove()
+    assert set(vars(model)) == {*vars(Net()), "forward"}
     assert vars(model)["forward"] is foreign
     assert model(X) == [X, "foreign"]
+
+
+def test_replicas_of_data_parallel_compute_with_their_own_weights() -> None:
+    model = Net()
+    covers = [cover_forward(model, adding("a")), cover_forward(model, adding("b"))]
+    for marks in (["a", "b"], ["a"], []):
+        replica = model._replicate_for_data_parallel()
+        replica.weight = torch.tensor(3.0)
+        assert replica(X) == [3 * X, *marks]
+        assert model(X) == [X, *marks]
+        covers[len(marks) - 1].remove()
+    assert "_replicate_for_data_parallel" not in vars(model)
 
 
 def test_a_copy_is_covered_too_on_its_own_weights_until_it_is_uncovered() -> None:

@@ -250,6 +250,8 @@ class _Called(nn.Module):
 
 def _copied(model: nn.Module) -> nn.Module | None:
     """Return a copy without hooks, so that nobody is told of the passes it is tried with; None if there can be none."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return None
     try:
         made = copy.deepcopy(model)
     except Exception:  # whatever the attributes of the user's modules raise

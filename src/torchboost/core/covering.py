@@ -20,6 +20,8 @@ Around = Callable[[Forward, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 """``around(forward, module, args, kwargs)`` calls ``forward(module, *args, **kwargs)``, or something in its place."""
 _COVER = "torchboost_cover"
 """Entry of a covering function's own dictionary that holds its :class:`_Cover`."""
+_REPLICATE = "_replicate_for_data_parallel"
+"""The method of modules that ``DataParallel`` calls for a replica: a copy of the attributes, ``forward`` among them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,10 +43,11 @@ def cover_forward(model: nn.Module, around: Around, *, innermost: bool = False) 
     """Let ``around`` stand between the callers of ``model.forward`` and the forward of this one instance.
 
     Hooks, wrappers, ``torch.compile`` before or after, copies and pickles go on as before. A deep copy of the model
-    is covered too, by the same function, and calls it with itself as the module; :func:`uncover_copy` frees it.
+    is covered too, by the same function, and calls it with itself as the module; :func:`uncover_copy` frees it. The
+    replicas of ``DataParallel`` compute with their own weights.
 
     Args:
-        model: Gets an instance attribute ``forward``.
+        model: Gets an instance attribute ``forward``, and one that makes its replicas.
         around: Called in place of ``forward``.
         innermost: Slide beneath the covers that are there already, next to the forward of the class.
 
@@ -77,10 +80,13 @@ def cover_forward(model: nn.Module, around: Around, *, innermost: bool = False) 
         under.append(top if top is not None else _unbound(model, own))
         vars(covering)[_COVER] = _Cover(under, top, own)
         model.forward = types.MethodType(covering, model)
+        setattr(model, _REPLICATE, types.MethodType(_replicate_for_data_parallel, model))
 
     def uncover() -> None:
         live.clear()
         _take_out(model, covering)
+        if _top(model) is None:
+            vars(model).pop(_REPLICATE, None)
 
     return Attachment(undo=uncover)
 
@@ -104,9 +110,22 @@ def uncover_copy(model: nn.Module) -> None:
         if _top(module) is not None:
             own = own_forward(module)
             del module.forward
+            vars(module).pop(_REPLICATE, None)
             if own is not None:
                 bound = isinstance(own, types.MethodType)
                 module.forward = types.MethodType(own.__func__, module) if bound else own
+
+
+def _replicate_for_data_parallel(model: nn.Module) -> nn.Module:
+    """Make a replica, as ``DataParallel`` does for each device, whose forward is its own and not that of the model.
+
+    A pickle refers to the method of a module by its name, which is why this function has the same.
+    """
+    replica = type(model)._replicate_for_data_parallel(model)
+    function = _top(model)
+    if function is not None:
+        replica.forward = types.MethodType(function, replica)
+    return replica
 
 
 def _cover(function: Any) -> _Cover:
