@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
 from torchboost.core.dataflow import evaluate, runnable
+from torchboost.core.drawing import generators_kept
 from torchboost.core.forward_watch import ForwardWatch
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
@@ -264,7 +265,7 @@ def _copied(model: nn.Module) -> nn.Module | None:
 
 
 def _run_backward(network: nn.Module, sample: Any) -> None:
-    with torch.random.fork_rng(), torch.enable_grad():
+    with generators_kept(range(torch.cuda.device_count())), torch.enable_grad():
         parts = [part for part in _leaves(network(sample)) if part.requires_grad and part.is_floating_point()]
         if parts:
             torch.stack([part.float().sum() for part in parts]).sum().backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchboost.core.drawing import generators_kept
 from torchboost.core.flow import Dataflow
 from torchboost.core.recording import LAYERS, Arguments, call, is_leaf, record_run, record_symbols, tensors_in
 from torchboost.core.structure import assume
@@ -151,39 +150,12 @@ def evaluate(network: nn.Module, sample: Any) -> list[Tensor]:
 def undisturbed(model: nn.Module, *, numbers: bool = True) -> Iterator[nn.Module]:
     """Give out a copy of a model in eval mode to run without gradients; see :func:`~torchboost.core.twin.twin`.
 
-    If the copy draws from the default generators of torch or of ``random``, they are put back afterwards. What other
-    threads draw from them in that time, they draw again.
+    Default generators that it draws from are put back (:func:`~torchboost.core.drawing.generators_kept`).
     """
     copied = twin(model, numbers=numbers)
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    python = random.getstate()
-    with torch.no_grad(), _Draws(devices) as draws:
-        try:
-            yield copied
-        finally:
-            draws.put_back()
-            if random.getstate() != python:
-                random.setstate(python)
-
-
-class _Draws(TorchDispatchMode):
-    """Remembers the state of the default generators before the first number that this thread draws."""
-
-    def __init__(self, devices: list[int]) -> None:
-        super().__init__()
-        self._devices = devices
-        self._before: list[Tensor] | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._before is None and torch.Tag.nondeterministic_seeded in func.tags:
-            self._before = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
-        return func(*args, **(kwargs or {}))
-
-    def put_back(self) -> None:
-        if self._before is not None:
-            torch.set_rng_state(self._before[0])
-            for device, state in zip(self._devices, self._before[1:], strict=True):
-                torch.cuda.set_rng_state(state, device)
+    with torch.no_grad(), generators_kept(devices):
+        yield copied
 
 
 @contextmanager

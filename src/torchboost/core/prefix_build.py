@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from torchboost.core.drawing import generators_kept
 from torchboost.core.prefix_split import Cut, cut_forward
 from torchboost.core.prefix_trace import Call, TracedForward, cuda_devices, random_state
 
@@ -127,7 +128,7 @@ def _restless(prefix: fx.GraphModule, tensors: tuple[Tensor, ...]) -> set[str]:
     buffers = [(buffer, buffer.clone()) for buffer in prefix.buffers()]
     devices = cuda_devices((*tensors, *prefix.parameters()))
     watch = _Watcher(prefix, functools.partial(random_state, devices), [buffer for buffer, _ in buffers])
-    with torch.random.fork_rng(devices=devices):
+    with generators_kept(devices):
         before = watch.state()
         prefix.forward(*tensors)
         if watch.state() != before:

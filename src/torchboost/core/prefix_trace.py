@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from torchboost.core.drawing import generators_kept
 from torchboost.core.recording import LAYERS
 from torchboost.errors import IncompatibleError
 
@@ -97,7 +98,7 @@ def trace_forward(model: nn.Module, call: Call) -> TracedForward:
     before = random_state(devices)
     python = random.getstate()
     try:
-        with torch.random.fork_rng(devices=devices):
+        with generators_kept(devices):
             graph = tracer.trace(model)
             drawn = random.getstate() != python or random_state(devices) != before
     except Exception as error:  # data-dependent Python: torch.fx has no common error class

@@ -1,0 +1,54 @@
+"""Default generators of random numbers that are put back only if they were used."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["generators_kept"]
+
+
+@contextmanager
+def generators_kept(devices: Sequence[int] = ()) -> Iterator[None]:
+    """Put the default generators of torch and of ``random`` back at the end, if this thread has drawn from them.
+
+    ``torch.random.fork_rng`` always does, so that what other threads draw meanwhile, they draw again. Here that only
+    happens from the first draw of this thread on.
+
+    Args:
+        devices: Indices of CUDA devices besides the CPU.
+    """
+    python = random.getstate()
+    with _Draws(devices) as draws:
+        try:
+            yield
+        finally:
+            draws.put_back()
+            if random.getstate() != python:
+                random.setstate(python)
+
+
+class _Draws(TorchDispatchMode):
+    """Remembers the state of the default generators before the first number that this thread draws."""
+
+    def __init__(self, devices: Sequence[int]) -> None:
+        super().__init__()
+        self._devices = devices
+        self._before: list[Tensor] | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._before is None and torch.Tag.nondeterministic_seeded in func.tags:
+            self._before = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
+        return func(*args, **(kwargs or {}))
+
+    def put_back(self) -> None:
+        if self._before is not None:
+            torch.set_rng_state(self._before[0])
+            for device, state in zip(self._devices, self._before[1:], strict=True):
+                torch.cuda.set_rng_state(state, device)
