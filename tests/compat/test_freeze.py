@@ -271,3 +271,17 @@ def test_one_list_of_parameters_is_no_list_of_groups():
 def test_a_number_of_steps_that_no_run_has():
     with pytest.raises(ValueError, match="total_steps: found a larger number"):
         GradientFreeze(3, 1, 0.7, 10**5000)
+
+
+def test_freeze_opt_trains_a_group_that_is_added_later():
+    model, head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 2)
+    groups = [list(model.parameters()), list(model[1].parameters())]
+    optimizer = FreezeOpt(torch.optim.SGD(model.parameters(), lr=0.1), groups, [0, 1])
+    optimizer.add_param_group({"params": head.parameters()})
+    for index in (0, 1, 0):
+        before = head.weight.detach().clone()
+        assert optimizer.freezing.index == index
+        head(model(torch.randn(3, 4))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not torch.equal(before, head.weight)

@@ -32,8 +32,14 @@ class HeldFlags:
         """By ``id``: hashing a tensor costs ten times as much as hashing a number."""
         self._left: set[int] = set()
         self._record = _Record(weakref.ref(owner))
+        self._known: set[int] = set()
+        self._register(parameters)
+
+    def _register(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
-            _RECORDS[parameter] = self._record
+            if id(parameter) not in self._known:
+                self._known.add(id(parameter))
+                _RECORDS[parameter] = self._record
 
     def change(self, wanted: Iterable[Tensor]) -> None:
         """Hold exactly those of ``wanted`` that train now, and give all others back."""
@@ -46,14 +52,14 @@ class HeldFlags:
             else:
                 continue
             del self.held[key]
-            self._record.held.pop(parameter, None)
+            self._record.held.discard(key)
+        self._register(after.values())
         for key, parameter in after.items():
             if key not in self.held and key not in self._left and parameter.requires_grad:
                 parameter.requires_grad_(False)
                 parameter.grad = None
                 self.held[key] = parameter
-                self._record.held[parameter] = None
-                _RECORDS[parameter] = self._record
+                self._record.held.add(key)
 
     def may_train(self, parameter: Tensor) -> bool:
         """Whether a parameter trains but for what is held here."""
@@ -92,7 +98,7 @@ def release_others(parameters: Iterable[Tensor]) -> None:
         owner = record.owner()
         if owner is not None:
             owner.remove()
-        if parameter in record.held:
+        if id(parameter) in record.held:
             parameter.requires_grad_(True)
 
 
@@ -101,7 +107,7 @@ class _Record:
 
     def __init__(self, owner: Owner) -> None:
         self.owner = owner
-        self.held: Any = WeakIdKeyDictionary()
+        self.held: set[int] = set()  # ids of parameters that lead here and so live
 
 
 # Flags outlive whoever cleared them: nothing else tells a parameter that freezing left behind from one that the user
