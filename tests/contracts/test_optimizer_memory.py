@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.support.memory import live_tensors
 from tests.support.optimizers import CASES, RULES, give_grads, parameters
+from torchboost.optim import masters
 from torchboost.optim.transforms import Centralize, ClipNorm, Unscale
 
 QUARTER = 250
@@ -99,3 +100,13 @@ def test_transforms_in_place_take_no_copy_of_the_gradients(rule):
     optimizer.step()
     assert peak(optimizer.step) <= 0.05 * SIZE
     assert torch.isfinite(params[0]).all()
+
+
+@pytest.mark.parametrize("name", ["Adam-fused", "SGD-fused"])
+def test_masters_take_a_float32_copy_of_one_piece_of_the_gradients(name, monkeypatch):
+    monkeypatch.setattr(masters, "PIECE", 128 * 128)
+    params = parameters([(128, 128)] * 8, dtype=torch.bfloat16)
+    optimizer = CASES[name](params, master_weights=True)
+    give_grads(params, 0)
+    optimizer.step()
+    assert peak(optimizer.step) <= 1.01 * 4 * 128 * 128

@@ -20,10 +20,12 @@ def batch(sizes: tuple[int, ...]) -> Batch:
 def test_gradients_are_widened_one_piece_at_a_time(monkeypatch):
     monkeypatch.setattr(masters, "PIECE", 10)
     whole = batch((4, 4, 4, 30, 2))
-    parts = list(pieces(whole))
-    assert [[len(grad) for grad in part.grads] for part in parts] == [[4, 4, 4], [30], [2]]
-    assert all(grad.dtype is torch.float32 for part in parts for grad in part.grads)
-    assert [param for part in parts for param in part.params] == whole.params
+    seen = []
+    for part in pieces(whole):
+        assert all(grad.dtype is torch.float32 for grad in part.grads)
+        seen.append([(param, len(grad)) for param, grad in zip(part.params, part.grads, strict=True)])
+    assert [[size for _, size in part] for part in seen] == [[4, 4, 4], [30], [2]]
+    assert all(a is b for a, b in zip((param for part in seen for param, _ in part), whole.params, strict=True))
     assert all(grad.dtype is torch.bfloat16 for grad in whole.grads)
 
 

@@ -35,21 +35,23 @@ class FrontOptimizer(Optimizer):
         self.opt = opt
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The groups of ``opt``, the same list."""
         return self._behind("param_groups")
 
     @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
+    def param_groups(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, value: list[dict[str, Any]]
+    ) -> None:
         self._put("param_groups", value)
 
     @property
-    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def state(self) -> Any:
         """The state of ``opt``, the same mapping."""
         return self._behind("state")
 
     @state.setter
-    def state(self, value: Any) -> None:
+    def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._put("state", value)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -61,7 +61,10 @@ class Stamps:
 
 
 def pieces(batch: Batch) -> Iterator[Batch]:
-    """Yield a batch in parts whose gradients have the precision of what is updated, widened one part at a time."""
+    """Yield a batch in parts whose gradients have the precision of what is updated, widened one part at a time.
+
+    A part is good until the next one is asked for.
+    """
     if not any("master" in s and g.dtype in LOW_PRECISION for s, g in zip(batch.states, batch.grads, strict=True)):
         yield batch
         return
@@ -74,6 +77,7 @@ def pieces(batch: Batch) -> Iterator[Batch]:
                 widened(g) if "master" in s else g for g, s in zip(batch.grads[part], batch.states[part], strict=True)
             ]
             yield type(batch)(batch.params[part], grads, batch.states[part])
+            grads.clear()  # before the next piece is made
             start, entries = stop, 0
 
 

@@ -1,0 +1,171 @@
+"""Claim: weights, gradients and moments in flat buffers make a step no faster where tensors are large, on the CPU.
+
+A flat buffer makes the update one kernel over one tensor, clipping one norm, the exchange one all-reduce. Against it
+stands that gradients must be *added* into a buffer that was zeroed, where a backward pass otherwise hands over
+the tensors that it made. The update is measured with and without that; the exchange on two gloo processes of this
+machine, against buckets of 25 MiB as DDP sends them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from optimizer_step import CASES, SETTINGS, Step, small
+from options import Options, parser, run
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from torchboost.distributed.teardown import shutdown
+from torchboost.optim.adam import AdamWeightDecay
+from torchboost.tuner.evidence import BenchReport, Contestant
+from torchboost.tuner.statistics import paired_ratio
+from torchboost.tuner.stopwatch import Comparison, Warmup, compare, environment
+
+LIST, FLAT, FILLED = "a tensor each", "flat buffers", "flat buffers, gradients zeroed and added"
+BUCKETS, ONE = "buckets of 25 MiB", "one flat buffer"
+BUCKET = 25 * 2**20 // 4
+NORM = 1.0
+
+
+def shapes_of(make: Callable[[], nn.Module]) -> list[tuple[int, ...]]:
+    return [tuple(param.shape) for param in make().parameters()]
+
+
+def cases(smoke: bool) -> dict[str, list[tuple[int, ...]]]:
+    if smoke:
+        return {"small ResNet": shapes_of(small)}
+    found = {title: shapes_of(make) for title, make in CASES.values()}
+    return found | {"2,000 tensors of 64": [(64,)] * 2000, "2,000 tensors of 4,096": [(64, 64)] * 2000}
+
+
+def filled(shapes: list[tuple[int, ...]], *, flat: bool) -> list[nn.Parameter]:
+    """Return parameters with gradients: as many tensors, or one over all entries."""
+    torch.manual_seed(0)
+    sizes = [(sum(map(math.prod, shapes)),)] if flat else shapes
+    params = [nn.Parameter(torch.randn(size)) for size in sizes]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    return params
+
+
+def step_of(params: list[nn.Parameter], *, native: bool) -> Step:
+    """Return a step of the update alone (native: AdamW's own kernel), behind clipping."""
+    form = {"native": True} if native else {"fused": True}
+    optimizer = AdamWeightDecay(params, eps=1e-8, bias_correction=True, **form, **SETTINGS)
+
+    def step() -> None:
+        clip_grad_norm_(params, NORM)
+        optimizer.step()
+
+    return step
+
+
+def with_filling(params: list[nn.Parameter], fresh: list[Tensor], step: Step) -> Step:
+    """Zero the buffer and add to it what a backward pass makes, tensor by tensor."""
+    buffer = params[0].grad
+    assert buffer is not None
+    views = buffer.split([tensor.numel() for tensor in fresh])
+
+    def whole() -> None:
+        buffer.zero_()
+        for view, tensor in zip(views, fresh, strict=True):
+            view.add_(tensor)
+        step()
+
+    return whole
+
+
+def updates(shapes: list[tuple[int, ...]], *, native: bool) -> dict[str, Step]:
+    apart, flat, filling = filled(shapes, flat=False), filled(shapes, flat=True), filled(shapes, flat=True)
+    fresh = [torch.randn(math.prod(shape)) for shape in shapes]
+    return {
+        LIST: step_of(apart, native=native),
+        FLAT: step_of(flat, native=native),
+        FILLED: with_filling(filling, fresh, step_of(filling, native=native)),
+    }
+
+
+def exchanges(shapes: list[tuple[int, ...]]) -> dict[str, Step]:
+    flat = torch.randn(sum(map(math.prod, shapes)))
+    buckets = flat.clone().split(BUCKET)
+
+    def in_buckets() -> None:
+        for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
+            assert work is not None
+            work.wait()
+
+    return {BUCKETS: in_buckets, ONE: lambda: dist.all_reduce(flat)}
+
+
+def rank_main(rank: int, folder: str, smoke: bool) -> None:
+    """Time both exchanges by turns; the first rank writes its samples."""
+    os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    # Every rank makes the same number of calls, which a warm-up that ends by its own times would not.
+    fixed = Warmup(least=2, window=2, limit=2, seconds=math.inf)
+    found = {}
+    for name, shapes in cases(smoke).items():
+        timed = compare(exchanges(shapes), baselines=[BUCKETS], pairs=3 if smoke else 12, warmup=fixed)
+        found[name] = [timed.samples, timed.warmup_seconds]
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found), encoding="utf-8")
+    shutdown()
+
+
+def contestants(case: str, found: Comparison, base: str) -> list[Contestant]:
+    made = []
+    for way, samples in found.samples.items():
+        times = paired_ratio(samples, found.samples[base])
+        said = f"{times.mid:.2f} times {base} (95 %: {times.low:.2f} to {times.high:.2f})"
+        made.append(
+            Contestant(
+                name=f"{case}: {way}",
+                kind="stock" if way == base else "algorithm",
+                step_seconds=found.step_seconds(way),
+                samples=samples,
+                ratios=[r.model_copy(update={"baseline": f"{case}: {base}"}) for r in found.ratios(way)],
+                warmup_seconds=found.warmup_seconds[way],
+                notes=[] if way == base else [said],
+            )
+        )
+    return made
+
+
+def measure(options: Options) -> list[Path]:
+    made: list[Contestant] = []
+    for case, shapes in cases(options.smoke).items():
+        for form in ("fused", "native"):
+            ways = updates(shapes, native=form == "native")
+            found = compare(ways, baselines=[LIST], pairs=3 if options.smoke else 40, progress=options.progress)
+            made += contestants(f"{case}, {form}", found, LIST)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, args=(folder, options.smoke), nprocs=2)
+        exchanged = json.loads(Path(folder, "found.json").read_text(encoding="utf-8"))
+    for case, (samples, warmup) in exchanged.items():
+        found = Comparison(samples=samples, warmup_seconds=warmup, baselines=(BUCKETS,))
+        made += contestants(f"{case}, exchange on 2 ranks", found, BUCKETS)
+    report = BenchReport(
+        title="Flat buffers against a tensor each: clipping and AdamW, and the exchange of gradients",
+        workload="flat_buffers",
+        model="lists of tensors",
+        parameters=sum(math.prod(shape) for shapes in cases(options.smoke).values() for shape in shapes),
+        batch=1,
+        metric_name="none",
+        environment=environment(),
+        contestants=made,
+    )
+    return [report.save(options.file("flat_buffers", "all"))]
+
+
+if __name__ == "__main__":
+    run([measure], parser(__doc__).parse_args())
