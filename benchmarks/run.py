@@ -11,6 +11,7 @@ import freeze_savings
 import freeze_types
 import gpu
 import host_memory
+import inference
 import loss_scale
 import optimizer_rules
 import optimizer_step
@@ -30,6 +31,7 @@ CLAIMS = {
     "fine_tune": fine_tune.measure,
     "whole_run": whole_run.measure,
     "freeze_types": freeze_types.measure,
+    "inference": inference.measure,
     "optimizer_step": optimizer_step.measure,
     "optimizer_rules": optimizer_rules.measure,
     "adasum_time": adasum_time.measure,

@@ -250,6 +250,7 @@ def fine_tuned(path: Path) -> str:
 
 MAKERS: dict[str, Callable[[Path], str]] = {
     "step_time": times,
+    "inference": times,
     "overhead": times,
     "loss_scale": times,
     "accuracy": accuracy,
