@@ -337,6 +337,19 @@ def test_sparse_gradients_switch_their_group_back() -> None:
     optimizer.step()
 
 
+def test_sparse_momentum_can_be_fused_over_and_loaded() -> None:
+    table = nn.Embedding(5, 4, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.9)
+    table(torch.tensor([1, 3])).sum().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    fuse(optimizer)
+    optimizer.load_state_dict(saved)
+    with pytest.warns(NoEffectWarning, match="sparse gradients"):
+        optimizer.step()
+    assert optimizer.state[table.weight]["momentum_buffer"].is_sparse
+
+
 class Overridden(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)

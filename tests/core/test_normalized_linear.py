@@ -29,6 +29,16 @@ def test_equals_the_formula_and_shares_the_parameters(bias):
     torch.testing.assert_close(head(x), reference(x, linear.weight, linear.bias, 3.5))
 
 
+def test_taking_a_layer_over_draws_no_random_number():
+    linear = torch.nn.Linear(5, 3, dtype=torch.float64)
+    before = torch.get_rng_state()
+    head = NormalizedLinear.from_linear(linear)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert head.weight is linear.weight
+    assert head.multiplier.dtype is torch.float64
+    assert head.multiplier.tolist() == [1.0]
+
+
 def test_tiny_inputs_stay_finite_forward_and_backward():
     head = NormalizedLinear(5, 3)
     x = torch.zeros(2, 5, requires_grad=True)

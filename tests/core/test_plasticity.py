@@ -113,3 +113,21 @@ def test_a_checkpoint_of_other_groups_is_refused():
     state = Plasticity(groups(2), threshold=1.0, tolerance=0.1).state_dict()
     with pytest.raises(ValueError, match="other groups"):
         Plasticity(groups(3), threshold=1.0, tolerance=0.1).load_state_dict(state)
+
+
+def test_parameters_of_every_type_are_measured():
+    moved = []
+    for dtype in (torch.float32, torch.float64, torch.complex64, torch.bfloat16):
+        parameter = nn.Parameter(torch.ones(4, dtype=dtype))
+        plasticity = Plasticity([[parameter], [parameter]], threshold=1.0, tolerance=0.1)
+        with torch.no_grad():
+            parameter.add_(0.5j if dtype.is_complex else 0.5)
+        plasticity.decide(0)
+        moved.append(plasticity.state_dict()["farthest"])
+    assert moved == [[1.0, 1.0]] * 4
+    small = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    plasticity = Plasticity([[small], [small]], threshold=1.0, tolerance=0.1)
+    with torch.no_grad():
+        small.add_(1e-9)
+    plasticity.decide(0)
+    assert plasticity.state_dict()["farthest"] == pytest.approx([2e-9] * 2)

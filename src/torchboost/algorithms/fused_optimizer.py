@@ -301,7 +301,7 @@ def _align_state(state: dict[str, Any], parameter: Tensor) -> None:
             continue
         if key == "step":
             state[key] = value.to(parameter.device, torch.float32)
-        elif value.shape == parameter.shape:
+        elif value.layout is torch.strided and value.shape == parameter.shape:
             state[key] = aligned(value, parameter)
 
 

@@ -49,16 +49,14 @@ class NormalizedLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> Self:
-        """Build the normalised form of ``linear``; weight and bias are the same parameters, the multiplier is new."""
-        head = cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            device=linear.weight.device,
-            dtype=linear.weight.dtype,
-        )
+        """Build the normalised form of ``linear``; weight and bias are the same parameters, the multiplier is new.
+
+        No random number is drawn.
+        """
+        head = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         head.weight = linear.weight
         head.register_parameter("bias", linear.bias)
+        head.multiplier = nn.Parameter(torch.ones(1, device=linear.weight.device, dtype=linear.weight.dtype))
         return head.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:

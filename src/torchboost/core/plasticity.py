@@ -112,7 +112,7 @@ class Plasticity:
         sums = []
         for group, before in zip(self._groups, self._before, strict=True):
             pairs = [(_local(p), _local(w)) for p, w in zip(group, before, strict=True)]
-            sums.append(torch.stack([(p.float() - w.float()).square().sum() for p, w in pairs]).sum())
+            sums.append(torch.stack([(p - w).abs().float().square().sum() for p, w in pairs]).sum())
         device = sums[0].device
         loss = torch.zeros((), device=device) if self._loss is None else self._loss.to(device)
         # Replicas all hold the same sums, shards hold parts of them; either way the shares come out right.

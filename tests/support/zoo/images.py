@@ -1,0 +1,430 @@
+"""Networks over images, volumes and vectors: the families that people train. Plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.support.zoo.network import CLASSES, Network, images, sequences, vectors, volumes
+
+__all__ = ["IMAGES", "Basic", "Head", "stage"]
+
+
+def stage(inputs: int, outputs: int, *, inplace: bool = False, **options: int) -> nn.Sequential:
+    """A 3 x 3 convolution without bias, its BatchNorm and ReLU."""
+    options = {"padding": 1, **options}
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, bias=False, **options), nn.BatchNorm2d(outputs), nn.ReLU(inplace=inplace)
+    )
+
+
+class Head(nn.Module):
+    """The mean over all places, and a linear layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x.flatten(2).mean(2))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+def mlp_batch_norm() -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs in (8, 16, 16, 16):
+        layers += [nn.Linear(inputs, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(16, CLASSES))
+
+
+class batch_norm_over_sequences(nn.Module):
+    """``BatchNorm1d`` over ``(n, places, features)`` normalises places, not the outputs of the layer in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(part for _ in range(3) for part in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()))
+        )
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x).mean(1))
+
+
+def _convs(norm: type[nn.Module] | None, *, bias: bool) -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs in (3, 8, 8, 8):
+        layers.append(nn.Conv2d(inputs, 8, 3, padding=1, bias=bias))
+        if norm is nn.GroupNorm:
+            layers.append(nn.GroupNorm(2, 8))
+        elif norm is nn.LayerNorm:
+            layers.append(nn.LayerNorm([8, 8, 8]))
+        elif norm is nn.InstanceNorm2d:
+            layers.append(nn.InstanceNorm2d(8, affine=True))
+        elif norm is not None:
+            layers.append(norm(8))
+        layers.append(nn.ReLU())
+    return nn.Sequential(*layers, Head(8))
+
+
+def conv_bias() -> nn.Module:
+    return _convs(None, bias=True)
+
+
+def conv_batch_norm() -> nn.Module:
+    return _convs(nn.BatchNorm2d, bias=False)
+
+
+def conv_bias_batch_norm() -> nn.Module:
+    return _convs(nn.BatchNorm2d, bias=True)
+
+
+def conv_group_norm() -> nn.Module:
+    return _convs(nn.GroupNorm, bias=True)
+
+
+def conv_layer_norm() -> nn.Module:
+    return _convs(nn.LayerNorm, bias=True)
+
+
+def conv_instance_norm() -> nn.Module:
+    return _convs(nn.InstanceNorm2d, bias=False)
+
+
+class Basic(nn.Module):
+    """A residual block of two convolutions; ``inplace`` writes over what it can, as torchvision does."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1, *, inplace: bool = False) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.act = nn.ReLU(inplace=inplace)
+        self.inplace = inplace
+        self.down = None
+        if stride > 1 or inputs != outputs:
+            self.down = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(self.act(self.bn1(self.conv1(x)))))
+        skip = x if self.down is None else self.down(x)
+        if self.inplace:
+            y += skip
+            return self.act(y)
+        return self.act(y + skip)
+
+
+def _resnet(*, inplace: bool) -> nn.Module:
+    blocks = (Basic(8, 8, inplace=inplace), Basic(8, 12, 2, inplace=inplace), Basic(12, 12, inplace=inplace))
+    return nn.Sequential(stage(3, 8, inplace=inplace), *blocks, Head(12))
+
+
+def resnet_basic() -> nn.Module:
+    return _resnet(inplace=False)
+
+
+def resnet_basic_inplace() -> nn.Module:
+    return _resnet(inplace=True)
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, inputs: int, width: int, outputs: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.skip = nn.Sequential()
+        if inputs != outputs:
+            self.skip = nn.Sequential(nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.skip(x))
+
+
+def resnet_bottleneck() -> nn.Module:
+    return nn.Sequential(stage(3, 8), Bottleneck(8, 4, 12), Bottleneck(12, 4, 12), Bottleneck(12, 4, 12), Head(12))
+
+
+class PreAct(nn.Module):
+    def __init__(self, width: int, *, inplace: bool) -> None:
+        super().__init__()
+        self.bn1, self.conv1 = nn.BatchNorm2d(width), nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2, self.conv2 = nn.BatchNorm2d(width), nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.inplace = inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv1(F.relu(self.bn1(x), inplace=self.inplace))
+        return x + self.conv2(F.relu(self.bn2(y), inplace=self.inplace))
+
+
+def _preact(*, inplace: bool) -> nn.Module:
+    blocks = [PreAct(8, inplace=inplace) for _ in range(3)]
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *blocks, nn.BatchNorm2d(8), nn.ReLU(inplace), Head(8))
+
+
+def resnet_preact() -> nn.Module:
+    return _preact(inplace=False)
+
+
+def resnet_preact_inplace() -> nn.Module:
+    return _preact(inplace=True)
+
+
+class densenet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = stage(3, 8)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.BatchNorm2d(8 + 4 * i), nn.ReLU(), nn.Conv2d(8 + 4 * i, 4, 3, padding=1, bias=False))
+            for i in range(3)
+        )
+        self.norm = nn.BatchNorm2d(20)
+        self.head = Head(20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = torch.cat([x, layer(x)], 1)
+        return self.head(F.relu(self.norm(x), inplace=True))
+
+
+class Inverted(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        wide = 2 * inputs
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, wide, 1, bias=False),
+            nn.BatchNorm2d(wide),
+            nn.ReLU6(inplace=True),
+            nn.Conv2d(wide, wide, 3, padding=1, groups=wide, bias=False),
+            nn.BatchNorm2d(wide),
+            nn.ReLU6(inplace=True),
+            nn.Conv2d(wide, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.skips = inputs == outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x) if self.skips else self.body(x)
+
+
+def mobilenet() -> nn.Module:
+    return nn.Sequential(stage(3, 8), Inverted(8, 8), Inverted(8, 12), Inverted(12, 12), Head(12))
+
+
+class ConvNeXtBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(width, width, 3, padding=1, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.layer_scale = nn.Parameter(torch.full((width, 1, 1), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(self.norm(self.depthwise(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
+        return x + self.layer_scale * y
+
+
+def convnext() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 2, 2), *(ConvNeXtBlock(8) for _ in range(3)), Head(8))
+
+
+class unet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1, self.down2 = stage(3, 8), stage(8, 8)
+        self.up = nn.Sequential(nn.ConvTranspose2d(8, 8, 2, 2), nn.BatchNorm2d(8), nn.ReLU())
+        self.join = stage(16, 8)
+        self.out = nn.Conv2d(8, CLASSES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.down1(x)
+        deep = self.up(self.down2(F.max_pool2d(wide, 2)))
+        return self.out(self.join(torch.cat([wide, deep], 1))).mean((2, 3))
+
+
+def autoencoder() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 4, 3, 2, 1), nn.ReLU(),
+        nn.ConvTranspose2d(4, 8, 2, 2), nn.ReLU(), nn.ConvTranspose2d(8, 3, 2, 2), Head(3),
+    )  # fmt: skip
+
+
+class RepVGGBlock(nn.Module):
+    def __init__(self, width: int, *, inplace: bool) -> None:
+        super().__init__()
+        self.identity = nn.BatchNorm2d(width)
+        self.conv1, self.norm1 = nn.Conv2d(width, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv3, self.norm3 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.inplace = inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inplace:
+            y = self.identity(x)
+            y += self.norm1(self.conv1(x))
+            y += self.norm3(self.conv3(x))
+            return F.relu(y)
+        return F.relu(self.identity(x) + self.norm1(self.conv1(x)) + self.norm3(self.conv3(x)))
+
+
+def repvgg() -> nn.Module:
+    return nn.Sequential(stage(3, 8), *(RepVGGBlock(8, inplace=False) for _ in range(3)), Head(8))
+
+
+def repvgg_inplace() -> nn.Module:
+    return nn.Sequential(stage(3, 8), *(RepVGGBlock(8, inplace=True) for _ in range(3)), Head(8))
+
+
+class SqueezeExcite(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(stage(width, width), nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width))
+        self.gate = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(width, 4, 1), nn.ReLU(True), nn.Conv2d(4, width, 1), nn.Sigmoid()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        y = y * self.gate(y)
+        return F.relu(y.add_(x))
+
+
+def squeeze_excite() -> nn.Module:
+    return nn.Sequential(stage(3, 8), SqueezeExcite(8), SqueezeExcite(8), Head(8))
+
+
+class Inception(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one = nn.Sequential(nn.Conv2d(width, 4, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+        self.three = stage(width, 4)
+        self.pool = nn.Sequential(nn.MaxPool2d(3, 1, 1), nn.Conv2d(width, 4, 1, bias=False), nn.BatchNorm2d(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.one(x), self.three(x), F.relu(self.pool(x))], 1)
+
+
+def inception() -> nn.Module:
+    return nn.Sequential(stage(3, 8), Inception(8), Inception(12), Head(12))
+
+
+class ShuffleBlock(nn.Module):
+    def __init__(self, half: int) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(stage(half, half), nn.Conv2d(half, half, 3, padding=1, groups=half))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept, changed = x.chunk(2, 1)
+        x = torch.cat([kept, self.branch(changed)], 1)
+        n, c, h, w = x.shape
+        return x.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h, w)
+
+
+def shufflenet() -> nn.Module:
+    return nn.Sequential(stage(3, 8), ShuffleBlock(4), ShuffleBlock(4), Head(8))
+
+
+class lenet(nn.Module):
+    """``view`` over channels, height and width at once, which reads memory in channels-first order only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 8, 3, 2, 1)
+        self.fc1, self.fc2 = nn.Linear(8 * 16, 12), nn.Linear(12, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.conv2(F.relu(self.conv1(x))))
+        return self.fc2(F.relu(self.fc1(x.view(-1, 8 * 16))))
+
+
+def conv_one_dimension() -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs in (3, 8, 8, 8):
+        layers += [nn.Conv1d(inputs, 8, 3, padding=1, bias=False), nn.BatchNorm1d(8), nn.ReLU()]
+    return nn.Sequential(*layers, Head(8))
+
+
+def conv_three_dimensions() -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs in (2, 6, 6):
+        layers += [nn.Conv3d(inputs, 6, 3, padding=1, bias=False), nn.BatchNorm3d(6), nn.ReLU()]
+    return nn.Sequential(*layers, Head(6))
+
+
+def conv_transposed() -> nn.Module:
+    return nn.Sequential(
+        nn.ConvTranspose2d(3, 8, 2, 2, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.ConvTranspose2d(8, 8, 3, padding=1, groups=2, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.ConvTranspose2d(8, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), Head(6),
+    )  # fmt: skip
+
+
+class odd_batch_norms(nn.Module):
+    """BatchNorms with a cumulative average, without weights, without statistics, and with another ``eps``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norms = (
+            nn.BatchNorm2d(8, momentum=None),
+            nn.BatchNorm2d(8, affine=False),
+            nn.BatchNorm2d(8, track_running_stats=False),
+            nn.BatchNorm2d(8, momentum=0.5, eps=1e-2),
+        )
+        layers = (nn.Sequential(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1), n) for i, n in enumerate(norms))
+        self.layers = nn.Sequential(*layers)
+        self.head = Head(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        return self.head(x)
+
+
+IMAGES = (
+    Network(build=mlp, draw=vectors()),
+    Network(build=mlp_batch_norm, draw=vectors()),
+    Network(build=batch_norm_over_sequences, draw=sequences(8)),
+    *(
+        Network(build=build, draw=images(), grows=4)
+        for build in (
+            conv_bias,
+            conv_batch_norm,
+            conv_bias_batch_norm,
+            conv_group_norm,
+            conv_instance_norm,
+            resnet_basic,
+            resnet_basic_inplace,
+            resnet_bottleneck,
+            resnet_preact,
+            resnet_preact_inplace,
+            densenet,
+            mobilenet,
+            convnext,
+            unet,
+            autoencoder,
+            repvgg,
+            repvgg_inplace,
+            squeeze_excite,
+            inception,
+            shufflenet,
+            conv_transposed,
+            odd_batch_norms,
+        )
+    ),
+    Network(build=conv_layer_norm, draw=images()),
+    Network(build=lenet, draw=images()),
+    Network(build=conv_one_dimension, draw=sequences(3, 10, last=False), grows=3),
+    Network(build=conv_three_dimensions, draw=volumes(), grows=2),
+)
