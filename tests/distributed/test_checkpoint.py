@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -107,16 +108,62 @@ def test_an_interrupted_write_loses_nothing(when, tmp_path, monkeypatch):
 
 def test_numbers_that_make_no_sense_are_refused(tmp_path):
     run = Run()
-    with pytest.raises(ValueError, match="found -1 and 2"):
+    with pytest.raises(ValueError, match="number: found -1; allowed are 0 or more"):
         run.save(tmp_path, -1)
-    with pytest.raises(ValueError, match="found 1 and 0"):
+    with pytest.raises(ValueError, match="keep: found 0; allowed are 1 or more"):
         run.save(tmp_path, 1, keep=0)
+    for number in ("5", 5.0, True):
+        with pytest.raises(TypeError, match=f"number: found {number!r}; give an integer"):
+            run.save(tmp_path, number)
+    with pytest.raises(ValueError, match=r"'torchboost\.copy' is used"):
+        checkpoint.save(tmp_path, 1, run.model, run.optimizer, **{"torchboost.copy": run.step})
     path = run.save(tmp_path, 1)
     with pytest.raises(FileExistsError, match="give a larger number"):
         run.save(tmp_path, 1)
     with pytest.raises(FileNotFoundError, match=r"no '\.metadata'"):
         run.load(tmp_path / "2")
     assert list(tmp_path.iterdir()) == [path]
+
+
+class Unwritable:
+    def state_dict(self):
+        return {"function": lambda: 1}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_what_torch_cannot_write_or_read_is_an_ordinary_error(tmp_path):
+    run = Run()
+    with pytest.raises(RuntimeError, match=r"00000001 was not written: rank 0: .*[Pp]ickle"):
+        checkpoint.save(tmp_path, 1, run.model, run.optimizer, part=Unwritable())
+    path = run.save(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == [path]
+    before = snapshot(run.model)
+    for data in path.glob("*.distcp"):
+        data.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"00000001 cannot be read .*; load another checkpoint"):
+        run.load(path)
+    for data in path.glob("*.distcp"):
+        data.unlink()
+    with pytest.raises(FileNotFoundError, match="00000001 cannot be read"):
+        run.load(path)
+    for content in (b"", b"garbage", pickle.dumps(3)):
+        (path / ".metadata").write_bytes(content)
+        with pytest.raises(ValueError, match="metadata is damaged"):
+            run.load(path)
+    assert snapshot(run.model) == before
+
+
+def test_what_lies_in_the_place_of_a_checkpoint_is_named(tmp_path):
+    run = Run()
+    (tmp_path / "00000005").write_text("notes")
+    assert checkpoint.latest(tmp_path) is None
+    with pytest.raises(FileExistsError, match="00000005 is there already and is no checkpoint"):
+        run.save(tmp_path, 5)
+    with pytest.raises(FileExistsError, match="00000005 is no folder"):
+        run.save(tmp_path / "00000005", 1)
+    assert run.save(tmp_path, 6, keep=1) == checkpoint.latest(tmp_path)
 
 
 def test_a_number_below_the_newest_is_refused_and_nothing_is_removed(tmp_path):

@@ -8,9 +8,10 @@ what belongs to a rank (a training step, a scheduler, a sampler) goes back to th
 from __future__ import annotations
 
 import copy
+import operator
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -88,12 +90,16 @@ def save(
         The path of the checkpoint.
 
     Raises:
-        ValueError: A number or ``keep`` that is too small, or an optimizer of another model.
-        FileExistsError: There is a checkpoint of this number or of a larger one; raised on all ranks, nothing was
-            written.
+        TypeError: ``number`` or ``keep`` is not an integer.
+        ValueError: One of them is too small, the optimizer is that of another model, or a part has a name of ours.
+        FileExistsError: There is a checkpoint of this number or of a larger one, or something else that has its name;
+            raised on all ranks, nothing was written.
+        OSError: The folder cannot be written; raised on all ranks.
+        RuntimeError: A part cannot be written (pickled); raised on all ranks. Complete checkpoints are as they were.
     """
-    if number < 0 or keep < 1:
-        raise ValueError(f"number, keep: found {number} and {keep}; allowed are 0 or more, and 1 or more.")
+    number, keep = _integer("number", number, 0), _integer("keep", keep, 1)
+    if taken := OURS & set(parts):
+        raise ValueError(f"the name {sorted(taken)[0]!r} is used for what is saved of the optimizer; give another one.")
     folder = Path(folder)
     path, unfinished = folders.places(folder, number)
     _check_newest(folder, number)
@@ -115,16 +121,15 @@ def save(
     }
     if source:
         content[_key("buffers", source)] = buffers
-    if _rank() == 0:
-        folders.clear(folder)
-    _barrier()
+    _by_first(lambda: folders.clear(folder))
     # By default DCP spreads copies over the ranks, and a replica's BatchNorm statistics are not those of rank 0.
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     with _quiet():
-        state_dict_saver.save(content, checkpoint_id=unfinished, planner=planner)
-    if _rank() == 0:
-        folders.finish(unfinished, path, keep)
-    _barrier()
+        try:
+            state_dict_saver.save(content, checkpoint_id=unfinished, planner=planner)
+        except CheckpointException as error:  # not an Exception
+            raise RuntimeError(f"{path} was not written: {_in_short(error)}.") from error
+    _by_first(lambda: folders.finish(unfinished, path, keep))
     return path
 
 
@@ -142,10 +147,10 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
         **parts: Under the names that :func:`save` was given.
 
     Raises:
-        FileNotFoundError: There is no checkpoint.
+        FileNotFoundError: There is no checkpoint, or one of its files is missing.
         ValueError: Another model, other groups, other parts, or parts or optimizers that differ between the ranks (as
-            gradients in mid-window do) on another number of ranks; nothing was loaded. A part may raise errors of its
-            own.
+            gradients in mid-window do) on another number of ranks, or a damaged file; nothing was loaded, unless the
+            weights, which are read last, are what is damaged. A part may raise errors of its own.
     """
     path = Path(path)
     metadata = _metadata(path)
@@ -187,16 +192,43 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
     All ranks call it together and get what rank 0 found.
     """
-    found = [next(reversed(folders.complete(Path(folder))), None)]
+    return _by_first(lambda: next(reversed(folders.complete(Path(folder))), None))
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: found {value!r}; give an integer, {least} or more.")
+    if operator.index(value) < least:
+        raise ValueError(f"{name}: found {value}; allowed are {least} or more.")
+    return operator.index(value)
+
+
+def _by_first(act: Callable[[], Any]) -> Any:
+    """Let rank 0 do something that all ranks wait for; its result or its error is that of all."""
+    outcome: list[Any] = [None, None]
+    if _rank() == 0:
+        try:
+            outcome[0] = act()
+        except Exception as error:
+            outcome[1] = error
     if dist.is_initialized():
-        dist.broadcast_object_list(found)
-    return found[0]
+        dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def _in_short(error: CheckpointException) -> str:
+    """The last line of what each rank that failed says."""
+    causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+    return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in sorted(causes.items()))
 
 
 def _check_newest(folder: Path, number: int) -> None:
     """Refuse a number that is not the largest in the folder, as only the largest ones are kept."""
     newest = latest(folder)
     if newest is None or int(newest.name) < number:
+        _by_first(lambda: _check_place(folder, number))
         return
     if int(newest.name) == number:
         raise FileExistsError(f"{newest} is there already; give a larger number, or remove it.")
@@ -204,6 +236,14 @@ def _check_newest(folder: Path, number: int) -> None:
         f"{newest} is there already, and {number} would be older, the first to go; save into another folder, or remove "
         "the newer checkpoints."
     )
+
+
+def _check_place(folder: Path, number: int) -> None:
+    path, _ = folders.places(folder, number)
+    if os.path.lexists(path):
+        raise FileExistsError(f"{path} is there already and is no checkpoint; move it away, or give another number.")
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise FileExistsError(f"{folder} is no folder; give another one.")
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:
@@ -354,14 +394,25 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _metadata(path: Path) -> Metadata:
-    if not (path / ".metadata").is_file():
+    if not (path / folders.METADATA).is_file():
         raise FileNotFoundError(f"{path} is no checkpoint: it has no '.metadata'; latest(folder) finds the newest.")
-    return FileSystemReader(path).read_metadata()
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"it holds a {type(metadata).__name__}")
+    except Exception as error:  # pickle has no common class for what a damaged file may cause
+        raise ValueError(f"{path / folders.METADATA} is damaged ({error}); load another checkpoint.") from error
+    return metadata
 
 
 def _read(path: Path, content: dict[str, Any]) -> None:
     with _quiet():
-        state_dict_loader.load(content, checkpoint_id=path)
+        try:
+            state_dict_loader.load(content, checkpoint_id=path)
+        except CheckpointException as error:  # not an Exception
+            missing = any(isinstance(cause, FileNotFoundError) for cause, _ in error.failures.values())
+            kind = FileNotFoundError if missing else ValueError
+            raise kind(f"{path} cannot be read ({_in_short(error)}); load another checkpoint.") from error
 
 
 @contextmanager
@@ -379,8 +430,3 @@ def _rank() -> int:
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()

@@ -6,7 +6,10 @@ import os
 import shutil
 from pathlib import Path
 
-__all__ = ["clear", "complete", "finish", "places"]
+__all__ = ["METADATA", "clear", "complete", "finish", "places"]
+
+METADATA = ".metadata"
+"""The file that DCP writes last."""
 
 UNFINISHED = ".unfinished-"
 
@@ -17,16 +20,28 @@ def places(folder: Path, number: int) -> tuple[Path, Path]:
 
 
 def complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints of a folder, which need not be there, by their numbers."""
+    """Return the complete checkpoints of a folder, which need not be there, by their numbers.
+
+    What has such a name and is no checkpoint (a file, a folder of somebody else) does not count; a link to one does.
+    """
     found = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in found if path.name.isdecimal()), key=lambda path: int(path.name))
+    return sorted((path for path in found if _is_checkpoint(path)), key=lambda path: int(path.name))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    digits = path.name.isascii() and path.name.isdecimal()
+    return digits and path.name == f"{int(path.name):08d}" and (path / METADATA).is_file()
 
 
 def clear(folder: Path) -> None:
-    """Make the folder, without what an interrupted job left in it."""
+    """Make the folder, without what an interrupted job left in it.
+
+    Raises:
+        OSError: It cannot be made, or something in it not removed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(f"{UNFINISHED}*"):
-        shutil.rmtree(left)
+        _remove(left)
 
 
 def finish(unfinished: Path, path: Path, keep: int) -> None:
@@ -35,14 +50,22 @@ def finish(unfinished: Path, path: Path, keep: int) -> None:
     unfinished.rename(path)
     _sync(path.parent)
     for old in complete(path.parent)[:-keep]:
-        _discard(old)
+        if not old.is_symlink():  # where it leads was not written here
+            _discard(old)
 
 
 def _discard(path: Path) -> None:
     """Remove a checkpoint, so that it never lies there by halves under its name."""
     doomed = path.with_name(f"{UNFINISHED}{path.name}")
     path.rename(doomed)
-    shutil.rmtree(doomed)
+    _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _sync(folder: Path) -> None:
