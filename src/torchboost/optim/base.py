@@ -338,8 +338,9 @@ class UpdateRule(Optimizer):
         for group, schedules in zip(self.param_groups, self._schedules, strict=True):
             if "lr" in schedules and "initial_lr" in group:
                 raise IncompatibleError(
-                    "a learning-rate scheduler is attached to a group whose lr is a list or a function itself; "
-                    "use one of the two."
+                    "a learning-rate scheduler is attached to a group whose lr is a list or a function itself; use one "
+                    "of the two. A trainer that makes its own scheduler takes yours in its place, for example "
+                    "transformers.Trainer(optimizers=(optimizer, torchboost.optim.ScheduleLR(optimizer, schedule)))."
                 )
             due = {key: rule(group["updates"]) for key, rule in schedules.items() if not _by_hand(group, key)}
             values.append(due | {SET_BY_SCHEDULE + key: value for key, value in due.items()})
