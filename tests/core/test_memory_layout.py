@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchboost.core.memory_layout import aligned, is_dense, same_layout
+from torchboost.core.memory_layout import aligned, is_dense, same_layout, writable
 
 
 def test_strides_of_axes_of_length_one_mean_nothing():
@@ -49,3 +49,13 @@ def test_gaps_are_seen():
     assert not is_dense(torch.zeros(3).expand(2, 3))
     assert is_dense(torch.zeros(4, 6)[1:3])
     assert is_dense(torch.zeros(()))
+
+
+def test_a_copy_is_made_only_where_numbers_share_memory():
+    for tensor in (torch.ones(3, 2), torch.ones(3, 2).t(), torch.ones(4, 6)[:, ::2], torch.eye(3).to_sparse()):
+        assert writable(tensor) is tensor
+    expanded = torch.ones(1, 2).expand(3, 2)
+    copied = writable(expanded)
+    assert torch.equal(copied, expanded)
+    copied.mul_(2)
+    assert bool((expanded == 1).all())

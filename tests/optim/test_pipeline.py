@@ -52,6 +52,9 @@ class Probe:
         self.seen.append([grad.clone() for grad in gradients.grads])
 
 
+CHAIN = (Decay(0.1), Centralize(), ClipNorm(0.5), ClipValue(0.05))
+
+
 def build(
     kind: type[torch.optim.Optimizer] = torch.optim.Adam, **options: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -226,6 +229,20 @@ def test_removal_leaves_no_trace():
     assert optimizer.state_dict().keys() == plain.state_dict().keys()
 
 
+@pytest.mark.parametrize("transform", CHAIN, ids=lambda transform: type(transform).__name__)
+def test_expanded_gradients_are_transformed_like_others(transform):
+    results = []
+    for expanded in (False, True):
+        weight = nn.Parameter(torch.arange(6.0).view(2, 3))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        GradientPipeline(transform).attach(optimizer)
+        gradient = torch.arange(3.0).expand(2, 3)  # as autograd.grad returns it for a sum
+        weight.grad = gradient if expanded else gradient.clone(memory_format=torch.contiguous_format)
+        optimizer.step()
+        results.append(weight.detach())
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("fused", [False, True])
 def test_under_grad_scaler_with_unscale_the_transforms_see_true_gradients(kind, fused):
@@ -337,7 +354,6 @@ def test_a_closure_without_backward_does_not_run_the_chain_again():
     assert len(probe.seen) == 2
 
 
-CHAIN = (Decay(0.1), Centralize(), ClipNorm(0.5), ClipValue(0.05))
 CLOSURE_CASES: dict[str, Any] = {
     "SGD": lambda params: pipelined(torch.optim.SGD(params, lr=0.1, momentum=0.9)),
     "Adam-fused": lambda params: pipelined(torch.optim.Adam(params, lr=0.1, fused=True)),

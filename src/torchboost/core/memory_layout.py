@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["aligned", "is_dense", "same_layout"]
+__all__ = ["aligned", "is_dense", "same_layout", "writable"]
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -37,3 +37,14 @@ def aligned(value: Tensor, model: Tensor) -> Tensor:
     if same_layout(value, model):
         return value
     return torch.empty_like(model, dtype=value.dtype, memory_format=torch.preserve_format).copy_(value)
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, or a copy of one whose numbers share memory, as in gradients that ``autograd.grad`` expands.
+
+    torch refuses to change such a tensor in place. Sparse tensors are returned as they are.
+    """
+    if tensor.is_contiguous() or tensor.layout is not torch.strided:
+        return tensor
+    shared = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.contiguous() if shared else tensor

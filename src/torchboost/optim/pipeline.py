@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torchboost.core.algorithm import Attachment
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.closure import ClosureOptimizer, Replay, after_closure
+from torchboost.core.memory_layout import writable
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
 from torchboost.optim.shares import Share
@@ -367,6 +368,7 @@ def run_chain(
         recall: Returns what the transform of a namespace keeps of each parameter; what it puts into the dictionaries
             is kept.
     """
+    gradients.grads = [writable(grad) for grad in gradients.grads]
     for name, transform in zip(namespaces(transforms), transforms, strict=True):
         own = _Recalled(gradients, partial(recall, name, gradients.params))
         transform(own)
