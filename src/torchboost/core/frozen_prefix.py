@@ -69,7 +69,8 @@ def fast_prefix(model: nn.Module, *, cache: ActivationCache | None = None) -> Fa
 
     Limits: what lies deeper in Python than the attributes of modules (a global, a list in a list) counts as it stood
     when the forward was traced; writing to a frozen weight through ``.data`` in place is not noticed; call
-    :meth:`FastPrefix.update` after either.
+    :meth:`FastPrefix.update` after either. While ``torch.fx`` traces the forward, it patches ``nn.Module``
+    for the whole process: no other thread should run a model at that moment.
 
     Cost: about 2 microseconds per module for the comparison; at every change one trace and a few passes through the
     prefix.
