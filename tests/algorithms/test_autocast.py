@@ -242,6 +242,44 @@ def test_compiled_models_need_no_graph_break(make: Any, how: str, order: str, ba
     torch.testing.assert_close(call(x), plain, rtol=1e-6, atol=1e-6)
 
 
+class Mixes(nn.Module):
+    """A forward that autocast itself cannot run: a float32 average takes the values of a product."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 5:
+            raise IncompatibleError("five rows")
+        y = self.linear(x)
+        self.average.lerp_(y.detach().mean(0), 0.1)
+        return y - self.average
+
+
+def test_a_forward_that_fails_in_half_precision_says_what_runs_it_so() -> None:
+    model = Mixes()
+    attached = attach_all(Target(model, sgd(model)), [Autocast()])
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        model(torch.randn(3, 8))
+    (note,) = caught.value.__notes__
+    assert "under torch.autocast to torch.bfloat16" in note
+    assert "extra.autocast = false" in note
+    assert not torch.is_autocast_enabled("cpu")
+    attached.remove()
+    model(torch.randn(3, 8))
+
+
+def test_errors_that_are_not_about_precision_stay_as_they_are() -> None:
+    for model, x, kind in ((Mixes(), torch.randn(5, 8), IncompatibleError), (Net(), torch.randn(3, 7), LookupError)):
+        with autocast_forward(model), pytest.raises(kind) as caught:
+            model(x)
+        assert not hasattr(caught.value, "__notes__")
+
+
 def test_float16_under_a_scaler_trains_and_skips_an_overflow() -> None:
     model = mlp()
     optimizer = sgd(model)

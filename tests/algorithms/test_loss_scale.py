@@ -21,6 +21,7 @@ from torchboost.algorithms.less_bn import LessBatchNorm
 from torchboost.algorithms.loss_scale import GroupGradScaler, GroupLossScale
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.core.loss_scale import DynamicLossScale
+from torchboost.core.scale_borders import has_borders
 from torchboost.core.scale_rule import ScaleRule
 from torchboost.core.step import TrainStep
 from torchboost.errors import IncompatibleError, ScaleCollapseWarning
@@ -62,11 +63,12 @@ def test_true_gradients_from_scales_over_twelve_orders_of_magnitude(order):
 
 def test_a_backward_pass_that_is_not_scaled_stays_as_it_was():
     model, plain = deep(4), deep(4)
-    GroupGradScaler(model, 4)
+    scaler = GroupGradScaler(model, 4)
     x = torch.randn(4, 8)
     for each in (model, plain):
         each(x).square().sum().backward()
     assert all_equal(gradients(model), gradients(plain))
+    scaler.remove()
 
 
 class TwoTasks(nn.Module):
@@ -345,6 +347,35 @@ def test_remove_in_mid_run():
     scaler.scale(model(x).sum()).backward()
     plain(x).sum().backward()
     assert all_equal(gradients(model), gradients(plain))
+
+
+def test_a_second_scaler_on_a_model_is_refused_while_the_first_is_there():
+    """Where their groups differ, each would take the other's borders for its own."""
+    model, plain = deep(3), deep(3)
+    first = GroupGradScaler(model, ["0", "2"], init_scale=2.0**9)
+    target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for again in (lambda: GroupGradScaler(model, ["4"]), lambda: attach_all(target, [GroupLossScale(groups=2)])):
+        with pytest.raises(IncompatibleError, match=r"GroupGradScaler already.*remove\(\)"):
+            again()
+    assert target.scaler is None
+    twin = copy.deepcopy(model)
+    first.remove()
+    x = torch.randn(2, 8)
+    plain(x).sum().backward()
+    for each in (model, twin):  # a copy of a model with borders has none of its own
+        scaler = GroupGradScaler(each, ["2", "4"], init_scale=[2.0**3, 2.0**12])
+        scaler.scale(each(x).sum()).backward()
+        scaler.unscale_(torch.optim.SGD(each.parameters(), lr=0.1))
+        assert all_equal(gradients(each), gradients(plain))
+
+
+def test_the_borders_go_with_the_scaler():
+    model = deep(2)
+    scaler = GroupGradScaler(model, 2)
+    assert has_borders(model)
+    del scaler
+    assert not has_borders(model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 # Dynamo itself makes an instance of torch.autograd.Function.

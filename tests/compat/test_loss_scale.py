@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 
 import pytest
@@ -219,6 +220,34 @@ def test_the_plain_cell_uses_the_scaler_of_the_switch_and_refuses_another():
         BoostTrainOneStepWithLossScaleCell(network, optimizer, torch.tensor(4.0))
     with pytest.raises(IncompatibleError, match="leave sens at 1"):
         BoostTrainOneStepCell(network, optimizer, sens=2.0)
+
+
+@pytest.mark.parametrize("given", ["the same optimizer", "another optimizer"])
+def test_a_network_is_boosted_again_after_the_booster_is_gone(given):
+    network, optimizer = pair()
+    x, y = data(0)
+    network(x, y).backward()
+    expected = [p.grad.clone() for p in network.parameters()]
+    optimizer.zero_grad()
+    config = {"boost": {"mode": "manual", "loss_scale_group": True}}
+    used = [optimizer]
+    for groups, count in ((2, 2), (3, 3)):
+        config["extra"] = {"loss_scale_group": {"groups": groups, "init_scale": 512.0}}
+        booster = AutoBoost("O0", config)
+        network, optimizer = booster.network_auto_process_train(network, used[-1])
+        assert len(booster.scaler.report) >= count
+        booster.scaler.scale(network(x, y)).backward()
+        booster.scaler.unscale_(optimizer)
+        assert all(torch.equal(p.grad, e) for p, e in zip(network.parameters(), expected, strict=True))
+        optimizer.zero_grad()
+        scaler = booster.scaler
+        hooks = sum(len(module._forward_hooks) for module in network.modules())
+        assert hooks == sum(map(len, scaler._groups))
+        del booster, scaler
+        gc.collect()
+        if given == "another optimizer":
+            used.append(torch.optim.SGD(network.parameters(), lr=0.1))
+    del used
 
 
 class ByHand(nn.Module):

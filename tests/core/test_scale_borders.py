@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torchboost.core.scale_borders import Ratios, ScaleBorders, change_scale
+from torchboost.core.scale_borders import Ratios, ScaleBorders, change_scale, has_borders
 from torchboost.errors import IncompatibleError
 
 
@@ -187,3 +187,24 @@ def test_models_with_borders_can_be_copied_and_pickled():
     x = torch.randn(3, 2)
     assert torch.equal(copy.deepcopy(model)(x), model(x))
     assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+
+
+def test_borders_are_found_and_a_copy_of_the_model_alone_has_none():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    ratios = Ratios(3)
+    borders = ScaleBorders([{"0": model[0]}, {"2": model[2]}], ratios)
+    ratios.set([1.0, 4.0, 16.0])
+    assert has_borders(nn.Sequential(model))
+    assert not has_borders(model[1])
+    twin, own = copy.deepcopy((model, borders))
+    assert has_borders(twin)
+    twin(torch.ones(1, 2)).sum().backward()
+    assert twin[2].bias.grad.tolist() == [16.0, 16.0]
+    own.remove()
+    assert not has_borders(twin)
+    alone = copy.deepcopy(model)
+    assert not has_borders(alone)
+    alone(torch.ones(1, 2)).sum().backward()
+    assert alone[2].bias.grad.tolist() == [1.0, 1.0]
+    borders.remove()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

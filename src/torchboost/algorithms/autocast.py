@@ -69,8 +69,12 @@ def _cover(model: nn.Module, dtype: torch.dtype, watch: ForwardWatch | None) -> 
     ) -> Any:
         if watch is not None:
             watch.called = True
-        with torch.autocast(device_type, dtype):
-            outputs = forward(module, *args, **kwargs)
+        try:
+            with torch.autocast(device_type, dtype):
+                outputs = forward(module, *args, **kwargs)
+        except (RuntimeError, TypeError) as error:  # what torch raises where precisions meet
+            _explain(error, dtype)
+            raise
         return with_tensors(outputs, _to_float32)
 
     return cover_forward(model, under_autocast)
@@ -120,6 +124,16 @@ class Autocast(Algorithm):
         self.check(target)
         watch = ForwardWatch(self.name, target.model, target.optimizer)
         return _cover(target.model, getattr(torch, self.dtype), watch).with_undo(watch.remove)
+
+
+def _explain(error: Exception, dtype: torch.dtype) -> None:
+    """Say that the forward ran under autocast, which its author may know nothing of."""
+    if not isinstance(error, (IncompatibleError, torch.OutOfMemoryError)):
+        error.add_note(
+            f"torchboost runs this forward under torch.autocast to {dtype}. If the model mixes precisions itself, "
+            "leave that out: extra.autocast = false in the configuration, or no Autocast among the algorithms. Or "
+            "compute the part that fails under torch.autocast(device_type, enabled=False)."
+        )
 
 
 def _to_float32(tensor: Tensor) -> Tensor:

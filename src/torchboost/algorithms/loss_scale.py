@@ -14,7 +14,7 @@ from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
 from torchboost.core.blocks import blocks_of, group_starts
 from torchboost.core.group_scale import GROUP_RULE, GroupScaler, Scales, checked_scales
-from torchboost.core.scale_borders import Ratios, ScaleBorders
+from torchboost.core.scale_borders import Ratios, ScaleBorders, has_borders
 from torchboost.core.scale_rule import ScaleRule
 from torchboost.core.wrapping import is_compiled, unwrap
 from torchboost.errors import IncompatibleError, nearest
@@ -35,7 +35,7 @@ class GroupGradScaler(GroupScaler):
     model's own code stays as it is. With ``s_g`` the scale of group g, its gradients are ``s_g`` times the true ones
     during the backward pass, and the true ones, bit for bit but for under- and overflow, after :meth:`unscale_`. (What
     is multiplied is the power of two below ``s_g``.) Between :meth:`update` and the next :meth:`scale` the
-    borders let gradients pass unchanged, so a backward pass without this scaler is as it was.
+    borders let gradients pass unchanged, so a backward pass without this scaler is as it was. They go with the scaler.
 
     Where a gradient in any group is not finite, the update is skipped, the scales of the groups concerned shrink and
     all others grow. An inf that arises in one group reaches those before it, which then shrink too.
@@ -55,8 +55,8 @@ class GroupGradScaler(GroupScaler):
 
     Raises:
         TypeError, ValueError: An argument that makes no sense, or a name that no module has.
-        IncompatibleError: Two groups, or a group and the rest, share a parameter, or the model is compiled already;
-            nothing was changed.
+        IncompatibleError: Two groups, or a group and the rest, share a parameter, the model is compiled already, or
+            another of these scalers is on it; nothing was changed.
 
     Warns:
         ScaleCollapseWarning: A scale falls and falls; names group and gradient.
@@ -109,6 +109,10 @@ class GroupGradScaler(GroupScaler):
             process_group=process_group,
         )
         self._borders: ScaleBorders | None = ScaleBorders(self._groups, ratios)
+
+    def __del__(self) -> None:
+        if getattr(self, "_borders", None) is not None:  # absent if the groups were refused
+            self.remove()
 
     def parameters_of(self, group: int) -> Sequence[Tensor]:
         """Return the parameters of a group, counted from 1."""
@@ -219,7 +223,7 @@ class GroupLossScale(Algorithm):
 
         Raises:
             ValueError: A name that no module has.
-            IncompatibleError: The target has a scaler already, or groups share a parameter.
+            IncompatibleError: The target or the model has a scaler already, or groups share a parameter.
         """
         self.check(target)
         scaler = GroupGradScaler(target.model, self.groups, init_scale=self.init_scale, rule=self._rule())
@@ -266,6 +270,11 @@ def _resolved(model: nn.Module, groups: Any) -> list[dict[str, nn.Module]]:
             "borders first (GroupGradScaler, or attach) and compile afterwards."
         )
     network = unwrap(model)
+    if has_borders(network):
+        raise IncompatibleError(
+            "loss_scale_group: the model has a GroupGradScaler already, and each would take the borders of the other "
+            "for its own; call remove() of the first, or use it."
+        )
     if isinstance(groups, int):
         return _automatic(model, network, groups)
     found = [_outermost({n: m for pick in _picks(entry) for n, m in _matches(network, pick)}) for entry in groups]

@@ -6,7 +6,7 @@ import copy
 import functools
 import statistics
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torchboost.algorithms.accumulation import Accumulation, Accumulator
 from torchboost.algorithms.adasum import AdaptiveSum, AdaptiveSumming
 from torchboost.algorithms.dim_reduce import SubspaceRun
 from torchboost.algorithms.inference import fast_copy
+from torchboost.algorithms.loss_scale import GroupGradScaler
 from torchboost.compat.accumulating import AccumulatingOptimizer
 from torchboost.config import BoostConfig, ConfigSource
 from torchboost.core.algorithm import Attached, Scaler, Target
@@ -39,6 +40,8 @@ _SCALERS: weakref.WeakKeyDictionary[Optimizer, Scaler] = weakref.WeakKeyDictiona
 _SUMMING: weakref.WeakKeyDictionary[Optimizer, AdaptiveSumming] = weakref.WeakKeyDictionary()
 # Only while the booster is there: a network must not keep the state of its optimizer alive.
 _ATTACHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attached]] = weakref.WeakKeyDictionary()
+# A scaler outlives its booster, as the optimizer keeps it for the training cell.
+_SCALED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GroupGradScaler]] = weakref.WeakKeyDictionary()
 # What stands in front is kept alive by the optimizer behind it (DirectSteps), also if the caller threw it away.
 _FRONTS: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
 
@@ -64,12 +67,12 @@ def front_of(optimizer: Optimizer) -> Optimizer:
     return optimizer if front is None else front
 
 
-def _attached_to(network: nn.Module) -> Iterator[Attached]:
-    """Yield what boosters that are still there attached to a network or to parts of it."""
-    for module in network.modules():
-        attached = _ATTACHED.get(module, lambda: None)()
-        if attached is not None:
-            yield attached
+def _take_away(module: nn.Module) -> None:
+    """Take away what is left on a module of boosters that got it, whether they are still there or not."""
+    for found in (_ATTACHED, _SCALED):
+        effect = found.get(module, lambda: None)()
+        if effect is not None:
+            effect.remove()
 
 
 class AutoBoost:
@@ -145,8 +148,8 @@ class AutoBoost:
             optimizer = optimizer.opt  # from an earlier call
         facts = Facts.measure(network, loop=self.loop)
         target = Target(network, optimizer, scaler)
-        for attached in _attached_to(network):
-            attached.remove()
+        for module in network.modules():
+            _take_away(module)
         front = front_of(optimizer)
         if isinstance(front, (AccumulatingOptimizer, SubspaceRun)):
             front.direct.remove()  # of a booster that is not there any more
@@ -160,6 +163,8 @@ class AutoBoost:
         _SCALERS.pop(returned, None)
         if target.scaler is not None and target.scaler is not scaler:
             _SCALERS[returned] = target.scaler
+            if isinstance(target.scaler, GroupGradScaler):
+                _SCALED[network] = weakref.ref(target.scaler)
         _SUMMING.pop(returned, None)
         if AdaptiveSum.name in self.attached:
             summing = self.attached[AdaptiveSum.name]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchboost.errors import IncompatibleError
 
-__all__ = ["Ratios", "ScaleBorders", "change_scale"]
+__all__ = ["Ratios", "ScaleBorders", "change_scale", "has_borders"]
 
 
 class Ratios:
@@ -85,14 +85,22 @@ class _Gate:
 
     def __init__(self, module: nn.Module, group: int, name: str, ratios: Ratios) -> None:
         self.module, self.group, self.name = module, group, name
-        self.called = False
+        self.called, self.live = False, True
         self._ratios = ratios
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the model alone has nobody who would scale its gradients back; see ScaleBorders.__setstate__."""
+        return {**self.__dict__, "live": False}
+
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.live:
+            return None
         self.called = True
         return _mapped(args, self._enter, self.name), _mapped(kwargs, self._enter, self.name)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
+        if not self.live:
+            return None
         ratio = self._ratios.between(self.group, 0)
         return _mapped(outputs, lambda x: change_scale(x, ratio, widen=True, leaves=self.group), self.name)
 
@@ -106,7 +114,7 @@ class _Gate:
 
 
 class ScaleBorders:
-    """The borders of a model, as hooks on modules.
+    """The borders of a model, as hooks on modules. A copy of the model has some if this object was copied with it.
 
     Args:
         groups: For each group its modules, with their names.
@@ -119,12 +127,17 @@ class ScaleBorders:
             for index, modules in enumerate(groups, start=1)
             for name, module in modules.items()
         ]
-        self._unseen = gates
+        self._gates, self._unseen = gates, gates
         self._handles = []
         for gate in gates:
             # The outermost of all hooks there are: what they see is inside the group.
             self._handles.append(gate.module.register_forward_pre_hook(gate.enter, with_kwargs=True, prepend=True))
             self._handles.append(gate.module.register_forward_hook(gate.leave))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for gate in self._gates:
+            gate.live = bool(self._handles)
 
     def check_called(self) -> None:
         """Refuse a module whose parameters got gradients although it never was called itself.
@@ -144,6 +157,13 @@ class ScaleBorders:
         """Take the hooks away."""
         while self._handles:
             self._handles.pop().remove()
+
+
+def has_borders(model: nn.Module) -> bool:
+    """Whether borders stand at any module inside of a model."""
+    hooks = (hook for module in model.modules() for hook in module._forward_hooks.values())
+    gates = (getattr(hook, "__self__", None) for hook in hooks)
+    return any(isinstance(gate, _Gate) and gate.live for gate in gates)
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:
