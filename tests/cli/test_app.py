@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import builtins
 import importlib.util
+import io
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -135,9 +137,9 @@ def test_report(saved, tmp_path):
 
 
 def test_report_refuses_other_files(tmp_path):
-    for text in ("not json", '{"format": 2}', "[]"):
+    for content in (b"not json", b'{"format": 2}', b"[]", b'{"title": "\xff\xfe"}', "{}".encode("utf-16")):
         path = tmp_path / "report.json"
-        path.write_text(text)
+        path.write_bytes(content)
         result = run("report", str(path))
         assert result.exit_code == 1
         assert "this is not a report of torchboost" in result.stderr
@@ -171,3 +173,35 @@ def test_the_check_for_the_extra_imports_nothing(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(SystemExit):
         main()
+
+
+def test_stopped_while_torch_is_imported(monkeypatch, capsys):
+    def interrupted(name, *rest, **more):
+        if name == "torchboost.cli.app":
+            raise KeyboardInterrupt
+        return real(name, *rest, **more)
+
+    real = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "\nStopped.\n"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "words", "escaped"),
+    [
+        ("ascii", ["report", "{saved}"], b"3.57\\xd7"),
+        ("utf-8", ["report", "{saved}", "--html", "{folder}/x\udcff.html"], b"x\\udcff.html"),
+    ],
+)
+def test_output_that_cannot_be_shown_is_escaped(encoding, words, escaped, saved, monkeypatch):
+    written = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", written)
+    monkeypatch.setattr(sys, "argv", ["torchboost", *(w.format(saved=saved, folder=saved.parent) for w in words)])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    written.flush()
+    assert stopped.value.code == 0
+    assert escaped in written.buffer.getvalue()

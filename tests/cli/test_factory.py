@@ -144,3 +144,11 @@ def test_a_file_runs_as_a_program_would(tmp_path, monkeypatch):
     job = job_from(f"{path}:late")
     data = job.load(None, None)
     assert job.evaluate(job.model(data, 0), data) == 0.05
+
+
+def test_a_path_that_is_no_text_can_be_saved(tmp_path):
+    odd = tmp_path / "tr\udcff.py"
+    odd.write_text(textwrap.dedent(GOOD))
+    job = job_from(f"{odd}:make")
+    assert job.name.endswith("tr\\udcff.py:make")
+    assert job.title == "tr\\udcff.py"

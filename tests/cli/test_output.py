@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import io
 import json
+import sys
 
 import pytest
 import torch
@@ -65,3 +67,13 @@ def test_settings_and_summary():
     found = output.summary_of(winning_report())
     assert found["headline"].startswith("O2 trains")
     assert found["verdicts"]["O1"][0]["tone"] == "good"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+def test_json_is_valid_whatever_the_output_can_show(encoding, monkeypatch):
+    said = {"path": "pca \ud800", "name": "\xe9\u4e2d"}
+    written = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", written)
+    output.print_json(said)
+    written.flush()
+    assert json.loads(written.buffer.getvalue()) == said

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests.support.reports import contestant, report, winning_report
-from torchboost.tuner.evidence import Interval, Quality, Ratio
+from torchboost.tuner.evidence import Contestant, Interval, Quality, Ratio
 from torchboost.tuner.verdict import best_hand, headline, stock_of, summarise, target_of, verdicts
 
 STOCK = contestant("stock", "stock", 0.05)
@@ -130,10 +130,53 @@ def test_a_stored_judgement_is_used():
     assert ("good", text) in said(report(STOCK, judged), "O1")
 
 
-def test_divergence_is_said():
-    broken = contestant("O1", "level", 0.02, math.nan, stock=0.05)
-    sentence = "O1 diverged on at least one seed: its accuracy is not a number."
-    assert ("bad", sentence) in said(report(STOCK, broken), "O1")
+def nan_losses(made: Contestant) -> Contestant:
+    """The contestant with losses that are not numbers and the metrics it had: classes of NaN logits are counted too."""
+    curves = [curve.model_copy(update={"train_loss": [math.nan] * len(curve.epochs)}) for curve in made.curves]
+    return made.model_copy(update={"curves": curves})
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        contestant("O1", "level", 0.02, math.nan, stock=0.05),
+        nan_losses(contestant("O1", "level", 0.02, stock=0.05)),
+        nan_losses(contestant("O1", "level", 0.02, stock=0.05)).model_copy(
+            update={
+                "quality": [
+                    Quality(
+                        baseline="stock",
+                        difference=Interval(low=0.0, mid=0.0, high=0.0),
+                        margin=0.005,
+                        seeds=4,
+                        passed=True,
+                        detectable=0.001,
+                    )
+                ]
+            }
+        ),
+    ],
+    ids=["metric", "loss", "loss judged before"],
+)
+def test_divergence_is_said(broken):
+    texts = said(report(STOCK, broken), "O1")
+    assert ("bad", "O1 diverged on at least one seed: its loss or accuracy is not a number.") in texts
+    assert texts[-1] == (
+        "bad",
+        "O1 promises 20 % more speed for at most 0.5 points: missed here, the training diverged.",
+    )
+    assert headline(report(STOCK, broken)).tone == "bad"
+
+
+def test_nothing_is_kept_against_a_stock_loop_that_diverged():
+    made = report(nan_losses(STOCK), contestant("O1", "level", 0.02, stock=0.05))
+    texts = said(made, "O1")
+    assert any(tone == "open" and text.startswith("stock diverged on at least one seed") for tone, text in texts)
+    assert texts[-1][1].endswith("neither shown nor refuted by this run.")
+    assert target_of(made) is None
+    both = report(nan_losses(STOCK), nan_losses(contestant("O1", "level", 0.02, stock=0.05)))
+    assert not any(tone == "good" and "promises" in text for tone, text in said(both, "O1"))
+    assert "kept" not in " ".join(text for _, text in said(both, "O1"))
 
 
 def test_a_metric_where_lower_is_better():

@@ -102,6 +102,15 @@ def test_a_better_metric_is_a_positive_difference(metric: str, sign: float, monk
     assert by_name(report)["O0"].quality[0].difference.mid == pytest.approx(sign * 0.2)
 
 
+def test_runs_whose_loss_is_no_number_pass_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = replace(tiny_job(), loss=lambda outputs, targets: outputs.sum() * float("nan"))
+    report = run_bench(job, contestants=("stock", "O0"), pairs=1, seeds=2, epochs=1, warmup=QUICK, clock=tick())
+    (quality,) = by_name(report)["O0"].quality
+    assert not quality.passed
+    assert all(curve.metric[-1] >= 0 for curve in by_name(report)["O0"].curves)
+    assert BenchReport.model_validate_json(report.model_dump_json()).contestants[1].quality[0].passed is False
+
+
 def test_no_epochs_measure_step_times_only() -> None:
     report = run_bench(tiny_job(), contestants=("stock",), pairs=6, epochs=0, warmup=QUICK, clock=tick())
     assert report.contestants[0].curves == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import sys
 
 __all__ = ["main"]
@@ -18,6 +19,14 @@ def main() -> None:
             file=sys.stderr,
         )
         raise SystemExit(1)
-    from torchboost.cli.app import app
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # What a terminal or file cannot show, such as the odd byte in the name of a file, is no reason to fail.
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        from torchboost.cli.app import app  # imports torch, which takes seconds
 
-    app(prog_name="torchboost")
+        app(prog_name="torchboost")
+    except KeyboardInterrupt:
+        print("\nStopped.", file=sys.stderr)
+        raise SystemExit(130) from None

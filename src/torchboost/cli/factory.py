@@ -162,9 +162,11 @@ def job_from(source: str, *, epochs: int | None = None) -> Job:
     def optimizer(parameters: Iterable[nn.Parameter], **flags: Any) -> Optimizer:
         return _with_flags(factory.last["parts"].optimizer, flags)
 
+    # A path may hold bytes that are no text, which no report can be saved with.
+    name = source.encode("utf-8", "backslashreplace").decode("utf-8")
     return _FactoryJob(
-        name=source,
-        title=Path(source.rpartition(":")[0]).name,
+        name=name,
+        title=Path(name.rpartition(":")[0]).name,
         model_name=type(parts.model).__name__,
         load=load,
         build=lambda data: factory.build(0).model,

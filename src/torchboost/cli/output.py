@@ -53,8 +53,13 @@ def _in_an_extra(package: str | None) -> bool:
 
 
 def print_json(data: Mapping[str, Any] | Sequence[Any]) -> None:
-    """Print data as indented JSON; what JSON does not know is printed as text."""
-    typer.echo(json.dumps(data, indent=2, default=str, ensure_ascii=False))
+    """Print data as indented JSON; what JSON does not know is text, what the output cannot show is escaped."""
+    text = json.dumps(data, indent=2, default=str, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(data, indent=2, default=str)
+    typer.echo(text)
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

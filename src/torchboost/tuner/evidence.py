@@ -5,6 +5,7 @@ Times are seconds, ratios are pure numbers (above 1: faster than the baseline), 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -79,6 +80,12 @@ class Curve(_Record):
     metric: list[float]
     setup_seconds: float = 0.0
 
+    @property
+    def final(self) -> float:
+        """The last metric; NaN if there is none or the loss is no number, as NaN logits have an accuracy too."""
+        sound = all(math.isfinite(loss) for loss in self.train_loss[-1:])
+        return self.metric[-1] if self.metric and sound else math.nan
+
 
 class Ratio(_Record):
     """Paired ratio ``baseline time / contestant time`` with a bootstrap interval.
@@ -152,5 +159,5 @@ class BenchReport(_Record):
 
     @classmethod
     def load(cls, path: str | Path) -> BenchReport:
-        """Read what :meth:`save` wrote; a file of another format is a ``pydantic.ValidationError``."""
-        return cls.model_validate_json(Path(path).read_text(encoding="utf-8"))
+        """Read what :meth:`save` wrote; a file of another format or encoding is a ``pydantic.ValidationError``."""
+        return cls.model_validate_json(Path(path).read_bytes())

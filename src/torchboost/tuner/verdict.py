@@ -59,7 +59,7 @@ class Difference(NamedTuple):
     """Difference of the final metric to stock, above 0 is better.
 
     Args:
-        mean: Mean over the seeds that both ran.
+        mean: Mean over the seeds that both ran; NaN if one of them diverged.
         worst: One-sided bound: it is this bad at worst. Minus infinity with fewer than two seeds.
         best: The bound on the other side.
         seeds: Number of seeds.
@@ -120,7 +120,11 @@ def promise_of(contestant: Contestant) -> Promise | None:
 
 
 def _finals(contestant: Contestant) -> dict[int, float]:
-    return {curve.seed: curve.metric[-1] for curve in contestant.curves if curve.metric}
+    return {curve.seed: curve.final for curve in contestant.curves if curve.metric}
+
+
+def _diverged(contestant: Contestant) -> bool:
+    return not all(map(math.isfinite, _finals(contestant).values()))
 
 
 def _mean_interval(values: Sequence[float]) -> Interval | None:
@@ -137,7 +141,7 @@ def _difference(contestant: Contestant, stock: Contestant, sign: float, share: b
     if contestant is stock:
         return None
     judged: Quality | None = next((q for q in contestant.quality if q.baseline == stock.name), None)
-    if judged is not None:
+    if judged is not None and not _diverged(contestant) and not _diverged(stock):
         found = judged.difference
         return Difference(found.mid, found.low, found.high, judged.seeds, judged.margin)
     margin = None
@@ -159,7 +163,7 @@ def target_of(report: BenchReport) -> float | None:
     """Return the metric that counts as reached: where stock ends on average, less half a point for a share."""
     stock = stock_of(report)
     finals = list(_finals(stock).values()) if stock else []
-    if not finals:
+    if stock is None or not finals or _diverged(stock):
         return None
     return statistics.fmean(finals) - (MARGIN if wording.is_share(report) else 0.0)
 
@@ -222,8 +226,13 @@ def _metric(summary: Summary, name: str, share: bool) -> Verdict | None:
     if found is None:
         return None
     mean = wording.difference(found.mean, share=share)
+    if _diverged(contestant):
+        return Verdict("bad", f"{contestant.name} diverged on at least one seed: its loss or {name} is not a number.")
     if not math.isfinite(found.mean):
-        return Verdict("bad", f"{contestant.name} diverged on at least one seed: its {name} is not a number.")
+        text = (
+            f"stock diverged on at least one seed, so there is nothing to compare the {name} of {contestant.name} with."
+        )
+        return Verdict("open", text)
     if found.seeds < 2:
         text = f"{contestant.name} ends {mean} from stock in {name} on one seed: too few to say anything."
         return Verdict("open", text)
@@ -254,6 +263,8 @@ def _promise(summary: Summary, share: bool) -> Verdict | None:
     interval = summary.stock.interval
     if interval.high < gain:
         return Verdict("bad", f"{asked}: missed here, the speed is not there.")
+    if _diverged(summary.contestant):
+        return Verdict("bad", f"{asked}: missed here, the training diverged.")
     if found is None or margin is None:
         return Verdict("open", f"{asked} at nearly the same metric: this run did not judge the metric.")
     if found.best < -margin:

@@ -315,7 +315,7 @@ def _judged(report: BenchReport, job: Job) -> BenchReport:
 
 def _quality(stock: Contestant, other: Contestant, job: Job) -> list[Quality]:
     sign = 1.0 if job.higher_is_better else -1.0
-    ours, theirs = ({curve.seed: sign * curve.metric[-1] for curve in c.curves} for c in (other, stock))
+    ours, theirs = ({curve.seed: sign * curve.final for curve in c.curves} for c in (other, stock))
     common = sorted(ours.keys() & theirs.keys())
     if len(common) < 2:
         return []
