@@ -324,7 +324,8 @@ def test_the_cache_trains_alike_and_skips_what_it_has_seen(tmp_path):
             torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
     report = fast.report()
     assert report.rows == 16
-    assert report.hit_rate == pytest.approx(2 / 3)
+    # The first update is watched through hooks; what it gave is forgotten when they go, and not counted.
+    assert report.hit_rate == pytest.approx(3 / 5)
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
     step.attached.remove()
