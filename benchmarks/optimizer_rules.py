@@ -127,13 +127,16 @@ def cases() -> dict[str, Case]:
         wants = dict.fromkeys(timms, "timm")
         made[f"RMSProp{name}"] = Case(ours=of(optim.RMSProp, **decay, **options), peers=peers | timms, wants=wants)
     lars = {"trust_coeff": 0.001, "eps": 1e-8, "always_adapt": True}
-    made["LARS"] = Case(
+    for form in FORMS:
+        made[f"LARS, matrices only, {form}"] = Case(
+            ours=of(optim.LARS, **decay, **FORMS[form]),
+            peers={"pytorch_optimizer LARS": peer("pytorch_optimizer", "LARS", **moving)},
+            wants={"pytorch_optimizer LARS": "pytorch_optimizer"},
+        )
+    made["LARS, vectors too"] = Case(
         ours=of(optim.LARS, **decay, vectors=True),
-        peers={
-            "timm Lars": peer("timm.optim.lars", "Lars", **moving, **lars),
-            "pytorch_optimizer LARS": peer("pytorch_optimizer", "LARS", **moving),
-        },
-        wants={"timm Lars": "timm", "pytorch_optimizer LARS": "pytorch_optimizer"},
+        peers={"timm Lars": peer("timm.optim.lars", "Lars", **moving, **lars)},
+        wants={"timm Lars": "timm"},
     )
     for name, options in {"": {}, ", eps_in_root": {"eps_in_root": True}}.items():
         made[f"Lamb{name}"] = Case(

@@ -11,6 +11,7 @@ from torch.optim.adam import adam as torch_adam
 
 from torchboost.core.tensor_lists import foreach
 from torchboost.optim.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.masters import IN_CACHE, pieces
 from torchboost.optim.native_adam import Pipeline, load, prepared
 from torchboost.optim.options import check_capturable, check_fused
 from torchboost.optim.pipeline import GradientTransform
@@ -176,7 +177,8 @@ class Adam(UpdateRule):
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
         if group["nesterov"] or group["eps_uncorrected"]:
-            _variant(group, batch)
+            for part in pieces(batch, IN_CACHE):
+                _variant(group, part)
             return
         if group["fused"]:
             batch.align(self.state_keys(group)[1:])

@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 from torchboost.core.memory_layout import aligned
 from torchboost.core.tensor_lists import foreach
 from torchboost.errors import IncompatibleError
+from torchboost.optim.alike import Checked, strides
 from torchboost.optim.checkpoints import in_order, paired, with_memory_renamed
 from torchboost.optim.foreign_names import check_group_names, check_names
 from torchboost.optim.groups import without_order
 from torchboost.optim.learning_rates import resolve_lr
-from torchboost.optim.masters import LOW_PRECISION, Stamps, has_master, pieces, widened
+from torchboost.optim.masters import IN_CACHE, LOW_PRECISION, Stamps, has_master, pieces, widened
 from torchboost.optim.options import check_options
 from torchboost.optim.pipeline import (
     Gradients,
@@ -69,11 +70,17 @@ class Batch:
 
         Kernels that walk through memory in order would read them at the wrong places.
         """
-        for position, (param, state) in enumerate(zip(self.params, self.states, strict=True)):
-            self.grads[position] = aligned(self.grads[position], param)
-            for key in keys:
-                if state.get(key) is not None:
-                    state[key] = aligned(state[key], param)
+        wanted = strides(self.params)
+        if strides(self.grads) != wanted:
+            self.grads[:] = [aligned(grad, param) for grad, param in zip(self.grads, self.params, strict=True)]
+        for key in keys:
+            entries = [state.get(key) for state in self.states]
+            present = [entry for entry in entries if entry is not None]
+            if len(present) == len(entries) and strides(present) == wanted:
+                continue
+            for entry, param, state in zip(entries, self.params, self.states, strict=True):
+                if entry is not None:
+                    state[key] = aligned(entry, param)
 
 
 class UpdateRule(Optimizer):
@@ -100,6 +107,9 @@ class UpdateRule(Optimizer):
     kernel_unscales: bool = False
     """Whether the fused form of the update divides by ``grad_scale`` and heeds ``found_inf``."""
 
+    in_pieces: bool = False
+    """Whether :meth:`update` gets parameters on the CPU a few at a time: for rules that go over their tensors often."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse arguments under another library's name with ours, before Python says less."""
         check_names(cls, kwargs)
@@ -120,6 +130,7 @@ class UpdateRule(Optimizer):
         self.nonfinite: Nonfinite = nonfinite
         self._schedules: list[dict[str, Schedule]] = []
         self._stamps = Stamps()
+        self._checked = Checked()
         self._share: tuple[Share | None] | None = None
         defaults.setdefault("differentiable", False)  # torch adds it to whatever was pickled
         self._default_schedules = _take_schedules(defaults)
@@ -171,7 +182,8 @@ class UpdateRule(Optimizer):
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
         """Refuse a gradient the rule cannot use; the default takes dense ones of the parameter's own precision.
 
-        Called after the transforms; ``param`` is the float32 master where there is one.
+        Called after the transforms; ``param`` is the float32 master if there is one. Not called again for dense
+        gradients of the same parameters and precision, until a flag of the group or the layout of a parameter changes.
 
         Raises:
             IncompatibleError: The gradient cannot be used.
@@ -271,6 +283,8 @@ class UpdateRule(Optimizer):
         self.state.update(fresh)
         perform()
         for group, batch in zip(self.param_groups, work, strict=True):
+            if not group.get("master_weights"):
+                continue
             self._write_back(group, batch)
             for param in group["params"]:
                 if param.grad is not None and has_master(param, group):
@@ -286,7 +300,7 @@ class UpdateRule(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._stamps = Stamps()  # what was loaded may be another model's
+        self._stamps, self._checked = Stamps(), Checked()  # what was loaded may be another model's
         self.__dict__.setdefault("_share", None)
         for group, schedules in zip(self.param_groups, self._schedules, strict=True):
             for key, value in self.defaults.items():
@@ -355,19 +369,20 @@ class UpdateRule(Optimizer):
     def _gather(self, group: dict[str, Any], fresh: list[tuple[Tensor, dict[str, Any]]]) -> Batch:
         """Return what takes part; states that are new or get new entries are only listed in ``fresh``."""
         keys = frozenset(self.state_keys(group))
-        batch = Batch([], [], [])
-        for param in group["params"]:
-            if param.grad is None:
-                continue
-            kept = self.state.get(param)
+        params = [param for param in group["params"] if param.grad is not None]
+        known: list[Any] = list(map(self.state.get, params))
+        batch = Batch(params, [param.grad for param in params], known)
+        masters = group.get("master_weights")
+        for position, kept in enumerate(known):
+            if not masters and kept is not None and keys <= kept.keys() and "master" not in kept:
+                continue  # as it is in most steps: a model may have thousands of small parameters
+            param = params[position]
             worked, grad, state = self._worked(param, {} if kept is None else kept, group)
             if not keys <= state.keys():
                 state = {**self.init_state(worked, group), **state}
             if state is not kept:
                 fresh.append((param, state))
-            batch.params.append(worked)
-            batch.grads.append(grad)
-            batch.states.append(state)
+            params[position], batch.grads[position], known[position] = worked, grad, state
         return batch
 
     def _worked(
@@ -395,8 +410,11 @@ class UpdateRule(Optimizer):
     def prepare(self, work: Sequence[Batch]) -> Callable[[], None] | None:
         """Do all that can go wrong, and return what then does the update; None where it is to be left out."""
         chain = self.chain
-        if chain:
-            self.widen(work)
+        if not chain:
+            grads = [grad for batch in work for grad in batch.grads]
+            self._check_grads(work, grads)
+            return partial(self._update_all, work) if self._usable(grads) else None
+        self.widen(work)
         gradients = self._flattened(work)
         expected = check_chain(chain, gradients)
         foretold = all(hasattr(transform, "check") for transform in chain)
@@ -405,13 +423,12 @@ class UpdateRule(Optimizer):
         if not self._usable(gradients.grads):
             return None
         kept: list[tuple[str, list[dict[str, Any]]]] = []
-        if chain:
-            run_chain(chain, gradients, partial(self._recall, kept, work))
-            _give_back(gradients.grads, work)
-            if not foretold:
-                self._check_grads(work, gradients.grads)
-            if not self._usable(gradients.grads):
-                return None
+        run_chain(chain, gradients, partial(self._recall, kept, work))
+        _give_back(gradients.grads, work)
+        if not foretold:
+            self._check_grads(work, gradients.grads)
+        if not self._usable(gradients.grads):
+            return None
         return partial(self._perform, work, kept)
 
     def widen(self, work: Sequence[Batch]) -> None:
@@ -438,12 +455,16 @@ class UpdateRule(Optimizer):
 
     def _check_grads(self, work: Sequence[Batch], grads: Sequence[Tensor]) -> None:
         """Have the rule look at each gradient, as it is going to be; a master gets one of its precision."""
-        every = iter(grads)
-        for group, batch in zip(self.param_groups, work, strict=True):
-            for param, state in zip(batch.params, batch.states, strict=True):
-                grad = next(every)
+        start = 0
+        for number, (group, batch) in enumerate(zip(self.param_groups, work, strict=True)):
+            own = grads[start : start + len(batch.params)]
+            start += len(own)
+            if self._checked.holds(number, group, batch.params, own):
+                continue
+            for param, grad, state in zip(batch.params, own, batch.states, strict=True):
                 narrow = state.get("master") is param and grad.dtype in LOW_PRECISION and not grad.is_sparse
                 self.check_grad(param, stand_in(grad, param.dtype) if narrow else grad, group)
+            self._checked.note(number, group, batch.params, own)
 
     def _usable(self, grads: Sequence[Tensor]) -> bool:
         """Whether the gradients are as ``nonfinite`` asks for."""
@@ -477,7 +498,7 @@ class UpdateRule(Optimizer):
     def _update_all(self, work: Sequence[Batch]) -> None:
         for group, batch in zip(self.param_groups, work, strict=True):
             if batch.params:
-                for part in pieces(batch):
+                for part in pieces(batch, IN_CACHE if self.in_pieces else None):
                     self.update(group, part)
 
     def _write_back(self, group: Mapping[str, Any], batch: Batch) -> None:

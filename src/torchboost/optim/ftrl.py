@@ -55,6 +55,8 @@ class FTRL(UpdateRule):
         >>> optimizer = FTRL(model.parameters(), lr=0.1, l1=1e-3)
     """
 
+    in_pieces = True
+
     def __init__(
         self,
         params: Any,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchboost.core.tensor_lists import foreach
+from torchboost.core.tensor_lists import foreach, together
 from torchboost.optim.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.pipeline import GradientTransform
 
@@ -44,6 +45,8 @@ class Lamb(UpdateRule):
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = Lamb(model.parameters(), lr=1e-3, weight_decay=0.01)
     """
+
+    in_pieces = True
 
     def __init__(
         self,
@@ -95,35 +98,30 @@ class Lamb(UpdateRule):
         foreach._foreach_lerp_(mean, grads, 1 - beta1)
         foreach._foreach_mul_(square, beta2)
         foreach._foreach_addcmul_(square, grads, grads, 1 - beta2)
-        first = foreach._foreach_div(mean, [1 - beta1 ** float(step) for step in steps])
-        second = foreach._foreach_div(square, [1 - beta2 ** float(step) for step in steps])
-        directions = _direction(group, params, first, second, in_root=False)
-        ratios: Sequence[Tensor] = ()
+        counts = [float(step) for step in steps]
+        first = foreach._foreach_div(mean, [1 - beta1**count for count in counts])
+        second = foreach._foreach_div(square, [1 - beta2**count for count in counts])
+        eps, measured = float(group["eps"]), None
+        if group["adapt"] and group["eps_in_root"]:
+            root = foreach._foreach_add(second, eps)
+            foreach._foreach_sqrt_(root)
+            measured = _decayed(group, params, foreach._foreach_div(first, root))
+        foreach._foreach_sqrt_(second)
+        foreach._foreach_add_(second, eps)
+        foreach._foreach_div_(first, second)
+        directions = _decayed(group, params, first)
         if group["adapt"]:
-            measured = _direction(group, params, first, second, in_root=True) if group["eps_in_root"] else directions
-            sizes, steepness = foreach._foreach_norm(params), foreach._foreach_norm(measured)
-            ratios = [_ratio(w, u, float(group["max_ratio"])) for w, u in zip(sizes, steepness, strict=True)]
-            foreach._foreach_mul_(directions, ratios)
+            ratio = partial(_ratio, most=float(group["max_ratio"]))
+            steepness = foreach._foreach_norm(directions if measured is None else measured)
+            foreach._foreach_mul_(directions, together(ratio, foreach._foreach_norm(params), steepness))
         foreach._foreach_add_(params, directions, alpha=-float(group["lr"]))
 
 
-def _direction(
-    group: Mapping[str, Any],
-    params: Sequence[Tensor],
-    first: list[Tensor],
-    second: Sequence[Tensor],
-    *,
-    in_root: bool,
-) -> list[Tensor]:
-    """Return Adam's direction with the decay."""
-    if in_root:
-        root = foreach._foreach_sqrt(foreach._foreach_add(second, float(group["eps"])))
-    else:
-        root = foreach._foreach_add(foreach._foreach_sqrt(second), float(group["eps"]))
-    directions = list(foreach._foreach_div(first, root))
+def _decayed(group: Mapping[str, Any], params: Sequence[Tensor], directions: Sequence[Tensor]) -> list[Tensor]:
+    """Add the decay in place."""
     if group["weight_decay"]:
-        foreach._foreach_add_(directions, list(params), alpha=float(group["weight_decay"]))
-    return directions
+        foreach._foreach_add_(directions, params, alpha=float(group["weight_decay"]))
+    return list(directions)
 
 
 def _real(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchboost.core.arguments import check_number
-from torchboost.core.tensor_lists import foreach
+from torchboost.core.tensor_lists import foreach, together
 from torchboost.optim.base import Batch, Nonfinite
 from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
 from torchboost.optim.sgd import SGD
@@ -63,17 +64,21 @@ class TrustRatio:
         """Scale in place."""
         entries = zip(gradients.params, gradients.grads, gradients.groups, strict=True)
         chosen = [entry for entry in entries if entry[2].get("adapt", True) and (self.vectors or entry[0].ndim > 1)]
-        if not chosen:
-            return
-        params, grads, groups = (list(column) for column in zip(*chosen, strict=True))
-        decays = [group["weight_decay"] if self.weight_decay is None else self.weight_decay for group in groups]
-        sizes, slopes = foreach._foreach_norm(params), foreach._foreach_norm(grads)
-        for param, grad, group, decay, size, slope in zip(params, grads, groups, decays, sizes, slopes, strict=True):
-            factor = self._factor(size, slope, decay, group)
-            if decay:
-                # An optimizer with maximize=True goes along -g, where a decay must not grow the weights.
-                grad.add_(param, alpha=-decay if group.get("maximize") else decay)
-            grad.mul_(factor)
+        by_group: dict[int, list[Any]] = {}
+        for entry in chosen:
+            by_group.setdefault(id(entry[2]), []).append(entry)
+        for members in by_group.values():
+            params, grads, groups = (list(column) for column in zip(*members, strict=True))
+            self._scale(params, grads, groups[0])
+
+    def _scale(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        decay = group["weight_decay"] if self.weight_decay is None else self.weight_decay
+        factor = partial(self._factor, decay=decay, group=group)
+        factors = together(factor, foreach._foreach_norm(params), foreach._foreach_norm(grads))
+        if decay:
+            # An optimizer with maximize=True goes along -g, where a decay must not grow the weights.
+            foreach._foreach_add_(grads, params, alpha=-decay if group.get("maximize") else decay)
+        foreach._foreach_mul_(grads, factors)
 
     def _factor(self, size: Tensor, slope: Tensor, decay: float, group: dict[str, Any]) -> Tensor:
         ratio = self.coefficient * size / (slope + decay * size + self.eps)
@@ -96,7 +101,7 @@ class LARS(SGD):
         vectors: Adapt biases and norms too.
         nesterov: ``w -= lr * (g + momentum * a)``; needs a momentum.
         maximize: Go up instead of down.
-        foreach: Update lists of tensors; None chooses as torch does.
+        foreach: Update lists of tensors; None does so unless the learning rate is a tensor.
         fused: One kernel per list of tensors, torch's.
         master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the momentum in float32.
         transforms: See :class:`~torchboost.optim.base.UpdateRule`; they come before the trust ratio.
@@ -153,4 +158,5 @@ class LARS(SGD):
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place; the decay is in the gradients already."""
-        super().update({**group, "weight_decay": 0.0}, batch)
+        lists = group["foreach"] is None and not group["fused"] and not isinstance(group["lr"], Tensor)
+        super().update({**group, "weight_decay": 0.0, "foreach": True if lists else group["foreach"]}, batch)

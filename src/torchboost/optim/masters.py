@@ -11,9 +11,12 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torchboost.optim.base import Batch
 
-__all__ = ["LOW_PRECISION", "Stamps", "has_master", "pieces", "widened"]
+__all__ = ["IN_CACHE", "LOW_PRECISION", "Stamps", "has_master", "pieces", "widened"]
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+IN_CACHE = 2**17
+"""Entries that are updated together on the CPU: half a megabyte of each tensor of the update stays in the cache."""
 
 PIECE = 2**22
 """Entries whose gradients are widened together: 16 MiB, unless one tensor is larger."""
@@ -60,18 +63,25 @@ class Stamps:
         return torch.where(master.to(near.dtype) == near, master.float(), near.float())
 
 
-def pieces(batch: Batch) -> Iterator[Batch]:
+def pieces(batch: Batch, limit: int | None = None) -> Iterator[Batch]:
     """Yield a batch in parts whose gradients have the precision of what is updated, widened one part at a time.
 
     A part is good until the next one is asked for.
+
+    Args:
+        batch: What there is to update.
+        limit: Entries of a part on the CPU, which may hold one tensor more; None makes parts only to widen gradients.
     """
-    if not any("master" in s and g.dtype in LOW_PRECISION for s, g in zip(batch.states, batch.grads, strict=True)):
+    near = limit is not None and all(param.device.type == "cpu" for param in batch.params)
+    low = [s for s, g in zip(batch.states, batch.grads, strict=True) if g.dtype in LOW_PRECISION]
+    if not near and not any("master" in state for state in low):
         yield batch
         return
     start = entries = 0
+    most = limit if near and limit is not None else PIECE
     for stop, param in enumerate(batch.params, 1):
         entries += param.numel()
-        if entries >= PIECE or stop == len(batch.params):
+        if entries >= most or stop == len(batch.params):
             part = slice(start, stop)
             grads = [
                 widened(g) if "master" in s else g for g, s in zip(batch.grads[part], batch.states[part], strict=True)

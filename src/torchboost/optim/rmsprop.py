@@ -156,6 +156,8 @@ class RMSProp(UpdateRule):
         >>> optimizer = RMSProp(model.parameters(), lr=1e-2, momentum=0.9)
     """
 
+    in_pieces = True
+
     def __init__(
         self,
         params: Any,

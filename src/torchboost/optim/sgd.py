@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import torch
@@ -97,7 +99,8 @@ class SGD(UpdateRule):
             batch.align(self.state_keys(group))
         buffers = [state.get("momentum_buffer") for state in batch.states]
         fused, scale, found_inf = group["fused"], getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if fused and group["momentum"] and any(buffer is None for buffer in buffers):
+        fresh = bool(group["momentum"]) and NoneType in set(map(type, buffers))
+        if fused and fresh:
             # torch's kernel leaves new buffers unwritten where it skips an overflow, ...
             if found_inf is not None and bool(found_inf):
                 return
@@ -110,7 +113,7 @@ class SGD(UpdateRule):
             batch.params,
             batch.grads,
             buffers,
-            has_sparse_grad=any(grad.layout is not torch.strided for grad in batch.grads),
+            has_sparse_grad=any(map(attrgetter("is_sparse"), batch.grads)),
             foreach=group["foreach"],
             fused=fused,
             grad_scale=scale,
@@ -122,7 +125,7 @@ class SGD(UpdateRule):
             nesterov=group["nesterov"],
             maximize=group["maximize"],
         )
-        if group["momentum"]:
+        if fresh:
             for state, buffer in zip(batch.states, buffers, strict=True):
                 state["momentum_buffer"] = buffer
 

@@ -1,0 +1,71 @@
+"""Which gradients a rule has to look at again: models may have thousands of small parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Checked", "strides"]
+
+_DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
+
+_Record = tuple[list[Tensor], list[int], list[tuple[int, ...]], torch.dtype, list[Any]]
+
+
+def strides(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """Return the strides of all, at the speed of C."""
+    return list(map(Tensor.stride, tensors))
+
+
+class Checked:
+    """Remembers, per group, for which parameters dense gradients of one precision were found usable.
+
+    It holds until the group has other parameters, one of them other strides, or a flag of the group changes. What can
+    differ from step to step is looked at in every one: precision and layout of the gradients.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[int, _Record] = {}
+
+    def holds(self, number: int, group: Mapping[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+        """Whether the gradients are like those that were checked."""
+        record = None if torch.compiler.is_compiling() else self._records.get(number)
+        if record is None:
+            return False
+        _, ids, memory, dtype, flags = record
+        return (
+            ids == list(map(id, params))
+            and _one(_DTYPE, grads) is dtype
+            and _one(_LAYOUT, grads) is torch.strided
+            and memory == strides(params)
+            and flags == _flags(group)
+        )
+
+    def note(self, number: int, group: Mapping[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Say that every one of these was looked at."""
+        self._records.pop(number, None)
+        if torch.compiler.is_compiling() or any(type(param) not in (Tensor, torch.nn.Parameter) for param in params):
+            return  # other tensors may change what they hold in other ways
+        dtype = _one(_DTYPE, grads)
+        if dtype is not None and _one(_LAYOUT, grads) is torch.strided:
+            # The parameters are held, so that no other can get the identity of one.
+            self._records[number] = (list(params), list(map(id, params)), strides(params), dtype, _flags(group))
+
+
+def _one(of: attrgetter[Any], tensors: Sequence[Tensor]) -> Any:
+    """Return what all have in common, or None."""
+    found = set(map(of, tensors))
+    return found.pop() if len(found) == 1 else None
+
+
+def _flags(group: Mapping[str, Any]) -> list[Any]:
+    """What may decide whether a gradient can be used; of numbers whether they are 0, and nothing of tensors."""
+    return [
+        (key, type(value), bool(value) if isinstance(value, (bool, int, float, type(None))) else None)
+        for key, value in group.items()
+        if key != "params"
+    ]
