@@ -188,7 +188,7 @@ class SubspaceDescent(Algorithm):
         )
 
 
-class SubspaceRun(FrontOptimizer, ClosureOptimizer):
+class SubspaceRun(FrontOptimizer, ClosureOptimizer):  # pyright: ignore[reportIncompatibleVariableOverride]
     """An optimizer that trains in a subspace, with another one before and after.
 
     Args:
