@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPl
 
 from tests.support.optimizers import FORMS, SHAPES, frozen, give_grads, parameters, same, train, values
 from torchboost.errors import IncompatibleError
-from torchboost.optim.adam import Adam, AdamWeightDecay
+from torchboost.optim.adam import Adam, AdamW, AdamWeightDecay
 
 CORRECTED = {"bias_correction": True, "eps": 1e-8}
 OPTIONS: list[dict[str, Any]] = [
@@ -219,3 +219,41 @@ def test_fused_kernels_never_see_a_parameter_with_gaps():
     with pytest.raises(IncompatibleError, match="without gaps in memory"):
         Adam([param], fused=True).step()
     assert torch.equal(whole, torch.ones(4, 6))
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+def test_adamw_is_torchs_with_torchs_defaults_and_goes_on_from_its_file(form):
+    mine, other = parameters(), parameters()
+    right = torch.optim.AdamW(other, **form)
+    train(right, other, range(3))
+    left = AdamW([param.detach().clone().requires_grad_() for param in other], **form)
+    ours = left.param_groups[0]["params"]
+    left.load_state_dict(copy.deepcopy(right.state_dict()))
+    fresh = AdamW(mine, **form)
+    train(fresh, mine, range(3))
+    assert state_of(fresh) == state_of(right)
+    train(left, ours, range(3, 6))
+    train(right, other, range(3, 6))
+    assert state_of(left) == state_of(right)
+    torch.optim.AdamW(mine, **form).load_state_dict(left.state_dict())
+
+
+@pytest.mark.parametrize("theirs", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_file_of_torch_keeps_its_bias_correction(theirs):
+    """The file does not name it: dropping it would make the first updates up to 30 times as large."""
+    other = parameters()
+    right = theirs(other, lr=0.01, weight_decay=0.1)
+    train(right, other, range(2))
+    ours = [param.detach().clone().requires_grad_() for param in other]
+    left = AdamWeightDecay(ours, lr=0.01)
+    saved = copy.deepcopy(right.state_dict())
+    left.load_state_dict(saved)
+    assert left.param_groups[0]["bias_correction"] is True
+    assert "bias_correction: True" in repr(left)
+    assert "bias_correction" not in saved["param_groups"][0]
+    train(left, ours, range(2, 5))
+    train(right, other, range(2, 5))
+    assert state_of(left) == state_of(right)
+    own = AdamWeightDecay(parameters(), lr=0.01)
+    own.load_state_dict(copy.deepcopy(AdamWeightDecay(parameters(), lr=0.02).state_dict()))
+    assert (own.param_groups[0]["bias_correction"], own.param_groups[0]["lr"]) == (False, 0.02)

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 
-from tests.support.optimizers import SHAPES, frozen, give_grads, parameters, train
-from torchboost.optim.rmsprop import RMSProp
+from tests.support.optimizers import SHAPES, frozen, give_grads, parameters, train, values
+from torchboost.errors import IncompatibleError
+from torchboost.optim.rmsprop import RMSProp, RMSprop
 
 
 @pytest.mark.parametrize("centered", [False, True])
@@ -78,3 +80,33 @@ def test_torch_is_another_rule():
     train(RMSProp(ours, lr=0.01, alpha=0.9), ours, [0])
     train(torch.optim.RMSprop(theirs, lr=0.01, alpha=0.9), theirs, [0])
     assert not torch.allclose(ours[0], theirs[0])
+
+
+@pytest.mark.parametrize("foreach", [False, True, None])
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.9}, {"centered": True, "weight_decay": 0.1}, {"momentum": 0.5, "maximize": True}]
+)
+def test_rmsprop_with_a_small_p_is_torchs_and_files_cross(options, foreach):
+    mine, other = parameters(), parameters()
+    left, right = RMSprop(mine, foreach=foreach, **options), torch.optim.RMSprop(other, foreach=foreach, **options)
+    for step in range(6):
+        if step == 3:
+            left_state, right_state = copy.deepcopy(left.state_dict()), copy.deepcopy(right.state_dict())
+            left.load_state_dict(right_state)
+            right.load_state_dict(left_state)
+        train(left, mine, [step])
+        train(right, other, [step])
+        assert values(left)[1:] == values(right)[1:]
+    shared = ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "capturable", "foreach", "maximize")
+    assert {key: left.defaults[key] for key in shared} == {key: right.defaults[key] for key in shared}
+
+
+def test_rmsprop_refuses_before_it_changes_anything():
+    params = parameters()
+    with pytest.raises(ValueError, match=r"alpha: found 1\.0"):
+        RMSprop(params, alpha=1.0)
+    optimizer = RMSprop(params, capturable=True)
+    give_grads(params, 0)
+    with pytest.raises(IncompatibleError, match="capturable=True needs parameters on one of"):
+        optimizer.step()
+    assert not optimizer.state
