@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support import naive
-from tests.support.differential import STEPS, Choice, boosted, level, no_effect_is_fine, train
+from tests.support.differential import STEPS, Choice, alone, boosted, level, no_effect_is_fine, train
 from tests.support.portraits import changes, generators, portrait
 from tests.support.zoo import ZOO, Network
 from torchboost import AutoBoost
@@ -124,6 +124,25 @@ def outputs(network: Network, model: nn.Module, *, more: int, grow: int) -> list
         return tensors(model(*batch.args, **batch.kwargs))
 
 
+def check_copy(network: Network, model: nn.Module, fast: nn.Module) -> None:
+    """Compare a copy for inference with the model in eval mode, on inputs of several sizes."""
+    slow = copy.deepcopy(model).eval()
+    for more, grow in sizes(network):
+        wanted, found = (outputs(network, m, more=more, grow=grow) for m in (slow, fast))
+        for a, b in zip(found, wanted, strict=True):
+            assert (a - b).abs().max() <= 1e-4 * b.abs().max(), (more, grow)
+
+
+def sizes(network: Network) -> list[tuple[int, int]]:
+    """The usual inputs, a single sample, and more and larger ones."""
+    return [(0, 0), (1 - network.samples, 0), (3, network.grows)]
+
+
+def has_norms(name: str) -> bool:
+    """Whether a network has a BatchNorm."""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in ZOO[name].model().modules())
+
+
 def tensors(value: Any) -> list[Tensor]:
     """Return all tensors in the containers that the zoo has."""
     if isinstance(value, Tensor):
@@ -143,8 +162,29 @@ def test_the_copy_for_inference_computes_the_same(name):
     assert generators() == drawn
     assert changes(before, portrait(pair.model)) == {}
     assert not any(module.training for module in fast.modules())
-    slow = copy.deepcopy(pair.model).eval()
-    for more, grow in ((0, 0), (1 - network.samples, 0), (3, network.grows)):
-        wanted, found = (outputs(network, m, more=more, grow=grow) for m in (slow, fast))
-        for a, b in zip(found, wanted, strict=True):
+    check_copy(network, pair.model, fast)
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if has_norms(name)])
+def test_fewer_norms_in_a_trained_network_compute_the_same(name):
+    network = ZOO[name]
+    pair = boosted(network, level("O0"))
+    train(network, pair, naive.batches(network, HALF))
+    model = pair.model.eval()
+    wanted = [outputs(network, model, more=more, grow=grow) for more, grow in sizes(network)]
+    fewer = boosted(network, alone("less_bn", normalize_head=False), model=model)
+    assert not any(module.training for module in model.modules())
+    for (more, grow), before in zip(sizes(network), wanted, strict=True):
+        for a, b in zip(outputs(network, fewer.model, more=more, grow=grow), before, strict=True):
             assert (a - b).abs().max() <= 1e-4 * b.abs().max(), (more, grow)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+def test_the_copy_for_inference_of_a_boosted_network(name):
+    network = ZOO[name]
+    booster = AutoBoost("O2", {"extra": {"autocast": False, "compile": False}})
+    model = network.model()
+    model, optimizer = booster.network_auto_process_train(model, naive.sgd(network, model))
+    naive.train(network, model, optimizer, naive.batches(network, HALF))
+    check_copy(network, model, booster.network_auto_process_eval(model))

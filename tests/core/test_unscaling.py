@@ -28,6 +28,16 @@ def test_each_part_is_divided_by_its_scale_and_found_out_by_itself():
     assert parts[2][0][0].grad.tolist() == [2.0]
 
 
+def test_complex_gradients():
+    plain, lazy = param(8 + 4j, dtype=torch.complex64), param(1j, dtype=torch.complex64)
+    lazy.grad = torch.tensor([4 + 2j]).conj()
+    assert overflow_anywhere(unscale_([([plain, lazy], 2.0)]), 1, CPU, agree=False) == [False]
+    assert [p.grad.tolist() for p in (plain, lazy)] == [[4 + 2j], [2 - 1j]]
+    broken = param(complex(1.0, math.nan), dtype=torch.complex64)
+    assert overflow_anywhere(unscale_([([broken], 1.0)]), 1, CPU, agree=False) == [True]
+    assert last_bad([broken, plain]) == 0
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_every_kind_of_overflow(value):
     assert overflow_anywhere(unscale_([([param(1.0, value)], 1.0)]), 1, CPU, agree=False) == [True]

@@ -356,3 +356,16 @@ def test_a_state_of_other_directions_is_refused() -> None:
     rounded = optimizer.basis.rows[0].clone()
     rounded[0, 0] += 1e-7
     SubspaceOptimizer(model.parameters(), SubspaceBasis.of(rounded), lr=0.01).load_state_dict(state)
+
+
+def test_sparse_gradients_are_the_dense_ones() -> None:
+    ends = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(6, 4, sparse=sparse), nn.Flatten(), nn.Linear(8, 3))
+        optimizer = SubspaceOptimizer(model.parameters(), basis(3, weights_of(model)), lr=0.1)
+        words, labels = torch.tensor([[0, 1], [1, 4], [5, 5]]), torch.tensor([0, 1, 2])
+        for _ in range(3):
+            optimizer.step(lambda: F.cross_entropy(model(words), labels))  # noqa: B023
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))

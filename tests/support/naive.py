@@ -34,6 +34,7 @@ __all__ = [
     "detached",
     "drop_gradients",
     "half_precision",
+    "joined",
     "loss_of",
     "moving",
     "no_context",
@@ -42,6 +43,7 @@ __all__ = [
     "rest_norms",
     "resting",
     "sgd",
+    "sgd_of_some",
     "state_of",
     "train",
     "without_norms",
@@ -78,6 +80,11 @@ def sgd(network: Network, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=decay, foreach=False)
 
 
+def sgd_of_some(network: Network, model: nn.Module) -> torch.optim.Optimizer:
+    """SGD over every parameter but the first, which nothing may move."""
+    return torch.optim.SGD(list(model.parameters())[1:], lr=0.05, momentum=0.9, foreach=False)
+
+
 def adamw(network: Network, model: nn.Module) -> torch.optim.Optimizer:
     """AdamW in the form that goes tensor by tensor."""
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.05, foreach=False)
@@ -87,6 +94,12 @@ def batches(network: Network, steps: int, dtype: torch.dtype = torch.float32) ->
     """Draw the same batches every time."""
     generator = Generator().manual_seed(1)
     return [network.batch(generator, dtype) for _ in range(steps)]
+
+
+def joined(first: Batch, second: Batch) -> Batch:
+    """Return one batch of the samples of two, of tensors only."""
+    args = tuple(torch.cat(pair) for pair in zip(first.args, second.args, strict=True))
+    return Batch(args, {}, torch.cat((first.target, second.target)))
 
 
 def loss_of(network: Network, model: nn.Module, batch: Batch) -> Tensor:

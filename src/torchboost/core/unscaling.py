@@ -97,4 +97,8 @@ def _numbers(grad: Any) -> Tensor:
     """The stored numbers of a gradient; shards of this rank only."""
     if hasattr(grad, "to_local"):
         grad = grad.to_local()
-    return grad._values() if grad.is_sparse else grad
+    values = grad._values() if grad.is_sparse else grad
+    if not values.is_complex():
+        return values
+    # The kernel knows real numbers only; a conjugate that is not worked out yet has the memory of the other one.
+    return torch.view_as_real(values.conj() if values.is_conj() else values)

@@ -318,7 +318,9 @@ def check_weights(parameters: Sequence[Tensor]) -> None:
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return parameter.grad if parameter.grad.layout is torch.strided else parameter.grad.to_dense()
 
 
 def _check_settings(lr: float, rho: float, gamma: float, sigma: float, trials: int, line_search: str) -> None:
