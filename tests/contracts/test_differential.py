@@ -22,6 +22,7 @@ from tests.support.differential import (
     by_hand,
     level,
     no_effect_is_fine,
+    some_then_slow,
     train,
 )
 from tests.support.portraits import changes, generators, portrait
@@ -59,12 +60,9 @@ ACTIVE = [
     SCALED,
 ]
 FEW = [
-    "resnet_basic_inplace",
-    "mobilenet",
     "convnext",
     "gpt_tied",
     "frozen_tail",
-    "unused_last_block",
     "dropout",
     "scales_of_every_shape",
     "complex_parameters",
@@ -202,7 +200,7 @@ def test_level_zero_is_the_plain_loop(name):
         assert naive.bits(train(network, boosted(network, level("O0"), front), data)) == wanted, front
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", some_then_slow(FEW))
 def test_neutral_settings_are_the_plain_loop(name):
     network = ZOO[name]
     data, wanted = naive.batches(network, 2), naive.bits(naive.plain(network, 2))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support import naive
-from tests.support.differential import STEPS, Choice, alone, boosted, level, no_effect_is_fine, train
+from tests.support.differential import STEPS, Choice, alone, boosted, level, no_effect_is_fine, some_then_slow, train
 from tests.support.portraits import changes, generators, portrait
 from tests.support.zoo import ZOO, Network
 from torchboost import AutoBoost
@@ -38,6 +38,16 @@ FEW = [
     "two_networks",
 ]
 """What a resumed run is tried on by default."""
+NORMS = [
+    "mlp_batch_norm",
+    "resnet_preact_inplace",
+    "densenet",
+    "repvgg_inplace",
+    "unet",
+    "reused_batch_norm",
+    "plain_list",
+]
+"""What loses norms after training by default."""
 REVERSIBLE = level("O2", less_bn=False)
 
 
@@ -165,7 +175,7 @@ def test_the_copy_for_inference_computes_the_same(name):
     check_copy(network, pair.model, fast)
 
 
-@pytest.mark.parametrize("name", [name for name in ZOO if has_norms(name)])
+@pytest.mark.parametrize("name", some_then_slow(NORMS, [name for name in ZOO if has_norms(name)]))
 def test_fewer_norms_in_a_trained_network_compute_the_same(name):
     network = ZOO[name]
     pair = boosted(network, level("O0"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import torchboost
 from tests.support import naive
-from tests.support.zoo import Batch, Network
+from tests.support.zoo import ZOO, Batch, Network
 from torchboost import REGISTRY, Attached, AutoBoost, Facts, NoEffectWarning, Plan, Target, TrainStep, attach_all
 from torchboost.core.freezing import Freezing
 from torchboost.core.normalized_linear import NormalizedLinear
@@ -30,6 +30,7 @@ __all__ = [
     "by_hand",
     "level",
     "no_effect_is_fine",
+    "some_then_slow",
     "train",
 ]
 
@@ -46,6 +47,11 @@ class Choice(NamedTuple):
     name: str
     level: str
     config: dict[str, Any]
+
+
+def some_then_slow(some: Sequence[str], names: Iterable[str] = ZOO) -> list[Any]:
+    """Return the names as parameters of a test, those outside ``some`` marked slow."""
+    return [pytest.param(name, marks=[] if name in some else [pytest.mark.slow]) for name in names]
 
 
 def alone(name: str, **settings: Any) -> Choice:
