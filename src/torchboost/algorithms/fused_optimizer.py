@@ -215,7 +215,7 @@ class _Fusion(Attachment):
     def _give_up(self, index: int, group: dict[str, Any], reason: str) -> None:
         group |= (self._flags[index] if index < len(self._flags) else self._defaults) | {"fused": None}
         self._chosen[index] = False
-        warnings.warn(f"fused_optimizer: group {index} {reason}; it goes on unfused.", NoEffectWarning, stacklevel=2)
+        warnings.warn(f"fused_optimizer: group {index} {reason}; it stays unfused.", NoEffectWarning, stacklevel=2)
 
     def _restore(self) -> None:
         optimizer = self._optimizer

@@ -39,7 +39,7 @@ def fast_copy(network: nn.Module, *, sample: Any = None, pick: Pick | None = Non
 
     The result is checked. With ``sample``, at once. Without it, at the first call of the copy, with the inputs that
     arrive there: an unfolded copy runs on them too. If the outputs differ or the forward does not work channels-last
-    (``view``), the copy goes on in contiguous memory, or unfolded with a warning. Pickles and copies of a copy that was
+    (``view``), the copy stays in contiguous memory, or unfolded with a warning. Pickles and copies of a copy that was
     never called are not checked.
 
     Cost: a copy of the parameters; another one until the check. With ``sample`` and ``pick``, a few passes more.

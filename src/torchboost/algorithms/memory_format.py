@@ -170,7 +170,7 @@ class _ConvertInputs:
         self.dimensions = frozenset()
         for weight in _kernels(module):
             _rewrite(weight, self.optimizer, Tensor.contiguous)
-        warnings.warn(f"channels_last: {reason}; the model goes on contiguous.", NoEffectWarning, stacklevel=2)
+        warnings.warn(f"channels_last: {reason}; the model stays contiguous.", NoEffectWarning, stacklevel=2)
 
     def _convert(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.ndim not in self.dimensions:
