@@ -342,6 +342,34 @@ def test_autocast_around_beneath_and_above() -> None:
         assert "forward" not in vars(model)
 
 
+class AddsInPlace(nn.Module):
+    """A trained block adds to what the frozen layer gave, and a skip connection holds the same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.body = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.stem.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = h = self.stem(x)
+        h += self.body(torch.tanh(h))
+        return h + skip
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_writing_to_what_the_prefix_gave_changes_no_row(cached: bool) -> None:
+    model = AddsInPlace()
+    x = torch.randn(6, 4)
+    wanted = model(x).detach()
+    with fast_prefix(model, cache=ActivationCache(2**20) if cached else None) as fast:
+        for batch in ([0, 1, 2, 3], [0, 1, 2, 3], [2, 3, 4, 5], [5, 0]):
+            with fast.samples(batch):
+                assert torch.equal(model(x[batch]), wanted[batch])
+        assert fast.report().parameters > 0
+        assert fast.report().rows == (6 if cached else 0)
+
+
 def test_dropout_in_the_trained_part_draws_the_same_numbers() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4))
     freeze(model[0])

@@ -133,6 +133,33 @@ def out_of(n: Net, x: Tensor) -> Tensor:
     return n.b(torch.relu_(h) + g)
 
 
+def border_added_to(n: Net, x: Tensor) -> Tensor:
+    skip = h = n.a(x)
+    h += n.b(torch.tanh(h))
+    return h + skip
+
+
+def frozen_value_added_to(n: Net, x: Tensor) -> Tensor:
+    skip = h = n.a(x)
+    h *= 2
+    h -= n.a2(x)
+    return n.b(torch.tanh(h)) + skip
+
+
+def view_of_the_border_added_to(n: Net, x: Tensor) -> Tensor:
+    h = n.a(x)
+    row = h[0]
+    row += n.b(x)[1]
+    return n.a2(h)
+
+
+def size_added_to(n: Net, x: Tensor) -> Tensor:
+    h = n.a(x)
+    rows = h.size(0)
+    rows *= 2
+    return n.b(h).view(rows, 2)
+
+
 def everything_frozen(n: Net, x: Tensor) -> Tensor:
     return n.a2(n.a(x))
 
@@ -160,6 +187,10 @@ FORWARDS = [
     (table_of_positions, {"add"}),
     (input_used_late, {"a"}),
     (out_of, {"add"}),
+    (border_added_to, {"a", "tanh"}),
+    (frozen_value_added_to, {"a", "tanh"}),
+    (view_of_the_border_added_to, {"a"}),
+    (size_added_to, {"a"}),
     (everything_frozen, {"a2"}),
     (buffer_written, {"a"}),
 ]
@@ -244,6 +275,33 @@ def test_hooked_modules_and_named_nodes_stop_the_prefix() -> None:
     assert cut_forward(traced_of(model, x), blocked={"_2"}).border == ("_1",)
     model[1].register_forward_hook(lambda *_: None)
     assert cut_forward(traced_of(model, x)).border == ("_0",)
+
+
+class Adds(nn.Module):
+    """Adds to its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.layer(torch.tanh(x))
+        return x
+
+
+@pytest.mark.parametrize("hook", ["forward", "instance"])
+def test_a_module_that_is_not_looked_into_may_write_to_its_inputs(hook: str) -> None:
+    model = Net(lambda n, x: (lambda h: n.adds(h) + n.a2(h))(n.a(x)))
+    model.adds = Adds()
+    if hook == "forward":
+        model.adds.register_forward_hook(lambda *_: None)
+    else:
+        model.adds.forward = model.adds.forward
+    x = torch.randn(3, 4)
+    traced = traced_of(model, x)
+    cut = cut_forward(traced)
+    assert torch.equal(run(cut, traced, x), model(x))
+    assert cut.border == ("a",)
 
 
 def test_a_weight_shared_with_the_trained_part_is_trained() -> None:

@@ -204,11 +204,14 @@ def _varies(module: nn.Module) -> bool:
 
 
 def _written(node: fx.Node, traced: TracedForward) -> list[fx.Node]:
-    """The nodes whose tensor a node writes to."""
+    """The nodes whose tensor a node writes to, or may."""
     target = node.args[0] if node.args else node.kwargs.get("input")
     first = [target] if isinstance(target, fx.Node) else []
     if node.op == "call_module":
-        return first if getattr(traced.targets[str(node.target)], "inplace", False) else []
+        module = traced.targets[str(node.target)]
+        if isinstance(module, nn.Module) and any(map(is_opaque, module.modules())):
+            return node.all_input_nodes  # what it does to them is not seen
+        return first if getattr(module, "inplace", False) else []
     if node.op not in ("call_function", "call_method"):
         return []
     name = function_name(node.target)

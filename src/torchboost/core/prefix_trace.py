@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from torchboost.core.drawing import generators_kept
-from torchboost.core.recording import LAYERS
+from torchboost.core.recording import LAYERS, StandIn
 from torchboost.errors import IncompatibleError
 
 __all__ = ["Call", "TracedForward", "cuda_devices", "is_opaque", "random_state", "trace_forward"]
@@ -165,6 +165,9 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, LAYERS) or is_opaque(m) or super().is_leaf_module(m, module_qualified_name)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return StandIn(node, self)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         def forward(module: nn.Module, *tensors: Any) -> Any:

@@ -25,6 +25,7 @@ __all__ = [
     "LAYERS",
     "METADATA",
     "Arguments",
+    "StandIn",
     "call",
     "function_name",
     "is_leaf",
@@ -192,7 +193,7 @@ def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(sample), {}) if isinstance(sample, (tuple, list)) else ((sample,), {})
 
 
-class _StandIn(fx.Proxy):
+class StandIn(fx.Proxy):
     """Records ``x += y`` as what it is; torch's own stand-in takes it for ``x = x + y``."""
 
 
@@ -204,7 +205,7 @@ def _in_place(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name in _OPERATORS:
-    setattr(_StandIn, f"__{_name}__", _in_place(getattr(operator, _name)))
+    setattr(StandIn, f"__{_name}__", _in_place(getattr(operator, _name)))
 
 
 class _Symbols(_Recorder, fx.Tracer):
@@ -247,7 +248,7 @@ class _Symbols(_Recorder, fx.Tracer):
         return node
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _StandIn(node, self)
+        return StandIn(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         return super().to_bool(obj) if self._decide is None else self._decide()
