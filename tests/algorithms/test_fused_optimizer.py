@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.support.trajectories import identical, train
 from tests.support.wrapped import Kind, all_weights, train_share, wrap
 from torchboost.algorithms.fused_optimizer import FusedOptimizer, fuse
 from torchboost.core.algorithm import Target, attach_all
+from torchboost.core.fused_kernels import miscomputes
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.optim import LARS, SGD, Adam, AdamWeightDecay
 
@@ -489,3 +491,35 @@ def test_forms_torch_has_no_kernel_for_are_left_alone(options: dict[str, bool], 
     with pytest.warns(NoEffectWarning, match=reason):
         fuse(optimizer)
     assert optimizer.param_groups[0]["fused"] is None
+
+
+@pytest.mark.parametrize("make", [momentum, lambda params: SGD(params, lr=0.05, momentum=0.9)], ids=["torch", "ours"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_no_low_precision_model_moves_as_a_wrong_kernel_would_move_it(make, dtype):
+    target, plain = pair(make, lambda: mlp().to(dtype))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NoEffectWarning)
+        fuse(target.optimizer)
+    for _ in range(3):
+        for p, q in zip(target.model.parameters(), plain.model.parameters(), strict=True):
+            p.grad = torch.linspace(-1, 1, p.numel()).view_as(p).to(dtype)
+            q.grad = p.grad.clone()
+        target.optimizer.step()
+        plain.optimizer.step()
+    assert_same(target, plain, tolerance=0.02)
+
+
+def test_a_model_cast_later_is_not_given_to_a_wrong_kernel():
+    if not miscomputes(torch.optim.SGD, torch.bfloat16, torch.device("cpu")):
+        pytest.skip("this torch computes right steps in bfloat16")
+    target, plain = pair(momentum)
+    fuse(target.optimizer)
+    step_on_equal_gradients(target, plain)
+    for one in (target, plain):
+        one.model.to(torch.bfloat16)
+        for p in one.model.parameters():
+            p.grad = torch.linspace(-1, 1, p.numel()).view_as(p).to(torch.bfloat16)
+    with pytest.warns(NoEffectWarning, match="computes wrong steps in torch.bfloat16"):
+        target.optimizer.step()
+    plain.optimizer.step()
+    assert_same(target, plain, tolerance=0.02)

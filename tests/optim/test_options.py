@@ -101,12 +101,12 @@ def test_every_flag_is_checked(name):
 
 
 def test_fused_wants_real_parameters_where_there_is_a_kernel():
-    check_fused(torch.ones(2), {"fused": True})
-    check_fused(torch.ones(2, dtype=torch.complex64), {"fused": None})
+    check_fused(torch.ones(2), {"fused": True}, torch.optim.SGD)
+    check_fused(torch.ones(2, dtype=torch.complex64), {"fused": None}, torch.optim.SGD)
     with pytest.raises(IncompatibleError, match="floating-point parameters"):
-        check_fused(torch.ones(2, dtype=torch.complex64), {"fused": True})
+        check_fused(torch.ones(2, dtype=torch.complex64), {"fused": True}, torch.optim.SGD)
     with pytest.raises(IncompatibleError, match="on meta"):
-        check_fused(torch.ones(2, device="meta"), {"fused": True})
+        check_fused(torch.ones(2, device="meta"), {"fused": True}, torch.optim.SGD)
 
 
 @pytest.mark.parametrize("rule", RULES)

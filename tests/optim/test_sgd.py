@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LinearLR, OneCycleLR
 
 from tests.support.optimizers import FORMS, frozen, give_grads, parameters, same, train, values
+from torchboost.core.fused_kernels import miscomputes
 from torchboost.errors import IncompatibleError
 from torchboost.optim.sgd import SGD, Momentum
 
@@ -163,3 +164,28 @@ def test_fused_kernels_never_see_a_parameter_with_gaps():
     with pytest.raises(IncompatibleError, match="without gaps in memory"):
         SGD([param], lr=0.1, fused=True).step()
     assert torch.equal(whole, torch.ones(4, 6))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_fused_kernel_that_computes_wrong_steps_is_refused_before_anything_changes(dtype):
+    if not miscomputes(torch.optim.SGD, dtype, torch.device("cpu")):
+        pytest.skip("this torch computes right steps")
+    param = nn.Parameter(torch.ones(64, dtype=dtype))
+    param.grad = torch.ones_like(param)
+    optimizer = SGD([param], lr=0.1, momentum=0.9, fused=True)
+    with pytest.raises(IncompatibleError, match="computes wrong steps"):
+        optimizer.step()
+    assert torch.equal(param, torch.ones_like(param))
+    assert not optimizer.state
+    SGD([param], lr=0.1, momentum=0.9, fused=True, master_weights=True).step()
+    torch.testing.assert_close(param, torch.full_like(param, 0.9))
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+def test_nesterov_takes_expanded_gradients(form):
+    param = nn.Parameter(torch.zeros(3))
+    optimizer = SGD([param], lr=0.1, momentum=0.9, nesterov=True, **form)
+    for _ in range(3):
+        param.grad = torch.ones(()).expand(3)
+        optimizer.step()
+    torch.testing.assert_close(param, torch.full_like(param, -0.8049))

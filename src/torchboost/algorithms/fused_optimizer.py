@@ -16,6 +16,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.closure import after_closure
+from torchboost.core.fused_kernels import miscomputes
 from torchboost.core.memory_layout import aligned, is_dense
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError, NoEffectWarning
@@ -38,21 +39,22 @@ def fuse(optimizer: Optimizer) -> Attachment:
     Sets the ``fused`` flag of the param groups and of the defaults, as if the optimizer had been built with
     ``fused=True``; it stays the same object. Results agree with the ordinary form up to float32 rounding.
 
-    Three faults of the fused kernels are kept away. They walk through memory in storage order: gradients and state
-    that are laid out in another way than their parameter (another memory format, expanded, a column of a matrix)
-    would be mixed up or read beyond their end, so they are brought into line; a group that holds a parameter with gaps
-    in its memory stays unfused, for the kernel would write into the gaps. Fused SGD fails when only some parameters
-    have momentum yet, as after freezing: the missing buffers start at zero, which is the same update. And under
-    ``GradScaler`` it reads uninitialised memory when its first step overflows, which does not happen here because
-    ``GradScaler`` is left to unscale gradients itself, as for any optimizer, at the price of one more pass over the
-    gradients; step hooks then see true gradients, too.
+    Four faults of the fused kernels are kept away. SGD's computes wrong steps in bfloat16 and float16 on the CPU
+    (torch 2.13), so a kernel is tried in each precision first, and a group for which it is wrong stays unfused. They
+    walk through memory in storage order: gradients and state that are laid out in another way than their parameter
+    (another memory format, expanded, a column of a matrix) would be mixed up or read beyond their end, so they are
+    brought into line; a group that holds a parameter with gaps in its memory stays unfused, for the kernel would write
+    into the gaps. Fused SGD fails when only some parameters have momentum yet, as after freezing: the missing buffers
+    start at zero, which is the same update. And under ``GradScaler`` it reads uninitialised memory when its first step
+    overflows, which does not happen here because ``GradScaler`` is left to unscale gradients itself, as for any
+    optimizer, at the price of one more pass over the gradients; step hooks then see true gradients, too.
 
     Gradients are looked at before each step, and after the closure if ``step`` is given one. State is looked at when
     it was loaded and when the layout of a parameter has changed; what is written into ``optimizer.state`` by hand must
     have the layout of its parameter.
 
     A loaded checkpoint keeps the optimizer fused. A group goes back to its own form, with a warning, if its gradients
-    are sparse or one of its parameters has got gaps.
+    are sparse, or one of its parameters has got gaps or another precision whose kernel is wrong.
 
     Args:
         optimizer: Groups that cannot be fused stay as they are: torch then picks foreach on GPUs by itself. That holds
@@ -124,17 +126,21 @@ class _Seen:
 
     Args:
         params: Those with a gradient.
+        kinds: Their precisions and devices.
         strides: Theirs, None for each that is contiguous; empty if all are, with gradients that are.
         states: How many parameters of the optimizer had a state.
     """
 
     params: list[Tensor] = field(default_factory=list)
+    kinds: set[tuple[torch.dtype, torch.device]] = field(default_factory=set)
     strides: list[tuple[int, ...] | None] = field(default_factory=list)
     states: int = 0
 
     def is_same(self, other: _Seen) -> bool:
         """Compare parameters by identity: tensors compare by value."""
-        if (len(self.params), self.strides, self.states) != (len(other.params), other.strides, other.states):
+        if (self.kinds, self.strides, self.states) != (other.kinds, other.strides, other.states):
+            return False
+        if len(self.params) != len(other.params):
             return False
         return all(map(operator.is_, self.params, other.params))
 
@@ -187,7 +193,7 @@ class _Fusion(Attachment):
                     continue
                 strides = [None if plain else p.stride() for p, plain in zip(moving, contiguous, strict=True)]
                 _align_gradients(moving)
-            now = _Seen(moving, strides, len(self._optimizer.state))
+            now = _Seen(moving, {(p.dtype, p.device) for p in moving}, strides, len(self._optimizer.state))
             if index not in self._seen or not now.is_same(self._seen[index]):
                 self._look_closely(index, group, now)
 
@@ -203,6 +209,11 @@ class _Fusion(Attachment):
         if gap is not None:
             self._give_up(index, group, f"cannot be fused any more: {_gaps(gap)}")
             return
+        kernel = _kernel(self._optimizer)
+        wrong = next((text for pair in now.kinds if kernel and (text := _wrong(kernel, *pair))), None)
+        if wrong is not None:
+            self._give_up(index, group, f"cannot be fused any more: {wrong}")
+            return
         state = self._optimizer.state
         for parameter in now.params:
             if parameter in state:
@@ -210,7 +221,7 @@ class _Fusion(Attachment):
         if group.get("momentum"):
             _start_momentum(state, now.params)
         # The buffers of a first step do not exist yet.
-        self._seen[index] = _Seen(now.params, now.strides, len(state))
+        self._seen[index] = _Seen(now.params, now.kinds, now.strides, len(state))
 
     def _give_up(self, index: int, group: dict[str, Any], reason: str) -> None:
         group |= (self._flags[index] if index < len(self._flags) else self._defaults) | {"fused": None}
@@ -242,7 +253,7 @@ def _flags(group: dict[str, Any]) -> dict[str, Any]:
 
 def _obstacle(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
     """Why torch cannot fuse this group, or None."""
-    kind = next((kind for kind in _FUSABLE if isinstance(optimizer, kind)), None)
+    kind = _rule(optimizer)
     name = type(optimizer).__name__
     if kind is None or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(kind.step):
         return f"{name} has no fused form in torch.optim (SGD, Adam, AdamW and Adagrad have)"
@@ -265,6 +276,22 @@ def _obstacle(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
     for p in sorted(group["params"], key=Tensor.numel):
         samples.setdefault((type(p), p.device, p.dtype), p)
     return next((text for sample in samples.values() if (text := _probe(_FUSABLE[kind], sample))), None)
+
+
+def _rule(optimizer: Optimizer) -> type[Optimizer] | None:
+    return next((kind for kind in _FUSABLE if isinstance(optimizer, kind)), None)
+
+
+def _kernel(optimizer: Optimizer) -> type[Optimizer] | None:
+    """Return torch's class whose kernel the optimizer uses."""
+    kind = _rule(optimizer)
+    return None if kind is None else _FUSABLE[kind]
+
+
+def _wrong(kind: type[Optimizer], dtype: torch.dtype, device: torch.device) -> str | None:
+    if torch.compiler.is_compiling() or not miscomputes(kind, dtype, device):
+        return None
+    return f"torch's fused {kind.__name__} computes wrong steps in {dtype} on {device}"
 
 
 def _gaps(parameter: Tensor) -> str:
@@ -291,7 +318,7 @@ def _probe(kind: type[Optimizer], sample: Tensor) -> str | None:
     except RuntimeError as error:
         what = f"{sample.dtype} {type(sample.data).__name__} on {sample.device}"
         return f"{kind.__name__} cannot be fused for {what}: {str(error).splitlines()[0]}"
-    return None
+    return _wrong(kind, sample.dtype, sample.device)
 
 
 def _align_state(state: dict[str, Any], parameter: Tensor) -> None:

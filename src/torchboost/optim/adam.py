@@ -141,7 +141,7 @@ class Adam(UpdateRule):
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
         """Refuse what torch's kernels refuse, before anything is changed."""
         super().check_grad(param, grad, group)
-        check_fused(param, group)
+        check_fused(param, group, torch.optim.Adam)
         check_capturable(param, group)
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import _get_capturable_supported_devices
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from torchboost.core.arguments import check_number
+from torchboost.core.fused_kernels import miscomputes
 from torchboost.core.memory_layout import is_dense
 from torchboost.errors import IncompatibleError
 from torchboost.optim.schedules import whole
@@ -66,8 +68,13 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError("nesterov: needs a momentum above 0 and dampening=0.")
 
 
-def check_fused(param: Tensor, group: Mapping[str, Any]) -> None:
-    """Refuse parameters that torch's fused kernels do not take.
+def check_fused(param: Tensor, group: Mapping[str, Any], kind: type[Optimizer]) -> None:
+    """Refuse parameters that torch's fused kernels do not take, or for which they compute something else.
+
+    Args:
+        param: What is updated.
+        group: Its options.
+        kind: torch's class of the kernel.
 
     Raises:
         IncompatibleError: Such a parameter in a group with ``fused=True``.
@@ -84,6 +91,11 @@ def check_fused(param: Tensor, group: Mapping[str, Any]) -> None:
         raise IncompatibleError(
             f"fused=True needs parameters without gaps in memory, found one of shape {tuple(param.shape)} with strides "
             f"{param.stride()}; leave fused out."
+        )
+    if not torch.compiler.is_compiling() and miscomputes(kind, param.dtype, param.device):
+        raise IncompatibleError(
+            f"fused=True: torch's fused {kind.__name__} computes wrong steps in {param.dtype} on {param.device}; leave "
+            "fused out, or set master_weights=True."
         )
 
 

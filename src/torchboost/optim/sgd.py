@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd as torch_sgd
 
+from torchboost.core.memory_layout import writable
 from torchboost.optim.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.options import check_fused
 from torchboost.optim.pipeline import GradientTransform
@@ -83,7 +84,7 @@ class SGD(UpdateRule):
         dense = group["momentum"] or group["weight_decay"] or group["fused"] or group["foreach"]
         if dense or grad.layout is not torch.sparse_coo:
             super().check_grad(param, grad, group)
-        check_fused(param, group)
+        check_fused(param, group, torch.optim.SGD)
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries of the state."""
@@ -97,6 +98,8 @@ class SGD(UpdateRule):
         """Update in place."""
         if group["fused"]:
             batch.align(self.state_keys(group))
+        if group["nesterov"]:  # the list form adds to the gradients
+            batch.grads[:] = list(map(writable, batch.grads))
         buffers = [state.get("momentum_buffer") for state in batch.states]
         fused, scale, found_inf = group["fused"], getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         fresh = bool(group["momentum"]) and NoneType in set(map(type, buffers))
