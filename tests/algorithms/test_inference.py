@@ -192,12 +192,27 @@ def test_the_copy_can_be_scripted_traced_compiled_and_exported(checked):
 
 def test_norms_that_went_in_training_become_modules_of_torch_too():
     tailed = NormAct(4, nn.ReLU())
-    network = nn.Sequential(nn.Conv2d(3, 4, 1), RemovedNorm.of(nn.BatchNorm2d(4), copies=False), nn.Conv2d(4, 4, 1))
-    network.append(RemovedNorm.of(tailed, copies=False))
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), RemovedNorm(nn.BatchNorm2d(4), copies=False), nn.Conv2d(4, 4, 1))
+    network.append(RemovedNorm(tailed, copies=False))
     fast, x = fast_copy(network), torch.randn(2, 3, 4, 4)
     assert difference(fast, network, x) <= 1e-4
     assert [type(module) for module in fast][1::2] == [nn.Identity, nn.Sequential]
     assert (fast[1].num_features, fast[3].act.__class__) == (4, nn.ReLU)
+
+
+def test_a_norm_that_went_keeps_its_copy_in_front_of_an_activation_in_place():
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 1), RemovedNorm(NormAct(3, nn.ReLU(inplace=True)))
+
+        def forward(self, x):
+            x = self.conv(x)
+            return x + self.norm(x)
+
+    network, x = Skips(), torch.randn(2, 3, 4, 4)
+    for sample in (None, x):
+        assert difference(fast_copy(network, sample=sample), network, x) <= 1e-4
 
 
 def test_under_autocast_the_check_is_in_full_precision():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 import warnings
 
 import pytest
@@ -449,15 +450,20 @@ def test_settings_are_values():
         settings.keep_every = 4
 
 
-def test_the_reduced_network_can_be_copied_saved_and_compiled(tmp_path):
-    model = resnet(2, 2)
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_reduced_network_can_be_copied_saved_and_compiled(tmp_path, trained):
+    model, again = resnet(2, 2), resnet(2, 2)
+    if trained:
+        train_a_little(model)
+        train_a_little(again)
     reduce_batch_norm(model, normalize_head=True)
-    again = resnet(2, 2)
     reduce_batch_norm(again, normalize_head=True)
     torch.save(model.state_dict(), tmp_path / "model.pt")
     again.load_state_dict(torch.load(tmp_path / "model.pt"))
     x = torch.randn(2, 3, 16, 16)
-    expected = outputs(model, x)
+    expected = outputs(model.eval(), x)
     assert torch.equal(outputs(again, x), expected)
-    assert torch.equal(outputs(copy.deepcopy(model), x), expected)
+    for build in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), torch.jit.script):
+        assert torch.equal(build(model)(x).detach(), expected)
     torch.testing.assert_close(outputs(torch.compile(again, backend="eager"), x), expected)

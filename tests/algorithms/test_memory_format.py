@@ -450,3 +450,13 @@ def test_ranks_under_ddp_and_fsdp_train_like_one_process() -> None:
     assert a == b
     for weights in a:
         torch.testing.assert_close(weights, _train("single"), rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torch_script_is_told_to_wait_until_the_hook_is_gone() -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3)), torch.randn(2, 3, 8, 8)
+    attached = attach_all(Target(model, sgd(model)), [ChannelsLast()])
+    with pytest.raises(AttributeError, match=r"torch.jit.script .* call remove\(\) first"):
+        torch.jit.script(model)
+    attached.remove()
+    assert torch.equal(torch.jit.script(model)(x), model(x))

@@ -47,6 +47,16 @@ def test_tiny_inputs_stay_finite_forward_and_backward():
     assert all(torch.isfinite(p.grad).all() for p in [*head.parameters(), x])
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_it_can_be_scripted_traced_and_exported(bias):
+    head, x = NormalizedLinear(5, 3, bias), torch.randn(2, 5)
+    expected = head(x)
+    assert torch.equal(torch.jit.script(head)(x), expected)
+    assert torch.equal(torch.jit.trace(head, x)(x), expected)
+    assert torch.equal(torch.export.export(head, (x,)).module()(x), expected)
+
+
 def test_repr_names_the_sizes():
     assert repr(NormalizedLinear(5, 3)) == "NormalizedLinear(in_features=5, out_features=3, bias=True)"
 

@@ -95,6 +95,20 @@ def test_what_a_batch_norm_ends_with():
         assert norm_tail(Sandwich(kind)) is None
 
 
+def test_a_part_that_is_none_is_not_run():
+    class Optional(nn.BatchNorm2d):
+        def __init__(self, act):
+            super().__init__(3)
+            self.register_module("act", act)
+
+        def forward(self, x):
+            x = super().forward(x)
+            return x if self.act is None else self.act(x)
+
+    assert norm_tail(Optional(None)) == ()
+    assert norm_tail(Optional(nn.ReLU())) == ("act",)
+
+
 def customised() -> dict[str, nn.Module]:
     norms = {name: nn.BatchNorm2d(3) for name in ("hook", "pre", "gradient", "forward", "buffer", "parametrized")}
     norms["hook"].register_forward_hook(lambda *_: None)

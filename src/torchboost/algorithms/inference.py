@@ -95,7 +95,7 @@ def fast_copy(network: nn.Module, *, sample: Any = None, pick: Pick | None = Non
 def _as_torch(model: nn.Module) -> nn.Module:
     """Let modules of torch stand where BatchNorms were removed, with the same answers about the settings."""
     for removed in [module for module in model.modules() if isinstance(module, RemovedNorm)]:
-        if removed is model or (removed.copies and not removed.tail):
+        if removed is model or removed.copies:
             continue  # no module of torch returns a copy
         tail = OrderedDict((name, removed.get_submodule(name)) for name in removed.tail)
         stand_in = nn.Sequential(tail) if tail else nn.Identity()

@@ -400,7 +400,7 @@ def _drop(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, settings: 
     for norm in plan.removed:
         front = _only_layer_before(flow, flow.calls(norm)[0], shared)
         layer = None if front is None else flow.nodes[front].module
-        replace_module(model, norm, RemovedNorm.of(norm, copies=norm in plan.copies, layer=layer))
+        replace_module(model, norm, RemovedNorm(norm, copies=norm in plan.copies, layer=layer))
     if optimizer is not None:
         rebind_optimizer(optimizer, removed=before - set(model.parameters()))
     return rescaled

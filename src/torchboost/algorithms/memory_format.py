@@ -143,6 +143,13 @@ class _ConvertInputs:
     watch: ForwardWatch | None = None
     handle: RemovableHandle | None = None
 
+    @property
+    def __name__(self) -> str:
+        raise AttributeError(  # torch asks the hooks of a module for it to compile them
+            "torch.jit.script cannot compile what torchboost attached to this model; call remove() first, or script "
+            "the copy for inference."
+        )
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.watch is not None:
             self.watch.called = True

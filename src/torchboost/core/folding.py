@@ -363,7 +363,7 @@ def fold_pairs(
     saved = [(layer, layer._parameters["weight"], layer._parameters["bias"]) for layer in layers]
     values = [(p, p.detach().clone()) for _, *parameters in saved for p in parameters if p is not None]
     inside = set(model.parameters())
-    stand_ins = [RemovedNorm.of(fold.norm, copies=fold.copies, layer=fold.layer, behind=fold.behind) for fold in folds]
+    stand_ins = [RemovedNorm(fold.norm, copies=fold.copies, layer=fold.layer, behind=fold.behind) for fold in folds]
     for fold, stand_in in zip(folds, stand_ins, strict=True):
         _fold_into_next(fold) if fold.behind else _fold_into_previous(fold)
         replace_module(model, fold.norm, stand_in)

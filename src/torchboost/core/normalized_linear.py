@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 __all__ = ["NormalizedLinear"]
-
-SMALLEST_NORM = 1e-2
 
 
 class NormalizedLinear(nn.Module):
@@ -28,7 +26,11 @@ class NormalizedLinear(nn.Module):
         dtype: Their type.
     """
 
-    bias: nn.Parameter | None
+    __constants__ = ("smallest_norm",)
+    smallest_norm = 1e-2
+
+    if TYPE_CHECKING:  # TorchScript reads the annotations of a class, and not as text
+        bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -61,9 +63,8 @@ class NormalizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(..., in_features)`` to ``(..., out_features)``."""
-        cosines = F.linear(
-            F.normalize(x, dim=-1, eps=SMALLEST_NORM), F.normalize(self.weight, dim=-1, eps=SMALLEST_NORM)
-        )
+        smallest = self.smallest_norm
+        cosines = F.linear(F.normalize(x, dim=-1, eps=smallest), F.normalize(self.weight, dim=-1, eps=smallest))
         return self.multiplier * (cosines if self.bias is None else cosines + self.bias)
 
     def extra_repr(self) -> str:

@@ -20,6 +20,7 @@ class RemovedNorm(nn.Module):
     It answers the settings of the BatchNorm (``num_features``, ``eps``, ``momentum``, ``affine``,
     ``track_running_stats`` and whatever else was set on it), but none of its tensors. What a subclass of BatchNorm
     does behind the normalisation with modules of its own, such as an activation, it does as well, under the same names.
+    TorchScript, tracing and ``torch.export`` read it.
 
     Args:
         norm: The BatchNorm; see :func:`~torchboost.core.structure.norm_tail` for the kinds that can go.
@@ -30,7 +31,7 @@ class RemovedNorm(nn.Module):
 
     Attributes:
         copies: As given.
-        tail: Names of the modules that the input passes through.
+        tail: Names of the modules that the input passes through; they are the first children, in this order.
         behind: As given.
         adds_bias: Whether ``layer`` had no bias, so that one that it has now holds the shift of the BatchNorm.
         batches: How many batches the BatchNorm had counted; None if it counted none.
@@ -41,12 +42,6 @@ class RemovedNorm(nn.Module):
 
     __jit_unused_properties__ = ("layer", "is_identity")
 
-    num_features: int
-    eps: float
-    momentum: float | None
-    affine: bool
-    track_running_stats: bool
-
     def __init__(
         self, norm: nn.Module, *, copies: bool = True, layer: nn.Module | None = None, behind: bool = False
     ) -> None:
@@ -56,8 +51,8 @@ class RemovedNorm(nn.Module):
             raise ValueError(f"this {type(norm).__name__} computes more than a BatchNorm, so it cannot be left out.")
         own = vars(self).keys()
         vars(self).update({name: value for name, value in vars(norm).items() if name not in own})
-        for name, child in norm.named_children():
-            self.add_module(name, child)
+        for name in dict.fromkeys((*tail, *norm._modules)):
+            self.add_module(name, norm._modules[name])
         count = norm._buffers["num_batches_tracked"]
         self.batches = None if count is None else 0 if count.is_meta else int(count)
         self.copies = copies
@@ -66,14 +61,6 @@ class RemovedNorm(nn.Module):
         self.adds_bias = layer is not None and layer._parameters.get("bias") is None
         self._layer = () if layer is None else (layer,)  # in a tuple it is not registered as a part of this module
         self.train(norm.training)
-
-    @staticmethod
-    def of(
-        norm: nn.Module, *, copies: bool = True, layer: nn.Module | None = None, behind: bool = False
-    ) -> RemovedNorm:
-        """Build the kind that ``norm`` needs."""
-        kind = _RemovedNormWithTail if norm_tail(norm) else RemovedNorm
-        return kind(norm, copies=copies, layer=layer, behind=behind)
 
     @property
     def layer(self) -> nn.Module | None:
@@ -86,8 +73,12 @@ class RemovedNorm(nn.Module):
         return not self.tail and not self.copies
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the input or a copy of it."""
-        return input.clone() if self.copies else input
+        """Return the input or a copy of it, passed through the tail."""
+        output = input.clone() if self.copies else input
+        for at, child in enumerate(self.children()):  # TorchScript reads no other way to run modules by their number
+            if at < len(self.tail):
+                output = child(output)
+        return output
 
     def __getattr__(self, name: str) -> Any:
         if name in NORM_TENSORS:
@@ -119,11 +110,3 @@ class RemovedNorm(nn.Module):
     def extra_repr(self) -> str:
         """Return the width and what happens to the input, for ``repr``."""
         return f"{self.num_features}{', copies' * self.copies}"
-
-
-class _RemovedNormWithTail(RemovedNorm):
-    def forward(self, input: Tensor) -> Tensor:
-        output = super().forward(input)
-        for name in self.tail:
-            output = self.get_submodule(name)(output)
-        return output

@@ -26,8 +26,8 @@ def norm_tail(norm: nn.Module) -> tuple[str, ...] | None:
 
     ``()`` is torch's own BatchNorm. A subclass that adds, for instance, dropout and an activation as modules of its own
     gives their names, found by watching its ``forward`` in both modes on a tensor without data. None means that what
-    it computes is not known: something else happens in its ``forward``, or on the instance (hooks, another
-    ``forward``, parametrizations).
+    it computes is not known: something else happens in its ``forward``, one of them twice for instance, or on the
+    instance (hooks, another ``forward``, parametrizations).
 
     Cost: nothing for torch's own classes, a few milliseconds for subclasses.
     """
@@ -37,7 +37,8 @@ def norm_tail(norm: nn.Module) -> tuple[str, ...] | None:
         return ()
     modes = (False,) if isinstance(norm, SyncBatchNorm) else (False, True)  # training one asks for ranks and devices
     tails = {_watched_tail(norm, training) for training in modes}
-    return tails.pop() if len(tails) == 1 else None
+    tail = tails.pop() if len(tails) == 1 else None
+    return None if tail is None or len({norm._modules[name] for name in tail}) < len(tail) else tail
 
 
 def is_customised(module: nn.Module) -> bool:
@@ -55,7 +56,7 @@ def _watched_tail(norm: _BatchNorm, training: bool) -> tuple[str, ...] | None:
     for sides in (2, 1, 3, 0):
         source = torch.empty(2, norm.num_features, *[2] * sides, device="meta")
         watch = _Watch(twin, source)
-        children = {name: _Step(name, watch) for name in norm._modules}
+        children = {name: None if child is None else _Step(name, watch) for name, child in norm._modules.items()}
         vars(twin).update(vars(norm) | {"_buffers": buffers, "_modules": children, "training": training})
         try:
             with torch.no_grad(), watch:
