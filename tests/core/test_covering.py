@@ -114,3 +114,82 @@ def test_a_copy_keeps_a_forward_of_the_users_own() -> None:
         uncover_copy(twin)
     assert twin(X) == [-X]
     assert model(X) == [1 - X]
+
+
+class Owner:
+    """An object outside of the model, whose method is its forward."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.calls = model, 0
+
+    def run(self, x: Tensor) -> list[Any]:
+        self.calls += 1
+        return [self.model.weight.item() + x]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_forward_that_is_a_method_of_another_object_stays_one_in_a_copy(inside: bool) -> None:
+    model = Net()
+    if inside:
+        model.part = Net()
+        owner: Any = model.part
+        model.forward = owner.forward
+    else:
+        owner = Owner(model)
+        model.forward = owner.run
+    before = dict(vars(model))
+    value = X if inside else X + 1
+    cover = cover_forward(model, adding("a"))
+    assert own_forward(model) is before["forward"]
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert twin(X) == [value, "a"]
+    uncover_copy(twin)
+    assert twin(X) == [value]
+    assert set(vars(twin)) == set(before)
+    copied = twin.forward.__self__
+    assert type(copied) is type(owner)
+    assert copied is twin.part if inside else copied.model is twin
+    if not inside:
+        assert owner.calls == 0
+    cover.remove()
+    assert vars(model) == before
+
+
+def test_a_foreign_cover_between_two_of_ours_on_a_forward_of_the_users_own() -> None:
+    model = Net()
+    model.forward = Owner(model).run
+    first = cover_forward(model, adding("a"))
+    inner = model.forward
+    model.forward = foreign = lambda x: [*inner(x), "foreign"]
+    second = cover_forward(model, adding("b"))
+    assert model(X) == [X + 1, "a", "foreign", "b"]
+    first.remove()
+    assert model(X) == [X + 1, "foreign", "b"]
+    second.remove()
+    assert vars(model)["forward"] is foreign
+    assert model(X) == [X + 1, "foreign"]
+
+
+def test_replicas_of_data_parallel_keep_a_forward_of_the_users_own() -> None:
+    model = Net()
+    model.forward = types.MethodType(lambda self, x: [self.weight.item() - x], model)
+    with cover_forward(model, adding("a")):
+        replica = model._replicate_for_data_parallel()
+        replica.weight = torch.tensor(3.0)
+        assert replica(X) == [3 - X, "a"]
+        assert model(X) == [1 - X, "a"]
+
+
+def test_who_holds_a_cover_of_the_users_own_forward_calls_through_it_after_removal() -> None:
+    model = Net()
+    model.forward = Owner(model).run
+    cover = cover_forward(model, adding("a"))
+    held, twin = model.forward, copy.deepcopy(model)
+    cover.remove()
+    with torch.no_grad():
+        model.weight.zero_()
+    assert held(X) == model(X) == [X]
+    assert twin(X) == [X + 1]

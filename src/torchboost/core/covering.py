@@ -20,6 +20,9 @@ Around = Callable[[Forward, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 """``around(forward, module, args, kwargs)`` calls ``forward(module, *args, **kwargs)``, or something in its place."""
 _COVER = "torchboost_cover"
 """Entry of a covering function's own dictionary that holds its :class:`_Cover`."""
+_OWN = "_forward_under_torchboost"
+"""Attribute of a covered module: the forwards that somebody else set on it, by their ``id`` at that time. A copy of the
+module has copies: a method of another object is one of the copy of that object, as if nothing were covered."""
 _REPLICATE = "_replicate_for_data_parallel"
 """The method of modules that ``DataParallel`` calls for a replica: a copy of the attributes, ``forward`` among them."""
 
@@ -68,16 +71,15 @@ def cover_forward(model: nn.Module, around: Around, *, innermost: bool = False) 
     covering: Any = functools.update_wrapper(forward, type(model).forward)
     top = _top(model)
     if innermost and top is not None:
-        lowest = top
-        while (beneath := _cover(lowest).beneath) is not None:
-            lowest = beneath
-        above = _cover(lowest)
+        above = _lowest(top)
         under.append(above.under[0])
         vars(covering)[_COVER] = _Cover(under, None, above.own)
         above.under[0], above.beneath, above.own = covering, covering, None
     else:
-        own = None if top is not None else vars(model).get("forward")
-        under.append(top if top is not None else _unbound(model, own))
+        own = vars(model).get("forward") if top is None else None
+        if own is not None:
+            vars(model).setdefault(_OWN, {})[id(own)] = own
+        under.append(top or (type(model).forward if own is None else functools.partial(_call_own, own)))
         vars(covering)[_COVER] = _Cover(under, top, own)
         model.forward = types.MethodType(covering, model)
         setattr(model, _REPLICATE, types.MethodType(_replicate_for_data_parallel, model))
@@ -96,9 +98,7 @@ def own_forward(model: nn.Module) -> Any:
     function = _top(model)
     if function is None:
         return vars(model).get("forward")
-    while (beneath := _cover(function).beneath) is not None:
-        function = beneath
-    return _cover(function).own
+    return _own(model, _lowest(function).own)
 
 
 def uncover_copy(model: nn.Module) -> None:
@@ -107,13 +107,10 @@ def uncover_copy(model: nn.Module) -> None:
     The attachments belong to the model that was copied; their ``remove()`` does not reach the copy.
     """
     for module in model.modules():
-        if _top(module) is not None:
-            own = own_forward(module)
-            del module.forward
+        function = _top(module)
+        if function is not None:
+            _put_back(module, _lowest(function).own)
             vars(module).pop(_REPLICATE, None)
-            if own is not None:
-                bound = isinstance(own, types.MethodType)
-                module.forward = types.MethodType(own.__func__, module) if bound else own
 
 
 def _replicate_for_data_parallel(model: nn.Module) -> nn.Module:
@@ -125,7 +122,13 @@ def _replicate_for_data_parallel(model: nn.Module) -> nn.Module:
     function = _top(model)
     if function is not None:
         replica.forward = types.MethodType(function, replica)
+    if _OWN in vars(model):
+        vars(replica)[_OWN] = {key: _rebound(own, model, replica) for key, own in vars(model)[_OWN].items()}
     return replica
+
+
+def _rebound(own: Any, model: nn.Module, replica: nn.Module) -> Any:
+    return types.MethodType(own.__func__, replica) if getattr(own, "__self__", None) is model else own
 
 
 def _cover(function: Any) -> _Cover:
@@ -138,16 +141,30 @@ def _top(model: nn.Module) -> Any:
     return function if isinstance(function, types.FunctionType) and _COVER in vars(function) else None
 
 
-def _unbound(model: nn.Module, own: Any) -> Forward:
-    if own is None:
-        return type(model).forward
-    if isinstance(own, types.MethodType) and own.__self__ is model:
-        return own.__func__
+def _lowest(function: Any) -> _Cover:
+    while (beneath := _cover(function).beneath) is not None:
+        function = beneath
+    return _cover(function)
 
-    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs)
 
-    return forward
+def _own(model: nn.Module, own: Any) -> Any:
+    """What the user's ``forward`` of a covered instance is in a copy of it; itself in that instance."""
+    return vars(model).get(_OWN, {}).get(id(own), own)
+
+
+def _call_own(own: Any, model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return _own(model, own)(*args, **kwargs)
+
+
+def _put_back(model: nn.Module, own: Any) -> None:
+    """Give the instance its own ``forward``, or that of its class, in place of the covers."""
+    del model.forward
+    if own is not None:
+        model.forward = _own(model, own)
+        kept = vars(model).get(_OWN, {})
+        kept.pop(id(own), None)
+        if not kept:
+            vars(model).pop(_OWN, None)
 
 
 def _take_out(model: nn.Module, covering: Any) -> None:
@@ -156,10 +173,8 @@ def _take_out(model: nn.Module, covering: Any) -> None:
     if top is covering:
         if gone.beneath is not None:
             model.forward = types.MethodType(gone.beneath, model)
-        elif gone.own is not None:
-            model.forward = gone.own
         else:
-            del model.forward
+            _put_back(model, gone.own)
         return
     while top is not None:
         above = _cover(top)
