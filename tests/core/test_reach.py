@@ -4,7 +4,9 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.ranks import run_ranks
 from torchboost.algorithms.freeze import BlockFreeze, freeze_blocks
 from torchboost.core.freezing import Freezing
 
@@ -74,6 +76,79 @@ def test_the_last_group_is_the_last_one_that_every_update_reaches():
     model = Net(2, lambda call: [call % 2])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert max(train(model, optimizer, freeze(model, optimizer, groups=6))) == 4
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+@pytest.mark.parametrize("direction", [1, -1])
+@pytest.mark.parametrize(
+    "more", [{"pattern": "interval", "full_share": 0.0}, {"pattern": "continuous", "full_share": 0.2}]
+)
+def test_heads_by_turns_may_be_frozen_from_the_second_update_on(heads, direction, more):
+    for seed in range(8):
+        model = Net(heads, lambda call: [direction * call % heads])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        settings = BlockFreeze(groups=4 + heads, total_steps=24, **more)
+        freezing = freeze_blocks(model, optimizer, settings, seed=seed)
+        indices = train(model, optimizer, freezing)
+        assert any(indices[1:4])
+        assert max(indices[heads:]) == 4  # as soon as all have been seen
+
+
+def _heads_by_turns_on_ranks() -> tuple[list[int], list[float]]:
+    model = Net(2, lambda call: [call % 2])
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    settings = BlockFreeze(groups=6, pattern="continuous", full_share=0.2, agree_within=60.0)
+    indices = train(ddp, optimizer, freeze_blocks(ddp, optimizer, settings), updates=8)
+    return indices, [float(p.sum()) for p in model.parameters()]
+
+
+@pytest.mark.dist
+def test_heads_by_turns_on_two_ranks():
+    first, second = run_ranks(_heads_by_turns_on_ranks, 2)
+    assert first == second
+    assert first[0] == [0, 1, 2, 3, 4, 4, 0, 1]
+
+
+def same(found, wanted) -> bool:
+    return list(map(id, found)) == list(map(id, wanted))
+
+
+def test_a_part_that_was_left_out_of_the_losses_trains_until_it_gets_a_gradient():
+    model = Net(3, lambda call: [0, 2] if call > 3 else [2])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    freezing = freeze_blocks(model, optimizer, BlockFreeze(groups=7, pattern="fixed", frozen=0))
+    unused, unseen = list(model.parts[1].parameters()), list(model.parts[0].parameters())
+    train(model, optimizer, freezing, updates=1)
+    freezing.freeze(6)
+    assert same(freezing.frozen, model.body.parameters())
+    model(torch.ones(3, 4)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    freezing.freeze(6)
+    model.calls = 3
+    model(torch.ones(3, 4)).backward()
+    assert all(p.grad is not None for p in unseen)
+    optimizer.step()
+    freezing.freeze(6)
+    assert same(freezing.frozen, [*model.body.parameters(), *unseen])
+    assert all(p.requires_grad for p in unused)
+
+
+def test_norms_of_a_part_that_still_trains_are_left_alone():
+    model = Net(2, lambda call: [call % 2])
+    model.parts[0] = nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4))
+    model.body[1] = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    norms = [model.body[1][1], model.parts[0][1]]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    freezing = freeze_blocks(model, optimizer, BlockFreeze(groups=9, pattern="fixed", frozen=0, norms="eval"))
+    last = len(freezing._prefixes) - 1
+    for step in range(4):
+        freezing.freeze(last if step else 0)
+        model(torch.randn(3, 4)).backward()
+        assert [norm.training for norm in norms] == ([True, True] if step == 0 else [False, True])
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_what_the_user_froze_at_the_end_never_becomes_the_last_part():
@@ -147,6 +222,20 @@ def test_what_was_seen_is_part_of_the_checkpoint():
     resumed = freeze(other, torch.optim.SGD(other.parameters(), lr=0.1))
     resumed.load_state_dict(freezing.state_dict())
     assert resumed.index == freezing.index > 0
+
+
+def test_a_run_that_resumes_freezes_what_the_first_one_did():
+    settings = {"pattern": "interval", "full_share": 0.0, "groups": 6}
+    whole = Net(2, lambda call: [call % 2 if call > 3 else 1])
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    freezing = freeze(whole, optimizer, **settings)
+    for updates in range(1, 6):
+        train(whole, optimizer, freezing, updates=1)
+        again = Net(2, lambda call: [0])
+        resumed = freeze(again, torch.optim.SGD(again.parameters(), lr=0.1), **settings)
+        resumed.load_state_dict(freezing.state_dict())
+        assert resumed.state_dict() == freezing.state_dict()
+        assert [p.requires_grad for p in again.parameters()] == [p.requires_grad for p in whole.parameters()], updates
 
 
 def test_the_optimizer_is_held_weakly():

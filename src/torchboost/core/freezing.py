@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -55,6 +55,21 @@ def prefixes_of(blocks: Sequence[Block], starts: Sequence[int]) -> tuple[Prefix,
             cut=tuple(m for block in blocks[:start] for m in block.cut),
         )
         for start in starts
+    )
+
+
+def _without(prefix: Prefix, left: Collection[int]) -> Prefix:
+    """Leave out parameters by ``id``, and the modules that hold some of them."""
+    if not left:
+        return prefix
+
+    def kept(module: nn.Module) -> bool:
+        return not any(id(p) in left for p in module.parameters(recurse=False))
+
+    return Prefix(
+        parameters=tuple(p for p in prefix.parameters if id(p) not in left),
+        norms=tuple(filter(kept, prefix.norms)),
+        cut=tuple(filter(kept, prefix.cut)),
     )
 
 
@@ -176,6 +191,8 @@ class Freezing(Attachment):
         self._warned = self._overran = False
         self.step = 0
         self.index = 0
+        self._spared = frozenset[int]()
+        self._in_force = self._prefixes[0]
         handles: list[Removable] = [optimizer.register_step_post_hook(_untraced(self._updated)), self._accumulated]
         handles += [module.register_forward_hook(cut) for module, cut in self._cuts.items()]
         if self._lost is not None:
@@ -204,7 +221,7 @@ class Freezing(Attachment):
     @property
     def frozen(self) -> tuple[nn.Parameter, ...]:
         """The parameters that are frozen now by this attachment."""
-        return tuple(p for p in self._prefixes[self.index].parameters if id(p) in self._flags.held)
+        return tuple(p for p in self._in_force.parameters if id(p) in self._flags.held)
 
     @property
     def graphs(self) -> int:
@@ -288,7 +305,8 @@ class Freezing(Attachment):
 
     def _figures(self) -> dict[str, int]:
         """What must be alike on all ranks before a pass."""
-        return {"updates": self.step, "frozen groups": self.index, "parameters": self._freezable, **self._alike}
+        frozen = {"frozen groups": self.index, "parameters not reached yet": len(self._spared)}
+        return {"updates": self.step, **frozen, "parameters": self._freezable, **self._alike}
 
     def _watch(self) -> None:
         """Look for other ranks, which may have come after this was attached."""
@@ -312,11 +330,12 @@ class Freezing(Attachment):
     def _apply(self, index: int) -> None:
         """Make the usable index up to ``index`` the one in force; changes only what differs."""
         index = self._reach.usable(index)
-        if index == self.index:
+        spared = self._reach.spared(index)
+        if index == self.index and spared == self._spared:
             return
         self._check_graphs()
-        before, after = self._prefixes[self.index], self._prefixes[index]
-        self.index = index
+        before, after = self._in_force, _without(self._prefixes[index], spared)
+        self.index, self._spared, self._in_force = index, spared, after
         self._flags.change(self._of_the_optimizer(after.parameters))
         if self._lost is not None and index not in self._looked:
             self._looked.add(index)
@@ -350,7 +369,7 @@ class Freezing(Attachment):
 
     def _settle_norms(self, *_: Any) -> None:
         """``model.train()`` in the loop sets every module to training; frozen norms go back to eval mode."""
-        self._settled.settle(self._prefixes[self.index].norms)
+        self._settled.settle(self._in_force.norms)
 
 
 def _untraced(hook: Callable[..., None]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""How far the updates of a loop reach: which frozen prefixes leave something to train."""
+"""How far the updates of a loop reach: which frozen prefixes leave something to train, and what no update reached."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ class Reach:
     An index is usable if the optimizer has a parameter behind its prefix that the user trains, and if every update
     that could tell gave one of those a gradient. What the forward pass does not use, what lies in no loss, and a head
     that only some batches go through therefore never become the last part that trains.
+
+    Later updates may go through what none has reached yet, such as a head that is used by turns: that must stay
+    trainable whatever the index (:meth:`spared`). As long as it has no gradients, that costs nothing.
 
     A gradient of zeros that ``zero_grad(set_to_none=False)`` left behind is none; to see that, the loop waits for the
     device once in an update, and on several ranks it is not looked at.
@@ -49,10 +52,12 @@ class Reach:
         self._may_train = may_train
         self._values = values
         self._behind: list[list[Tensor]] = []
-        self._size = -1
+        self._size = 0
         self._versions: dict[int, int] = {}
         self._closed: set[int] = set()
         self._doubtful: set[int] = set()
+        self._unreached = frozenset[int]()  # could have been
+        self._pending: list[Tensor] = []  # not reached yet, whether they could have been or not
         self._trained()
 
     def usable(self, index: int, state: Mapping[str, Any] | None = None) -> int:
@@ -66,6 +71,10 @@ class Reach:
         while index and (index in seen["closed"] or index in seen["doubtful"] or not self._trains(behind[index])):
             index -= 1
         return index
+
+    def spared(self, index: int) -> frozenset[int]:
+        """Return by ``id`` what is not to be frozen at ``index``: it could have got a gradient, and never did."""
+        return self._frozen[index] & self._unreached
 
     def _trains(self, parameters: list[Tensor]) -> bool:
         return any(map(self._may_train, parameters))
@@ -81,8 +90,9 @@ class Reach:
         Cost: microseconds; for each index the parameters from the last one to the first that has a gradient.
         """
         behind, seen = self._trained(), dict[int, bool]()
-        if not any(p.grad is not None for p in behind[index]):
+        if not any(p.grad is not None and p.requires_grad for p in behind[0]):
             return False
+        self._note_unreached()
         for other in range(1, len(behind)):
             if other in self._closed or not self._frozen[index] <= self._frozen[other]:
                 continue  # parts of what trains there are frozen now
@@ -95,17 +105,32 @@ class Reach:
                 self._closed.add(other)
         return True
 
+    def _note_unreached(self) -> None:
+        self._pending = [p for p in self._pending if p.grad is None]
+        self._unreached = frozenset(id(p) for p in self._pending if p.requires_grad)
+
     def close(self) -> None:
         """Let nothing be frozen any more."""
         self._closed.update(range(1, len(self._frozen)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which indices are not usable, by what was seen."""
-        return {"closed": sorted(self._closed), "doubtful": sorted(self._doubtful)}
+        """Return which indices are not usable, and which parameters of the optimizer were not reached."""
+        forward = self._trained()[0][::-1]
+        pending = set(map(id, self._pending))
+        return {
+            "closed": sorted(self._closed),
+            "doubtful": sorted(self._doubtful),
+            "pending": [place for place, p in enumerate(forward) if id(p) in pending],
+            "unreached": [place for place, p in enumerate(forward) if id(p) in self._unreached],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
         self._closed, self._doubtful = set(state["closed"]), set(state["doubtful"])
+        forward = self._trained()[0][::-1]
+        pending, unreached = set(state.get("pending", ())), set(state.get("unreached", ()))
+        self._pending = [p for place, p in enumerate(forward) if place in pending]
+        self._unreached = frozenset(id(p) for place, p in enumerate(forward) if place in unreached)
 
     def _trained(self) -> list[list[Tensor]]:
         """For each index the parameters of the optimizer behind its prefix, the last one first.
@@ -120,6 +145,7 @@ class Reach:
         if size != self._size:
             known = [p for group in reversed(groups) for p in reversed(group)]
             self._behind = [[p for p in known if id(p) not in frozen] for frozen in self._frozen]
+            self._pending += known[: max(0, size - self._size)]  # groups that are added come last
             self._size = size
         return self._behind
 
