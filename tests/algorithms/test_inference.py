@@ -110,6 +110,41 @@ def test_a_call_that_fails_settles_nothing():
     assert difference(fast, network, x) <= 1e-4
 
 
+def test_an_interrupted_first_call_settles_nothing():
+    class Interrupted(nn.Module):
+        patience = 0
+
+        def __init__(self):
+            super().__init__()
+            self.net = trained(vgg())
+
+        def forward(self, x):
+            Interrupted.patience -= 1
+            if Interrupted.patience == 0:
+                raise KeyboardInterrupt
+            return self.net(x)
+
+    network, x = Interrupted(), torch.randn(4, 3, 16, 16)
+    fast = fast_copy(network)
+    for patience in (1, 2):
+        Interrupted.patience = patience
+        with pytest.raises(KeyboardInterrupt):
+            fast(x)
+        assert type(fast) is not Interrupted
+    assert difference(fast, network, x) <= 1e-4
+    assert type(fast) is Interrupted
+
+
+def test_a_warning_that_is_an_error_leaves_the_copy_unfolded():
+    network, x = trained(nn.Sequential(Relies(), nn.AdaptiveAvgPool2d(1), nn.Flatten())), torch.randn(2, 3, 8, 8)
+    fast = fast_copy(network)
+    with pytest.raises(NoEffectWarning), warnings.catch_warnings(action="error"):
+        fast([x])
+    assert type(fast) is nn.Sequential
+    with torch.no_grad():
+        assert torch.equal(fast([x]), network.eval()([x]))
+
+
 def test_threads_that_call_first_all_get_the_right_outputs():
     network, x, found = trained(vgg()), torch.randn(4, 3, 16, 16), []
     fast, start = fast_copy(network), threading.Barrier(4)

@@ -24,6 +24,7 @@ from tests.support.conv_nets import (
     vgg,
 )
 from tests.support.models import BottleneckNet
+from tests.support.portraits import changes, portrait
 from tests.support.removal_nets import NormAct, preact_net, repvgg_net
 from torchboost.algorithms.less_bn import LessBatchNorm, reduce_batch_norm
 from torchboost.core.algorithm import Target, attach_all
@@ -448,6 +449,23 @@ def test_settings_are_values():
     assert LessBatchNorm.traits.order == 10
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.keep_every = 4
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_error_half_way_leaves_model_and_optimizer_as_they_were(trained):
+    model = resnet(1, 1)
+    if trained:
+        train_a_little(model)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer.param_groups[0]["param_names"].append("nothing")
+    before, parameters = portrait(model), list(optimizer.param_groups[0]["params"])
+    with pytest.raises(ValueError, match="names"):
+        reduce_batch_norm(model, optimizer, normalize_head=True)
+    # Where warnings are errors, that of new parameters is one too.
+    with pytest.raises(NoEffectWarning, match="will not train"), warnings.catch_warnings(action="error"):
+        reduce_batch_norm(model, normalize_head=True)
+    assert not changes(before, portrait(model))
+    assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, parameters))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

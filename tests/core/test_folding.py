@@ -20,6 +20,7 @@ from tests.support.conv_nets import (
     train_a_little,
     vgg,
 )
+from tests.support.portraits import changes, portrait
 from tests.support.removal_nets import NormAct
 from torchboost.core.folding import fold_batch_norms
 from torchboost.errors import IncompatibleError
@@ -378,6 +379,39 @@ def test_puts_everything_back_where_the_trace_was_wrong():
     assert model.conv.bias is None
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, parameters))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_or_an_interrupt_half_way_leaves_the_model_as_it_was(error):
+    class Breaks(nn.Module):
+        """Raises once its convolution has a bias."""
+
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            if self.conv.bias is not None:
+                raise error("half-way")
+            return self.norm(self.conv(x))
+
+    model = shaken(Breaks())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = portrait(model)
+    with pytest.raises(error, match="half-way"):
+        fold_batch_norms(model, optimizer)
+    assert not changes(before, portrait(model))
+    assert len(optimizer.param_groups[0]["params"]) == 3
+
+
+def test_an_optimizer_that_cannot_follow_leaves_the_model_as_it_was():
+    model = shaken(nn.Sequential(nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3)))
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer.param_groups[0]["param_names"].pop()
+    before = portrait(model)
+    with pytest.raises(ValueError, match="names"):
+        fold_batch_norms(model, optimizer)
+    assert not changes(before, portrait(model))
 
 
 def test_refuses_a_wrapped_model():

@@ -9,7 +9,14 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from torchboost.core.surgery import Rebinding, held_elsewhere, optimizers_holding, rebind_optimizer, replace_module
+from torchboost.core.surgery import (
+    Rebinding,
+    held_elsewhere,
+    optimizers_holding,
+    rebind_optimizer,
+    replace_module,
+    undone_on_error,
+)
 
 
 def test_replaces_a_module_under_every_name_and_in_every_parent():
@@ -27,6 +34,13 @@ def test_the_new_module_takes_the_training_flag():
     replace_module(model, model[0], new)
     assert not new.training
     assert not new[0].training
+
+
+def test_parts_that_the_new_module_took_over_keep_their_flags():
+    model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(2), nn.Dropout().eval()))
+    new = nn.Sequential(model[0][1], nn.Dropout().eval())
+    replace_module(model, model[0], new)
+    assert [module.training for module in new.modules()] == [True, False, True]
 
 
 def test_refuses_the_model_itself_and_strangers():
@@ -85,6 +99,48 @@ def test_named_parameters_keep_their_names_in_step():
     assert group["param_names"] == ["0.weight", "0.bias"]
     assert group["params"][1] is bias
     optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_names_that_do_not_fit_change_no_group():
+    a, b = Parameter(torch.zeros(2)), Parameter(torch.zeros(2))
+    optimizer = stepped(torch.optim.Adam([{"params": [("a", a)]}, {"params": [("b", b)]}], lr=0.1))
+    optimizer.param_groups[1]["param_names"].append("c")
+    with pytest.raises(ValueError, match=r"group 1 lists 2 names for 1 parameters"):
+        rebind_optimizer(optimizer, removed=[a])
+    assert optimizer.param_groups[0]["params"] == [a]
+    assert set(optimizer.state) == {a, b}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_puts_model_and_optimizer_back(error):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2), nn.Sequential(nn.Dropout().eval()))
+    optimizer = stepped(torch.optim.Adam(model.named_parameters(), lr=0.1))
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    weight, names = model[0].weight.detach().clone(), list(optimizer.param_groups[0]["param_names"])
+    with pytest.raises(error), undone_on_error(model, optimizer, written=[model[0].weight]):  # noqa: PT012
+        model[0].weight.data.fill_(3.0)
+        model[0].bias = Parameter(torch.zeros(2))
+        replace_module(model, model[1], nn.Identity())
+        replace_module(model, model[2], nn.Sequential(model[2][0]).eval())
+        model.eval()
+        rebind_optimizer(optimizer, removed=modules["1"].parameters(), added=[(model[0].bias, model[0].weight, "bias")])
+        raise error
+    assert dict(model.named_modules()) == modules
+    assert [name for name, module in model.named_modules() if not module.training] == ["2.0"]
+    assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}
+    assert torch.equal(model[0].weight, weight)
+    assert model[0].bias is None
+    assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, parameters.values()))
+    assert optimizer.param_groups[0]["param_names"] == names
+    assert set(optimizer.state) == set(parameters.values())
+
+
+def test_without_an_error_everything_stays_changed():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with undone_on_error(model, written=[model[0].weight]):
+        nn.init.zeros_(model[0].weight)
+        replace_module(model, model[0], nn.Identity())
+    assert isinstance(model[0], nn.Identity)
 
 
 def test_what_the_optimizer_does_not_hold_stays_out():

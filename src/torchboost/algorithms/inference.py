@@ -162,21 +162,34 @@ class _Pending:
             plain, self._plain = self._plain, None  # the copy may call itself
             if plain is None:
                 return
-            sample = Arguments(args, kwargs)
+            same: bool | None = None
             try:
-                expected = evaluate(plain, sample)
-            except Exception:  # the call itself raises what there is to say
-                expected = None
-            if expected is None or any(bool(outputs.isnan().any()) for outputs in expected):
-                self._plain = plain  # these inputs tell nothing
+                same = _compare(fast, plain, Arguments(args, kwargs))
+            finally:
+                if same is None:  # these inputs tell nothing, or an interrupt came
+                    self._plain = plain
+            if same is None:
                 return
-            if not _equal(fast, sample, expected):
-                _contiguous(fast)
-                if not _equal(fast, sample, expected):
-                    vars(fast).clear()
-                    vars(fast).update(vars(plain))
-                    _warn_of_difference(3)
+            if not same:
+                vars(fast).clear()
+                vars(fast).update(vars(plain))
             fast.__class__ = kind
+            if not same:
+                _warn_of_difference(3)
+
+
+def _compare(fast: nn.Module, plain: nn.Module, sample: Arguments) -> bool | None:
+    """Whether a copy, in contiguous memory if need be, computes what the network does; None if that cannot be known."""
+    try:
+        expected = evaluate(plain, sample)
+    except Exception:  # the call itself raises what there is to say
+        return None
+    if any(bool(outputs.isnan().any()) for outputs in expected):
+        return None
+    if _equal(fast, sample, expected):
+        return True
+    _contiguous(fast)
+    return _equal(fast, sample, expected)
 
 
 def _contiguous(model: nn.Module) -> None:

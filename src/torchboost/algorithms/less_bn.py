@@ -22,7 +22,13 @@ from torchboost.core.norm_roles import WEIGHTED, Block, Keep, reasons_to_stay, r
 from torchboost.core.normalized_linear import NormalizedLinear
 from torchboost.core.removed_norm import RemovedNorm
 from torchboost.core.structure import is_customised, norm_tail
-from torchboost.core.surgery import held_elsewhere, optimizers_holding, rebind_optimizer, replace_module
+from torchboost.core.surgery import (
+    held_elsewhere,
+    optimizers_holding,
+    rebind_optimizer,
+    replace_module,
+    undone_on_error,
+)
 from torchboost.core.variance import rescale_layers
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
@@ -201,7 +207,9 @@ def reduce_batch_norm(
     Raises:
         TypeError: Not a module.
         ValueError: A setting out of range, or the model does not run on ``sample``.
-        IncompatibleError: The model is wrapped, sharded or compiled, or folding changed its outputs (then undone).
+        IncompatibleError: The model is wrapped, sharded or compiled, or folding changed its outputs.
+
+    After any error, and after an interrupt, model and optimizer are as they were.
 
     Warns:
         NoEffectWarning: There was nothing to do, or there are new parameters, ``optimizer`` was not given, and one
@@ -255,21 +263,35 @@ def _reduce(model: nn.Module, optimizer: Optimizer | None, settings: LessBatchNo
         warnings.warn(f"less_bn: found no BatchNorm that can go{wanted}; nothing was changed.", NoEffectWarning, 3)
         return _report(plan)
     before = set(model.parameters())
-    rescaled: tuple[str, ...] = ()
-    difference = None
-    if plan.trained:
-        difference = _fold(model, plan, optimizer, sample)
-    else:
-        rescaled = _drop(model, plan, optimizer, settings)
-    if plan.head is not None:
-        head = NormalizedLinear.from_linear(plan.head)
-        nn.init.constant_(head.multiplier, settings.head_multiplier)
-        replace_module(model, plan.head, head)
-        if optimizer is not None and isinstance(head.weight, nn.Parameter):
-            rebind_optimizer(optimizer, added=[(head.multiplier, head.weight, "multiplier")])
-    if optimizer is None:
-        _announce(model, before)
+    with undone_on_error(model, optimizer, written=_in_front(plan)):
+        rescaled: tuple[str, ...] = ()
+        difference = None
+        if plan.trained:
+            difference = _fold(model, plan, optimizer, sample)
+        else:
+            rescaled = _drop(model, plan, optimizer, settings)
+        if plan.head is not None:
+            _normalize(model, plan.head, optimizer, settings)
+        if optimizer is None:
+            _announce(model, before)
     return _report(plan, rescaled, difference)
+
+
+def _in_front(plan: _Plan) -> list[Tensor]:
+    """The parameters of the layers that take something over from the BatchNorms behind them."""
+    assert plan.flow is not None
+    nodes, calls = plan.flow.nodes, plan.flow.calls
+    layers = dict.fromkeys(nodes[nodes[calls(norm)[0]].inputs[0]].module for norm in plan.removed)
+    weighted = [layer for layer in layers if isinstance(layer, WEIGHTED)]
+    return [parameter for layer in weighted for parameter in layer._parameters.values() if parameter is not None]
+
+
+def _normalize(model: nn.Module, linear: nn.Linear, optimizer: Optimizer | None, settings: LessBatchNorm) -> None:
+    head = NormalizedLinear.from_linear(linear)
+    nn.init.constant_(head.multiplier, settings.head_multiplier)
+    replace_module(model, linear, head)
+    if optimizer is not None and isinstance(head.weight, nn.Parameter):
+        rebind_optimizer(optimizer, added=[(head.multiplier, head.weight, "multiplier")])
 
 
 def _announce(model: nn.Module, before: set[nn.Parameter]) -> None:

@@ -24,7 +24,7 @@ from torchboost.core.flow import Dataflow
 from torchboost.core.norm_roles import WEIGHTED
 from torchboost.core.removed_norm import RemovedNorm
 from torchboost.core.structure import is_customised, norm_tail
-from torchboost.core.surgery import rebind_optimizer, replace_module
+from torchboost.core.surgery import rebind_optimizer, replace_module, undone_on_error
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError
 
@@ -346,7 +346,7 @@ def _takes_input_exactly(flow: Dataflow, layer: nn.Module, norm: _BatchNorm, sha
 def fold_pairs(
     model: nn.Module, folds: Sequence[Fold], *, optimizer: Optimizer | None = None, sample: Any = None
 ) -> float | None:
-    """Fold the given pairs, compare the outputs in eval mode, and put all back if they differ.
+    """Fold the given pairs, compare the outputs in eval mode, and put all back if they differ or anything raises.
 
     Returns:
         The largest difference relative to the largest output, or None where the model could not be run.
@@ -360,49 +360,28 @@ def fold_pairs(
     if any(bool(outputs.isnan().any()) for outputs in before) or (before and not any(map(_finite, before))):
         raise ValueError("the model computes NaN or infinities, as one that diverged; BatchNorm was left as it is.")
     layers = dict.fromkeys(fold.layer for fold in folds)
-    saved = [(layer, layer._parameters["weight"], layer._parameters["bias"]) for layer in layers]
-    values = [(p, p.detach().clone()) for _, *parameters in saved for p in parameters if p is not None]
+    held = [(layer, layer._parameters["weight"], layer._parameters["bias"]) for layer in layers]
     inside = set(model.parameters())
+    written = [parameter for _, *parameters in held for parameter in parameters if parameter is not None]
     stand_ins = [RemovedNorm(fold.norm, copies=fold.copies, layer=fold.layer, behind=fold.behind) for fold in folds]
-    for fold, stand_in in zip(folds, stand_ins, strict=True):
-        _fold_into_next(fold) if fold.behind else _fold_into_previous(fold)
-        replace_module(model, fold.norm, stand_in)
-    difference = None
-    if run is not None:
-        difference = largest_difference(before, evaluate(*run))
-        if not difference <= _tolerance(model):
-            _restore(model, folds, stand_ins, saved, values)
+    with undone_on_error(model, optimizer, written=written):
+        for fold, stand_in in zip(folds, stand_ins, strict=True):
+            _fold_into_next(fold) if fold.behind else _fold_into_previous(fold)
+            replace_module(model, fold.norm, stand_in)
+        difference = largest_difference(before, evaluate(*run)) if run is not None else None
+        if difference is not None and not difference <= _tolerance(model):
             raise IncompatibleError(
                 f"folding BatchNorm changed the outputs by {difference:.1e} (relative), so the data flow is not what "
                 "the trace shows; the model was put back. Pass an input that takes the usual path as sample=."
             )
-    if optimizer is not None:
-        kept = set(model.parameters())
-        added = [
-            (layer.bias, weight, "bias")
-            for layer, weight, bias in saved
-            if bias is None and isinstance(layer.bias, Parameter) and isinstance(weight, Parameter)
-        ]
-        rebind_optimizer(optimizer, removed=inside - kept, added=added)
+        if optimizer is not None:
+            added = [
+                (layer.bias, weight, "bias")
+                for layer, weight, bias in held
+                if bias is None and isinstance(layer.bias, Parameter) and isinstance(weight, Parameter)
+            ]
+            rebind_optimizer(optimizer, removed=inside - set(model.parameters()), added=added)
     return difference
-
-
-def _restore(
-    model: nn.Module,
-    folds: Sequence[Fold],
-    stand_ins: Sequence[nn.Module],
-    saved: Sequence[tuple[nn.Module, Parameter | None, Parameter | None]],
-    values: Sequence[tuple[Parameter, Tensor]],
-) -> None:
-    with torch.no_grad():
-        for parameter, value in values:
-            parameter.copy_(value)
-    for layer, _, bias in saved:
-        layer._parameters["bias"] = bias
-    for fold, stand_in in zip(folds, stand_ins, strict=True):
-        training = fold.norm.training
-        replace_module(model, stand_in, fold.norm)
-        fold.norm.train(training)
 
 
 def _scale_and_shift(norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -430,10 +409,10 @@ def _fold_into_previous(fold: Fold) -> None:
     if isinstance(layer, _ConvTransposeNd):  # (in, out / groups, ...), channels of a group stand together
         grouped = weight.double().unflatten(0, (layer.groups, -1))
         factor = scale.view(layer.groups, 1, -1, *[1] * (weight.ndim - 2))
-        weight.copy_((grouped * factor).flatten(0, 1))
+        scaled = (grouped * factor).flatten(0, 1)
     else:
-        weight.copy_(weight.double() * scale.view(-1, *[1] * (weight.ndim - 1)))
-    _set_bias(layer, shift if bias is None else bias.double() * scale + shift)
+        scaled = weight.double() * scale.view(-1, *[1] * (weight.ndim - 1))
+    _set(layer, scaled, shift if bias is None else bias.double() * scale + shift)
 
 
 @torch.no_grad()
@@ -445,17 +424,18 @@ def _fold_into_next(fold: Fold) -> None:
     grouped = weight.double().unflatten(0, (groups, -1))
     view = (groups, 1, -1, *[1] * (weight.ndim - 2))
     constant = (grouped * shift.view(view)).flatten(2).sum(-1).flatten()
-    weight.copy_((grouped * scale.view(view)).flatten(0, 1))
-    _set_bias(layer, constant if bias is None else bias.double() + constant)
+    _set(layer, (grouped * scale.view(view)).flatten(0, 1), constant if bias is None else bias.double() + constant)
 
 
-def _set_bias(layer: nn.Module, value: Tensor) -> None:
-    bias, weight = layer._parameters["bias"], layer._parameters["weight"]
-    assert weight is not None
-    if bias is None:
-        layer._parameters["bias"] = Parameter(value.to(weight.dtype), requires_grad=weight.requires_grad)
+def _set(layer: nn.Module, weight: Tensor, bias: Tensor) -> None:
+    """Write what was computed; nothing is changed if that failed."""
+    old_weight, old_bias = layer._parameters["weight"], layer._parameters["bias"]
+    assert old_weight is not None
+    if old_bias is None:
+        layer._parameters["bias"] = Parameter(bias.to(old_weight.dtype), requires_grad=old_weight.requires_grad)
     else:
-        bias.copy_(value)
+        old_bias.copy_(bias)
+    old_weight.copy_(weight)
 
 
 def largest_difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:

@@ -60,7 +60,7 @@ class RemovedNorm(nn.Module):
         self.tail = tail
         self.adds_bias = layer is not None and layer._parameters.get("bias") is None
         self._layer = () if layer is None else (layer,)  # in a tuple it is not registered as a part of this module
-        self.train(norm.training)
+        self.training = norm.training
 
     @property
     def layer(self) -> nn.Module | None:

@@ -1,19 +1,28 @@
-"""Exchange modules inside a model and let its optimizer follow."""
+"""Exchange modules inside a model and let its optimizer follow, wholly or not at all."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-__all__ = ["Rebinding", "held_elsewhere", "optimizers_holding", "rebind_optimizer", "replace_module"]
+__all__ = [
+    "Rebinding",
+    "held_elsewhere",
+    "optimizers_holding",
+    "rebind_optimizer",
+    "replace_module",
+    "undone_on_error",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +43,8 @@ class Rebinding:
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> tuple[str, ...]:
     """Put ``new`` wherever ``old`` stands in ``model``: under every name and in every parent that shares it.
 
-    ``new`` takes over the training flag. Parameters and hooks are not copied.
+    ``new`` takes over the training flag; parts of ``old`` inside ``new`` keep theirs. Parameters and hooks are not
+    copied.
 
     Returns:
         Every qualified name under which ``old`` stood, in registration order.
@@ -59,10 +69,57 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> tuple[st
     ]
     if not places:
         raise ValueError(f"this {type(old).__name__} is not part of the model; pass one of model.modules().")
-    new.train(old.training)
+    parts = set(old.modules())
+    for module in new.modules():
+        if module not in parts:
+            module.training = old.training
     for _, parent, name in places:
         parent._modules[name] = new
     return tuple(f"{path}.{name}" if path else name for path, _, name in places)
+
+
+@contextmanager
+def undone_on_error(
+    model: nn.Module, optimizer: Optimizer | None = None, *, written: Iterable[Tensor] = ()
+) -> Iterator[None]:
+    """Put everything back if the block raises or is interrupted.
+
+    That is: which modules and parameters stand where, training flags, the parameters and the state that the optimizer
+    holds, and the numbers in ``written``. Objects keep their identity. Buffers, other attributes and what steps of the
+    optimizer change are not looked at.
+
+    Args:
+        model: Changed in the block.
+        optimizer: Follows the changes.
+        written: Tensors whose numbers the block changes in place.
+
+    Cost: a copy of ``written``.
+    """
+    modules = [(module, dict(module._modules), dict(module._parameters), module.training) for module in model.modules()]
+    groups = [] if optimizer is None else [(group, _lists(group)) for group in optimizer.param_groups]
+    state = {} if optimizer is None else dict(optimizer.state)
+    numbers = [(tensor, tensor.detach().clone()) for tensor in written]
+    try:
+        yield
+    except BaseException:
+        for module, children, parameters, training in modules:
+            for registered, before in ((module._modules, children), (module._parameters, parameters)):
+                registered.clear()
+                registered.update(before)  # pyright: ignore[reportArgumentType,reportCallIssue]
+            module.training = training
+        with torch.no_grad():
+            for tensor, before in numbers:
+                tensor.copy_(before)
+        for group, lists in groups:
+            for name, entries in lists.items():
+                group[name][:] = entries
+        if optimizer is not None:
+            optimizer.state.update(state)
+        raise
+
+
+def _lists(group: Mapping[str, Any]) -> dict[str, list[Any]]:
+    return {name: list(group[name]) for name in ("params", "param_names") if name in group}
 
 
 def held_elsewhere(model: nn.Module) -> dict[nn.Module, str]:
@@ -142,7 +199,17 @@ def rebind_optimizer(
 
     Returns:
         How many parameters were removed, replaced and added.
+
+    Raises:
+        ValueError: A group lists another number of names than of parameters; nothing was changed.
     """
+    for index, group in enumerate(optimizer.param_groups):
+        names, parameters = group.get("param_names"), group["params"]
+        if names and len(names) != len(parameters):
+            raise ValueError(
+                f"optimizer: group {index} lists {len(names)} names for {len(parameters)} parameters; "
+                "make the optimizer of model.named_parameters(), or of model.parameters()."
+            )
     gone = set(removed)
     swaps = dict(replaced)
     joining: dict[Parameter, list[tuple[Parameter, str]]] = {}
