@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tests.support.conv_nets import ForeignNames, InvertedResidual, PreActNet, train_a_little, vgg
 from tests.support.random_nets import random_net
 from tests.support.removal_nets import NormAct
+from tests.support.zoo import ZOO
 from torchboost.algorithms.inference import fast_copy
 from torchboost.core.removed_norm import RemovedNorm
 from torchboost.errors import NoEffectWarning
@@ -63,6 +64,15 @@ def test_everything_that_can_go_goes(build):
     assert norms(fast) < norms(network)
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     assert fast.training is False
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_norms_that_a_plain_list_calls_stay_in_the_copy(given):
+    network, x = ZOO["plain_list"].model(), torch.randn(4, 3, 8, 8)
+    trained(network, 8)
+    fast = fast_copy(network, sample=x if given else None)
+    assert difference(fast, network, x) <= 1e-4
+    assert (norms(network), norms(fast)) == (4, 3)
 
 
 def test_the_check_is_over_after_the_first_call():

@@ -346,6 +346,28 @@ def test_what_the_class_of_a_norm_runs_behind_it_stays():
     torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
 
 
+def test_a_norm_that_a_plain_list_calls_stays_and_the_others_go():
+    class Lists(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.convs = _Conv(3), nn.ModuleList(nn.Conv2d(4, 4, 1) for _ in range(2))
+            self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(2))
+            self.order = list(zip(self.convs, self.norms, strict=True))
+
+        def forward(self, x):
+            x = self.stem(x)
+            for conv, norm in self.order:
+                x = norm(conv(x))
+            return x
+
+    model, x = shaken(Lists()), torch.randn(2, 3, 8, 8)
+    before = model(x)
+    report = fold_batch_norms(model)
+    assert report.folded == ("stem.norm",)
+    assert report.kept == dict.fromkeys(("norms.0", "norms.1"), "'order' of the model holds it too")
+    torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
+
+
 def test_training_mode_stays():
     model = shaken(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
     model[1].train()

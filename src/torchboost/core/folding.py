@@ -24,7 +24,7 @@ from torchboost.core.flow import Dataflow
 from torchboost.core.norm_roles import WEIGHTED
 from torchboost.core.removed_norm import RemovedNorm
 from torchboost.core.structure import is_customised, norm_tail
-from torchboost.core.surgery import rebind_optimizer, replace_module, undone_on_error
+from torchboost.core.surgery import held_elsewhere, rebind_optimizer, replace_module, undone_on_error
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError
 
@@ -147,7 +147,8 @@ def plan_folds(
     the pass that was traced. If the model runs on ``sample`` or on a guessed input, that pass must show the same pair.
     Behind a linear layer, the number of dimensions must be certain too, or the channels might lie on another axis.
 
-    Refused are hooks, a ``forward`` set on an instance, parametrizations, shared weights and modules that run twice.
+    Refused are hooks, a ``forward`` set on an instance, parametrizations, shared weights, modules that run twice, and
+    norms that plain attributes hold beside the module tree.
 
     Args:
         model: Bare, in any mode: what its forward does in eval mode counts. Nothing in it changes.
@@ -163,9 +164,12 @@ def plan_folds(
     """
     flow = trace(model, sample=sample) if flow is None else flow
     proofs = _Proofs.of(model, flow, sample)
-    shared = shared_weights(model)
+    shared, elsewhere = shared_weights(model), held_elsewhere(model)
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    return {norm: _settled_fold(proofs, norm, shared, behind) for norm in norms}
+    return {
+        norm: f"{elsewhere[norm]} holds it too" if norm in elsewhere else _settled_fold(proofs, norm, shared, behind)
+        for norm in norms
+    }
 
 
 class _Region(NamedTuple):
