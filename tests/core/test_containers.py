@@ -112,6 +112,24 @@ def test_what_has_nothing_to_change_or_is_not_understood_is_the_same_object(valu
     assert with_tensors(value, widen) is value
 
 
+def test_what_is_not_understood_is_told() -> None:
+    told: list[Any] = []
+    hidden = SimpleNamespace(a=HALF)
+    with_tensors([{"a": (hidden,)}, HALF], widen, told.append)
+    assert [entry for entry in told if not isinstance(entry, int)] == [hidden]
+
+
+def test_what_a_dataclass_made_of_its_fields_is_changed_too() -> None:
+    @dataclasses.dataclass
+    class Derived:
+        a: Tensor
+
+        def __post_init__(self) -> None:
+            self.twice = self.a * 2
+
+    assert with_tensors(Derived(HALF), widen).twice.dtype is torch.float32
+
+
 def test_an_object_that_cannot_be_copied_passes() -> None:
     class Stubborn(dict):
         def __copy__(self) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-from collections import namedtuple
+from collections import defaultdict, namedtuple
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -38,6 +39,28 @@ def test_nothing_happens_without_a_gradient():
 Pair = namedtuple("Pair", "a b")
 
 
+class Own(tuple):
+    def __new__(cls, one):
+        return super().__new__(cls, (one,))
+
+
+class Keyed(dict):
+    def __init__(self, name, value):
+        super().__init__(a=value)
+        self.name = name
+
+
+@dataclasses.dataclass
+class Derived:
+    a: torch.Tensor
+    factor: dataclasses.InitVar[float] = 1.0
+    built: int = 0
+
+    def __post_init__(self, factor):
+        self.built += 1
+        self.twice = self.a * 2
+
+
 @dataclasses.dataclass
 class Output:
     a: torch.Tensor
@@ -68,6 +91,12 @@ class Returns(nn.Module):
         (lambda t: {"a": (t,)}, lambda o: o["a"][0]),
         (lambda t: Pair(t, 1), lambda o: o.a),
         (lambda t: Output(t), lambda o: o.a),
+        (lambda t: Own(t), lambda o: o[0]),
+        (lambda t: Keyed("n", t), lambda o: o["a"]),
+        (lambda t: defaultdict(list, a=t), lambda o: o["a"]),
+        (lambda t: Derived(t), lambda o: o.a * o.built),
+        (lambda t: Derived(t), lambda o: o.twice / 2),
+        (lambda t: torch.max(t[None], 0), lambda o: o.values),
     ],
 )
 def test_outputs_of_every_kind(make, read):
@@ -87,10 +116,14 @@ def test_outputs_of_every_kind(make, read):
     assert module.weight.grad.tolist() == [1.0, 1.0]
 
 
-def test_an_object_that_hides_tensors_is_refused():
-    module = Returns(Opaque)
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(Opaque, "Opaque"), (lambda t: MappingProxyType({"a": t}), "mappingproxy"), (lambda t: {t}, "set")],
+)
+def test_an_object_that_hides_tensors_is_refused(make, name):
+    module = Returns(make)
     borders = ScaleBorders([{"m": module}], Ratios(2))
-    with pytest.raises(IncompatibleError, match=r"'m' takes or returns a Opaque.*into one group"):
+    with pytest.raises(IncompatibleError, match=rf"'m' takes or returns a {name}.*into one group"):
         module(torch.ones(2))
     borders.remove()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, MutableMapping, MutableSequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 __all__ = ["with_tensors"]
 
 
-def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor], strange: Callable[[Any], None] | None = None) -> Any:
     """Return ``value`` with ``change`` applied to the tensors in it, however nested.
 
     Mappings, sequences, named tuples, the tuples that torch returns and dataclasses are looked into. They are copied
@@ -23,25 +24,29 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     Args:
         value: A tensor, or anything else.
         change: Returns the tensor itself where it has nothing to change.
+        strange: Called with what is of another kind or cannot be copied; it may raise a ``RuntimeError``.
     """
     if isinstance(value, Tensor):
         return change(value)
+    inner = partial(with_tensors, change=change, strange=strange)
     try:
         if isinstance(value, tuple):
-            return _tuple(value, change)
+            return _tuple(value, inner)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return _record(value, change)
+            return _record(value, inner)
         if isinstance(value, MutableMapping):
-            return _filled(value, value.items(), change)
+            return _filled(value, value.items(), inner)
         if isinstance(value, MutableSequence):
-            return _filled(value, enumerate(value), change)
+            return _filled(value, enumerate(value), inner)
     except (TypeError, ValueError, AttributeError):  # a class with rules of its own
         pass
+    if strange is not None:
+        strange(value)
     return value
 
 
-def _tuple(value: tuple[Any, ...], change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
-    items = [with_tensors(item, change) for item in value]
+def _tuple(value: tuple[Any, ...], inner: Callable[[Any], Any]) -> tuple[Any, ...]:
+    items = [inner(item) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
     kind: Any = type(value)
@@ -56,9 +61,11 @@ def _tuple(value: tuple[Any, ...], change: Callable[[Tensor], Tensor]) -> tuple[
     return made
 
 
-def _record(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _record(value: Any, inner: Callable[[Any], Any]) -> Any:
     held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
-    changed = {name: with_tensors(entry, change) for name, entry in held.items()}
+    if not torch.compiler.is_compiling():
+        held |= _attributes(value)
+    changed = {name: inner(entry) for name, entry in held.items()}
     changed = {name: entry for name, entry in changed.items() if entry is not held[name]}
     if not changed:
         return value
@@ -73,8 +80,13 @@ def _record(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return made
 
 
-def _filled(value: Any, items: Iterable[tuple[Any, Any]], change: Callable[[Tensor], Tensor]) -> Any:
-    pairs = [(key, entry, with_tensors(entry, change)) for key, entry in items]
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return what a dataclass holds besides its fields, such as what ``__post_init__`` has made of them."""
+    return {} if isinstance(value, MutableMapping) else getattr(value, "__dict__", {})
+
+
+def _filled(value: Any, items: Iterable[tuple[Any, Any]], inner: Callable[[Any], Any]) -> Any:
+    pairs = [(key, entry, inner(entry)) for key, entry in items]
     changed = [(key, new) for key, old, new in pairs if new is not old]
     if not changed:
         return value

@@ -7,13 +7,13 @@ so the gradients are right however the modules are connected.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchboost.core.containers import with_tensors
 from torchboost.errors import IncompatibleError
 
 __all__ = ["Ratios", "ScaleBorders", "change_scale", "has_borders"]
@@ -48,7 +48,9 @@ class Ratios:
             self._numbers.data.copy_(torch.tensor([[into / out_of for out_of in scales] for into in scales]))
 
 
-class _Border(torch.autograd.Function):
+class LossScaleGroupBorder(torch.autograd.Function):
+    """torch shows the name to whoever changes the output in place, which would go past the border."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, ratio: Tensor, widen: bool, leaves: int) -> Tensor:
         ctx.ratio, ctx.dtype = ratio, x.dtype
@@ -76,7 +78,7 @@ def change_scale(x: Tensor, ratio: Tensor, *, widen: bool = False, leaves: int =
     """
     if not torch.is_grad_enabled() or not x.requires_grad:
         return x
-    border: Any = _Border.apply(x, ratio, widen, leaves)
+    border: Any = LossScaleGroupBorder.apply(x, ratio, widen, leaves)
     return border
 
 
@@ -167,23 +169,25 @@ def has_borders(model: nn.Module) -> bool:
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:
-    """Change the tensors inside nested containers; containers keep their type, other objects pass."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        present = {f.name: _mapped(getattr(value, f.name), change, name) for f in dataclasses.fields(value) if f.init}
-        return dataclasses.replace(value, **present)
+    """Change the tensors inside nested containers.
+
+    Raises:
+        IncompatibleError: Something else that holds tensors with gradients.
+    """
+
+    def refuse(strange: Any) -> None:
+        if torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in _held(strange)):
+            raise IncompatibleError(
+                f"loss_scale_group: the module '{name}' takes or returns a {type(strange).__name__} that holds "
+                "tensors; no border can be put around those. Put the modules that exchange it into one group."
+            )
+
+    return with_tensors(value, change, refuse)
+
+
+def _held(value: Any) -> list[Any]:
+    """Return what an object holds: attributes, and the entries of a container that cannot be copied."""
+    held = [*getattr(value, "__dict__", {}).values()]
     if isinstance(value, Mapping):
-        items = {key: _mapped(item, change, name) for key, item in value.items()}
-        return items if type(value) is dict else type(value)(items)  # pyright: ignore[reportCallIssue]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(item, change, name) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(item, change, name) for item in value)
-    held = getattr(value, "__dict__", None)
-    if held and torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in held.values()):
-        raise IncompatibleError(
-            f"loss_scale_group: the module '{name}' takes or returns a {type(value).__name__} that holds tensors; no "
-            "border can be put around those. Put the modules that exchange it into one group."
-        )
-    return value
+        return [*held, *value.values()]
+    return [*held, *value] if isinstance(value, (list, tuple, Set)) else held
