@@ -14,6 +14,7 @@ from tests.support.models import mlp
 from tests.support.ranks import run_ranks
 from tests.support.wrapped import all_weights, train_share
 from torchboost.core.algorithm import Target
+from torchboost.errors import IncompatibleError, RankDisagreementError
 from torchboost.optim.adam import Adam
 from torchboost.optim.sgd import SGD
 from torchboost.optim.shares import all_finite, share_of, stand_in, total_norm
@@ -102,6 +103,49 @@ def _fsdp() -> dict[str, list[float]]:
     optimizer.step()
     assert all_weights(model) == before, "all ranks leave the update out, if one has seen the inf"
     return found
+
+
+REFUSING: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "before the norm": (SGD, {"lr": 0.1, "transforms": (Decay(0.01), ClipNorm(0.1))}),
+    "after the first look": (SGD, {"lr": 0.1, "transforms": (ClipNorm(0.1, error_if_nonfinite=True), Decay(0.01))}),
+    "without transforms": (Adam, {"lr": 0.1, "nonfinite": "raise"}),
+    "native": (Adam, {"lr": 0.1, "native": True, "transforms": (ClipNorm(0.1),)}),
+}
+
+
+def _refusing() -> dict[str, list[str]]:
+    """One parameter per rank; the gradient of the second is one that its rank refuses, at first."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    found: dict[str, list[str]] = {}
+    for name, (rule, options) in REFUSING.items():
+        params = [nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(3, 2))]
+        optimizer = ZeroRedundancyOptimizer(params, optimizer_class=rule, **options)
+        said = found[name] = []
+        for sparse, number in ((True, 1.0), (False, 1.0), (False, math.inf), (False, 1.0)):
+            params[0].grad = torch.full((4, 2), number)
+            params[1].grad = torch.ones(3, 2).to_sparse(1) if sparse else torch.ones(3, 2)
+            before = [param.detach().clone() for param in params]
+            try:
+                optimizer.step()
+                said.append("updated")
+            except (IncompatibleError, RankDisagreementError, RuntimeError, FloatingPointError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+                assert all(torch.equal(old, new) for old, new in zip(before, params, strict=True))
+    return found
+
+
+@pytest.mark.dist
+def test_a_rank_that_refuses_its_gradients_keeps_no_other_waiting():
+    first, second = run_ranks(_refusing, 2, timeout=60.0)
+    for name in REFUSING:
+        assert second[name][0].startswith("IncompatibleError"), name
+        assert first[name][0].startswith("RankDisagreementError: rank 1 raised an error"), name
+        assert first[name][1] == second[name][1] == "updated", name
+        assert first[name][2] == second[name][2], name
+        assert first[name][3] == second[name][3] == "updated", name
+    assert "FloatingPointError" in first["without transforms"][2]
+    assert "RuntimeError" in first["after the first look"][2]
 
 
 @pytest.mark.dist

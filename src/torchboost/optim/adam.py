@@ -174,6 +174,10 @@ class Adam(UpdateRule):
             self.param_groups, work, native, grad_scale=scale, nonfinite=self.nonfinite, share=self._shared()
         )
 
+    def collectives(self) -> int:
+        """Return how often :meth:`prepare` asks the other ranks of a share."""
+        return super().collectives() if self.native is None else min(1, super().collectives())
+
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
         if group["nesterov"] or group["eps_uncorrected"]:

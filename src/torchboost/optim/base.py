@@ -247,6 +247,7 @@ class UpdateRule(Optimizer):
         Raises:
             IncompatibleError: A gradient the rule cannot use.
             FloatingPointError: Inf or nan in the gradients where ``nonfinite="raise"``.
+            RankDisagreementError: Inside ``ZeroRedundancyOptimizer``, another rank raised while this one waited for it.
             IndexError: A list of learning rates is used up.
             TypeError, ValueError: An option was set to something senseless, or is gone.
         """
@@ -261,13 +262,18 @@ class UpdateRule(Optimizer):
         ]
         fresh: list[tuple[Tensor, dict[str, Any]]] = []
         perform = None
+        share = self._shared()
         try:
+            if share is not None:
+                share.due = self.collectives()
             for group, values in zip(self.param_groups, scheduled, strict=True):
                 group.update(values)
                 self._check_options(group)
             work = [self._gather(group, fresh) for group in self.param_groups]
             perform = self.prepare(work)
-        except BaseException:
+        except BaseException as error:
+            if share is not None:
+                share.excuse(error)
             # GradScaler does not clean up after an exception; the next step would unscale by a scale left here.
             for name in ("grad_scale", "found_inf"):
                 self.__dict__.pop(name, None)
@@ -430,6 +436,11 @@ class UpdateRule(Optimizer):
         if not self._usable(gradients.grads):
             return None
         return partial(self._perform, work, kept)
+
+    def collectives(self) -> int:
+        """Return how often :meth:`prepare` asks the other ranks of a share."""
+        looks = 0 if self.nonfinite == "ignore" else 1 + bool(self.chain)
+        return looks + sum(getattr(transform, "collectives", 0) for transform in self.chain)
 
     def widen(self, work: Sequence[Batch]) -> None:
         """Give masters gradients of their precision: all at once, as transforms look at all of them."""

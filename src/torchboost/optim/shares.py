@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,21 +16,59 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from torchboost.core.tensor_lists import foreach
+from torchboost.errors import RankDisagreementError
 
 __all__ = ["Share", "all_finite", "joint_norm", "merge_sparse", "share_of", "stand_in", "total_norm", "values_of"]
 
 
-@dataclass(frozen=True, slots=True)
+_REFUSED = -1.0
+"""What a rank gives in place of its number if it raises: no norm is negative."""
+
+
+@dataclass(slots=True, eq=False)
 class Share:
     """The ranks that share the parameters of one optimizer out.
 
     Args:
         group: Their process group.
         device: Where small tensors of a collective must be.
+        due: How many collectives are still to come in this step, of all ranks alike.
     """
 
     group: Any
     device: torch.device
+    due: int = 0
+
+    def exchange(self, number: Tensor) -> Tensor:
+        """Return the numbers of all ranks, in one all-gather. Cost: one read.
+
+        Raises:
+            RankDisagreementError: A rank raised before it came here.
+        """
+        own = number.to(self.device, torch.float32).contiguous()
+        numbers = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        due, self.due = self.due - 1, 0  # after an error of the collective itself none is to follow
+        dist.all_gather(numbers, own, group=self.group)
+        self.due = due
+        gathered = torch.stack(numbers)
+        ranks = dist.get_process_group_ranks(self.group)
+        refused = [str(rank) for rank, given in zip(ranks, gathered.tolist(), strict=True) if given == _REFUSED]
+        if refused:
+            raise RankDisagreementError(
+                f"rank {', '.join(refused)} raised an error before the ranks compared their gradients, so the update "
+                "was left out here too; its own message says what to do."
+            )
+        return gathered
+
+    def excuse(self, error: BaseException) -> None:
+        """Tell the ranks that wait for this one that it raises; to be called with what it raises.
+
+        Nothing happens if no collective is to come, if the others raise as well (``RankDisagreementError``), or at an
+        interrupt, which must not wait.
+        """
+        if self.due > 0 and isinstance(error, Exception) and not isinstance(error, RankDisagreementError):
+            with suppress(RankDisagreementError):
+                self.exchange(torch.tensor(_REFUSED))
 
 
 def share_of(optimizer: Optimizer) -> Share | None:
@@ -75,10 +114,7 @@ def total_norm(grads: Sequence[Tensor], order: float, share: Share | None) -> Te
 
 def joint_norm(own: Tensor, order: float, share: Share) -> Tensor:
     """Return the norm over all ranks of a share, each of which gives that of its own gradients."""
-    own = own.to(share.device, torch.float32)
-    norms = [torch.empty_like(own) for _ in range(dist.get_world_size(share.group))]
-    dist.all_gather(norms, own.contiguous(), group=share.group)
-    return torch.linalg.vector_norm(torch.stack(norms), order)
+    return torch.linalg.vector_norm(share.exchange(own), order)
 
 
 def all_finite(grads: Sequence[Tensor], share: Share | None) -> bool:
@@ -93,9 +129,7 @@ def all_finite(grads: Sequence[Tensor], share: Share | None) -> bool:
     finite = all(bool(torch.stack([norm.float() for norm in own]).isfinite().all()) for own in norms.values())
     if share is None:
         return finite
-    flag = torch.tensor(int(finite), device=share.device)
-    dist.all_reduce(flag, dist.ReduceOp.MIN, group=share.group)
-    return bool(flag)
+    return bool(share.exchange(torch.tensor(float(finite))).all())
 
 
 def values_of(grad: Tensor) -> Tensor:

@@ -202,8 +202,7 @@ class ClipNorm:
     """Scale all gradients down together so that their joint norm is at most ``max_norm``.
 
     Equals ``torch.nn.utils.clip_grad_norm_`` over all parameters of the optimizer. The norm is global under FSDP2, and
-    inside an optimizer of this package under ``ZeroRedundancyOptimizer``, where the ranks add up their shares in one
-    all-reduce of one number. Sparse gradients count with the rows that they name twice merged, as if they were dense.
+    inside an optimizer of this package under ``ZeroRedundancyOptimizer``, where each rank gives the others one number. Sparse gradients count with the rows that they name twice merged, as if they were dense.
     Parameters without entries count as 0.
 
     Args:
@@ -232,6 +231,11 @@ class ClipNorm:
             check_number("norm_type", self.norm_type, above=True)
         if not isinstance(self.error_if_nonfinite, bool):
             raise TypeError(f"error_if_nonfinite: found {self.error_if_nonfinite!r}; give True or False.")
+
+    @property
+    def collectives(self) -> int:
+        """How often a step asks the other ranks of a share."""
+        return 1 + self.error_if_nonfinite
 
     def check(self, gradients: Gradients) -> None:
         """Refuse gradients that are not finite, where that is asked for."""
