@@ -53,7 +53,8 @@ class Gradients:
         memory: What this transform, and no other, keeps per parameter between steps: tensors and plain numbers under
             string keys of its choice. Saved with the optimizer.
         share: The ranks that share the parameters out, if these are one rank's share; for transforms that look
-            across parameters. One that calls ``share.exchange`` says in an attribute ``collectives`` how often in a step.
+            across parameters. One that calls ``share.exchange`` says in an attribute ``collectives`` how often a step
+            does so.
     """
 
     params: list[Tensor]

@@ -202,8 +202,9 @@ class ClipNorm:
     """Scale all gradients down together so that their joint norm is at most ``max_norm``.
 
     Equals ``torch.nn.utils.clip_grad_norm_`` over all parameters of the optimizer. The norm is global under FSDP2, and
-    inside an optimizer of this package under ``ZeroRedundancyOptimizer``, where each rank gives the others one number. Sparse gradients count with the rows that they name twice merged, as if they were dense.
-    Parameters without entries count as 0.
+    inside an optimizer of this package under ``ZeroRedundancyOptimizer``, where each rank gives the others one number.
+    Sparse gradients count with the rows that they name twice merged, as if they were dense. Parameters without entries
+    count as 0.
 
     Args:
         max_norm: Largest norm, above 0.
