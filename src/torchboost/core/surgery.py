@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+
+from torchboost.core.living import living
 
 __all__ = [
     "Rebinding",
@@ -164,15 +165,11 @@ def _modules_in(value: Any, registered: set[nn.Module], seen: set[int]) -> Itera
 
 
 def optimizers_holding(parameters: Iterable[Parameter]) -> list[Optimizer]:
-    """Find the optimizers that hold one of these parameters, wherever in this process they are.
-
-    Cost: one look at every object that the garbage collector knows, some 0.1 s for a million.
-    """
+    """Find the optimizers that hold one of these parameters (:func:`~torchboost.core.living.living`, with its cost)."""
     wanted = {id(parameter) for parameter in parameters}
-    alive = [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
     return [
         optimizer
-        for optimizer in alive
+        for optimizer in living(Optimizer)
         if any(id(p) in wanted for group in vars(optimizer).get("param_groups", ()) for p in group["params"])
     ]
 

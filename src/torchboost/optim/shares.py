@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from torchboost.core.living import living
 from torchboost.core.tensor_lists import foreach
 from torchboost.errors import RankDisagreementError
 
@@ -74,8 +74,9 @@ class Share:
 def share_of(optimizer: Optimizer) -> Share | None:
     """Return whom an optimizer shares the parameters with: the ranks of the ``ZeroRedundancyOptimizer`` that holds it.
 
-    torch does not tell the optimizer inside. So the objects of this process are searched, once per optimizer: tens of
-    milliseconds, and nothing in a run of one process. FSDP2 needs none of it, since a DTensor knows its ranks.
+    torch does not tell the optimizer inside. So the objects of this process are searched
+    (:func:`~torchboost.core.living.living`), once per optimizer: tens of milliseconds, and nothing in a run of one
+    process. FSDP2 needs none of it, since a DTensor knows its ranks.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
@@ -88,8 +89,8 @@ def share_of(optimizer: Optimizer) -> Share | None:
 
 
 def _search(optimizer: Optimizer, kind: Any) -> Share | None:
-    for found in gc.get_objects():
-        if issubclass(type(found), kind) and getattr(found, "optim", None) is optimizer:
+    for found in living(kind):
+        if getattr(found, "optim", None) is optimizer:
             return Share(found.process_group, found.param_groups[0]["params"][0].device)
     return None
 
