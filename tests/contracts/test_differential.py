@@ -77,15 +77,17 @@ class Limit(NamedTuple):
         error: Raised.
         match: In its message.
         at_once: Whether it is raised before anything is changed; otherwise while training.
+        within: After at most so many steps.
     """
 
     error: type[Exception]
     match: str
     at_once: bool = False
+    within: int = STEPS
 
 
 IN_PLACE = Limit(RuntimeError, "modified inplace")  # docs/algorithms/loss_scale_group.md, "Limits"
-REENTRANT = Limit(IncompatibleError, "use_reentrant=False")  # docs/algorithms/grad_freeze.md, "Combinations"
+REENTRANT = Limit(IncompatibleError, "use_reentrant=False", within=1)  # docs/algorithms/grad_freeze.md, "Combinations"
 NO_SPLIT = Limit(IncompatibleError, "cannot be split into a frozen and a trained part", at_once=True)
 LIMITS = {
     **dict.fromkeys([(CACHED.name, n) for n in ("vit", "mixture_of_experts", "control_flow_by_shape")], NO_SPLIT),
@@ -144,7 +146,7 @@ def check(name: str, choice: Choice, front: str = "auto", rule: naive.Rule = nai
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad", UserWarning)  # of torch, beforehand
         with pytest.raises(limit.error, match=limit.match):
-            train(network, pair, data)
+            train(network, pair, data[: limit.within])
 
 
 def _check_course(network: Network, choice: Choice, front: str, rule: naive.Rule) -> None:

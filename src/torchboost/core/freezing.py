@@ -169,15 +169,16 @@ class Freezing(Attachment):
         self._schedule = schedule
         self._total = total_steps
         self._flags = HeldFlags(self, trained)
+        frozen = [prefix.parameters for prefix in prefixes]
         self._reach = Reach(
             optimizer,
-            [prefix.parameters for prefix in prefixes],
+            frozen,
             [prefix.cut for prefix in prefixes],
             self._flags.may_train,
             values=lambda: not several_ranks(),
         )
         self._accumulated: Accumulated | None = Accumulated(trained)
-        self._lost = None if model is None else LostGradients(model, trained)
+        self._lost = None if model is None else LostGradients(model, trained, frozen)
         self._looked = {0}
         self._norms = norms
         self._settled = SettledNorms()
@@ -206,6 +207,9 @@ class Freezing(Attachment):
             handles.append(self._replicas)
         super().__init__(*handles, undo=self._thaw)
         self._apply(self._scheduled(0))
+        # The trace of the fast path refuses checkpointing, and takes modules with hooks for unknown.
+        if self._lost is not None and self.index == 0 and self.graphs > 1 and fast is None:
+            self._lost.look(ahead=True)
         self._watch()
 
     def freeze(self, index: int) -> None:
