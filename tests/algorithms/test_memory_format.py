@@ -460,3 +460,19 @@ def test_torch_script_is_told_to_wait_until_the_hook_is_gone() -> None:
         torch.jit.script(model)
     attached.remove()
     assert torch.equal(torch.jit.script(model)(x), model(x))
+
+
+def test_gradients_per_sample_by_vmap_are_those_of_the_loop():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 2))
+    images = torch.randn(5, 3, 8, 8)
+    ChannelsLast().attach(Target(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    parameters = dict(model.named_parameters())
+
+    def loss(weights, image):
+        return torch.func.functional_call(model, weights, (image[None],)).square().sum()
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, images)
+    for image, number in zip(images, range(len(images)), strict=True):
+        alone = torch.func.grad(loss)(parameters, image)
+        for name, gradient in alone.items():
+            torch.testing.assert_close(per_sample[name][number], gradient)

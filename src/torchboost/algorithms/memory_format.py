@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -184,6 +185,8 @@ class _ConvertInputs:
             return value
         if not value.is_floating_point() or value.layout is not torch.strided:
             return value
+        if not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(value):
+            return value  # torch.func.vmap cannot change the layout of what it maps over; the results are the same
         return value.contiguous(memory_format=_FORMATS[value.ndim])
 
 
