@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchboost.algorithms.accumulation import Accumulator
-from torchboost.tuner.stopwatch import environment
-from torchboost.workloads.models import GPT
+from torchboost.algorithms.accumulation.algorithm import Accumulator
+from torchboost.bench.workloads.models import GPT
+from torchboost.measure.stopwatch import environment
 
 OUT = Path(__file__).parent / "results" / "accumulation.json"
 VOCABULARY, CONTEXT, IGNORED = 64, 64, -100

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from options import Options, parser, run
 
-from torchboost.workloads.bench import run_bench
-from torchboost.workloads.data import Images, cifar10
-from torchboost.workloads.jobs import find_job
+from torchboost.bench.workloads.bench import run_bench
+from torchboost.bench.workloads.data import Images, cifar10
+from torchboost.bench.workloads.jobs import find_job
 
 JOB = "cifar10-resnet-bottleneck-small"
 DEEP = "cifar10-resnet-bottleneck"

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchboost.distributed.adasum import combined
-from torchboost.tuner.statistics import paired_ratio
-from torchboost.tuner.stopwatch import environment
-from torchboost.workloads.data import Images, digits
+from torchboost.algorithms.adasum.rule import combined
+from torchboost.bench.workloads.data import Images, digits
+from torchboost.measure.statistics import paired_ratio
+from torchboost.measure.stopwatch import environment
 
 OUT = Path(__file__).parent / "results" / "adasum_convergence.json"
 BATCH = 32  # images per rank

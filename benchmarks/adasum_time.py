@@ -21,12 +21,12 @@ from optimizer_step import resnet50
 from options import Options, parser, run
 from torch import Tensor
 
-from torchboost.distributed.adasum import adasum_, hierarchical_adasum_
+from torchboost.algorithms.adasum.rule import adasum_, hierarchical_adasum_
 from torchboost.distributed.teardown import shutdown
 from torchboost.distributed.topology import NodeGroups, Topology
-from torchboost.tuner.evidence import BenchReport, Contestant
-from torchboost.tuner.statistics import paired_ratio
-from torchboost.tuner.stopwatch import Comparison, Warmup, compare, environment
+from torchboost.measure.evidence import BenchReport, Contestant
+from torchboost.measure.statistics import paired_ratio
+from torchboost.measure.stopwatch import Comparison, Warmup, compare, environment
 
 BARE = "all-reduce"
 LIST = "mean of the list"

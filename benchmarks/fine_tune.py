@@ -19,14 +19,14 @@ import torch
 from options import Options, parser, run
 from torch import Tensor, nn
 
-from torchboost.algorithms.freeze import BlockFreeze, freeze_blocks
-from torchboost.core.blocks import blocks_of
-from torchboost.tuner.evidence import AlgorithmRow, BenchReport, Contestant, Curve
-from torchboost.tuner.statistics import noninferiority
-from torchboost.tuner.stopwatch import Clock, Stopwatch, compare, environment
-from torchboost.workloads.contestants import Recipe, build_loop
-from torchboost.workloads.data import Images, cifar10
-from torchboost.workloads.jobs import Job, accuracy, find_job
+from torchboost.algorithms.freezing.algorithm import BlockFreeze, freeze_blocks
+from torchboost.bench.workloads.contestants import Recipe, build_loop
+from torchboost.bench.workloads.data import Images, cifar10
+from torchboost.bench.workloads.jobs import Job, accuracy, find_job
+from torchboost.graph.blocks import blocks_of
+from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Curve
+from torchboost.measure.statistics import noninferiority
+from torchboost.measure.stopwatch import Clock, Stopwatch, compare, environment
 
 JOB = "cifar10-resnet-bottleneck-small"
 FROZEN = 7

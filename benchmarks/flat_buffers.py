@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from torchboost.distributed.teardown import shutdown
-from torchboost.optim.adam import AdamWeightDecay
-from torchboost.tuner.evidence import BenchReport, Contestant
-from torchboost.tuner.statistics import paired_ratio
-from torchboost.tuner.stopwatch import Comparison, Warmup, compare, environment
+from torchboost.measure.evidence import BenchReport, Contestant
+from torchboost.measure.statistics import paired_ratio
+from torchboost.measure.stopwatch import Comparison, Warmup, compare, environment
+from torchboost.optim.rules.adam import AdamWeightDecay
 
 LIST, FLAT, FILLED = "a tensor each", "flat buffers", "flat buffers, gradients zeroed and added"
 BUCKETS, ONE = "buckets of 25 MiB", "one flat buffer"

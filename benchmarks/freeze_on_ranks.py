@@ -30,14 +30,14 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from torchboost.algorithms.freeze import BlockFreeze, freeze_blocks
-from torchboost.core.blocks import blocks_of
-from torchboost.core.replicas import rebuild_reducer
+from torchboost.algorithms.freezing.algorithm import BlockFreeze, freeze_blocks
+from torchboost.algorithms.freezing.replicas import rebuild_reducer
+from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.distributed.agreement import Agreement
 from torchboost.distributed.teardown import shutdown
-from torchboost.tuner.evidence import AlgorithmRow, BenchReport, Contestant
-from torchboost.tuner.stopwatch import Comparison, Warmup, compare, environment
-from torchboost.workloads.models import Bottleneck, ResNet
+from torchboost.graph.blocks import blocks_of
+from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant
+from torchboost.measure.stopwatch import Comparison, Warmup, compare, environment
 
 BATCH = 16
 SHARE = 50

@@ -14,13 +14,13 @@ import torch
 from options import Options, parser, run
 from torch import Tensor, nn
 
-from torchboost.algorithms.freeze import BlockFreeze, freeze_blocks
-from torchboost.core.blocks import blocks_of
-from torchboost.tuner.evidence import AlgorithmRow, BenchReport, Contestant
-from torchboost.tuner.statistics import bootstrap_median
-from torchboost.tuner.stopwatch import Comparison, compare, environment
-from torchboost.workloads.jobs import Job, find_job
-from torchboost.workloads.models import GPT, ResNet
+from torchboost.algorithms.freezing.algorithm import BlockFreeze, freeze_blocks
+from torchboost.bench.workloads.jobs import Job, find_job
+from torchboost.bench.workloads.models import GPT, ResNet
+from torchboost.graph.blocks import blocks_of
+from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant
+from torchboost.measure.statistics import bootstrap_median
+from torchboost.measure.stopwatch import Comparison, compare, environment
 
 SHARES = (25, 50, 75)
 JOBS = ("cifar10-resnet-bottleneck", "text-gpt")

@@ -13,13 +13,13 @@ from torch import nn
 from torch.optim import Optimizer
 from whole_run import side_by_side
 
-from torchboost.algorithms.freeze import BlockFreeze
-from torchboost.core.freeze_schedule import BACKWARD_SHARE
+from torchboost.algorithms.freezing.algorithm import BlockFreeze
+from torchboost.algorithms.freezing.schedule import BACKWARD_SHARE
+from torchboost.bench.workloads.bench import run_bench
+from torchboost.bench.workloads.jobs import find_job
+from torchboost.measure.evidence import BenchReport
 from torchboost.plan import Plan
 from torchboost.registry import Facts
-from torchboost.tuner.evidence import BenchReport
-from torchboost.workloads.bench import run_bench
-from torchboost.workloads.jobs import find_job
 
 NO_FREEZING = "full"
 TYPES: Mapping[str, Mapping[str, Any]] = {

@@ -12,11 +12,11 @@ import torch
 from options import Options, parser, run
 from torch import nn
 
+from torchboost.bench.workloads.bench import run_bench
+from torchboost.bench.workloads.data import Data, Text, synthetic_images
+from torchboost.bench.workloads.jobs import Job, find_job
+from torchboost.bench.workloads.models import GPT, Bottleneck, ResNet
 from torchboost.registry import REGISTRY
-from torchboost.workloads.bench import run_bench
-from torchboost.workloads.data import Data, Text, synthetic_images
-from torchboost.workloads.jobs import Job, find_job
-from torchboost.workloads.models import GPT, Bottleneck, ResNet
 
 VOCABULARY = 50257
 

@@ -10,10 +10,10 @@ from gpu import VOCABULARY
 from options import Options, parser, run
 from torch import Tensor, nn
 
+from torchboost.bench.workloads.models import GPT, Bottleneck, ResNet
 from torchboost.compat.auto_boost import AutoBoost
-from torchboost.tuner.evidence import BenchReport, Contestant
-from torchboost.tuner.stopwatch import Clock, Comparison, compare, environment
-from torchboost.workloads.models import GPT, Bottleneck, ResNet
+from torchboost.measure.evidence import BenchReport, Contestant
+from torchboost.measure.stopwatch import Clock, Comparison, compare, environment
 
 STOCK = "network.eval()"
 COMPILED = "torch.compile(network.eval())"

@@ -10,13 +10,13 @@ from options import Options, added_cost, parser, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchboost.algorithms.loss_scale import GroupGradScaler
+from torchboost.algorithms.loss_scale.algorithm import GroupGradScaler
+from torchboost.algorithms.loss_scale.scalers import DynamicLossScale, FixedLossScale
+from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.core.algorithm import Scaler, Target
-from torchboost.core.loss_scale import DynamicLossScale, FixedLossScale
 from torchboost.core.step import TrainStep
-from torchboost.tuner.evidence import AlgorithmRow, BenchReport
-from torchboost.tuner.stopwatch import compare, environment
-from torchboost.workloads.models import Bottleneck, ResNet
+from torchboost.measure.evidence import AlgorithmRow, BenchReport
+from torchboost.measure.stopwatch import compare, environment
 
 STAGES = [f"stages.{index}" for index in range(4)]
 

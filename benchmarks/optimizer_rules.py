@@ -18,8 +18,8 @@ from options import Options, parser, run
 from torch import nn
 
 from torchboost import optim
-from torchboost.tuner.evidence import BenchReport, Contestant
-from torchboost.tuner.stopwatch import Comparison, compare, environment
+from torchboost.measure.evidence import BenchReport, Contestant
+from torchboost.measure.stopwatch import Comparison, compare, environment
 
 Maker = Callable[[list[nn.Parameter]], Any]
 """Builds an optimizer over parameters."""

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchboost.bench.report.table import plain, result_table
+from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant
+from torchboost.measure.statistics import bootstrap_median
+from torchboost.measure.stopwatch import Comparison
 from torchboost.registry import REGISTRY
-from torchboost.tuner.evidence import AlgorithmRow, BenchReport, Contestant
-from torchboost.tuner.statistics import bootstrap_median
-from torchboost.tuner.stopwatch import Comparison
-from torchboost.tuner.table import plain, result_table
 
 SYSTEM = ("channels_last", "autocast", "fused_optimizer", "compile")
 """Algorithms that the hand-tuned loop already contains."""
@@ -69,13 +69,11 @@ def added_cost(found: Comparison, way: str, baseline: str, algorithm: AlgorithmR
 def single_algorithms() -> list[str]:
     """Name contestants with one algorithm alone: system levers on the stock loop, all others on the hand-tuned one.
 
-    What changes the whole process is measured in processes of its own (``host_memory.py``); accumulation takes another
-    loop (``accumulation.py``), as do scaling (``loss_scale.py``), sums over nodes (``adasum_time.py``) and steps in a
-    subspace (``dim_reduce.py``).
+    Accumulation takes another loop (``accumulation.py``), as do scaling (``loss_scale.py``), sums over nodes
+    (``adasum_time.py``) and steps in a subspace (``dim_reduce.py``).
     """
     system = [f"stock+{name}" for name in REGISTRY if name in SYSTEM and name != "compile"]
-    apart = {name for name, entry in REGISTRY.items() if entry.algorithm.traits.process_wide}
-    apart |= {"grad_accumulation", "loss_scale_group", "adasum", "dim_reduce"}
+    apart = {"grad_accumulation", "loss_scale_group", "adasum", "dim_reduce"}
     others = [name for name in REGISTRY if name not in apart]
     return system + [f"hand+{name}" for name in others if name not in SYSTEM]
 

@@ -10,11 +10,11 @@ from options import Options, added_cost, parser, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.core.algorithm import Target
+from torchboost.measure.evidence import AlgorithmRow, BenchReport
+from torchboost.measure.stopwatch import compare, environment
 from torchboost.plan import Plan, boost
-from torchboost.tuner.evidence import AlgorithmRow, BenchReport
-from torchboost.tuner.stopwatch import compare, environment
-from torchboost.workloads.models import Bottleneck, ResNet
 
 Step = Callable[[], object]
 

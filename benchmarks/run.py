@@ -10,7 +10,6 @@ import freeze_on_ranks
 import freeze_savings
 import freeze_types
 import gpu
-import host_memory
 import inference
 import loss_scale
 import optimizer_rules
@@ -23,7 +22,6 @@ from options import parser, run
 CLAIMS = {
     "overhead": overhead.measure,
     "step_time": step_time.measure,
-    "host_memory": host_memory.measure,
     "loss_scale": loss_scale.measure,
     "dim_reduce": dim_reduce.measure,
     "freeze_savings": freeze_savings.measure,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from options import Options, parser, run, single_algorithms
 
-from torchboost.workloads.bench import run_bench
-from torchboost.workloads.jobs import find_job
+from torchboost.bench.workloads.bench import run_bench
+from torchboost.bench.workloads.jobs import find_job
 
 PLANNED_STEPS = 65_536
 """Length of run that the levels plan for: the default of the reference's configuration."""

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchboost import SubspaceDescent, Target, attach_all
-from torchboost.algorithms.dim_reduce import SubspaceRun
-from torchboost.tuner.stopwatch import environment
-from torchboost.workloads.data import Images, cifar10
-from torchboost.workloads.jobs import accuracy, one_cycle
-from torchboost.workloads.models import BasicBlock, ResNet
+from torchboost.algorithms.subspace.algorithm import SubspaceRun
+from torchboost.bench.workloads.data import Images, cifar10
+from torchboost.bench.workloads.jobs import accuracy, one_cycle
+from torchboost.bench.workloads.models import BasicBlock, ResNet
+from torchboost.measure.stopwatch import environment
 
 OUT = Path(__file__).parent / "results" / "subspace_recipe.json"
 DIRECTIONS, SNAPSHOTS, COLLECTING, BATCH, LARGE = 32, 48, 6, 64, 256

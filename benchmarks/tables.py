@@ -12,10 +12,10 @@ from pathlib import Path
 import adasum_convergence
 import subspace_recipe
 
+from torchboost.bench.report.table import Table, result_table
+from torchboost.measure.evidence import BenchReport, Contestant
+from torchboost.measure.statistics import paired_ratio, total_ratio
 from torchboost.registry import LEVELS, REGISTRY
-from torchboost.tuner.evidence import BenchReport, Contestant, Interval
-from torchboost.tuner.statistics import paired_ratio, total_ratio
-from torchboost.tuner.table import Table, result_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -79,21 +79,6 @@ def accuracy(path: Path) -> str:
 
     head = ("contestant", "accuracy, %", "per seed", "against stock, points", "at worst (95 %)", "within the margin")
     table = Table(headings=head, rows=tuple(row(c) for c in report.contestants if c.curves))
-    return f"{rows(table)}\n\n{origin(report, path)}"
-
-
-def alone(path: Path) -> str:
-    report = BenchReport.load(path)
-
-    def row(contestant: Contestant) -> tuple[str, ...]:
-        ratio = next((measure(r.interval) for r in contestant.ratios), "")
-        return (contestant.name, f"{1e3 * contestant.step_seconds.mid:.1f} ms", ratio)
-
-    def measure(interval: Interval) -> str:
-        return f"{interval.mid:.2f}x ({interval.low:.2f} to {interval.high:.2f})"
-
-    head = ("contestant", "time per step", "against the same loop without it")
-    table = Table(headings=head, rows=tuple(row(c) for c in report.contestants))
     return f"{rows(table)}\n\n{origin(report, path)}"
 
 
@@ -255,7 +240,6 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "loss_scale": times,
     "accuracy": accuracy,
     "gpu": times,
-    "host_memory": alone,
     "freeze_savings": times,
     "freeze_on_ranks": times,
     "dim_reduce": times,

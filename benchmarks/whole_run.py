@@ -12,11 +12,11 @@ from pathlib import Path
 
 from options import Options, parser, run
 
-from torchboost.tuner.evidence import BenchReport, Contestant, Ratio
-from torchboost.tuner.statistics import bootstrap_median, total_ratio
-from torchboost.tuner.stopwatch import Clock, environment
-from torchboost.workloads.contestants import Planner, Recipe, build_loop, plan_for
-from torchboost.workloads.jobs import Job, find_job
+from torchboost.bench.workloads.contestants import Planner, Recipe, build_loop, plan_for
+from torchboost.bench.workloads.jobs import Job, find_job
+from torchboost.measure.evidence import BenchReport, Contestant, Ratio
+from torchboost.measure.statistics import bootstrap_median, total_ratio
+from torchboost.measure.stopwatch import Clock, environment
 
 JOBS = ("cifar10-resnet-bottleneck",)
 CONTESTANTS = ("stock", "hand", "O1", "O2")

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import torchboost
+from torchboost.bench.workloads.data import digits
 from torchboost.distributed.teardown import shutdown
-from torchboost.workloads.data import digits
 
 
 def main(epochs: int = 3, batch: int = 16) -> float:
@@ -30,7 +30,7 @@ def main(epochs: int = 3, batch: int = 16) -> float:
     node = torchboost.NodeGroups.of(torchboost.Topology.current()).inside
     model = DistributedDataParallel(network, process_group=node)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    summing = torchboost.sum_adaptively(model, optimizer)
+    summing = torchboost.adasum(model, optimizer)
 
     for epoch in range(epochs):
         for images, labels in data.train(batch * ranks, seed=0, epoch=epoch):

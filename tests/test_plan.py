@@ -235,7 +235,7 @@ def test_a_default_that_is_repeated_under_extra_counts():
             "grad_freeze": st.fixed_dictionaries(
                 {}, optional={"param_groups": st.integers(9, 11), "freeze_p": st.sampled_from([0.3, 0.7])}
             ),
-            "extra": st.dictionaries(st.sampled_from(["less_bn", "autocast", "host_memory"]), st.booleans()),
+            "extra": st.dictionaries(st.sampled_from(["less_bn", "autocast", "compile"]), st.booleans()),
         },
     ),
     st.sampled_from(["O1", "O2"]),

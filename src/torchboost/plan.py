@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.adasum import AdaptiveSum
+from torchboost.algorithms.adasum.algorithm import AdaptiveSum
 from torchboost.config import BoostConfig, BoostSwitches, ConfigSource
 from torchboost.core.algorithm import Algorithm, Attached, Scaler, Target, attach_all
 from torchboost.core.arguments import check_loss_fn, check_module, check_optimizer, check_pair, check_scaler

@@ -10,24 +10,23 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from torchboost.algorithms.accumulation import Accumulation
-from torchboost.algorithms.adasum import AdaptiveSum
-from torchboost.algorithms.autocast import Autocast
+from torchboost.algorithms.accumulation.algorithm import Accumulation
+from torchboost.algorithms.adasum.algorithm import AdaptiveSum
+from torchboost.algorithms.autocast.algorithm import Autocast
 from torchboost.algorithms.centralization import Centralization
-from torchboost.algorithms.compilation import Compile
-from torchboost.algorithms.dim_reduce import SubspaceDescent
-from torchboost.algorithms.freeze import BlockFreeze, Pattern
+from torchboost.algorithms.channels_last import ChannelsLast
+from torchboost.algorithms.compile import Compile
+from torchboost.algorithms.freezing.algorithm import BlockFreeze, Pattern
 from torchboost.algorithms.fused_optimizer import FusedOptimizer
-from torchboost.algorithms.host_memory import HostMemory
 from torchboost.algorithms.less_bn import LessBatchNorm
-from torchboost.algorithms.loss_scale import GroupLossScale
-from torchboost.algorithms.memory_format import ChannelsLast
+from torchboost.algorithms.loss_scale.algorithm import GroupLossScale
+from torchboost.algorithms.subspace.algorithm import SubspaceDescent
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import check_module
 from torchboost.core.hardware import half_precision_is_fast
-from torchboost.core.norm_roles import was_trained
 from torchboost.distributed.topology import Topology
 from torchboost.errors import nearest
+from torchboost.graph.norm_roles import was_trained
 
 __all__ = ["LEVELS", "REGISTRY", "Entry", "Facts", "Loop"]
 
@@ -162,10 +161,6 @@ def _needs_fast_half(facts: Facts) -> str | None:
     )
 
 
-def _needs_host_tensors(facts: Facts) -> str | None:
-    return None if facts.device == "cpu" else f"torch manages the memory of a {facts.device} itself"
-
-
 _TRAINER_SETTINGS = {
     "transformers": "TrainingArguments(gradient_accumulation_steps=...)",
     "lightning": "Trainer(accumulate_grad_batches=...)",
@@ -279,11 +274,6 @@ _ENTRIES = (
         algorithm=Autocast,
         summary="computes the forward and backward pass in bfloat16",
         unusable=_needs_fast_half,
-    ),
-    Entry(
-        algorithm=HostMemory,
-        summary="keeps freed host memory in the process",
-        unusable=_needs_host_tensors,
     ),
     Entry(
         algorithm=BlockFreeze,

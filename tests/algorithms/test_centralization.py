@@ -20,9 +20,9 @@ from torchboost.algorithms.centralization import (
     depthwise_and_normalized,
 )
 from torchboost.core.algorithm import Target, attach_all
-from torchboost.core.normalized_linear import NormalizedLinear
 from torchboost.errors import NoEffectWarning
-from torchboost.optim.adam import Adam
+from torchboost.graph.normalized_linear import NormalizedLinear
+from torchboost.optim.rules.adam import Adam
 
 
 class Zoo(nn.Module):

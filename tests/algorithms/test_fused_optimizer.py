@@ -18,9 +18,9 @@ from tests.support.trajectories import identical, train
 from tests.support.wrapped import Kind, all_weights, train_share, wrap
 from torchboost.algorithms.fused_optimizer import FusedOptimizer, fuse
 from torchboost.core.algorithm import Target, attach_all
-from torchboost.core.fused_kernels import miscomputes
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.optim import LARS, SGD, Adam, AdamWeightDecay
+from torchboost.optim.fused_kernels import miscomputes
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -26,12 +26,12 @@ from tests.support.conv_nets import (
 from tests.support.models import BottleneckNet
 from tests.support.portraits import changes, portrait
 from tests.support.removal_nets import NormAct, preact_net, repvgg_net
-from torchboost.algorithms.less_bn import LessBatchNorm, reduce_batch_norm
+from torchboost.algorithms.less_bn import LessBatchNorm, remove_batch_norms
+from torchboost.bench.workloads.models import VGG, BasicBlock, Bottleneck, ResNet
 from torchboost.core.algorithm import Target, attach_all
-from torchboost.core.normalized_linear import NormalizedLinear
-from torchboost.core.removed_norm import RemovedNorm
 from torchboost.errors import IncompatibleError, NoEffectWarning
-from torchboost.workloads.models import VGG, BasicBlock, Bottleneck, ResNet
+from torchboost.graph.normalized_linear import NormalizedLinear
+from torchboost.graph.removed_norm import RemovedNorm
 
 
 class Renamed(nn.Module):
@@ -50,7 +50,7 @@ class Renamed(nn.Module):
 
 def test_basic_blocks():
     model = resnet(2, 2)
-    report = reduce_batch_norm(model)
+    report = remove_batch_norms(model)
     assert report.removed == ("3.bn1", "4.bn1", "5.downsample.1", "5.bn1", "6.bn1")
     assert names_of_norms(model) == ["1", "3.bn2", "4.bn2", "5.bn2", "6.bn2"]
     assert report.kept["1"] == "the first of the network"
@@ -59,15 +59,15 @@ def test_basic_blocks():
 
 def test_bottleneck_blocks_with_and_without_the_shortcut():
     model = ResNet(Bottleneck, [1, 2], width=4)
-    assert len(reduce_batch_norm(model, dry_run=True).removed) == 8
-    report = reduce_batch_norm(model, keep_shortcut=True)
+    assert len(remove_batch_norms(model, dry_run=True).removed) == 8
+    report = remove_batch_norms(model, keep_shortcut=True)
     assert len(report.removed) == 6
     assert report.kept["stages.0.0.downsample.1"] == "in a shortcut (keep_shortcut)"
 
 
 def test_pre_activation_blocks():
     model = PreActNet()
-    report = reduce_batch_norm(model)
+    report = remove_batch_norms(model)
     assert report.removed == ("blocks.0.bn1", "blocks.2.bn1")
     assert names_of_norms(model) == ["blocks.0.bn2", "blocks.1.bn1", "blocks.1.bn2", "blocks.2.bn2", "norm"]
 
@@ -75,7 +75,7 @@ def test_pre_activation_blocks():
 def test_inverted_residuals_with_and_without_skip():
     blocks = [InvertedResidual(4, 4), InvertedResidual(4, 6, 2), InvertedResidual(6, 8, 2), InvertedResidual(8, 8)]
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.SiLU(), *blocks)
-    reduce_batch_norm(model)
+    remove_batch_norms(model)
     assert names_of_norms(model) == ["1", "3.project.1", "4.project.1", "5.project.1", "6.project.1"]
 
 
@@ -84,7 +84,7 @@ def test_plain_stacks(every, left):
     model = vgg()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if every == 1 else "error", NoEffectWarning)
-        report = reduce_batch_norm(model, keep_every=every)
+        report = remove_batch_norms(model, keep_every=every)
     assert len(names_of_norms(model)) == left
     assert {"1", "21"} <= set(names_of_norms(model))
     assert len(report.removed) == 7 - left
@@ -92,7 +92,7 @@ def test_plain_stacks(every, left):
 
 def test_the_vgg_of_the_workloads():
     model = VGG(width=4)
-    assert len(reduce_batch_norm(model).removed) == 3
+    assert len(remove_batch_norms(model).removed) == 3
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
 
 
@@ -100,7 +100,7 @@ def test_the_narrowest_norm_of_a_bottleneck_can_stay_instead_of_the_last():
     torch.manual_seed(0)
     model = BottleneckNet()
     norms = names_of_norms(model)
-    report = reduce_batch_norm(model, keep="narrowest")
+    report = remove_batch_norms(model, keep="narrowest")
     assert [name for name in norms if name not in report.removed][1:] == [n for n in norms if n.endswith("bn2")]
     ends = [m.conv3 for m in model.modules() if hasattr(m, "conv3")]
     for end in ends:  # half of the mean square gets through the ReLU in front; the branch starts at 1 / blocks
@@ -110,7 +110,7 @@ def test_the_narrowest_norm_of_a_bottleneck_can_stay_instead_of_the_last():
 
 def test_a_wrapped_model_counts_as_done_where_something_was_removed():
     fresh, done = vgg(), vgg()
-    reduce_batch_norm(done)
+    remove_batch_norms(done)
     for model in (fresh, done):
         model.compile(backend="eager")
     assert LessBatchNorm().needs_transform(fresh)
@@ -120,7 +120,7 @@ def test_a_wrapped_model_counts_as_done_where_something_was_removed():
 
 def test_fewer_norms_than_blocks():
     model = resnet(3, 3)
-    report = reduce_batch_norm(model, blocks_per_norm=2)
+    report = remove_batch_norms(model, blocks_per_norm=2)
     assert names_of_norms(model) == ["1", "4.bn2", "6.bn2", "8.bn2"]
     assert len(report.rescaled) == len(report.removed) == 10
 
@@ -128,24 +128,24 @@ def test_fewer_norms_than_blocks():
 @pytest.mark.parametrize("build", [lambda: resnet(2, 2), vgg], ids=["residual", "plain"])
 def test_names_play_no_part(build):
     model = build()
-    plain, renamed = reduce_batch_norm(model, dry_run=True), reduce_batch_norm(Renamed(build()), dry_run=True)
+    plain, renamed = remove_batch_norms(model, dry_run=True), remove_batch_norms(Renamed(build()), dry_run=True)
     told = [name.replace("bn", "", 1).replace("_fc_shortcut", "") for name in renamed.removed]
     assert told == list(plain.removed)
-    assert reduce_batch_norm(ForeignNames(), dry_run=True).removed == ("main", "linear")
+    assert remove_batch_norms(ForeignNames(), dry_run=True).removed == ("main", "linear")
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.SyncBatchNorm])
 def test_kinds_of_batch_norm(norm):
-    assert len(reduce_batch_norm(vgg(norm=norm), dry_run=True).removed) == 3
+    assert len(remove_batch_norms(vgg(norm=norm), dry_run=True).removed) == 3
 
 
 def test_one_and_three_dimensions():
     for sides, conv, norm in ((1, nn.Conv1d, nn.BatchNorm1d), (3, nn.Conv3d, nn.BatchNorm3d)):
         layers = [m for _ in range(3) for m in (conv(2, 2, 1), norm(2), nn.ReLU())]
-        report = reduce_batch_norm(nn.Sequential(*layers))
+        report = remove_batch_norms(nn.Sequential(*layers))
         assert (report.removed, sides) == (("4",), sides)
     mlp = nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())])
-    assert reduce_batch_norm(mlp).removed == ("4",)
+    assert remove_batch_norms(mlp).removed == ("4",)
 
 
 def test_what_cannot_go_says_why():
@@ -163,7 +163,7 @@ def test_what_cannot_go_says_why():
 
     model = Shared()
     with pytest.warns(NoEffectWarning):
-        report = reduce_batch_norm(model)
+        report = remove_batch_norms(model)
     assert report.kept["norm"] == "it is used 2 times"
     assert report.kept["idle"] == "the traced pass does not reach it"
 
@@ -172,7 +172,7 @@ def test_what_cannot_go_says_why():
             return super().forward(input).relu()
 
     with pytest.warns(NoEffectWarning):
-        assert "own forward" in reduce_batch_norm(vgg((2,), norm=Own), keep_every=9).kept["4"]
+        assert "own forward" in remove_batch_norms(vgg((2,), norm=Own), keep_every=9).kept["4"]
 
 
 @pytest.mark.parametrize("style", ["module", "method", "keyword", "positional"])
@@ -180,9 +180,9 @@ def test_what_cannot_go_says_why():
 def test_a_norm_that_went_leaves_the_skip_path_alone(style, keep):
     torch.manual_seed(0)
     model = preact_net(style)
-    assert "1.bn1" in reduce_batch_norm(model, keep=keep).removed
+    assert "1.bn1" in remove_batch_norms(model, keep=keep).removed
     plain = preact_net("plain")
-    reduce_batch_norm(plain, keep=keep)
+    remove_batch_norms(plain, keep=keep)
     plain.load_state_dict(model.state_dict())
     assert not any(m.copies for m in plain.modules() if isinstance(m, RemovedNorm))
     assert sum(m.copies for m in model.modules() if isinstance(m, RemovedNorm)) == 3
@@ -200,7 +200,7 @@ def test_a_norm_that_went_leaves_the_skip_path_alone(style, keep):
 
 def test_additions_in_place_behind_a_norm_that_went():
     model = repvgg_net()
-    assert {"3.same", "4.same"} <= set(reduce_batch_norm(model).removed)
+    assert {"3.same", "4.same"} <= set(remove_batch_norms(model).removed)
     x = torch.randn(2, 3, 8, 8)
     model(x).sum().backward()  # autograd noticed that its saved tensors were written to
     assert all(p.grad.isfinite().all() for p in model.parameters())
@@ -210,7 +210,7 @@ def test_a_norm_held_beside_the_module_tree_stays():
     model = vgg()
     model.path = list(model)[:6]
     model.forward = lambda x: nn.Sequential(*model.path, *list(model)[6:])(x)
-    report = reduce_batch_norm(model, keep_every=9)
+    report = remove_batch_norms(model, keep_every=9)
     assert report.kept["4"] == "'path' of the model holds it too"
     assert report.removed
 
@@ -219,7 +219,7 @@ def test_a_norm_that_someone_extended_stays():
     model = vgg()
     seen = []
     model[4].register_forward_hook(lambda module, args, output: seen.append(output))
-    assert "hooks" in reduce_batch_norm(model, keep_every=9).kept["4"]
+    assert "hooks" in remove_batch_norms(model, keep_every=9).kept["4"]
     model(torch.randn(2, 3, 16, 16))
     assert len(seen) == 1
 
@@ -235,7 +235,7 @@ def test_a_forward_that_reads_the_width_of_a_norm():
             return self.first[6:](h.view(len(x), self.first[4].num_features, *h.shape[2:]))
 
     model = Reads()
-    assert "first.4" in reduce_batch_norm(model, keep_every=9).removed
+    assert "first.4" in remove_batch_norms(model, keep_every=9).removed
     assert model(torch.randn(2, 3, 16, 16)).shape == (2, 4)
 
 
@@ -248,7 +248,7 @@ def test_norms_that_bring_an_activation_along(trained):
     if trained:
         train_a_little(model, size=8)
     before = outputs(model, x)
-    report = reduce_batch_norm(model)
+    report = remove_batch_norms(model)
     assert report.removed == ("3", "7")
     assert isinstance(model[3].act, nn.SiLU)
     if trained:
@@ -264,21 +264,21 @@ def test_a_module_under_two_names_goes_from_both():
     model = vgg()
     outer = nn.ModuleDict({"net": model, "again": nn.ModuleList([model[4]])})
     outer.forward = lambda x: model(x)
-    assert len(reduce_batch_norm(outer).removed) == 3
+    assert len(remove_batch_norms(outer).removed) == 3
     stack = nn.Sequential(*[m for _ in range(3) for m in (nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU())])
     stack[3].bonus = stack[4]
-    reduce_batch_norm(stack)
+    remove_batch_norms(stack)
     assert isinstance(stack[4], RemovedNorm)
     assert stack[3].bonus is stack[4]
 
 
 def test_where_nothing_can_be_traced_the_module_tree_decides():
     model = RefusesTracing()
-    report = reduce_batch_norm(model)
+    report = remove_batch_norms(model)
     assert report.traced == "structure"
     assert names_of_norms(model) == ["bn1", "layers.0.bn2", "layers.1.bn2", "layers.2.bn2"]
     sample = (torch.randn(2, 3, 8, 8), torch.tensor(1.0))
-    run = reduce_batch_norm(RefusesTracing(), sample=sample)
+    run = remove_batch_norms(RefusesTracing(), sample=sample)
     assert (run.traced, set(run.removed)) == ("run", set(report.removed))
 
 
@@ -293,7 +293,7 @@ def test_where_nothing_can_be_traced_the_module_tree_decides():
 )
 def test_activations_keep_their_size(build):
     model = build()
-    report = reduce_batch_norm(model, blocks_per_norm=3, keep_every=12)
+    report = remove_batch_norms(model, blocks_per_norm=3, keep_every=12)
     assert not report.folded
     assert report.largest_difference is None
     found = []
@@ -310,7 +310,7 @@ def test_activations_keep_their_size(build):
 def test_the_draw_of_the_weights_stays_and_only_their_size_changes():
     model = resnet(2, 2)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    report = reduce_batch_norm(model)
+    report = remove_batch_norms(model)
     assert set(report.rescaled) == {"3.conv1", "4.conv1", "5.conv1", "5.downsample.0", "6.conv1"}
     for name, parameter in model.named_parameters():
         ratio = parameter.detach() / before[name]
@@ -325,7 +325,7 @@ def test_the_draw_of_the_weights_stays_and_only_their_size_changes():
 def test_weights_can_be_kept():
     model = resnet(2, 2)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    assert reduce_batch_norm(model, init="keep").rescaled == ()
+    assert remove_batch_norms(model, init="keep").rescaled == ()
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
@@ -333,7 +333,7 @@ def test_weights_can_be_kept():
 def test_the_reduced_network_learns(build):
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    reduce_batch_norm(model, optimizer)
+    remove_batch_norms(model, optimizer)
     x, y = torch.randn(16, 3, 16, 16), torch.arange(16) % 4
     losses = []
     for _ in range(60):
@@ -358,7 +358,7 @@ def test_only_the_last_linear_layer_of_the_pass_is_normalised():
 
     model = Early()
     weight, bias = model.head.weight, model.head.bias
-    report = reduce_batch_norm(model, normalize_head=True, head_multiplier=8.0)
+    report = remove_batch_norms(model, normalize_head=True, head_multiplier=8.0)
     assert report.head == "head"
     assert isinstance(model.head, NormalizedLinear)
     assert (model.head.weight is weight, model.head.bias is bias, model.head.multiplier.item()) == (True, True, 8.0)
@@ -368,11 +368,11 @@ def test_only_the_last_linear_layer_of_the_pass_is_normalised():
 
 
 def test_a_head_without_batch_norm_and_a_network_without_head():
-    assert reduce_batch_norm(nn.Sequential(nn.Linear(3, 3)), normalize_head=True).head == "0"
+    assert remove_batch_norms(nn.Sequential(nn.Linear(3, 3)), normalize_head=True).head == "0"
     with pytest.warns(NoEffectWarning, match="no linear layer"):
-        reduce_batch_norm(nn.Sequential(nn.Conv2d(3, 3, 1)), normalize_head=True)
+        remove_batch_norms(nn.Sequential(nn.Conv2d(3, 3, 1)), normalize_head=True)
     with pytest.warns(NoEffectWarning):
-        reduce_batch_norm(nn.Linear(3, 3), normalize_head=True)
+        remove_batch_norms(nn.Linear(3, 3), normalize_head=True)
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -381,10 +381,10 @@ def test_a_dry_run_tells_the_same_and_changes_nothing(trained):
     if trained:
         train_a_little(model)
     before, modules = copy.deepcopy(model.state_dict()), list(model.modules())
-    dry = reduce_batch_norm(model, normalize_head=True, dry_run=True)
+    dry = remove_batch_norms(model, normalize_head=True, dry_run=True)
     assert list(model.modules()) == modules
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert dry == reduce_batch_norm(model, normalize_head=True)
+    assert dry == remove_batch_norms(model, normalize_head=True)
     assert f"{len(dry.removed)} of {len(dry.found)}" in str(dry)
 
 
@@ -415,7 +415,7 @@ def test_twice_is_once(build, settings):
 def test_nothing_to_do_warns():
     for model in (nn.Sequential(nn.Linear(2, 2)), nn.BatchNorm1d(3), vgg((1,))):
         with pytest.warns(NoEffectWarning, match="nothing was changed"):
-            report = reduce_batch_norm(model)
+            report = remove_batch_norms(model)
         assert report.removed == ()
     assert "no BatchNorm" in LessBatchNorm().idle(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters()))
 
@@ -426,19 +426,19 @@ def test_wrapped_models_are_refused_with_the_way_out():
     for model in (torch.compile(resnet(2), backend="eager"), nn.DataParallel(resnet(2)), compiled_in_place):
         before = names_of_norms(model)
         with pytest.raises(IncompatibleError, match="on the bare model first"):
-            reduce_batch_norm(model)
+            remove_batch_norms(model)
         assert names_of_norms(model) == before
 
 
 def test_arguments_are_checked():
     with pytest.raises(ValueError, match=r"keep_every.*0"):
-        reduce_batch_norm(vgg(), keep_every=0)
+        remove_batch_norms(vgg(), keep_every=0)
     with pytest.raises(ValueError, match=r"blocks_per_norm.*-1"):
         LessBatchNorm(blocks_per_norm=-1)
     with pytest.raises(ValueError, match=r"init.*'zero'"):
-        reduce_batch_norm(vgg(), init="zero")
+        remove_batch_norms(vgg(), init="zero")
     with pytest.raises(TypeError, match="found str"):
-        reduce_batch_norm("vgg")
+        remove_batch_norms("vgg")
 
 
 def test_settings_are_values():
@@ -460,10 +460,10 @@ def test_an_error_half_way_leaves_model_and_optimizer_as_they_were(trained):
     optimizer.param_groups[0]["param_names"].append("nothing")
     before, parameters = portrait(model), list(optimizer.param_groups[0]["params"])
     with pytest.raises(ValueError, match="names"):
-        reduce_batch_norm(model, optimizer, normalize_head=True)
+        remove_batch_norms(model, optimizer, normalize_head=True)
     # Where warnings are errors, that of new parameters is one too.
     with pytest.raises(NoEffectWarning, match="will not train"), warnings.catch_warnings(action="error"):
-        reduce_batch_norm(model, normalize_head=True)
+        remove_batch_norms(model, normalize_head=True)
     assert not changes(before, portrait(model))
     assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, parameters))
 
@@ -475,8 +475,8 @@ def test_the_reduced_network_can_be_copied_saved_and_compiled(tmp_path, trained)
     if trained:
         train_a_little(model)
         train_a_little(again)
-    reduce_batch_norm(model, normalize_head=True)
-    reduce_batch_norm(again, normalize_head=True)
+    remove_batch_norms(model, normalize_head=True)
+    remove_batch_norms(again, normalize_head=True)
     torch.save(model.state_dict(), tmp_path / "model.pt")
     again.load_state_dict(torch.load(tmp_path / "model.pt"))
     x = torch.randn(2, 3, 16, 16)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from tests.cli.test_factory import GOOD
 from tests.support.reports import winning_report
 from torchboost.cli.app import app
-from torchboost.tuner.evidence import BenchReport
+from torchboost.measure.evidence import BenchReport
 
 
 def run(*words: str):

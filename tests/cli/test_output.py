@@ -9,7 +9,7 @@ import torch
 import typer
 
 from tests.support.reports import winning_report
-from torchboost.algorithms.memory_format import ChannelsLast
+from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.cli import output
 from torchboost.errors import ConfigError, IncompatibleError
 

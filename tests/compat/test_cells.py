@@ -22,7 +22,7 @@ from torchboost import (
     StepOutput,
     WithLoss,
 )
-from torchboost.compat.accumulating import AccumulatingOptimizer
+from torchboost.algorithms.accumulation.optimizer import AccumulatingOptimizer
 
 
 def pair(seed: int = 0):

@@ -10,8 +10,8 @@ from torch import nn
 
 from tests.support.conv_nets import ForeignNames, names_of_norms, train_a_little, vgg
 from torchboost.compat.wrappers import GradientAccumulation, LessBN
-from torchboost.core.normalized_linear import NormalizedLinear
 from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.graph.normalized_linear import NormalizedLinear
 
 
 def test_passes_through_to_the_network_it_changed():

@@ -14,10 +14,10 @@ from tests.support.models import batch_for, mlp
 from tests.support.ranks import run_ranks
 from tests.support.trajectories import snapshot
 from tests.support.wrapped import Kind, all_weights, wrap
-from torchboost.algorithms.accumulation import Accumulation, Accumulator
+from torchboost.algorithms.accumulation.algorithm import Accumulation, Accumulator
+from torchboost.algorithms.loss_scale.scalers import DynamicLossScale
 from torchboost.compat.cells import WithLoss
 from torchboost.core.algorithm import Target, attach_all
-from torchboost.core.loss_scale import DynamicLossScale
 from torchboost.core.step import TrainStep
 from torchboost.errors import IncompatibleError
 

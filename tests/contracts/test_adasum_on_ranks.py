@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from tests.support.models import cnn, mlp
 from tests.support.nodes import batch_of, fresh, node_wrapped, simulated, tensors, train
 from tests.support.ranks import run_ranks
-from torchboost.algorithms.accumulation import Accumulation, Accumulator
-from torchboost.algorithms.adasum import AdaptiveSum, sum_adaptively
-from torchboost.algorithms.autocast import Autocast
+from torchboost.algorithms.accumulation.algorithm import Accumulation, Accumulator
+from torchboost.algorithms.adasum.algorithm import AdaptiveSum, adasum
+from torchboost.algorithms.autocast.algorithm import Autocast
 from torchboost.algorithms.centralization import Centralization
-from torchboost.algorithms.freeze import BlockFreeze
+from torchboost.algorithms.freezing.algorithm import BlockFreeze
+from torchboost.algorithms.loss_scale.scalers import DynamicLossScale
 from torchboost.core.algorithm import Target, attach_all
-from torchboost.core.loss_scale import DynamicLossScale
 from torchboost.core.step import TrainStep
 
 pytestmark = pytest.mark.dist
@@ -54,7 +54,7 @@ def trained(how: str, on: Any, per_node: int, optimizer_of: Any, make: Any = mlp
     like = fresh(make)
     model = node_wrapped(copy.deepcopy(like), how, on, per_node, **ddp)
     optimizer = optimizer_of(model.parameters())
-    summing = sum_adaptively(model, optimizer, on=on, devices_per_node=per_node)
+    summing = adasum(model, optimizer, on=on, devices_per_node=per_node)
     train(model, optimizer, STEPS, like=like)
     assert -1 <= summing.agreement < 1
     return tensors(model)
@@ -157,7 +157,7 @@ def gradients_overflow_under_torchs_scaler() -> tuple[list[float], list[list[flo
     """The exchange of gradients tells all ranks, as it does without AdaSum."""
     model = node_wrapped(fresh(), "ddp", "gradient", 2)
     optimizer = sgd(model.parameters())
-    sum_adaptively(model, optimizer, on="gradient", devices_per_node=2)
+    adasum(model, optimizer, on="gradient", devices_per_node=2)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     scales = []
     for number in range(4):
@@ -264,7 +264,7 @@ def compiled(on: Any) -> tuple[list[list[float]], list[list[float]]]:
         if backend is not None:
             model.compile(backend=backend)
         optimizer = sgd(model.parameters())
-        sum_adaptively(model, optimizer, on=on, devices_per_node=1)
+        adasum(model, optimizer, on=on, devices_per_node=1)
         train(model, optimizer, STEPS)
         found.append(tensors(model))
     return found[0], found[1]
@@ -284,12 +284,12 @@ def removed(how: str, on: Any) -> tuple[list[list[float]], list[list[float]], li
         optimizer = sgd(model.parameters())
         before = len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
         if case:
-            summing = sum_adaptively(model, optimizer, on=on, devices_per_node=2)
+            summing = adasum(model, optimizer, on=on, devices_per_node=2)
             summing.remove()
             assert not summing.active
         assert (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)) == before
         if case == 2:
-            sum_adaptively(model, optimizer, on=on, devices_per_node=2)
+            adasum(model, optimizer, on=on, devices_per_node=2)
         train(model, optimizer, STEPS)
         found.append(tensors(model))
     return found[0], found[1], found[2]
@@ -329,7 +329,7 @@ def test_resumes_bit_for_bit():
 def a_short_window_on_updates() -> list[list[float]]:
     model = node_wrapped(fresh(), "ddp", "delta", 2)
     optimizer = sgd(model.parameters())
-    sum_adaptively(model, optimizer, devices_per_node=2)
+    adasum(model, optimizer, devices_per_node=2)
     accumulator = Accumulator(3, model)
     for number in range(2):
         with accumulator.micro_step():

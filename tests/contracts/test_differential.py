@@ -41,7 +41,6 @@ CACHED = alone("grad_freeze", pattern="fixed", frozen=2, norms="eval", cache_meb
 NEUTRAL = [
     alone("grad_accumulation", steps=1),
     alone("grad_freeze", pattern="fixed", frozen=0),
-    alone("host_memory"),
     SCALED,  # the loop does not scale
 ]
 ACTIVE = [

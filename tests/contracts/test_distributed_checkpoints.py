@@ -25,17 +25,17 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.models import batch_for, cnn, mlp
 from tests.support.ranks import RankError, run_ranks
 from tests.support.wrapped import Kind, all_weights, wrap
-from torchboost.algorithms.accumulation import Accumulation
+from torchboost.algorithms.accumulation.algorithm import Accumulation
 from torchboost.algorithms.centralization import Centralization
-from torchboost.algorithms.freeze import BlockFreeze
-from torchboost.algorithms.loss_scale import GroupLossScale
+from torchboost.algorithms.freezing.algorithm import BlockFreeze
+from torchboost.algorithms.loss_scale.algorithm import GroupLossScale
+from torchboost.algorithms.loss_scale.scalers import DynamicLossScale
 from torchboost.core.algorithm import Algorithm, Target, attach_all
-from torchboost.core.loss_scale import DynamicLossScale
 from torchboost.core.step import TrainStep
 from torchboost.distributed import checkpoint
 from torchboost.errors import IncompatibleError
-from torchboost.optim.adam import Adam
-from torchboost.optim.sgd import SGD
+from torchboost.optim.rules.adam import Adam
+from torchboost.optim.rules.sgd import SGD
 from torchboost.optim.transforms import Centralize, ClipNorm, Decay
 
 UPDATES, SAVED_AT, SAMPLES = 6, 3, 8

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchboost.algorithms.autocast import Autocast
-from torchboost.algorithms.memory_format import ChannelsLast
+from torchboost.algorithms.autocast.algorithm import Autocast
+from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.core.algorithm import Algorithm, Target, attach_all
 from torchboost.errors import NoEffectWarning
 

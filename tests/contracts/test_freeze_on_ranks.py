@@ -15,14 +15,14 @@ from torch.nn import functional as F
 from tests.support.models import BottleneckNet, batch_for
 from tests.support.ranks import run_ranks
 from tests.support.wrapped import Kind, all_weights, wrap
-from torchboost.algorithms.accumulation import Accumulation
-from torchboost.algorithms.autocast import Autocast
-from torchboost.algorithms.freeze import BlockFreeze, freeze_blocks
-from torchboost.algorithms.loss_scale import GroupGradScaler
+from torchboost.algorithms.accumulation.algorithm import Accumulation
+from torchboost.algorithms.autocast.algorithm import Autocast
+from torchboost.algorithms.freezing.algorithm import BlockFreeze, freeze_blocks
+from torchboost.algorithms.loss_scale.algorithm import GroupGradScaler
+from torchboost.algorithms.loss_scale.scalers import DynamicLossScale
 from torchboost.core.algorithm import Algorithm, Target, attach_all
-from torchboost.core.blocks import blocks_of
-from torchboost.core.loss_scale import DynamicLossScale
 from torchboost.core.step import TrainStep
+from torchboost.graph.blocks import blocks_of
 
 SCHEDULE = (0, 2, 1, 3, 0, 2, 2, 1)
 PATTERNS = ("continuous", "interval", "progressive", "guided")

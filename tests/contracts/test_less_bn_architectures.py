@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from tests.support.conv_nets import ForeignNames, InvertedResidual, PreActNet, RefusesTracing, resnet, vgg
 from tests.support.models import BottleneckNet
 from tests.support.removal_nets import NormAct, preact_net, repvgg_net
-from torchboost.algorithms.less_bn import reduce_batch_norm
-from torchboost.core.plain_state import load_plain_state_dict, plain_state_dict
+from torchboost.algorithms.less_bn import remove_batch_norms
+from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.errors import NoEffectWarning
-from torchboost.workloads.models import Bottleneck, ResNet
+from torchboost.graph.plain_state import load_plain_state_dict, plain_state_dict
 
 
 def unit(inside: int, outside: int, kernel: int = 3, groups: int = 1) -> list[nn.Module]:
@@ -168,7 +168,7 @@ def test_the_first_step_is_finite_and_the_weights_go_home(name, folded):
     before = evaluated(model, x)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoEffectWarning)
-        report = reduce_batch_norm(model)
+        report = remove_batch_norms(model)
     if folded:
         assert (evaluated(model, x) - before).abs().max() <= 1e-4 * before.abs().max()
     elif name not in ("dense", "inception"):
@@ -193,7 +193,7 @@ def test_the_first_step_is_finite_and_the_weights_go_home(name, folded):
 def test_a_network_that_cannot_be_traced_goes_home_too():
     model = RefusesTracing()
     plain = copy.deepcopy(model)
-    assert reduce_batch_norm(model).traced == "structure"
+    assert remove_batch_norms(model).traced == "structure"
     plain.load_state_dict(plain_state_dict(model))
     inputs = (torch.randn(2, 3, 8, 8), torch.tensor(1.0))
     with torch.no_grad():

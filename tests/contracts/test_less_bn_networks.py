@@ -21,10 +21,10 @@ from tests.support.conv_nets import (
     vgg,
 )
 from tests.support.ranks import run_ranks
-from torchboost.algorithms.less_bn import LessBatchNorm, reduce_batch_norm
+from torchboost.algorithms.less_bn import LessBatchNorm, remove_batch_norms
+from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.errors import NoEffectWarning
-from torchboost.workloads.models import Bottleneck, ResNet
 
 
 @pytest.mark.parametrize("settings", [{}, {"keep_shortcut": True}, {"blocks_per_norm": 3, "keep_every": 5}])
@@ -38,7 +38,7 @@ def test_a_trained_network_computes_the_same(build, settings):
     train_a_little(model)
     x = torch.randn(8, 3, 16, 16)
     before = outputs(model, x)
-    report = reduce_batch_norm(model, **settings)
+    report = remove_batch_norms(model, **settings)
     assert report.removed
     assert report.folded
     assert report.rescaled == ()
@@ -50,7 +50,7 @@ def test_a_trained_network_computes_the_same(build, settings):
 def test_eval_mode_stays_eval_mode():
     model = vgg()
     train_a_little(model)
-    reduce_batch_norm(model.eval())
+    remove_batch_norms(model.eval())
     assert not any(m.training for m in model.modules())
 
 
@@ -58,7 +58,7 @@ def test_a_trained_norm_with_nothing_in_front_stays():
     model = PreActNet()
     train_a_little(model)
     with pytest.warns(NoEffectWarning):
-        report = reduce_batch_norm(model)
+        report = remove_batch_norms(model)
     assert "no convolution" in report.kept["blocks.2.bn1"]
 
 
@@ -66,7 +66,7 @@ def test_trained_but_not_traceable_stays():
     model = RefusesTracing()
     nn.init.ones_(model.bn1.running_mean)
     with pytest.warns(NoEffectWarning):
-        report = reduce_batch_norm(model)
+        report = remove_batch_norms(model)
     assert "sample=" in report.kept["layers.0.bn1"]
 
 
@@ -74,7 +74,7 @@ def test_the_optimizer_follows():
     model = resnet(2, 2)
     optimizer = train_a_little(model)
     group, weight = optimizer.param_groups[0], model[3].conv1.weight
-    reduce_batch_norm(model, optimizer, normalize_head=True)
+    remove_batch_norms(model, optimizer, normalize_head=True)
     assert optimizer.param_groups[0] is group
     assert set(group["params"]) == set(model.parameters())
     assert len(group["params"]) == len(set(group["params"]))
@@ -94,7 +94,7 @@ def test_new_parameters_join_the_group_of_their_weight():
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}])
-    reduce_batch_norm(model, optimizer)
+    remove_batch_norms(model, optimizer)
     assert [len(g["params"]) for g in optimizer.param_groups] == [9 + 3, 16 - 6]
     assert model[3].bias in set(optimizer.param_groups[0]["params"])
 
@@ -178,14 +178,14 @@ REGNET = {"embedding_size": 8, "hidden_sizes": [16, 32, 64, 128], "groups_width"
 )
 def test_networks_nobody_here_wrote(kind, settings, norms, removed, with_shortcut):
     model = foreign(kind, **settings)
-    scratch = reduce_batch_norm(model, keep_shortcut=True, dry_run=True)
+    scratch = remove_batch_norms(model, keep_shortcut=True, dry_run=True)
     assert (len(scratch.found), len(scratch.removed)) == (norms, with_shortcut)
     optimizer = train_a_little(model, size=64, steps=6)
-    assert reduce_batch_norm(copy.deepcopy(model).double()).largest_difference <= 1e-9
+    assert remove_batch_norms(copy.deepcopy(model).double()).largest_difference <= 1e-9
     x = torch.randn(4, 3, 64, 64)
     with torch.no_grad():
         before = model.eval()(x).logits
-        report = reduce_batch_norm(model, optimizer)
+        report = remove_batch_norms(model, optimizer)
         difference = (model(x).logits - before).abs().max() / before.abs().max()
     assert len(report.removed) == removed
     assert report.traced == "run"

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from tests.support.models import batch_for, mlp
 from tests.support.ranks import run_ranks
 from tests.support.wrapped import Kind, all_weights, wrap
-from torchboost.algorithms.accumulation import Accumulator
-from torchboost.algorithms.loss_scale import GroupGradScaler
+from torchboost.algorithms.accumulation.algorithm import Accumulator
+from torchboost.algorithms.loss_scale.algorithm import GroupGradScaler
+from torchboost.algorithms.loss_scale.scalers import DynamicLossScale
 from torchboost.core.algorithm import Target
-from torchboost.core.loss_scale import DynamicLossScale
 from torchboost.core.step import TrainStep
 
 STEPS = 6

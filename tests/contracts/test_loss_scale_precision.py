@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.models import BottleneckNet, TinyGPT, batch_for
-from torchboost.algorithms.autocast import autocast_forward
-from torchboost.algorithms.freeze import BlockFreeze
-from torchboost.algorithms.loss_scale import GroupGradScaler, GroupLossScale
+from torchboost.algorithms.autocast.algorithm import autocast_forward
+from torchboost.algorithms.freezing.algorithm import BlockFreeze
+from torchboost.algorithms.loss_scale.algorithm import GroupGradScaler, GroupLossScale
+from torchboost.algorithms.loss_scale.scalers import DynamicLossScale
 from torchboost.core.algorithm import Target, attach_all
-from torchboost.core.loss_scale import DynamicLossScale
 from torchboost.core.step import TrainStep
 from torchboost.optim.pipeline import GradientPipeline
 from torchboost.optim.transforms import Centralize, ClipNorm

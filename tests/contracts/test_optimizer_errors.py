@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.optimizers import CASES, RULES, SHAPES, frozen, give_grads, parameters, train, values
-from torchboost.optim.base import UpdateRule
 from torchboost.optim.pipeline import Gradients
+from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay
 
 CLEAR = (TypeError, ValueError, RuntimeError)  # IncompatibleError is a RuntimeError

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.support.memory import live_tensors
 from tests.support.optimizers import CASES, RULES, give_grads, parameters
-from torchboost.optim import masters
+from torchboost.optim.rules import masters
 from torchboost.optim.transforms import Centralize, ClipNorm, Unscale
 
 QUARTER = 250

@@ -16,10 +16,10 @@ from tests.support.ranks import run_ranks
 from tests.support.wrapped import all_weights, train_share
 from torchboost import IncompatibleError
 from torchboost.core.algorithm import Target
-from torchboost.optim.adam import Adam, AdamWeightDecay
-from torchboost.optim.lamb import Lamb
-from torchboost.optim.lars import LARS
-from torchboost.optim.sgd import SGD, Momentum
+from torchboost.optim.rules.adam import Adam, AdamWeightDecay
+from torchboost.optim.rules.lamb import Lamb
+from torchboost.optim.rules.lars import LARS
+from torchboost.optim.rules.sgd import SGD, Momentum
 from torchboost.optim.transforms import Centralize, ClipNorm, Decay
 
 RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from tests.support.optimizers import FORMS, frozen, give_grads, parameters
-from torchboost.optim.adam import Adam, AdamWeightDecay
-from torchboost.optim.sgd import SGD
+from torchboost.optim.rules.adam import Adam, AdamWeightDecay
+from torchboost.optim.rules.sgd import SGD
 
 PAIRS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "Adam": (Adam, torch.optim.Adam, {}),

@@ -9,13 +9,13 @@ from torch import nn
 
 from tests.support.optimizers import CASES, RULES, parameters, train, values
 from torchboost.errors import IncompatibleError
-from torchboost.optim.adam import Adam
-from torchboost.optim.base import UpdateRule
 from torchboost.optim.front import FrontOptimizer
-from torchboost.optim.offload import AdamOffload
 from torchboost.optim.rebuild import described_groups, rebuilt
+from torchboost.optim.rules.adam import Adam
+from torchboost.optim.rules.base import UpdateRule
+from torchboost.optim.rules.offload import AdamOffload
+from torchboost.optim.rules.sgd import SGD
 from torchboost.optim.schedules import CosineDecay
-from torchboost.optim.sgd import SGD
 from torchboost.optim.transforms import ClipNorm
 
 TORCH = [

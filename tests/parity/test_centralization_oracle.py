@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torchboost.compat.process import OptimizerProcess, ParameterProcess
-from torchboost.core.normalized_linear import NormalizedLinear
+from torchboost.graph.normalized_linear import NormalizedLinear
 from torchboost.optim.pipeline import GradientPipeline
 from torchboost.optim.transforms import Centralize, Decay
 

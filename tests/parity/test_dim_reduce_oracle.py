@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.conftest import Case, Oracle
-from torchboost.optim.principal_components import PrincipalComponents
-from torchboost.optim.snapshots import Layout
-from torchboost.optim.subspace import SubspaceOptimizer
-from torchboost.optim.subspace_basis import SubspaceBasis, blocks_within
+from torchboost.algorithms.subspace.basis import SubspaceBasis, blocks_within
+from torchboost.algorithms.subspace.optimizer import SubspaceOptimizer
+from torchboost.algorithms.subspace.principal_components import PrincipalComponents
+from torchboost.algorithms.subspace.snapshots import Layout
 
 
 def close(got: torch.Tensor, want: np.ndarray | np.float32, case: Case) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchboost.optim.adam import Adam
-from torchboost.optim.lazy_adam import LazyAdam
+from torchboost.optim.rules.adam import Adam
+from torchboost.optim.rules.lazy_adam import LazyAdam
 from torchboost.optim.transforms import Coalesce
 
 ROWS = ["lazyadam_sparse", "lazyadam_sparse_dup", "lazyadam_sparse_wd", "adam_use_lazy_sparse"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.support.offload import Remote
-from torchboost.optim.offload import AdamOffload
+from torchboost.optim.rules.offload import AdamOffload
 from torchboost.optim.transforms import Decay
 
 CASES = ["adam_offload", "adam_offload_class"]

@@ -18,8 +18,8 @@ from tests.support.offload import (
     small_network,
     train,
 )
-from torchboost.optim.adam import Adam
-from torchboost.optim.offload import AdamOffload
+from torchboost.optim.rules.adam import Adam
+from torchboost.optim.rules.offload import AdamOffload
 
 OPTIONS = [
     {},

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchboost.optim.adam import Adam, AdamWeightDecay
-from torchboost.optim.ftrl import FTRL
-from torchboost.optim.lamb import Lamb
-from torchboost.optim.lars import LARS
-from torchboost.optim.rmsprop import RMSProp
+from torchboost.optim.rules.adam import Adam, AdamWeightDecay
+from torchboost.optim.rules.ftrl import FTRL
+from torchboost.optim.rules.lamb import Lamb
+from torchboost.optim.rules.lars import LARS
+from torchboost.optim.rules.rmsprop import RMSProp
+from torchboost.optim.rules.sgd import SGD, Momentum
 from torchboost.optim.schedules import CosineDecay, ExponentialDecay, PolynomialDecay
-from torchboost.optim.sgd import SGD, Momentum
 from torchboost.optim.transforms import Centralize, Decay, Unscale
 
 ADAM = ["adam_basic", "adam_eps_placement", "adam_weight_decay", "adam_nesterov", "adam_amsgrad", "adam_loss_scale"]

@@ -16,8 +16,8 @@ import torchboost
 from tests.support import naive
 from tests.support.zoo import ZOO, Batch, Network
 from torchboost import REGISTRY, Attached, AutoBoost, Facts, NoEffectWarning, Plan, Target, TrainStep, attach_all
-from torchboost.core.freezing import Freezing
-from torchboost.core.normalized_linear import NormalizedLinear
+from torchboost.algorithms.freezing.freezer import Freezing
+from torchboost.graph.normalized_linear import NormalizedLinear
 
 __all__ = [
     "FRONTS",

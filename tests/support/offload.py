@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchboost.optim.offload import AdamOffload
-from torchboost.optim.staging import Transfer
+from torchboost.optim.rules.offload import AdamOffload
+from torchboost.optim.rules.staging import Transfer
 
 SMALL = 8192 / 2**20
 """The smallest chunk, in MiB."""

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import torchboost.optim
-from torchboost.optim.adam import Adam, AdamW, AdamWeightDecay
-from torchboost.optim.base import UpdateRule
-from torchboost.optim.ftrl import FTRL
-from torchboost.optim.lamb import Lamb
-from torchboost.optim.lars import LARS
-from torchboost.optim.lazy_adam import LazyAdam
-from torchboost.optim.offload import AdamOffload
-from torchboost.optim.rmsprop import RMSProp, RMSprop
-from torchboost.optim.sgd import SGD, Momentum
+from torchboost.optim.rules.adam import Adam, AdamW, AdamWeightDecay
+from torchboost.optim.rules.base import UpdateRule
+from torchboost.optim.rules.ftrl import FTRL
+from torchboost.optim.rules.lamb import Lamb
+from torchboost.optim.rules.lars import LARS
+from torchboost.optim.rules.lazy_adam import LazyAdam
+from torchboost.optim.rules.offload import AdamOffload
+from torchboost.optim.rules.rmsprop import RMSProp, RMSprop
+from torchboost.optim.rules.sgd import SGD, Momentum
 
 SHAPES = ((4, 3), (4,), (), (2, 3, 2, 2), (0, 3))
 FORMS: dict[str, dict[str, Any]] = {

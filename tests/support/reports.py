@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from torchboost.tuner.evidence import (
+from torchboost.measure.evidence import (
     AlgorithmRow,
     BenchReport,
     Contestant,

@@ -12,8 +12,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
-from torchboost.core.normalized_linear import NormalizedLinear
 from torchboost.errors import NoEffectWarning
+from torchboost.graph.normalized_linear import NormalizedLinear
 from torchboost.optim.group_rules import NORMS
 from torchboost.optim.pipeline import GradientPipeline
 from torchboost.optim.transforms import Centralize, has_rows, wish

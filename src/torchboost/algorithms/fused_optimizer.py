@@ -16,12 +16,12 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.closure import after_closure
-from torchboost.core.fused_kernels import miscomputes
-from torchboost.core.memory_layout import aligned, is_dense
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError, NoEffectWarning
-from torchboost.optim import adam, sgd
-from torchboost.optim.base import UpdateRule
+from torchboost.optim.fused_kernels import miscomputes
+from torchboost.optim.memory_layout import aligned, is_dense
+from torchboost.optim.rules import adam, sgd
+from torchboost.optim.rules.base import UpdateRule
 
 __all__ = ["FusedOptimizer", "fuse"]
 

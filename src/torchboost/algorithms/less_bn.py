@@ -13,34 +13,34 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Traits
-from torchboost.core.aliasing import may_collide
 from torchboost.core.arguments import check_module
-from torchboost.core.dataflow import trace
-from torchboost.core.flow import Dataflow
-from torchboost.core.folding import Fold, fold_pairs, plan_folds, shared_weights
-from torchboost.core.norm_roles import WEIGHTED, Block, Keep, reasons_to_stay, residual_blocks, was_trained
-from torchboost.core.normalized_linear import NormalizedLinear
-from torchboost.core.removed_norm import RemovedNorm
-from torchboost.core.structure import is_customised, norm_tail
-from torchboost.core.surgery import (
+from torchboost.core.wrapping import unwrap, wrapper_of
+from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.graph.aliasing import may_collide
+from torchboost.graph.dataflow import trace
+from torchboost.graph.flow import Dataflow
+from torchboost.graph.folding import Fold, fold_pairs, plan_folds, shared_weights
+from torchboost.graph.norm_roles import WEIGHTED, Block, Keep, reasons_to_stay, residual_blocks, was_trained
+from torchboost.graph.normalized_linear import NormalizedLinear
+from torchboost.graph.removed_norm import RemovedNorm
+from torchboost.graph.structure import is_customised, norm_tail
+from torchboost.graph.surgery import (
     held_elsewhere,
     optimizers_holding,
     rebind_optimizer,
     replace_module,
     undone_on_error,
 )
-from torchboost.core.variance import rescale_layers
-from torchboost.core.wrapping import unwrap, wrapper_of
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.graph.variance import rescale_layers
 
-__all__ = ["LessBNReport", "LessBatchNorm", "reduce_batch_norm"]
+__all__ = ["LessBNReport", "LessBatchNorm", "remove_batch_norms"]
 
 Init = Literal["unit_variance", "keep"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LessBNReport:
-    """What :func:`reduce_batch_norm` found and changed; printing it gives a table.
+    """What :func:`remove_batch_norms` found and changed; printing it gives a table.
 
     Args:
         found: Names of all BatchNorm layers, in the order of the forward pass.
@@ -84,7 +84,7 @@ class LessBNReport:
 class LessBatchNorm(Algorithm):
     """Train with fewer BatchNorm layers: only one of every residual branch stays, and the stem's.
 
-    See :func:`reduce_batch_norm`, which does the work, for mechanism and cost.
+    See :func:`remove_batch_norms`, which does the work, for mechanism and cost.
 
     Args:
         normalize_head: Replace the last linear layer by one between normalised rows.
@@ -144,12 +144,12 @@ class LessBatchNorm(Algorithm):
         return not self.applied(inner) and any(isinstance(m, _BatchNorm) for m in inner.modules())
 
     def transform(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
-        """Do it; see :func:`reduce_batch_norm` for errors and warnings."""
+        """Do it; see :func:`remove_batch_norms` for errors and warnings."""
         _check(model)
         _reduce(model, optimizer, self, None)
 
 
-def reduce_batch_norm(
+def remove_batch_norms(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
@@ -187,7 +187,7 @@ def reduce_batch_norm(
         optimizer: Forgets the parameters that are gone; new ones (biases, the head's factor) join the group of
             the weight they belong to. Needed if it was made before this call.
         normalize_head: Replace the last linear layer of the forward pass by
-            :class:`~torchboost.core.normalized_linear.NormalizedLinear`; it keeps its parameters.
+            :class:`~torchboost.graph.normalized_linear.NormalizedLinear`; it keeps its parameters.
         keep: ``"narrowest"`` keeps, instead of the last BatchNorm of a residual branch, the one over the fewest
             channels (of several the last): in a bottleneck a quarter of the cost. The branch then ends
             without one, see ``blocks_per_norm`` for how it starts.
@@ -222,7 +222,7 @@ def reduce_batch_norm(
         ...     torch.nn.Conv2d(8, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(),
         ...     torch.nn.Conv2d(8, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(),
         ... )
-        >>> torchboost.reduce_batch_norm(model).removed
+        >>> torchboost.remove_batch_norms(model).removed
         ('4',)
     """
     settings = LessBatchNorm(
@@ -313,7 +313,7 @@ def _check(model: nn.Module) -> None:
     if wrapper is not None:
         raise IncompatibleError(
             f"less_bn changes the modules of the model, but it is already wrapped by {wrapper}; "
-            "call reduce_batch_norm (or plan.transform) on the bare model first, then wrap it."
+            "call remove_batch_norms (or plan.transform) on the bare model first, then wrap it."
         )
 
 

@@ -11,6 +11,7 @@ import torch
 import typer
 
 from torchboost import __version__
+from torchboost.bench.report.report import markdown, print_report, write_html
 from torchboost.cli.bench import bench
 from torchboost.cli.doctor import examine
 from torchboost.cli.output import fail, print_json, print_table, settings_of, summary_of, user_errors
@@ -18,10 +19,9 @@ from torchboost.cli.pca import pca
 from torchboost.config import BoostConfig
 from torchboost.core.hardware import device_fault, half_precision_is_fast
 from torchboost.errors import ConfigError
+from torchboost.measure.evidence import BenchReport
 from torchboost.plan import Plan, resolve
 from torchboost.registry import LEVELS, REGISTRY, Facts
-from torchboost.tuner.evidence import BenchReport
-from torchboost.tuner.report import markdown, print_report, write_html
 
 __all__ = ["app"]
 

@@ -8,15 +8,15 @@ from typing import Annotated, NoReturn
 import torch
 import typer
 
+from torchboost.bench.report.report import print_report, write_html
+from torchboost.bench.workloads.bench import CONTESTANTS, run_bench
+from torchboost.bench.workloads.contestants import Recipe
+from torchboost.bench.workloads.jobs import JOBS, Job, find_job
 from torchboost.cli.factory import job_from
 from torchboost.cli.output import fail, print_json, summary_of, user_errors
 from torchboost.cli.progress import display
 from torchboost.core.hardware import device_fault
-from torchboost.tuner.evidence import BenchReport
-from torchboost.tuner.report import print_report, write_html
-from torchboost.workloads.bench import CONTESTANTS, run_bench
-from torchboost.workloads.contestants import Recipe
-from torchboost.workloads.jobs import JOBS, Job, find_job
+from torchboost.measure.evidence import BenchReport
 
 __all__ = ["bench"]
 

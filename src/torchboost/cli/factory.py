@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from torchboost.bench.workloads.data import Data
+from torchboost.bench.workloads.jobs import Job
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.optim.rebuild import described_groups, rebuilt
-from torchboost.workloads.data import Data
-from torchboost.workloads.jobs import Job
 
 __all__ = ["Parts", "job_from"]
 

@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 import typer
 from pydantic import ValidationError
 
+from torchboost.bench.report.table import Table, plain
+from torchboost.bench.report.verdict import headline, verdicts
 from torchboost.cli.doctor import EXTRAS
 from torchboost.errors import ConfigError, IncompatibleError
-from torchboost.tuner.evidence import BenchReport
-from torchboost.tuner.table import Table, plain
-from torchboost.tuner.verdict import headline, verdicts
+from torchboost.measure.evidence import BenchReport
 
 __all__ = ["fail", "print_json", "print_table", "settings_of", "summary_of", "user_errors"]
 

@@ -11,7 +11,7 @@ __all__ = ["Display", "Lines", "display"]
 
 
 class Display(Protocol):
-    """A :class:`~torchboost.tuner.stopwatch.Progress` that remembers the phase it heard of last."""
+    """A :class:`~torchboost.measure.stopwatch.Progress` that remembers the phase it heard of last."""
 
     phase: str
 

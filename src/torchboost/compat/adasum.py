@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchboost.algorithms.adasum.rule import hierarchical_adasum_
 from torchboost.compat.process import ParameterProcess
-from torchboost.distributed.adasum import hierarchical_adasum_
 from torchboost.distributed.topology import NodeGroups, Topology
 from torchboost.errors import IncompatibleError
 from torchboost.optim.groups import FusionIndex
@@ -37,7 +37,7 @@ class AdaSum:
         ValueError: Numbers that are not those of the process group, or an index that does not fit the parameters.
         IncompatibleError: There is no process group.
 
-    Cost: see :func:`~torchboost.distributed.adasum.hierarchical_adasum_`.
+    Cost: see :func:`~torchboost.algorithms.adasum.rule.hierarchical_adasum_`.
 
     Example:
         >>> import torch, torchboost

@@ -13,23 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.accumulation import Accumulation, Accumulator
-from torchboost.algorithms.adasum import AdaptiveSum, AdaptiveSumming
-from torchboost.algorithms.dim_reduce import SubspaceRun
-from torchboost.algorithms.inference import fast_copy
-from torchboost.algorithms.loss_scale import GroupGradScaler
-from torchboost.compat.accumulating import AccumulatingOptimizer
+from torchboost.algorithms.accumulation.algorithm import Accumulation, Accumulator
+from torchboost.algorithms.accumulation.optimizer import AccumulatingOptimizer
+from torchboost.algorithms.adasum.algorithm import AdaptiveSum, AdaptiveSumming
+from torchboost.algorithms.loss_scale.algorithm import GroupGradScaler
+from torchboost.algorithms.subspace.algorithm import SubspaceRun
 from torchboost.config import BoostConfig, ConfigSource
 from torchboost.core.algorithm import Attached, Scaler, Target
 from torchboost.core.arguments import check_module, check_pair, check_scaler
 from torchboost.core.covering import uncover_copy
-from torchboost.core.recording import call
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.distributed.buckets import bucket_options
 from torchboost.errors import IncompatibleError
+from torchboost.graph.recording import call
+from torchboost.inference import fast_copy
+from torchboost.measure.stopwatch import Clock, Warmup, compare
 from torchboost.plan import Plan
 from torchboost.registry import Facts, Loop
-from torchboost.tuner.stopwatch import Clock, Warmup, compare
 
 __all__ = ["AutoBoost", "front_of", "observers_of", "scaler_of", "summing_of"]
 
@@ -119,9 +119,9 @@ class AutoBoost:
         given, or that of group loss scaling, which a loop of your own must use as it would a ``GradScaler``.
 
         The optimizer returned is the one given, except with gradient accumulation: then it is one in front of it,
-        :class:`~torchboost.compat.accumulating.AccumulatingOptimizer`, which applies every k-th ``step``; and with
+        :class:`~torchboost.algorithms.accumulation.optimizer.AccumulatingOptimizer`, which applies every k-th ``step``; and with
         dimension-reduced training, whose ``step`` needs a function that returns the loss
-        (:class:`~torchboost.algorithms.dim_reduce.SubspaceRun`; the training cells give it). The training cells take
+        (:class:`~torchboost.algorithms.subspace.algorithm.SubspaceRun`; the training cells give it). The training cells take
         the one given, too; in a loop of your own its ``step`` raises ``IncompatibleError``.
 
         Args:
@@ -206,7 +206,7 @@ class AutoBoost:
         """Return a fast copy for inference; ``network`` itself is left alone and can go on training.
 
         Every BatchNorm that certainly follows a convolution or a linear layer in every call is folded into it, and
-        kernels are stored channels-last; see :func:`~torchboost.algorithms.inference.fast_copy`. The copy is in eval
+        kernels are stored channels-last; see :func:`~torchboost.inference.fast_copy`. The copy is in eval
         mode, consists of torch's modules and the network's own, and computes in the precision of its parameters. Its
         outputs equal those of ``network.eval()`` within 1e-4 of the largest output in float32, which is checked: on
         ``sample``, or in the first call of the copy with the inputs that arrive there. If the check fails, the copy

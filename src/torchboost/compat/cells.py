@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.compat.accumulating import AccumulatingOptimizer
+from torchboost.algorithms.accumulation.optimizer import AccumulatingOptimizer
 from torchboost.compat.auto_boost import front_of, observers_of, scaler_of, summing_of
 from torchboost.compat.wrappers import GradientAccumulation
 from torchboost.core.algorithm import Scaler, Target

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchboost.algorithms.subspace.basis import Block, SubspaceBasis, rows_of
+from torchboost.algorithms.subspace.optimizer import SubspaceOptimizer
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.closure import Replay
 from torchboost.errors import IncompatibleError
-from torchboost.optim.subspace import SubspaceOptimizer
-from torchboost.optim.subspace_basis import Block, SubspaceBasis, rows_of
 
 __all__ = ["DimReduce"]
 

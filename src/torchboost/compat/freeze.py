@@ -1,4 +1,4 @@
-"""The reference's names for gradient freezing, over :mod:`torchboost.algorithms.freeze`."""
+"""The reference's names for gradient freezing, over :mod:`torchboost.algorithms.freezing.algorithm`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.freeze import BlockFreeze, Pattern, freeze_blocks
+from torchboost.algorithms.freezing.algorithm import BlockFreeze, Pattern, freeze_blocks
+from torchboost.algorithms.freezing.freezer import Freezing, Prefix
+from torchboost.algorithms.freezing.schedule import MOST_STEPS, Continuous, Repeated, Schedule, length_of
 from torchboost.core.arguments import check_optimizer, check_pair, check_sens
-from torchboost.core.blocks import group_starts
-from torchboost.core.freeze_schedule import MOST_STEPS, Continuous, Repeated, Schedule, length_of
-from torchboost.core.freezing import Freezing, Prefix
 from torchboost.errors import NoEffectWarning
+from torchboost.graph.blocks import group_starts
 from torchboost.optim.front import FrontOptimizer
 
 __all__ = ["FreezeOpt", "GradientFreeze", "freeze_cell"]

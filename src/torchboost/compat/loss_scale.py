@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchboost.algorithms.loss_scale.borders import Ratios, change_scale
+from torchboost.algorithms.loss_scale.group_scale import GROUP_RULE, GroupScaler, Scales, checked_scales
+from torchboost.algorithms.loss_scale.rule import ScaleRule, ScaleState, check_scale
+from torchboost.algorithms.loss_scale.scalers import FixedLossScale, LossScaler
 from torchboost.compat.auto_boost import front_of, scaler_of
 from torchboost.compat.cells import BoostTrainOneStepCell
 from torchboost.core.algorithm import Scaler
 from torchboost.core.arguments import check_number, check_pair, check_scaler
-from torchboost.core.group_scale import GROUP_RULE, GroupScaler, Scales, checked_scales
-from torchboost.core.loss_scale import FixedLossScale, LossScaler
-from torchboost.core.scale_borders import Ratios, change_scale
-from torchboost.core.scale_rule import ScaleRule, ScaleState, check_scale
 from torchboost.errors import IncompatibleError
 
 __all__ = ["BoostTrainOneStepWithLossScaleCell", "GroupLossScaleManager"]

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from torchboost.algorithms.centralization import centralizable
 from torchboost.core.algorithm import Attachment
 from torchboost.errors import IncompatibleError
-from torchboost.optim.base import UpdateRule
 from torchboost.optim.front import FrontOptimizer
 from torchboost.optim.groups import CENTRALIZE, ORDER, FusionIndex, ParamGroup, listed, rebuild_groups, split_group
 from torchboost.optim.pipeline import GradientPipeline
 from torchboost.optim.rebuild import described_groups, rebuilt
+from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.transforms import Centralize, wish
 
 __all__ = ["OptimizerProcess", "ParameterProcess"]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.less_bn import LessBNReport, reduce_batch_norm
-from torchboost.core.norm_roles import Keep
+from torchboost.algorithms.less_bn import LessBNReport, remove_batch_norms
+from torchboost.graph.norm_roles import Keep
 
 __all__ = ["GradientAccumulation", "LessBN"]
 
@@ -19,7 +19,7 @@ Loss = TypeVar("Loss")
 
 
 class LessBN(nn.Module):
-    """A network with fewer BatchNorm layers; see :func:`torchboost.reduce_batch_norm` for what goes and what stays.
+    """A network with fewer BatchNorm layers; see :func:`torchboost.remove_batch_norms` for what goes and what stays.
 
     Unlike the reference, whose Python half only sets a flag, the layers are really gone; and only the last linear
     layer of the network is normalised, with its bias kept.
@@ -63,7 +63,7 @@ class LessBN(nn.Module):
         sample: Any = None,
     ) -> None:
         super().__init__()
-        self.report: LessBNReport = reduce_batch_norm(
+        self.report: LessBNReport = remove_batch_norms(
             network,
             optimizer,
             normalize_head=fn_flag,

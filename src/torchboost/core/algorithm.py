@@ -40,22 +40,18 @@ class Traits:
 
     Args:
         order: Attach order, lower first; hooks fire in attach order.
-        reversible: Whether ``remove()`` leaves the model as it was before.
         replaces_optimizer: Whether ``attach`` puts another optimizer into the target.
         brings_scaler: Whether ``attach`` puts a scaler into the target.
-        process_wide: Whether the effect reaches beyond the target, so that loops measured in one process must take
-            turns with it.
         alone: Whether no other algorithm can work together with this one.
-        excludes: Names of algorithms that cannot work together with this one.
+        combines_nodes: Whether ``attach`` makes nodes, which average gradients over their own ranks only, train one
+            model.
     """
 
     order: int = 50
-    reversible: bool = True
     replaces_optimizer: bool = False
     brings_scaler: bool = False
-    process_wide: bool = False
     alone: bool = False
-    excludes: frozenset[str] = frozenset()
+    combines_nodes: bool = False
 
 
 class Scaler(Protocol):
@@ -134,6 +130,7 @@ class Target:
         seed: Source of every random decision of an algorithm; must be the same on every rank.
         observers: Told the loss of each update, of shape ``()`` and detached, before ``optimizer.step()``.
         scaler_follows: Whether an algorithm that is being attached will bring a scaler; :func:`attach_all` sets it.
+        nodes_combined: Whether an algorithm combines the nodes of the job into one model; :func:`attach_all` sets it.
 
     Raises:
         TypeError: Not a module, not an optimizer, or not a scaler.
@@ -148,6 +145,7 @@ class Target:
     seed: int = 0
     observers: list[Callable[[Tensor], None]] = field(default_factory=list)
     scaler_follows: bool = field(default=False, init=False)
+    nodes_combined: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         check_module(self.model)
@@ -320,7 +318,7 @@ def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> Attached:
 
     Either everything is attached or nothing is: every algorithm may refuse before the first one changes anything
     (:meth:`Algorithm.check`), and if one fails later, those before it are removed. A transform that cannot be undone
-    (``reversible=False``) stays. What is transformed here, and not before by ``plan.transform``, is undone by
+    stays. What is transformed here, and not before by ``plan.transform``, is undone by
     ``remove()``.
 
     Raises:
@@ -337,6 +335,7 @@ def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> Attached:
     _check_conflicts(chosen)
     _check_wrapping(target.model, chosen)
     target.scaler_follows = any(algorithm.traits.brings_scaler for algorithm in chosen)
+    target.nodes_combined = any(algorithm.traits.combines_nodes for algorithm in chosen)
     given, inner = target.optimizer, hookable(target.optimizer)
     _check_replacing(given, inner, chosen)
     target.optimizer = inner
@@ -375,7 +374,7 @@ def _check_conflicts(chosen: list[Algorithm]) -> None:
         if names.count(algorithm.name) > 1:
             raise IncompatibleError(f"'{algorithm.name}' was given {names.count(algorithm.name)} times; give it once.")
         others = set(names) - {algorithm.name}
-        clash = sorted(others if algorithm.traits.alone else algorithm.traits.excludes & others)
+        clash = sorted(others) if algorithm.traits.alone else []
         if clash:
             raise IncompatibleError(
                 f"'{algorithm.name}' cannot work together with {', '.join(clash)}; leave one of them out."

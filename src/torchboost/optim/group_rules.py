@@ -12,9 +12,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from torchboost.core.arguments import check_module, check_number
-from torchboost.core.blocks import blocks_of
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, nearest
+from torchboost.graph.blocks import blocks_of
 from torchboost.optim.groups import CENTRALIZE, ORDER, ParamGroup
 
 __all__ = ["NORMS", "GroupRule", "layer_wise_decay", "no_decay", "param_groups"]
@@ -197,7 +197,7 @@ def layer_wise_decay(model: nn.Module, base_lr: float, *, factor: float) -> tupl
 
     ``lr = base_lr * factor ** (number of blocks after this one)``: the last block, usually the head, learns with
     ``base_lr``, the first with the least (ELECTRA, Clark et al., 2020; BEiT, Bao et al., 2022, with factors from 0.65
-    to 0.9). Blocks are those that freezing uses (:func:`torchboost.core.blocks.blocks_of`): in the order in which they
+    to 0.9). Blocks are those that freezing uses (:func:`torchboost.graph.blocks.blocks_of`): in the order in which they
     run, a norm together with the layer before it. So a final norm learns at the rate of the last layer, and token and
     position embeddings that are two modules of a model are two blocks; BEiT puts the norm with the head, and ELECTRA
     all embeddings at one depth. Tied weights count once, at their last use: an embedding tied to the head learns with

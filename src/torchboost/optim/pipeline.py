@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from torchboost.core.algorithm import Attachment
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.closure import ClosureOptimizer, Replay, after_closure
-from torchboost.core.memory_layout import writable
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
+from torchboost.optim.memory_layout import writable
 from torchboost.optim.shares import Share
 
 __all__ = [

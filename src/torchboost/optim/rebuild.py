@@ -9,9 +9,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from torchboost.errors import IncompatibleError
-from torchboost.optim.base import UpdateRule
 from torchboost.optim.front import FrontOptimizer
 from torchboost.optim.groups import ParamGroup
+from torchboost.optim.rules.base import UpdateRule
 
 __all__ = ["described_groups", "rebuilt"]
 
@@ -27,7 +27,7 @@ def rebuilt(optimizer: Optimizer, groups: Sequence[ParamGroup], **changes: Any) 
     """Construct an optimizer of the same class with the same arguments over other groups, without state.
 
     What the constructor was given is read from ``defaults``, from attributes of the name of an argument, and for the
-    rules of this package from :meth:`~torchboost.optim.base.UpdateRule.constructor_options`. Nothing is left to a
+    rules of this package from :meth:`~torchboost.optim.rules.base.UpdateRule.constructor_options`. Nothing is left to a
     default of the class.
 
     Args:

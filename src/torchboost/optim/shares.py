@@ -15,8 +15,8 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from torchboost.core.living import living
-from torchboost.core.tensor_lists import foreach
 from torchboost.errors import RankDisagreementError
+from torchboost.optim.tensor_lists import foreach
 
 __all__ = ["Share", "all_finite", "joint_norm", "merge_sparse", "share_of", "stand_in", "total_norm", "values_of"]
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from torchboost.core.arguments import check_number
-from torchboost.core.tensor_lists import foreach
 from torchboost.errors import IncompatibleError
 from torchboost.optim.groups import CENTRALIZE
 from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
 from torchboost.optim.shares import all_finite, merge_sparse, stand_in, total_norm, values_of
+from torchboost.optim.tensor_lists import foreach
 
 __all__ = ["Centralize", "ClipNorm", "ClipValue", "Coalesce", "Decay", "Unscale"]
 

@@ -1,0 +1,335 @@
+"""AdaSum: between nodes, what they agree on is averaged and what they do not is added."""
+
+from __future__ import annotations
+
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from torchboost.algorithms.adasum.gradient_hooks import Packing, bucket_packs, check_no_hook
+from torchboost.algorithms.adasum.rule import adasum_
+from torchboost.algorithms.adasum.update_sum import UpdateSum, before_first_step, held
+from torchboost.algorithms.loss_scale.scalers import LossScaler
+from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.averaging import check_mesh, check_ranks, data_parallel, sharded_units
+from torchboost.core.wrapping import unwrap
+from torchboost.distributed.topology import NodeGroups, Topology
+from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.optim.rules.base import has_master
+from torchboost.optim.rules.lazy_adam import LazyAdam
+
+__all__ = ["AdaptiveSum", "AdaptiveSumming", "adasum"]
+
+On: TypeAlias = Literal["delta", "gradient"]
+
+
+def adasum(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    on: On = "delta",
+    split_groups: int | Sequence[int] | None = None,
+    devices_per_node: int | None = None,
+) -> AdaptiveSumming:
+    """Combine what the nodes learn by AdaSum, in a loop of your own; see :class:`AdaptiveSum` for what is what.
+
+    Every rank calls this at the same place, after the model was wrapped. Call ``remove()`` to go back.
+
+    Args:
+        model: As the loop calls it.
+        optimizer: Steps on it.
+        on: The updates (``"delta"``) or the gradients.
+        split_groups: Where in the model's list of parameters a new pack of collectives begins.
+        devices_per_node: Ranks per node; None asks the launcher.
+
+    Raises:
+        IncompatibleError, TypeError, ValueError: See :class:`AdaptiveSum`.
+
+    Warns:
+        NoEffectWarning: There is one node only.
+
+    Example:
+        >>> import torch, torchboost
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> summing = torchboost.adasum(model, optimizer)  # on one node it warns and changes nothing
+        >>> summing.remove()
+    """
+    algorithm = AdaptiveSum(on=on, split_groups=split_groups, devices_per_node=devices_per_node)
+    return algorithm.attach(Target(model, optimizer))
+
+
+class AdaptiveSumming(Attachment):
+    """AdaSum at work on one model. There is nothing to save: nothing is kept from one step to the next.
+
+    Under DDP the communication hook cannot be taken away; after :meth:`remove` it averages, as DDP without it does.
+
+    Attributes:
+        on: ``"delta"`` or ``"gradient"``.
+    """
+
+    def __init__(self, on: On, names: Sequence[str]) -> None:
+        super().__init__()
+        self.on = on
+        self._names = names
+        self._noted: list[tuple[Sequence[int], Tensor]] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether nodes are combined: there are several, and nobody called :meth:`remove`."""
+        return bool(self._handles)
+
+    @property
+    def cosines(self) -> dict[str, float]:
+        """By parameter the cosine between nodes at the last update, the mean over the pairs of the tree.
+
+        0 where a side did not move. Under FSDP2 on gradients: by unit. Reading waits for the device.
+        """
+        return {
+            self._name(place): value
+            for places, cosines in self._noted
+            for place, value in zip(places, cosines.mean(0).tolist(), strict=True)
+        }
+
+    @property
+    def agreement(self) -> float:
+        """The mean of :attr:`cosines`: 1 where all nodes say the same, 0 where they have nothing in common.
+
+        NaN before the first update. Reading waits for the device.
+        """
+        found = self.cosines.values()
+        return sum(found) / len(found) if found else float("nan")
+
+    def check_scaler(self, scaler: Any) -> None:
+        """Refuse a loss scaler that could leave out the step on one node only, where the others would wait for it.
+
+        Raises:
+            IncompatibleError: The scaler does not ask all other ranks.
+        """
+        if self.active and self.on == "delta":
+            _check_scaler(scaler)
+
+    def _name(self, place: int) -> str:
+        return self._names[place] if place < len(self._names) else f"parameter {place}"
+
+    def _begin(self) -> None:
+        self._noted = []
+
+    def _note(self, places: Sequence[int], cosines: Tensor) -> None:
+        self._noted.append((places, cosines))
+
+    def _replace(self, unit: int, cosines: Tensor) -> None:
+        self._noted = [entry for entry in self._noted if entry[0] != (unit,)] + [((unit,), cosines)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveSum(Algorithm):
+    """Mean inside a node, adaptive sum across nodes, parameter by parameter.
+
+    On updates (``on="delta"``) every node steps its own optimizer on its own gradients; the difference that the step
+    made is then combined, ``weights = old - combined(old - new)``. This is right for any optimizer. Gradients must be
+    averaged over the node alone: DDP built with ``process_group=NodeGroups.of(...).inside``, FSDP2 on the mesh of the
+    node, or a bare model, whose updates are averaged inside the node. Each node has an optimizer state of its own, so
+    that a checkpoint needs one of each node. Buffers, such as the statistics of BatchNorm, are left alone.
+
+    On gradients (``on="gradient"``) they are combined in the backward pass: under DDP over all ranks by its
+    communication hook, under FSDP2 on the mesh of the node by its all-reduce hook, with one dot product per unit.
+
+    Args:
+        on: ``"delta"`` or ``"gradient"``.
+        split_groups: Positions in the model's list of parameters from which on a new pack, with collectives of its own,
+            begins; those behind the end split nothing. None makes one pack. Under FSDP2 on gradients the units are the
+            packs.
+        devices_per_node: Ranks per node; None takes what the launcher says.
+
+    Raises:
+        TypeError, ValueError: A setting that makes no sense.
+
+    Cost: what :func:`~torchboost.algorithms.adasum.rule.hierarchical_adasum_` sends; on updates one more copy of the
+    weights, and while a pack is combined two copies of it. Nothing overlaps with the backward pass.
+    """
+
+    name: ClassVar[str] = "adasum"
+    # Its hook after the step must come before that of grad_freeze, which moves on to the next blocks.
+    traits: ClassVar[Traits] = Traits(order=93)
+
+    on: On = "delta"
+    split_groups: int | Sequence[int] | None = None
+    devices_per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.on not in ("delta", "gradient"):
+            raise ValueError(f"on: found {self.on!r}; give 'delta' or 'gradient'.")
+        per_node = self.devices_per_node
+        if per_node is not None and (isinstance(per_node, bool) or not isinstance(per_node, int) or per_node < 1):
+            raise ValueError(f"devices_per_node: found {per_node!r}; give an integer of 1 or more, or None.")
+        if self.split_groups is not None:
+            object.__setattr__(self, "split_groups", _points(self.split_groups))
+
+    def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
+        """Say that there is one node only."""
+        return _one_node(Topology.current(self.devices_per_node))
+
+    def check(self, target: Target) -> None:
+        """Refuse what :meth:`attach` lists."""
+        topology = self._topology(target)
+        topology.check_full()
+        if topology.nodes == 1:
+            return
+        _check_parameters(target)
+        ddp, sharded = data_parallel(target.model), check_mesh(target.model, topology)
+        if self.on == "gradient":
+            _check_exchange(target.model, ddp, sharded, topology)
+            return
+        if ddp is not None:
+            node = f"torchboost.NodeGroups.of(torchboost.Topology.current({topology.devices_per_node})).inside"
+            advice = (
+                "every node must average over its own ranks only, else all updates are equal and there is nothing to "
+                f"sum; build it with process_group={node}, or use on='gradient'."
+            )
+            check_ranks(ddp, topology.node, advice)
+        _check_optimizer(target.optimizer)
+        _check_scaler(target.scaler)
+
+    def attach(self, target: Target) -> AdaptiveSumming:
+        """Create the process groups and hook in; every rank must do so at the same place.
+
+        Raises:
+            IncompatibleError: Nodes of different size; gradients that are averaged over other ranks than the form
+                needs; FSDP1, native HSDP, another communication hook; on updates: an optimizer that keeps a second copy
+                of the weights, or a loss scaler that does not agree over all ranks. Nothing was changed.
+
+        Warns:
+            NoEffectWarning: There is one node only; nothing is hooked in. Or, at the first update: all nodes made the
+                same one.
+        """
+        self.check(target)
+        topology = self._topology(target)
+        named: dict[Tensor, str] = {param: name for name, param in unwrap(target.model).named_parameters()}
+        for param in held(target.optimizer):
+            named.setdefault(param, f"parameter {len(named)}")
+        places = {param: place for place, param in enumerate(named)}
+        live = AdaptiveSumming(self.on, list(named.values()))
+        reason = _one_node(topology)
+        if reason is not None:
+            warnings.warn(f"adasum: {reason}.", NoEffectWarning, stacklevel=2)
+            return live
+        groups = NodeGroups.of(topology)
+        ddp = data_parallel(target.model)
+        if self.on == "delta":
+            updates = UpdateSum(target.optimizer, places, self._pack, groups, live._begin, live._note)
+            return live.with_undo(updates.remove)
+        if ddp is not None:
+            packs = bucket_packs(ddp)
+            packs.packing = Packing(places, self._pack, groups, live._begin, live._note)
+            return live.with_undo(packs.switch_off)
+        return _hook_units(live, target, groups)
+
+    def _topology(self, target: Target) -> Topology:
+        return target.topology if self.devices_per_node is None else Topology.current(self.devices_per_node)
+
+    def _pack(self, place: int) -> int:
+        points = self.split_groups
+        return bisect_right(points, place) if isinstance(points, tuple) else 0
+
+
+def _hook_units(live: AdaptiveSumming, target: Target, groups: NodeGroups) -> AdaptiveSumming:
+    """Combine the shards of each FSDP2 unit across nodes; FSDP2 has averaged them over the node."""
+    units = sharded_units(target.model)
+    live._names = list(units)
+
+    def hook_of(place: int) -> Callable[[Tensor], None]:
+        return lambda shards: live._replace(place, adasum_([shards], groups.across, shards=groups.inside))
+
+    def release() -> None:
+        start.remove()
+        for unit in units.values():
+            unit.set_all_reduce_hook(None)
+
+    start = before_first_step(target.optimizer, groups)
+    for place, unit in enumerate(units.values()):
+        unit.set_all_reduce_hook(hook_of(place))
+    return live.with_undo(release)
+
+
+def _points(value: Any) -> tuple[int, ...]:
+    points = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if any(isinstance(point, bool) or not isinstance(point, int) for point in points):
+        raise TypeError(f"split_groups: found {value!r}; give positions in the list of parameters, or None.")
+    if not points or points[0] < 1 or list(points) != sorted(set(points)):
+        raise ValueError(f"split_groups: found {value!r}; give rising positions of 1 or more, or None.")
+    return points
+
+
+def _one_node(topology: Topology) -> str | None:
+    if topology.nodes > 1:
+        return None
+    ranks = "1 rank" if topology.world_size == 1 else f"{topology.world_size} ranks"
+    return (
+        f"one node of {ranks} has no other to combine with; start more nodes, or say with "
+        "devices_per_node how many ranks make one"
+    )
+
+
+def _check_exchange(model: nn.Module, ddp: DistributedDataParallel | None, sharded: bool, topology: Topology) -> None:
+    """Refuse the form on gradients where there is no exchange of gradients that it can replace."""
+    if ddp is not None:
+        advice = "on='gradient' sums over the nodes itself; build it over all ranks, without process_group."
+        check_ranks(ddp, range(topology.world_size), advice)
+        check_no_hook(ddp)
+        if getattr(ddp, "skip_all_reduce_unused_params", False):
+            raise IncompatibleError(
+                "DistributedDataParallel was built with skip_all_reduce_unused_params=True, which leaves out buckets; "
+                "build it without, or use on='delta'."
+            )
+    elif sharded:
+        sharded_units(model)
+    else:
+        raise IncompatibleError(
+            "on='gradient' acts where ranks exchange gradients, and the model is bare; wrap it in "
+            "DistributedDataParallel first and attach then, or use on='delta'."
+        )
+
+
+def _check_parameters(target: Target) -> None:
+    params = [*target.model.parameters(), *held(target.optimizer)]
+    devices = {str(param.device) for param in params}
+    if len(devices) > 1 or not all(param.is_floating_point() for param in params):
+        found = f"lie on {', '.join(sorted(devices))}" if len(devices) > 1 else "are not all real numbers"
+        raise IncompatibleError(
+            f"the parameters {found}; AdaSum takes floating point parameters on one device per rank: leave it out here."
+        )
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    masters = any(has_master(p, group) for group in optimizer.param_groups for p in group["params"])
+    late = isinstance(optimizer, LazyAdam) and any(group["exact"] for group in optimizer.param_groups)
+    if masters or late:
+        what = "keeps float32 masters of the weights" if masters else "moves weights outside of its step (exact=True)"
+        raise IncompatibleError(
+            f"{type(optimizer).__name__} {what}, which would undo what the nodes combined; turn that off, or use "
+            "on='gradient'."
+        )
+
+
+def _check_scaler(scaler: Any) -> None:
+    world = Topology.current().world_size
+    if isinstance(scaler, LossScaler) and scaler.agree and scaler.ranks < world:
+        raise IncompatibleError(
+            f"{scaler.ranks} of {world} ranks agree on overflows in this {type(scaler).__name__}, so it may skip the "
+            "step on one node alone, and the others would wait for it; leave its process_group out, which makes all "
+            "ranks agree, or use on='gradient'."
+        )
+    deaf = not scaler.agree if isinstance(scaler, LossScaler) else isinstance(scaler, torch.amp.GradScaler)
+    if deaf:
+        raise IncompatibleError(
+            f"a {type(scaler).__name__} may skip the step on one node alone, and the others would wait for it; use "
+            "torchboost.DynamicLossScale(), whose ranks agree on overflows, or on='gradient'."
+        )

@@ -1,0 +1,140 @@
+"""Mixed precision: the forward pass of a model under autocast, without touching the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchboost.algorithms.autocast.containers import with_tensors
+from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.arguments import check_module
+from torchboost.core.covering import cover_forward
+from torchboost.core.forward_watch import ForwardWatch
+from torchboost.errors import IncompatibleError
+
+__all__ = ["Autocast", "autocast_forward"]
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def autocast_forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Attachment:
+    """Run every forward of ``model`` under ``torch.autocast`` and give its outputs back in float32.
+
+    Outputs keep their containers (see :func:`~torchboost.algorithms.autocast.containers.with_tensors`); tensors in an object of
+    another kind stay in the precision that autocast gave them.
+
+    Matrix products and convolutions read ``dtype``; reductions that need it stay in float32; parameters,
+    gradients and optimizer state stay as they are. Each weight is cast once per forward (autocast's cache).
+    The loss is computed by the caller on float32 outputs, outside autocast.
+
+    ``forward`` of this one instance is covered by a function which calls the original. Forward hooks would be the
+    more modest means, but in a model compiled by ``nn.Module.compile()`` hooks of the root are compiled apart
+    from ``forward``, where entering autocast has no effect: the model would silently run in float32. A covered
+    ``forward`` is traced into the same graph, compiled before or after, in place or not, without graph breaks.
+
+    Args:
+        model: What the loop calls, wrapped or not. Attach to the wrapper (DDP, ``torch.compile``) where there is one.
+        dtype: ``torch.bfloat16``, or ``torch.float16``, which needs a ``GradScaler`` in the loop.
+
+    Returns:
+        Its ``remove()`` gives the original ``forward`` back.
+
+    Raises:
+        TypeError: Not a module.
+        ValueError: ``dtype`` is neither bfloat16 nor float16.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 2)
+        >>> with autocast_forward(model):
+        ...     model(torch.randn(3, 4)).dtype
+        torch.float32
+    """
+    return _cover(model, dtype, None)
+
+
+def _cover(model: nn.Module, dtype: torch.dtype, watch: ForwardWatch | None) -> Attachment:
+    check_module(model)
+    if dtype not in _HALF:
+        raise ValueError(f"autocast to {dtype}: allowed are torch.bfloat16 and torch.float16; pass one of them.")
+    device_type = next((p.device.type for p in model.parameters()), torch.get_default_device().type)
+
+    def under_autocast(
+        forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if watch is not None:
+            watch.called = True
+        try:
+            with torch.autocast(device_type, dtype):
+                outputs = forward(module, *args, **kwargs)
+        except (RuntimeError, TypeError) as error:  # what torch raises where precisions meet
+            _explain(error, dtype)
+            raise
+        return with_tensors(outputs, _to_float32)
+
+    return cover_forward(model, under_autocast)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Autocast(Algorithm):
+    """Settings of :func:`autocast_forward`.
+
+    Args:
+        dtype: ``"bfloat16"``, or ``"float16"``, which needs a scaler in the target.
+    """
+
+    name: ClassVar[str] = "autocast"
+    traits: ClassVar[Traits] = Traits(order=30)
+
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bfloat16", "float16"):
+            raise ValueError(f"dtype={self.dtype!r}: allowed are 'bfloat16' and 'float16'; choose one of them.")
+
+    def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
+        """Say so when no parameter is in float32, the only precision that autocast lowers."""
+        if any(parameter.dtype is torch.float32 for parameter in model.parameters()):
+            return None
+        return "no parameter is in float32, there is nothing to lower"
+
+    def check(self, target: Target) -> None:
+        """Refuse float16 without a scaler: small gradients would vanish."""
+        if self.dtype == "float16" and target.scaler is None and not target.scaler_follows:
+            raise IncompatibleError(
+                "autocast to float16 without a scaler: small gradients would become zero; pass "
+                "scaler=torch.amp.GradScaler() to boost(...), network_auto_process_train(...) or Target(...), or "
+                "choose dtype='bfloat16'."
+            )
+
+    def attach(self, target: Target) -> Attachment:
+        """Cover the forward of the model.
+
+        Raises:
+            IncompatibleError: float16 without a scaler.
+
+        Warns:
+            NoEffectWarning: After the first update: the forward of the model was not called.
+        """
+        self.check(target)
+        watch = ForwardWatch(self.name, target.model, target.optimizer)
+        return _cover(target.model, getattr(torch, self.dtype), watch).with_undo(watch.remove)
+
+
+def _explain(error: Exception, dtype: torch.dtype) -> None:
+    """Say that the forward ran under autocast, which its author may know nothing of."""
+    if not isinstance(error, (IncompatibleError, torch.OutOfMemoryError)):
+        error.add_note(
+            f"torchboost runs this forward under torch.autocast to {dtype}. If the model mixes precisions itself, "
+            "leave that out: extra.autocast = false in the configuration, or no Autocast among the algorithms. Or "
+            "compute the part that fails under torch.autocast(device_type, enabled=False)."
+        )
+
+
+def _to_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor

@@ -1,0 +1,408 @@
+"""Freeze a changing set of parameters in a running loop: ``requires_grad``, the modules that go with it, and back."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from torchboost.algorithms.freezing.flags import HeldFlags, SettledNorms, release_others
+from torchboost.algorithms.freezing.gradient_checks import Accumulated, LostGradients
+from torchboost.algorithms.freezing.prefix.frozen_prefix import FastPrefix
+from torchboost.algorithms.freezing.reach import Reach
+from torchboost.algorithms.freezing.replicas import Replicas, check_reducer, several_ranks
+from torchboost.core.algorithm import Attachment, Removable
+from torchboost.core.wrapping import is_compiled
+from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.graph.blocks import Block
+
+__all__ = ["Freezing", "Norms", "Prefix", "check_freezable", "compiled_prefixes", "prefixes_of"]
+
+Norms = Literal["update", "eval"]
+_NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Prefix:
+    """What is frozen together at one index of a schedule.
+
+    Args:
+        parameters: Get no gradient and keep their bytes.
+        norms: BatchNorms that belong to them.
+        cut: Modules whose outputs are detached because they use a parameter that still trains elsewhere.
+    """
+
+    parameters: tuple[nn.Parameter, ...] = ()
+    norms: tuple[_BatchNorm, ...] = ()
+    cut: tuple[nn.Module, ...] = ()
+
+
+def prefixes_of(blocks: Sequence[Block], starts: Sequence[int]) -> tuple[Prefix, ...]:
+    """Return for each group what is frozen while it is the first that trains: all blocks before its start."""
+    return tuple(
+        Prefix(
+            parameters=tuple(p for block in blocks[:start] for p in block.parameters),
+            norms=tuple(m for block in blocks[:start] for m in block.modules if isinstance(m, _BatchNorm)),
+            cut=tuple(m for block in blocks[:start] for m in block.cut),
+        )
+        for start in starts
+    )
+
+
+def _without(prefix: Prefix, left: Collection[int]) -> Prefix:
+    """Leave out parameters by ``id``, and the modules that hold some of them."""
+    if not left:
+        return prefix
+
+    def kept(module: nn.Module) -> bool:
+        return not any(id(p) in left for p in module.parameters(recurse=False))
+
+    return Prefix(
+        parameters=tuple(p for p in prefix.parameters if id(p) not in left),
+        norms=tuple(filter(kept, prefix.norms)),
+        cut=tuple(filter(kept, prefix.cut)),
+    )
+
+
+def check_freezable(model: nn.Module | None, optimizer: Optimizer) -> None:
+    """Refuse a model whose wrapper or compiler cannot follow a change of ``requires_grad``, and an optimizer.
+
+    Raises:
+        IncompatibleError: DDP with ``static_graph=True``, or with a communication hook that keeps a state or is built
+            into the reducer; a compiled model under a torch that goes on using the graph of the old flags; an
+            optimizer whose ``step`` needs a closure, such as LBFGS, which moves parameters without a gradient.
+    """
+    if model is not None:
+        check_reducer(model)
+        if is_compiled(model) and not _compiler_follows_flags():
+            raise IncompatibleError(
+                f"freezing: torch.compile of torch {torch.__version__} goes on using the old graph when requires_grad "
+                "changes (pytorch#139476), so unfrozen layers would never train; update torch, or do not compile."
+            )
+    closure = list(inspect.signature(type(optimizer).step).parameters.values())[1:2]
+    if closure and closure[0].default is inspect.Parameter.empty and closure[0].kind in _NAMED:
+        raise IncompatibleError(
+            f"freezing: {type(optimizer).__name__}.step needs a closure; such an optimizer, as LBFGS, takes one "
+            "step in all of its parameters and moves those without a gradient too. Use an optimizer that skips those, "
+            "or leave freezing out."
+        )
+
+
+def compiled_prefixes() -> int:
+    """Return how many different prefixes a compiled model can afford: 3 at torch's limit of 8 graphs.
+
+    Each set of flags is one graph for training and, as guards look at ``requires_grad`` under ``no_grad`` too, one for
+    evaluation; a last batch of another size adds one to each kind. Past ``torch._dynamo.config.recompile_limit`` torch
+    falls back to eager for good.
+    """
+    from torch._dynamo import config
+
+    return max(2, (config.recompile_limit - 2) // 2)
+
+
+class Freezing(Attachment):
+    """A frozen prefix that moves with the updates of an optimizer.
+
+    Frozen parameters have ``requires_grad=False`` and no gradient: the backward pass stops at their border, nothing in
+    front of it is stored, and the optimizer skips them, so that weights and moments keep their bytes under any decay
+    or momentum. There is one optimizer with one set of moments; parameter groups are never touched. The flags change
+    in a post-hook of ``optimizer.step``, that is once per update: inside an accumulation window, and if a
+    ``GradScaler`` skips an update, they stay. On several ranks the reducer of DDP is built again before the next pass,
+    so that nothing of the frozen part is sent, and the ranks compare where they are
+    (:class:`~torchboost.algorithms.freezing.replicas.Replicas`).
+
+    Only parameters of the optimizer are frozen, and only while the user trains them: what the user freezes, before or
+    between, stays frozen, and what the user thaws stays thawed (:class:`~torchboost.algorithms.freezing.flags.HeldFlags`). The index
+    in force is the one of the schedule, or the largest one below it that leaves something to train
+    (:class:`~torchboost.algorithms.freezing.reach.Reach`). Freezing that an earlier attachment left on these parameters is undone
+    first.
+
+    Args:
+        model: What the loop calls, wrapped or not (DDP may come later); None if only parameters are known, whose
+            BatchNorms then go on updating, and whose DDP is not seen.
+        optimizer: Its updates are counted. Held weakly.
+        prefixes: What is frozen at index 0, 1, ...
+        schedule: Index for each update, counted from 0.
+        norms: Whether BatchNorms in the frozen part go on updating their statistics or run in eval mode.
+        fast: Runs the frozen part; it sees by itself what is frozen, and goes when this goes.
+        total_steps: After so many updates everything is thawed, and later ones warn once; None never ends.
+        alike: Further numbers that must be alike on all ranks, such as the seed of the schedule.
+        agree_within: Seconds after which a rank that does not come to a pass is an error; 0 compares nothing.
+
+    Attributes:
+        step: Updates seen.
+        index: The index in force.
+        fast: As given; ``with freezing.fast.samples(ids):`` names the samples of a batch for its cache.
+
+    Raises:
+        IncompatibleError: See :func:`check_freezable`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        optimizer: Optimizer,
+        prefixes: Sequence[Prefix],
+        schedule: Callable[[int], int],
+        *,
+        norms: Norms = "update",
+        fast: FastPrefix | None = None,
+        total_steps: int | None = None,
+        alike: Mapping[str, int] | None = None,
+        agree_within: float = 600.0,
+    ) -> None:
+        check_freezable(model, optimizer)
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        release_others(trained)
+        self._model = model
+        self._optimizer = ref(optimizer)
+        self._prefixes = tuple(prefixes)
+        self._schedule = schedule
+        self._total = total_steps
+        self._flags = HeldFlags(self, trained)
+        frozen = [prefix.parameters for prefix in prefixes]
+        self._reach = Reach(
+            optimizer,
+            frozen,
+            [prefix.cut for prefix in prefixes],
+            self._flags.may_train,
+            values=lambda: not several_ranks(),
+        )
+        self._accumulated: Accumulated | None = Accumulated(trained)
+        self._lost = None if model is None else LostGradients(model, trained, frozen)
+        self._looked = {0}
+        self._norms = norms
+        self._settled = SettledNorms()
+        self._cuts = {m: _Cut() for prefix in prefixes for m in prefix.cut}
+        self.fast = fast
+        self._counted = model is None or is_compiled(model)  # who attached it knew of the compiler
+        self._alike = dict(alike or {})
+        self._freezable = len({id(p) for prefix in prefixes for p in prefix.parameters if p.requires_grad})
+        self._flips = 0
+        self._replicas: Replicas | None = None
+        self._warned = self._overran = False
+        self.step = 0
+        self.index = 0
+        self._spared = frozenset[int]()
+        self._in_force = self._prefixes[0]
+        handles: list[Removable] = [optimizer.register_step_post_hook(_untraced(self._updated)), self._accumulated]
+        handles += [module.register_forward_hook(cut) for module, cut in self._cuts.items()]
+        if self._lost is not None:
+            handles.append(self._lost)
+        if model is not None and norms == "eval" and any(prefix.norms for prefix in prefixes):
+            handles.append(model.register_forward_pre_hook(_untraced(self._settle_norms)))
+        if fast is not None:
+            handles.append(fast)
+        if model is not None:
+            self._replicas = Replicas(model, lambda: self._flips, self._figures, within=agree_within)
+            handles.append(self._replicas)
+        super().__init__(*handles, undo=self._thaw)
+        self._apply(self._scheduled(0))
+        # The trace of the fast path refuses checkpointing, and takes modules with hooks for unknown.
+        if self._lost is not None and self.index == 0 and self.graphs > 1 and fast is None:
+            self._lost.look(ahead=True)
+        self._watch()
+
+    def freeze(self, index: int) -> None:
+        """Make another index the one in force until the next update.
+
+        Raises:
+            ValueError: There is no such index.
+        """
+        if not 0 <= index < len(self._prefixes):
+            raise ValueError(f"index: found {index}; there are {len(self._prefixes)} groups, counted from 0.")
+        self._apply(index)
+
+    @property
+    def frozen(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that are frozen now by this attachment."""
+        return tuple(p for p in self._in_force.parameters if id(p) in self._flags.held)
+
+    @property
+    def graphs(self) -> int:
+        """How many different prefixes the schedule has: so many graphs a compiled model needs for training."""
+        return getattr(self._schedule, "prefixes", len(self._prefixes))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of updates, which indices turned out unusable, and as a check what is to be frozen now."""
+        index = self._reach.usable(self._scheduled(self.step))
+        return {"step": self.step, "frozen": len(self._prefixes[index].parameters), **self._reach.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint. Flags follow as in training: what the user of this process froze stays frozen.
+
+        Raises:
+            ValueError: These settings freeze another part of the network at that step; nothing was changed.
+        """
+        index = self._checked_index(state)
+        self.step = int(state["step"])
+        self._reach.load_state_dict(state)
+        self._apply(index)
+
+    def _checked_index(self, state: Mapping[str, Any]) -> int:
+        index = self._reach.usable(self._index_of(state), state)
+        frozen = len(self._prefixes[index].parameters)
+        if frozen != state["frozen"]:
+            raise ValueError(
+                f"the checkpoint froze {state['frozen']} parameters at update {state['step']}, these settings freeze "
+                f"{frozen}; attach with the settings, seed and model that the checkpoint was written with."
+            )
+        return index
+
+    def _index_of(self, state: Mapping[str, Any]) -> int:
+        return self._scheduled(int(state["step"]))
+
+    def _scheduled(self, step: int) -> int:
+        return 0 if self._over(step) else self._schedule(step)
+
+    def _over(self, step: int) -> bool:
+        return self._total is not None and step >= self._total
+
+    def _updated(self, *_: Any) -> None:
+        self._watch()
+        self._look_at_gradients()
+        self._after_update()
+        self._warn_after_the_end()
+
+    def _after_update(self) -> None:
+        self.step += 1
+        self._apply(self._scheduled(self.step))
+
+    def _look_at_gradients(self) -> None:
+        found = self._reach.observe(self.index)
+        if self._lost is not None and found:
+            self._lost.observe(self.index > 0)
+        told = None if self._accumulated is None else self._accumulated.observe()
+        if self._accumulated is None or told is None:
+            return
+        if not told:
+            self._reach.close()
+            warnings.warn(
+                "freezing: found gradients that no backward pass accumulated, as torch.autograd.grad(loss, parameters) "
+                "gives them, which refuses parameters that are frozen; so nothing is frozen. Call loss.backward() "
+                "instead, or leave freezing out.",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+        self._accumulated.remove()
+        self._accumulated = None
+
+    def _warn_after_the_end(self) -> None:
+        if self._overran or self._total is None or self.step <= self._total:
+            return
+        self._overran = True
+        warnings.warn(
+            f"freezing: update {self.step} comes after the end of the run, total_steps={self._total}; everything "
+            "trains from there on. Set total_steps to the number of updates of the whole run.",
+            NoEffectWarning,
+            stacklevel=2,
+        )
+
+    def _figures(self) -> dict[str, int]:
+        """What must be alike on all ranks before a pass."""
+        frozen = {"frozen groups": self.index, "parameters not reached yet": len(self._spared)}
+        return {"updates": self.step, **frozen, "parameters": self._freezable, **self._alike}
+
+    def _watch(self) -> None:
+        """Look for other ranks, which may have come after this was attached."""
+        if self._replicas is not None:
+            self._replicas.watch()
+        elif not self._warned and several_ranks():
+            self._warned = True
+            warnings.warn(
+                "freezing: found several ranks and no model, only parameters, so DistributedDataParallel cannot be "
+                "told which of them train; build it before with find_unused_parameters=True, or use freeze_blocks or "
+                "GradientFreeze, which take the model.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _thaw(self) -> None:
+        self._apply(0)
+        if self._replicas is not None:
+            self._replicas.release()
+
+    def _apply(self, index: int) -> None:
+        """Make the usable index up to ``index`` the one in force; changes only what differs."""
+        index = self._reach.usable(index)
+        spared = self._reach.spared(index)
+        if index == self.index and spared == self._spared:
+            return
+        self._check_graphs()
+        before, after = self._in_force, _without(self._prefixes[index], spared)
+        self.index, self._spared, self._in_force = index, spared, after
+        self._flags.change(self._of_the_optimizer(after.parameters))
+        if self._lost is not None and index not in self._looked:
+            self._looked.add(index)
+            self._lost.look()
+        self._flips += 1
+        cut = set(after.cut)
+        for module, hook in self._cuts.items():
+            hook.active = module in cut
+        if self._norms == "eval" and self._model is not None:
+            self._settled.give_back(set(before.norms) - set(after.norms), self._model)
+            self._settle_norms()
+
+    def _of_the_optimizer(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those that it updates now; others belong to other optimizers, or to none."""
+        known = set(map(id, self._reach.known))
+        return [p for p in parameters if id(p) in known]
+
+    def _check_graphs(self) -> None:
+        """Warn once if the model was compiled since, and the schedule needs more graphs than torch will make."""
+        if self._counted or self._model is None or not is_compiled(self._model):
+            return
+        self._counted = True
+        if self.graphs > compiled_prefixes():
+            warnings.warn(
+                f"freezing: the model was compiled after freezing was attached, and this schedule needs {self.graphs} "
+                f"graphs for training and as many for evaluation; past torch._dynamo.config.recompile_limit torch runs "
+                f"eagerly for good. Compile first, or set prefixes={compiled_prefixes()}.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _settle_norms(self, *_: Any) -> None:
+        """``model.train()`` in the loop sets every module to training; frozen norms go back to eval mode."""
+        self._settled.settle(self._in_force.norms)
+
+
+def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    """Keep the compiler out of a hook that is no tensor work, where the step or the forward around it is compiled."""
+    return torch.compiler.disable(hook)  # pyright: ignore[reportReturnType]
+
+
+class _Cut:
+    """A forward hook that detaches what a module returns while ``active``."""
+
+    def __init__(self) -> None:
+        self.active = False
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.active and isinstance(output, Tensor):
+            return output.detach()
+        return output
+
+
+@cache
+def _compiler_follows_flags() -> bool:
+    """Compile a one-parameter module, flip its flag and look whether the gradient follows (pytorch#139476)."""
+    layer = nn.Linear(1, 1, bias=False)
+    compiled = torch.compile(lambda x: layer(x), backend="aot_eager")
+    seen = []
+    for wanted in (True, False, True):
+        layer.weight.requires_grad_(wanted)
+        layer.weight.grad = None
+        x = torch.ones(1, 1, requires_grad=True)
+        compiled(x).sum().backward()
+        seen.append(layer.weight.grad is not None)
+    return seen == [True, False, True]

@@ -1,0 +1,1 @@
+"""The frozen front of a model: found, built, and its activations cached."""

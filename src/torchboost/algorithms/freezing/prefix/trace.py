@@ -1,0 +1,192 @@
+"""A forward pass in training mode as a graph that can be cut in two: every call, every tensor it reads."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import random
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from torchboost.errors import IncompatibleError
+from torchboost.graph.drawing import generators_kept
+from torchboost.graph.recording import LAYERS, StandIn
+
+__all__ = ["Call", "TracedForward", "cuda_devices", "is_opaque", "random_state", "trace_forward"]
+
+_VALUES = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, slice)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of one forward: its tensors, and everything else as a key.
+
+    Args:
+        tensors: In the order of the flattened arguments.
+        key: Equal for two calls that one trace serves.
+        rebuild: The positional and keyword arguments, with other tensors in place of these.
+    """
+
+    tensors: tuple[Tensor, ...]
+    key: Hashable
+    spec: pytree.TreeSpec
+    others: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | None:
+        """Take arguments apart; None where they hold something that is neither a tensor nor a plain value."""
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        if not all(isinstance(leaf, (Tensor, *_VALUES)) for leaf in leaves):
+            return None
+        others = tuple(None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves)
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        return cls(tensors, (spec, tuple(map(repr, others))), spec, others)
+
+    def arguments(self, tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with ``tensors`` in place of the tensors."""
+        rest = iter(tensors)
+        leaves = [next(rest) if other is None else other[0] for other in self.others]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return tuple(args), kwargs
+
+
+@dataclass(frozen=True, slots=True)
+class TracedForward:
+    """The graph of one forward and what its names stand for.
+
+    Args:
+        graph: Placeholders are the tensors of the call, in order.
+        targets: Name in the graph -> module, parameter, buffer or constant.
+    """
+
+    graph: fx.Graph
+    targets: dict[str, nn.Module | Tensor] = field(default_factory=dict)
+
+
+def is_opaque(module: nn.Module) -> bool:
+    """Whether calling a module does more than its class says: hooks, or a forward of its own."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def trace_forward(model: nn.Module, call: Call) -> TracedForward:
+    """Trace the forward of the model's class as it is now, training flags included.
+
+    Nothing is computed; random state and the attributes of the model are as before.
+
+    Args:
+        model: Its submodules of ``torch.nn``, convolutional, linear and normalisation layers, and those with hooks
+            become one node each; all others are looked into.
+        call: Which arguments are given, and the values of those that are no tensors.
+
+    Raises:
+        IncompatibleError: The forward cannot be traced faithfully; says why.
+    """
+    tracer = _Tracer(call)
+    attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    devices = cuda_devices(model.parameters())
+    before = random_state(devices)
+    python = random.getstate()
+    try:
+        with generators_kept(devices):
+            graph = tracer.trace(model)
+            drawn = random.getstate() != python or random_state(devices) != before
+    except Exception as error:  # data-dependent Python: torch.fx has no common error class
+        raise IncompatibleError(
+            _refusal(model, f"torch.fx cannot trace it ({type(error).__name__}: {error})")
+        ) from error
+    finally:
+        random.setstate(python)
+        constants = {name: vars(model).pop(name) for name in set(vars(model)) - set(attributes[0][1])}
+        changed = [name for module, before, buffers in attributes for name in _put_back(module, before, buffers)]
+    if drawn:
+        raise IncompatibleError(_refusal(model, "it draws random numbers that do not depend on its inputs"))
+    changed += [name for name in constants if not name.startswith("_tensor_constant")]
+    if changed:
+        raise IncompatibleError(_refusal(model, f"it sets attributes of its modules ({', '.join(changed)})"))
+    names = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
+    targets = {name: constants[name] if name in constants else _find(model, name) for name in names}
+    return TracedForward(graph, targets)
+
+
+def _put_back(module: nn.Module, before: dict[str, Any], buffers: dict[str, Any]) -> list[str]:
+    """Undo what the Python of a forward set on a module; return the names."""
+    changed = [name for name, value in before.items() if vars(module).get(name) is not value]
+    changed += [name for name in vars(module) if name not in before]
+    vars(module).clear()
+    vars(module).update(before)
+    changed += [name for name, value in buffers.items() if module._buffers.get(name) is not value]
+    module._buffers.clear()
+    module._buffers.update(buffers)
+    return changed
+
+
+def _find(model: nn.Module, name: str) -> Any:
+    return functools.reduce(getattr, name.split("."), model)
+
+
+def _refusal(model: nn.Module, why: str) -> str:
+    return (
+        f"the forward of {type(model).__name__} cannot be split into a frozen and a trained part: {why}. Train without "
+        "the fast path of the frozen prefix; freezing itself works without it."
+    )
+
+
+def cuda_devices(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the CUDA devices that tensors lie on."""
+    return sorted({t.device.index for t in tensors if t.device.type == "cuda"})
+
+
+def random_state(devices: Iterable[int]) -> tuple[bytes, ...]:
+    """Return the state of the random number generators of torch on the CPU and on the given CUDA devices."""
+    states = (torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices))
+    return tuple(state.numpy().tobytes() for state in states)
+
+
+class _Tracer(fx.Tracer):
+    """Tensors of the call become placeholders; its other arguments are what they are."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self._call = call
+        self._mode = _mode()
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, LAYERS) or is_opaque(m) or super().is_leaf_module(m, module_qualified_name)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return StandIn(node, self)
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        def forward(module: nn.Module, *tensors: Any) -> Any:
+            args, kwargs = self._call.arguments(tensors)
+            return root_fn(module, *args, **kwargs)
+
+        places = range(len(self._call.tensors))
+        return forward, [self.root, *(self.create_proxy("placeholder", f"input_{i}", (), {}) for i in places)]
+
+    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        if _mode() != self._mode:
+            raise RuntimeError("it switches gradients or autocast on or off inside, which a trace does not record")
+        return super().create_node(kind, *args, **kwargs)
+
+
+def _mode() -> tuple[Any, ...]:
+    kinds = ("cpu", "cuda")
+    return (
+        torch.is_grad_enabled(),
+        *(torch.is_autocast_enabled(k) for k in kinds),
+        *(torch.get_autocast_dtype(k) for k in kinds),
+    )

@@ -1,0 +1,193 @@
+"""Borders between groups of modules: identity forward, and backward a change of the scale of the gradients.
+
+A group is a set of modules. Inside of them gradients carry the scale of the group, everywhere else that of the rest of
+the model. A border stands at every tensor that enters a module of a group as an argument and at every one it returns,
+so the gradients are right however the modules are connected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchboost.algorithms.autocast.containers import with_tensors
+from torchboost.errors import IncompatibleError
+
+__all__ = ["Ratios", "ScaleBorders", "change_scale", "has_borders"]
+
+
+class Ratios:
+    """What a border multiplies by: the scale of one group over that of another.
+
+    The numbers are read when the backward pass comes to a border, so they can be set after the forward pass, also in
+    a compiled model, which keeps the memory they stand in and not their values.
+
+    Args:
+        groups: Number of groups, the rest of the model among them.
+    """
+
+    def __init__(self, groups: int) -> None:
+        # On the host, in float32: kernels then multiply in float32, also where the gradient is in half precision and
+        # could not hold the ratio, and no device has to be waited for.
+        self._numbers = torch.ones(groups, groups)
+        self._table = [list(row.unbind()) for row in self._numbers.unbind()]
+
+    def between(self, into: int, out_of: int) -> Tensor:
+        """Return the number for gradients that leave group ``out_of`` and go on in group ``into``."""
+        return self._table[into][out_of]
+
+    def set(self, scales: Sequence[float] | None) -> None:
+        """Let the borders change from one scale to the other; None lets gradients pass as they are."""
+        # Through .data, as autograd would take the change of a tensor it saved for a mistake.
+        if scales is None:
+            self._numbers.data.fill_(1.0)
+        else:
+            self._numbers.data.copy_(torch.tensor([[into / out_of for out_of in scales] for into in scales]))
+
+
+class LossScaleGroupBorder(torch.autograd.Function):
+    """torch shows the name to whoever changes the output in place, which would go past the border."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ratio: Tensor, widen: bool, leaves: int) -> Tensor:
+        ctx.ratio, ctx.dtype = ratio, x.dtype
+        if leaves:
+            # For a module of a group that gets this very tensor next: one border will do, see _enter.
+            ctx.torchboost_border = (leaves, x)
+        return x.float() if widen and x.dtype is torch.float16 else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, None, None, None]:
+        ctx.torchboost_border = None
+        return (grads[0] * ctx.ratio).to(ctx.dtype), None, None, None
+
+
+def change_scale(x: Tensor, ratio: Tensor, *, widen: bool = False, leaves: int = 0) -> Tensor:
+    """Return ``x``; its gradient will be multiplied by ``ratio``.
+
+    Args:
+        x: Any tensor.
+        ratio: Of shape ``()``, float32, on the host; read in the backward pass.
+        widen: Return float16 in float32, so that gradients outside may be of any size.
+        leaves: The group that ``x`` comes from; 0 where it comes from none.
+
+    Cost: forward nothing (with ``widen`` a copy of float16), backward one pass over the gradient of ``x``.
+    """
+    if not torch.is_grad_enabled() or not x.requires_grad:
+        return x
+    border: Any = LossScaleGroupBorder.apply(x, ratio, widen, leaves)
+    return border
+
+
+class _Gate:
+    """The hooks of one module of a group; an object of a class, so that the model can be copied and pickled."""
+
+    def __init__(self, module: nn.Module, group: int, name: str, ratios: Ratios) -> None:
+        self.module, self.group, self.name = module, group, name
+        self.called, self.live = False, True
+        self._ratios = ratios
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the model alone has nobody who would scale its gradients back; see ScaleBorders.__setstate__."""
+        return {**self.__dict__, "live": False}
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.live:
+            return None
+        self.called = True
+        return _mapped(args, self._enter, self.name), _mapped(kwargs, self._enter, self.name)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
+        if not self.live:
+            return None
+        ratio = self._ratios.between(self.group, 0)
+        return _mapped(outputs, lambda x: change_scale(x, ratio, widen=True, leaves=self.group), self.name)
+
+    def _enter(self, x: Tensor) -> Tensor:
+        group = 0
+        # A compiled graph does not know of autograd's nodes; there both borders stay, which is as right.
+        if not torch.compiler.is_compiling() and x.requires_grad:
+            left = getattr(x.grad_fn, "torchboost_border", None)
+            group, x = left or (0, x)
+        return x if group == self.group else change_scale(x, self._ratios.between(group, self.group))
+
+
+class ScaleBorders:
+    """The borders of a model, as hooks on modules. A copy of the model has some if this object was copied with it.
+
+    Args:
+        groups: For each group its modules, with their names.
+        ratios: What the borders multiply by; group 0 is the rest of the model, the groups count from 1.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, nn.Module]], ratios: Ratios) -> None:
+        gates = [
+            _Gate(module, index, name, ratios)
+            for index, modules in enumerate(groups, start=1)
+            for name, module in modules.items()
+        ]
+        self._gates, self._unseen = gates, gates
+        self._handles = []
+        for gate in gates:
+            # The outermost of all hooks there are: what they see is inside the group.
+            self._handles.append(gate.module.register_forward_pre_hook(gate.enter, with_kwargs=True, prepend=True))
+            self._handles.append(gate.module.register_forward_hook(gate.leave))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for gate in self._gates:
+            gate.live = bool(self._handles)
+
+    def check_called(self) -> None:
+        """Refuse a module whose parameters got gradients although it never was called itself.
+
+        Raises:
+            IncompatibleError: There is one: no border stands around it.
+        """
+        self._unseen = [gate for gate in self._unseen if not gate.called]
+        for gate in self._unseen:
+            if any(param.grad is not None for param in gate.module.parameters()):
+                raise IncompatibleError(
+                    f"loss_scale_group: the module '{gate.name}' is in a group but is never called itself; the model "
+                    "uses its parts, which have no borders. Name the parts, or the module that is called around it."
+                )
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def has_borders(model: nn.Module) -> bool:
+    """Whether borders stand at any module inside of a model."""
+    hooks = (hook for module in model.modules() for hook in module._forward_hooks.values())
+    gates = (getattr(hook, "__self__", None) for hook in hooks)
+    return any(isinstance(gate, _Gate) and gate.live for gate in gates)
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:
+    """Change the tensors inside nested containers.
+
+    Raises:
+        IncompatibleError: Something else that holds tensors with gradients.
+    """
+
+    def refuse(strange: Any) -> None:
+        if torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in _held(strange)):
+            raise IncompatibleError(
+                f"loss_scale_group: the module '{name}' takes or returns a {type(strange).__name__} that holds "
+                "tensors; no border can be put around those. Put the modules that exchange it into one group."
+            )
+
+    return with_tensors(value, change, refuse)
+
+
+def _held(value: Any) -> list[Any]:
+    """Return what an object holds: attributes, and the entries of a container that cannot be copied."""
+    held = [*getattr(value, "__dict__", {}).values()]
+    if isinstance(value, Mapping):
+        return [*held, *value.values()]
+    return [*held, *value] if isinstance(value, (list, tuple, Set)) else held

@@ -1,0 +1,1 @@
+"""Measures runs and writes reports of them."""

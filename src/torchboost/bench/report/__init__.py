@@ -1,0 +1,1 @@
+"""Verdicts, tables, figures and pages made from evidence."""

@@ -1,0 +1,29 @@
+"""A report for people: to the terminal, as Markdown, as one HTML page.
+
+The data is :class:`~torchboost.measure.evidence.BenchReport`; the sentences come from ``verdict``, the drawing from
+``figures``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torchboost.bench.report.page import html_page
+from torchboost.bench.report.table import markdown, plain, print_report, result_table
+from torchboost.measure.evidence import BenchReport
+
+__all__ = ["html_page", "markdown", "plain", "print_report", "result_table", "write_html"]
+
+
+def write_html(report: BenchReport, path: str | Path) -> Path:
+    """Write the page of a report, whole or not at all, and return its path.
+
+    Args:
+        report: What to show.
+        path: Where to; missing folders are made.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(path.suffix + ".partial")
+    partial.write_text(html_page(report), encoding="utf-8")
+    return partial.replace(path)

@@ -1,0 +1,179 @@
+"""The result as a table: one set of rows for the terminal, for plain text and for Markdown."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from dataclasses import dataclass
+from typing import TextIO
+
+from torchboost.bench.report import wording
+from torchboost.bench.report.verdict import Summary, headline, summarise, verdicts
+from torchboost.measure.evidence import BenchReport, Interval, Ratio
+
+__all__ = ["Table", "markdown", "plain", "print_report", "result_table"]
+
+NOTHING = "\N{EN DASH}"
+FULL_WIDTH = 130
+"""On a terminal with fewer columns the table leaves intervals to the sentences below it."""
+
+_MARKS = {"good": "+", "bad": "-", "open": "?"}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Text cells under headings; the first column names the row, the others hold numbers.
+
+    Args:
+        headings: One per column.
+        rows: Each as long as ``headings``.
+    """
+
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def _ratio(ratio: Ratio | None) -> str:
+    return NOTHING if ratio is None else wording.ratio_interval(ratio.interval)
+
+
+def _metric(final: Interval | None, share: bool) -> str:
+    return NOTHING if final is None else wording.measure(final.mid, share=share)
+
+
+def _difference(summary: Summary, share: bool) -> str:
+    found = summary.difference
+    if found is None:
+        return NOTHING
+    mean = wording.difference(found.mean, share=share)
+    if math.isinf(found.worst):
+        return mean
+    return f"{mean} (at worst {wording.difference(found.worst, share=share).removesuffix(' points')})"
+
+
+def _cells(summary: Summary, share: bool) -> tuple[str, ...]:
+    to_target = summary.seconds_to_target
+    return (
+        summary.contestant.name,
+        wording.seconds_interval(summary.contestant.step_seconds),
+        _ratio(summary.stock),
+        _ratio(summary.hand),
+        _metric(summary.final, share),
+        _difference(summary, share),
+        NOTHING if to_target is None else wording.seconds(to_target),
+        wording.seconds(summary.contestant.warmup_seconds) if summary.contestant.warmup_seconds else NOTHING,
+    )
+
+
+def result_table(report: BenchReport) -> Table:
+    """Return a row per contestant: step time, both ratios, metric, its difference to stock, time to target, set-up.
+
+    Columns without any entry, such as the metric where no training was run, are left out.
+    """
+    share = wording.is_share(report)
+    headings = (
+        "contestant",
+        "time per step",
+        "against stock",
+        "against best hand",
+        report.metric_name,
+        "difference to stock",
+        "time to target",
+        "set-up",
+    )
+    rows = [_cells(summary, share) for summary in summarise(report)]
+    kept = [k for k in range(len(headings)) if k < 2 or any(row[k] != NOTHING for row in rows)]
+    return Table(
+        headings=tuple(headings[k] for k in kept),
+        rows=tuple(tuple(row[k] for k in kept) for row in rows),
+    )
+
+
+def plain(table: Table) -> str:
+    """Lay a table out with spaces alone."""
+    lines = [table.headings, *table.rows]
+    widths = [max(len(line[k]) for line in lines) for k in range(len(table.headings))]
+    rendered = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    rendered.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(line.rstrip() for line in rendered)
+
+
+def _cell(text: str) -> str:
+    flat = " ".join(text.split()).replace("\\", "\\\\")
+    for character in "|<>`*_[]":
+        flat = flat.replace(character, f"\\{character}")
+    return flat
+
+
+def markdown(report: BenchReport) -> str:
+    """Return the result as Markdown: headline, table, verdicts and the environment."""
+    table = result_table(report)
+    env = report.environment
+    lines = [f"## {_cell(report.title)}", "", f"**{_cell(headline(report).text)}**", ""]
+    lines.append("| " + " | ".join(_cell(h) for h in table.headings) + " |")
+    lines.append("|" + "|".join([" --- ", *[" ---: "] * (len(table.headings) - 1)]) + "|")
+    lines += ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in table.rows]
+    lines.append("")
+    lines += [
+        f"- **{_MARKS[verdict.tone]}** {_cell(verdict.text)}"
+        for group in verdicts(report).values()
+        for verdict in group
+    ]
+    lines += [f"- Note: {_cell(note)}" for note in report.notes]
+    lines += [
+        "",
+        f"{_cell(report.model)} ({report.parameters:,} parameters) on {_cell(report.workload)}, batch {report.batch}; "
+        f"{_cell(env.processor)}, {wording.count(env.threads, 'thread')}, {_cell(env.device)}; "
+        f"torch {_cell(env.torch)}, torchboost {_cell(env.torchboost)} ({_cell(env.commit)}), {_cell(env.date)}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def print_report(report: BenchReport, file: TextIO | None = None) -> None:
+    """Print table and verdicts: with rich on a terminal where it is installed, else as plain text.
+
+    Args:
+        report: What to print.
+        file: Standard output by default.
+    """
+    output = sys.stdout if file is None else file
+    if not output.isatty() or importlib.util.find_spec("rich") is None:
+        _print_plain(report, output)
+    else:
+        _print_rich(report, output)
+
+
+def _print_plain(report: BenchReport, file: TextIO) -> None:
+    print(f"{report.title}\n{headline(report).text}\n\n{plain(result_table(report))}\n", file=file)
+    for group in verdicts(report).values():
+        for verdict in group:
+            print(f"{_MARKS[verdict.tone]} {verdict.text}", file=file)
+    for note in report.notes:
+        print(f"! {note}", file=file)
+
+
+def _print_rich(report: BenchReport, file: TextIO) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    console = Console(file=file)
+    styles = {"good": "green", "bad": "red", "open": "yellow"}
+    shown = result_table(report)
+    keep = "\n(" if console.width >= FULL_WIDTH else ""
+    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    for k, heading in enumerate(shown.headings):
+        table.add_column(Text(heading), justify="right" if k else "left", style="" if k else "bold", no_wrap=k == 0)
+    for row in shown.rows:
+        halves = [cell.partition(" (") for cell in row[1:]]
+        table.add_row(Text(row[0]), *(Text(main + keep + rest if keep and rest else main) for main, _, rest in halves))
+    console.print(Text(report.title, style="bold"))
+    console.print(Text(headline(report).text, style=styles[headline(report).tone]))
+    console.print(table)
+    for group in verdicts(report).values():
+        for verdict in group:
+            console.print(Text(f"{_MARKS[verdict.tone]} ", style=styles[verdict.tone]) + Text(verdict.text))
+    for note in report.notes:
+        console.print(Text(f"! {note}", style="yellow"))

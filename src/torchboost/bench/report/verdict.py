@@ -1,0 +1,352 @@
+"""What a report means: per contestant the derived figures, and sentences computed from them.
+
+Speed is judged on the paired ratio: a gain counts when the whole interval lies above 1. The metric is judged by
+non-inferiority: the difference to stock is taken seed by seed, and its one-sided bound must stay above minus the
+margin. "No difference seen" is never taken for "no difference".
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torchboost.bench.report import wording
+from torchboost.measure.evidence import BenchReport, Contestant, Interval, Quality, Ratio
+from torchboost.measure.statistics import paired_difference, t_quantile
+
+__all__ = [
+    "MARGIN",
+    "PROMISES",
+    "Difference",
+    "Promise",
+    "Summary",
+    "Verdict",
+    "best_hand",
+    "headline",
+    "promise_of",
+    "stock_of",
+    "summarise",
+    "target_of",
+    "verdicts",
+]
+
+MARGIN = 0.005
+"""Largest drop of a share metric that counts as unchanged where no level promises another: half a point."""
+
+MIN_GAIN = 1.03
+"""A contestant that is less than 3 % faster is not worth its complication."""
+
+COARSE = 0.2
+"""A headline gives both ends of a ratio whose interval is wider than this share of it."""
+
+Tone = Literal["good", "bad", "open"]
+
+
+class Promise(NamedTuple):
+    """What a level promises: at least ``gain`` times the speed of stock, at most ``drop`` lower metric."""
+
+    gain: float
+    drop: float
+
+
+PROMISES = {"O1": Promise(1.2, 0.005), "O2": Promise(1.3, 0.03)}
+
+
+class Difference(NamedTuple):
+    """Difference of the final metric to stock, above 0 is better.
+
+    Args:
+        mean: Mean over the seeds that both ran; NaN if one of them diverged.
+        worst: One-sided bound: it is this bad at worst. Minus infinity with fewer than two seeds.
+        best: The bound on the other side.
+        seeds: Number of seeds.
+        margin: Largest drop that is allowed; None where nobody said.
+    """
+
+    mean: float
+    worst: float
+    best: float
+    seeds: int
+    margin: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The derived figures of one contestant; None where the report does not hold what is needed.
+
+    Args:
+        contestant: What they are derived from.
+        stock: Ratio against the stock loop.
+        hand: Ratio against the best hand-tuned loop.
+        final: Mean final metric over the seeds, with a 95 % interval where there are two or more.
+        difference: Final metric against stock.
+        seconds_to_target: Training time including set-up until the mean metric reaches the target of the report.
+        repaid_after: Steps after which the longer warm-up is earned back against stock.
+    """
+
+    contestant: Contestant
+    stock: Ratio | None = None
+    hand: Ratio | None = None
+    final: Interval | None = None
+    difference: Difference | None = None
+    seconds_to_target: float | None = None
+    repaid_after: int | None = None
+
+
+class Verdict(NamedTuple):
+    """One sentence and whether it is good news, bad news or an open question."""
+
+    tone: Tone
+    text: str
+
+
+def stock_of(report: BenchReport) -> Contestant | None:
+    """Return the stock loop of a report, the first baseline."""
+    return next((c for c in report.contestants if c.kind == "stock"), None)
+
+
+def best_hand(report: BenchReport) -> Contestant | None:
+    """Return the fastest hand-tuned loop, the second baseline."""
+    hands = [c for c in report.contestants if c.kind == "hand"]
+    return min(hands, key=lambda c: c.step_seconds.mid, default=None)
+
+
+def promise_of(contestant: Contestant) -> Promise | None:
+    """Return what a level promises, also one with additions such as ``O1+compile``; None for everything else."""
+    return PROMISES.get(contestant.name.partition("+")[0]) if contestant.kind == "level" else None
+
+
+def _finals(contestant: Contestant) -> dict[int, float]:
+    return {curve.seed: curve.final for curve in contestant.curves if curve.metric}
+
+
+def _diverged(contestant: Contestant) -> bool:
+    return not all(map(math.isfinite, _finals(contestant).values()))
+
+
+def _mean_interval(values: Sequence[float]) -> Interval | None:
+    if not values:
+        return None
+    mean = statistics.fmean(values)
+    if len(values) < 2 or not math.isfinite(mean):
+        return Interval(low=mean, mid=mean, high=mean)
+    half = t_quantile(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(low=mean - half, mid=mean, high=mean + half)
+
+
+def _difference(contestant: Contestant, stock: Contestant, sign: float, share: bool) -> Difference | None:
+    if contestant is stock:
+        return None
+    judged: Quality | None = next((q for q in contestant.quality if q.baseline == stock.name), None)
+    if judged is not None and not _diverged(contestant) and not _diverged(stock):
+        found = judged.difference
+        return Difference(found.mid, found.low, found.high, judged.seeds, judged.margin)
+    margin = None
+    if share:
+        promise = promise_of(contestant)
+        margin = promise.drop if promise is not None else MARGIN
+    ours, theirs = _finals(contestant), _finals(stock)
+    seeds = [seed for seed in ours if seed in theirs]
+    if not seeds:
+        return None
+    mean = sign * statistics.fmean(ours[seed] - theirs[seed] for seed in seeds)
+    if len(seeds) < 2 or not math.isfinite(mean):
+        return Difference(mean, -math.inf, math.inf, len(seeds), margin)
+    found = paired_difference([sign * theirs[seed] for seed in seeds], [sign * ours[seed] for seed in seeds])
+    return Difference(found.mid, found.low, found.high, len(seeds), margin)
+
+
+def target_of(report: BenchReport) -> float | None:
+    """Return the metric that counts as reached: where stock ends on average, less half a point for a share."""
+    stock = stock_of(report)
+    finals = list(_finals(stock).values()) if stock else []
+    if stock is None or not finals or _diverged(stock):
+        return None
+    return statistics.fmean(finals) - (MARGIN if wording.is_share(report) else 0.0)
+
+
+def _seconds_to(contestant: Contestant, target: float, sign: float) -> float | None:
+    points = min((len(curve.metric) for curve in contestant.curves), default=0)
+    for k in range(points):
+        if sign * statistics.fmean(curve.metric[k] for curve in contestant.curves) >= sign * target:
+            return statistics.fmean(curve.setup_seconds + curve.seconds[k] for curve in contestant.curves)
+    return None
+
+
+def _repaid_after(contestant: Contestant, stock: Contestant) -> int | None:
+    saved = stock.step_seconds.mid - contestant.step_seconds.mid
+    extra = contestant.warmup_seconds - stock.warmup_seconds
+    if contestant is stock or saved <= 0:
+        return None
+    return max(0, math.ceil(extra / saved))
+
+
+def summarise(report: BenchReport) -> list[Summary]:
+    """Derive the figures of every contestant, in the order of the report."""
+    stock, hand, target = stock_of(report), best_hand(report), target_of(report)
+    sign, share = 1.0 if report.metric_higher_is_better else -1.0, wording.is_share(report)
+    summaries = []
+    for contestant in report.contestants:
+        ratios = {r.baseline: r for r in contestant.ratios}
+        summaries.append(
+            Summary(
+                contestant=contestant,
+                stock=ratios.get(stock.name) if stock and contestant is not stock else None,
+                hand=ratios.get(hand.name) if hand and contestant is not hand else None,
+                final=_mean_interval(list(_finals(contestant).values())),
+                difference=_difference(contestant, stock, sign, share) if stock else None,
+                seconds_to_target=None if target is None else _seconds_to(contestant, target, sign),
+                repaid_after=_repaid_after(contestant, stock) if stock else None,
+            )
+        )
+    return summaries
+
+
+def _speed(name: str, ratio: Ratio, baseline: str) -> Verdict:
+    interval = ratio.interval
+    shown = wording.ratio_interval(interval)
+    if interval.low > 1 and interval.mid >= MIN_GAIN:
+        return Verdict("good", f"{name} runs at {shown} the speed of {baseline}.")
+    if interval.high < 1:
+        return Verdict("bad", f"{name} is slower than {baseline}: {shown}. Not worth it here.")
+    if interval.low > 1:
+        return Verdict("bad", f"{name} gains less than 3 % on {baseline}: {shown}. Not worth it here.")
+    text = f"{name} shows no speed difference to {baseline}: {shown}."
+    if ratio.detectable is not None:
+        percent = 100 * ratio.detectable
+        text += f" A gain of {percent:.{0 if percent >= 10 else 1}f} % or more would most likely have shown."
+    return Verdict("open", text)
+
+
+def _metric(summary: Summary, name: str, share: bool) -> Verdict | None:
+    found, contestant = summary.difference, summary.contestant
+    if found is None:
+        return None
+    mean = wording.difference(found.mean, share=share)
+    if _diverged(contestant):
+        return Verdict("bad", f"{contestant.name} diverged on at least one seed: its loss or {name} is not a number.")
+    if not math.isfinite(found.mean):
+        text = (
+            f"stock diverged on at least one seed, so there is nothing to compare the {name} of {contestant.name} with."
+        )
+        return Verdict("open", text)
+    if found.seeds < 2:
+        text = f"{contestant.name} ends {mean} from stock in {name} on one seed: too few to say anything."
+        return Verdict("open", text)
+    worst, seeds = wording.difference(found.worst, share=share), wording.count(found.seeds, "seed")
+    if found.margin is None:
+        text = f"{contestant.name} ends {mean} from stock in {name} over {seeds} (above 0 is better), {worst} at worst."
+        return Verdict("bad" if found.best < 0 else "open", text)
+    allowed = wording.amount(found.margin, share=share)
+    if found.worst > -found.margin:
+        text = f"{contestant.name} keeps {name} within {allowed} of stock: {mean}, at worst {worst} ({seeds})."
+        return Verdict("good", text)
+    if found.best < -found.margin:
+        text = f"{contestant.name} costs more {name} than the {allowed} allowed: {mean} ({seeds})."
+        return Verdict("bad", text)
+    text = f"{contestant.name} ends {mean} from stock in {name}; {seeds} cannot rule out {worst}. Allowed: {allowed}."
+    return Verdict("open", text)
+
+
+def _promise(summary: Summary, share: bool) -> Verdict | None:
+    name, found = summary.contestant.name, summary.difference
+    promise = promise_of(summary.contestant)
+    if promise is None or summary.stock is None:
+        return None
+    gain, margin = promise.gain, found.margin if found else None
+    asked = f"{name.partition('+')[0]} promises {100 * (gain - 1):.0f} % more speed"
+    if margin is not None:
+        asked += f" for at most {wording.amount(margin, share=share)}"
+    interval = summary.stock.interval
+    if interval.high < gain:
+        return Verdict("bad", f"{asked}: missed here, the speed is not there.")
+    if _diverged(summary.contestant):
+        return Verdict("bad", f"{asked}: missed here, the training diverged.")
+    if found is None or margin is None:
+        return Verdict("open", f"{asked} at nearly the same metric: this run did not judge the metric.")
+    if found.best < -margin:
+        return Verdict("bad", f"{asked}: missed here, the metric falls by more.")
+    if interval.low >= gain and found.worst > -margin:
+        return Verdict("good", f"{asked}: kept here.")
+    return Verdict("open", f"{asked}: neither shown nor refuted by this run.")
+
+
+def _setup(summary: Summary, report: BenchReport) -> Verdict | None:
+    stock = stock_of(report)
+    if stock is None or summary.repaid_after is None or summary.stock is None or summary.stock.interval.low <= 1:
+        return None
+    extra = summary.contestant.warmup_seconds - stock.warmup_seconds
+    if extra < 1.0:
+        return None
+    text = (
+        f"{summary.contestant.name} needs {wording.seconds(extra)} more to start, repaid after "
+        f"{wording.count(summary.repaid_after, 'step')}; shorter trainings are faster without it."
+    )
+    return Verdict("open", text)
+
+
+def verdicts(report: BenchReport) -> dict[str, list[Verdict]]:
+    """Return contestant name -> sentences; the baselines that are only compared against themselves say nothing."""
+    share, hand = wording.is_share(report), best_hand(report)
+    said: dict[str, list[Verdict]] = {}
+    for summary in summarise(report):
+        name = summary.contestant.name
+        found = [
+            _speed(name, summary.stock, "the stock loop") if summary.stock else None,
+            _speed(name, summary.hand, f"the best hand-tuned loop ({hand.name})")
+            if summary.hand and hand and summary.contestant.kind == "level"
+            else None,
+            _metric(summary, report.metric_name, share),
+            _promise(summary, share),
+            _setup(summary, report),
+        ]
+        lines = [v for v in found if v is not None]
+        if lines:
+            said[name] = lines
+    return said
+
+
+def headline(report: BenchReport) -> Verdict:
+    """Return the one sentence to remember: the fastest contestant whose metric held, else whose metric is undecided."""
+    share = wording.is_share(report)
+    paying = [s for s in summarise(report) if s.contestant.kind in ("level", "algorithm") and _pays(s.stock)]
+    heard = {s.contestant.name: _metric(s, report.metric_name, share) for s in paying}
+    tones = {name: "open" if verdict is None else verdict.tone for name, verdict in heard.items()}
+    for tone in ("good", "open"):
+        found = [s for s in paying if tones[s.contestant.name] == tone]
+        if found:
+            return _headline_of(max(found, key=_speed_against_stock), report.metric_name, proven=tone == "good")
+    return Verdict("bad", "Nothing measured here is worth turning on.")
+
+
+def _pays(ratio: Ratio | None) -> bool:
+    return ratio is not None and ratio.interval.low > 1 and ratio.interval.mid >= MIN_GAIN
+
+
+def _speed_against_stock(summary: Summary) -> float:
+    return summary.stock.interval.mid if summary.stock else 0.0
+
+
+def _times(interval: Interval) -> str:
+    """One figure, or both ends where one figure would pretend to more than was found."""
+    if interval.high < interval.low * (1 + COARSE):
+        return wording.ratio(interval.mid)
+    return f"{wording.ratio(interval.low)} to {wording.ratio(interval.high)}"
+
+
+def _headline_of(summary: Summary, metric: str, *, proven: bool) -> Verdict:
+    assert summary.stock is not None
+    text = f"{summary.contestant.name} trains {_times(summary.stock.interval)} as fast as the stock loop"
+    against = summary.hand.interval if summary.hand else None
+    if against is not None and against.low > 1:
+        text += f" and {_times(against)} as fast as the best hand-tuned one"
+    elif against is not None and against.high < 1:
+        text += ", but a hand-tuned loop is faster still"
+    elif against is not None:
+        text += "; no difference to the best hand-tuned one was shown"
+    if not proven:
+        return Verdict("open", f"{text}. Whether its {metric} holds is not decided.")
+    return Verdict("open" if against is not None and against.high < 1 else "good", f"{text}.")

@@ -1,0 +1,321 @@
+"""A whole benchmark: step times of all contestants side by side, then training curves seed by seed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchboost.bench.workloads.contestants import Loop, Planner, Recipe, build_loop, plan_for
+from torchboost.bench.workloads.data import Data
+from torchboost.bench.workloads.jobs import Job
+from torchboost.measure.evidence import BenchReport, Contestant, Curve, Quality
+from torchboost.measure.statistics import noninferiority
+from torchboost.measure.stopwatch import Clock, Progress, Stopwatch, Warmup, compare, environment
+
+__all__ = ["CONTESTANTS", "run_bench"]
+
+CONTESTANTS = ("stock", "hand", "O1", "O2")
+
+DISTINCT_BATCHES = 8
+# Timed steps stay at the start of a long schedule, where rates are small and no contestant can diverge.
+TIMING_SCHEDULE = 100_000
+SMOOTHING = 0.95
+ENOUGH_ROUNDS = 6
+FEW_ROUNDS = "timed in fewer than six rounds: too few for a 95 % interval, the ones shown are too narrow"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    job: Job
+    data: Data
+    epochs: int
+    total_steps: int | None
+    device: torch.device
+    clock: Clock
+    planner: Planner
+    progress: Progress
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * self.data.steps(self.job.batch)
+
+    def loop(self, name: str, seed: int, steps: int) -> Loop:
+        return build_loop(
+            Recipe.parse(name),
+            self.job,
+            self.data,
+            seed=seed,
+            steps=steps,
+            total_steps=self.total_steps or self.steps or steps,
+            device=self.device,
+            planner=self.planner,
+        )
+
+
+def run_bench(
+    job: Job,
+    *,
+    contestants: Sequence[str] = CONTESTANTS,
+    pairs: int = 20,
+    calls: int = 1,
+    seeds: int = 3,
+    epochs: int | None = None,
+    total_steps: int | None = None,
+    train_limit: int | None = None,
+    data_path: str | Path | None = None,
+    device: torch.device | str = "cpu",
+    out: str | Path | None = None,
+    resume: bool = False,
+    warmup: Warmup | None = None,
+    clock: Clock | None = None,
+    planner: Planner = plan_for,
+    progress: Progress | None = None,
+) -> BenchReport:
+    """Measure how fast each contestant steps and how well it learns, on equal terms.
+
+    First the step times: all contestants in this process, interleaved, on the same batches. Then, for every
+    seed, each contestant trains the same number of epochs from the same weights on the same batches; the
+    metric is taken on the test set after each epoch, outside the clock. The first step of a training run
+    (allocation, kernel choice) is booked under set-up, for everyone alike. Graphs compiled while timing are
+    found again by the runs of the same process, so the price of compiling stands in ``warmup_seconds``.
+
+    Args:
+        job: What to train.
+        contestants: Names as in :mod:`torchboost.bench.workloads.contestants`.
+        pairs: Interleaved rounds of timing.
+        calls: Steps per sample.
+        seeds: Training runs per contestant, from the seeds 0, 1, ...
+        epochs: Per run; the job's by default. 0 measures step times only.
+        total_steps: Length of the run that the levels plan for; that of the curves by default.
+        train_limit: Only the first so many training samples.
+        data_path: Where the data lie, for jobs that need to be told.
+        device: Where to train.
+        out: File to save the report to, after the timing and after every run.
+        resume: Continue the report in ``out``: what it holds is not measured again.
+        warmup: When a contestant counts as warm.
+        clock: That of ``device`` by default.
+        planner: Chooses the algorithms of levels and additions.
+        progress: Told about every phase.
+
+    Raises:
+        ValueError: Unknown or repeated contestants, or a report in ``out`` that was measured on something else.
+        KeyboardInterrupt: Passed on; the report in ``out`` holds all runs that were complete.
+    """
+    _check(contestants, seeds, epochs)
+    device = torch.device(device)
+    tell: Progress = progress if progress is not None else _silent
+    tell("data", 0, 1, job.title)
+    data = job.load(data_path, train_limit).to(device)
+    tell("data", 1, 1, job.title)
+    settings = _Settings(
+        job=job,
+        data=data,
+        epochs=job.epochs if epochs is None else epochs,
+        total_steps=total_steps,
+        device=device,
+        clock=clock if clock is not None else Clock.of(device),
+        planner=planner,
+        progress=tell,
+    )
+    report = _frame(settings)
+    if resume and out is not None and Path(out).exists():
+        report = _resumed(BenchReport.load(out), report, Path(out))
+    known = [contestant.name for contestant in report.contestants]
+    if not set(contestants) <= set(known):
+        names = list(dict.fromkeys([*known, *contestants]))
+        report = _timed(report, names, settings, pairs=pairs, calls=calls, warmup=warmup)
+        _save(report, out)
+    return _trained(report, list(contestants), settings, seeds=seeds, out=out)
+
+
+def _check(contestants: Sequence[str], seeds: int, epochs: int | None) -> None:
+    for name in contestants:
+        Recipe.parse(name)
+    if not contestants or len(set(contestants)) < len(contestants):
+        raise ValueError(f"contestants: found {list(contestants)}; give at least one, and each once.")
+    if seeds < 0 or (epochs is not None and epochs < 0):
+        raise ValueError(f"found seeds={seeds}, epochs={epochs}; neither may be negative.")
+
+
+def _silent(phase: str, done: int, total: int, note: str = "") -> None:
+    return None
+
+
+def _save(report: BenchReport, out: str | Path | None) -> None:
+    if out is not None:
+        report.save(out)
+
+
+def _frame(settings: _Settings) -> BenchReport:
+    job = settings.job
+    model = job.model(settings.data, 0)
+    return BenchReport(
+        title=f"{job.title}: {job.model_name}",
+        workload=job.name,
+        model=job.model_name,
+        parameters=sum(p.numel() for p in model.parameters()),
+        batch=job.batch,
+        metric_name=job.metric,
+        metric_higher_is_better=job.higher_is_better,
+        epochs=settings.epochs,
+        train_samples=settings.data.samples,
+        environment=environment(settings.device),
+        contestants=[],
+    )
+
+
+def _resumed(saved: BenchReport, now: BenchReport, path: Path) -> BenchReport:
+    """Return the saved report if it was measured on what is about to be measured now."""
+    for key in ("workload", "model", "batch", "epochs", "train_samples"):
+        _must_agree(key, getattr(saved, key), getattr(now, key), path)
+    for key in ("torch", "torchboost", "processor", "device", "threads"):
+        _must_agree(key, getattr(saved.environment, key), getattr(now.environment, key), path)
+    if saved.environment.commit == now.environment.commit:
+        return saved
+    note = f"continued at commit {now.environment.commit or 'unknown'}"
+    return saved if note in saved.notes else saved.model_copy(update={"notes": [*saved.notes, note]})
+
+
+def _must_agree(key: str, saved: object, now: object, path: Path) -> None:
+    if saved != now:
+        raise ValueError(
+            f"{path} was measured with {key} {saved!r}, now it is {now!r}; "
+            "these cannot be mixed: save to another file, or do not resume."
+        )
+
+
+def _timed(
+    report: BenchReport, names: list[str], settings: _Settings, *, pairs: int, calls: int, warmup: Warmup | None
+) -> BenchReport:
+    """Return the report with fresh step times of all ``names``; curves it holds are kept."""
+    first_epoch = settings.data.train(settings.job.batch, seed=0, epoch=0)
+    batches = list(itertools.islice(first_epoch, DISTINCT_BATCHES))
+    loops = {name: settings.loop(name, 0, TIMING_SCHEDULE) for name in names}
+    baselines = [name for name in names if Recipe.parse(name).kind in ("stock", "hand")]
+    measured = compare(
+        {name: _stepper(loop, batches) for name, loop in loops.items()},
+        baselines=baselines,
+        pairs=pairs,
+        calls=calls,
+        warmup=warmup,
+        clock=settings.clock,
+        progress=settings.progress,
+    )
+    earlier = {contestant.name: contestant for contestant in report.contestants}
+    found = []
+    for name, loop in loops.items():
+        notes = list(loop.notes)
+        if name in measured.unsettled:
+            notes.append("its step time still moved when warming up was given up")
+        found.append(
+            Contestant(
+                name=name,
+                kind=Recipe.parse(name).kind,
+                algorithms=loop.algorithms,
+                dropped=loop.dropped,
+                step_seconds=measured.step_seconds(name),
+                samples=measured.samples[name],
+                ratios=measured.ratios(name),
+                warmup_seconds=measured.warmup_seconds[name],
+                curves=earlier[name].curves if name in earlier else [],
+                notes=notes,
+            )
+        )
+    notes = [note for note in report.notes if note != FEW_ROUNDS] + ([FEW_ROUNDS] if pairs < ENOUGH_ROUNDS else [])
+    return report.model_copy(update={"contestants": found, "notes": notes})
+
+
+def _stepper(loop: Loop, batches: list[tuple[Tensor, Tensor]]) -> Callable[[], object]:
+    supply = itertools.cycle(batches)
+    return lambda: loop.step(*next(supply))
+
+
+def _trained(
+    report: BenchReport, names: list[str], settings: _Settings, *, seeds: int, out: str | Path | None
+) -> BenchReport:
+    """Return the report with the curves that are still missing, saved after each of them."""
+    held = {(c.name, curve.seed) for c in report.contestants for curve in c.curves}
+    runs = [(seed, name) for seed in range(seeds) for name in names] if settings.epochs else []
+    for done, (seed, name) in enumerate(runs):
+        if (name, seed) not in held:
+            curve = _curve(name, seed, settings, done * settings.epochs, len(runs) * settings.epochs)
+            report = _judged(_with_curve(report, name, curve), settings.job)
+            _save(report, out)
+    if runs:
+        settings.progress("training", len(runs) * settings.epochs, len(runs) * settings.epochs)
+    return report
+
+
+def _curve(name: str, seed: int, settings: _Settings, done: int, total: int) -> Curve:
+    setup, watch = Stopwatch(settings.clock), Stopwatch(settings.clock)
+    with setup:
+        loop = settings.loop(name, seed, settings.steps)
+    curve = Curve(seed=seed, epochs=[], seconds=[], train_loss=[], metric=[])
+    losses: list[Tensor] = []
+    for epoch in range(settings.epochs):
+        settings.progress("training", done + epoch, total, f"{name}, seed {seed}, epoch {epoch + 1}")
+        batches = settings.data.train(settings.job.batch, seed=seed, epoch=epoch)
+        if epoch == 0:
+            with setup:
+                losses.append(loop.step(*next(batches)))
+        with watch:
+            for inputs, targets in batches:
+                losses.append(loop.step(inputs, targets))
+        curve.epochs.append(epoch + 1.0)
+        curve.seconds.append(watch.seconds)
+        curve.train_loss.append(_smoothed(losses))
+        curve.metric.append(_evaluated(loop, settings))
+    return curve.model_copy(update={"setup_seconds": setup.seconds})
+
+
+def _evaluated(loop: Loop, settings: _Settings) -> float:
+    """Take the metric without compiling the model once more for it."""
+    loop.model.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            return settings.job.evaluate(loop.predict, settings.data)
+    finally:
+        loop.model.train()
+
+
+def _smoothed(losses: list[Tensor]) -> float:
+    """Return the exponential average of the losses so far, corrected for its start."""
+    average, weight = 0.0, 0.0
+    for loss in torch.stack(losses).float().tolist():
+        average = SMOOTHING * average + (1 - SMOOTHING) * loss
+        weight = SMOOTHING * weight + (1 - SMOOTHING)
+    return average / weight
+
+
+def _with_curve(report: BenchReport, name: str, curve: Curve) -> BenchReport:
+    contestants = [
+        c.model_copy(update={"curves": [*c.curves, curve]}) if c.name == name else c for c in report.contestants
+    ]
+    return report.model_copy(update={"contestants": contestants})
+
+
+def _judged(report: BenchReport, job: Job) -> BenchReport:
+    """Return the report with every contestant's final metric judged against stock's."""
+    stock = next((c for c in report.contestants if c.name == "stock"), None)
+    if stock is None:
+        return report
+    contestants = [
+        c if c is stock else c.model_copy(update={"quality": _quality(stock, c, job)}) for c in report.contestants
+    ]
+    return report.model_copy(update={"contestants": contestants})
+
+
+def _quality(stock: Contestant, other: Contestant, job: Job) -> list[Quality]:
+    sign = 1.0 if job.higher_is_better else -1.0
+    ours, theirs = ({curve.seed: sign * curve.final for curve in c.curves} for c in (other, stock))
+    common = sorted(ours.keys() & theirs.keys())
+    if len(common) < 2:
+        return []
+    margin = job.loose_margin if Recipe.parse(other.name).base == "O2" else job.margin
+    baseline, candidate = [theirs[s] for s in common], [ours[s] for s in common]
+    return [noninferiority(baseline, candidate, margin, against=stock.name)]

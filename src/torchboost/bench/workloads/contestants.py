@@ -1,0 +1,228 @@
+"""The ways of training a job that a benchmark sets against each other, each as a loop ready to step.
+
+A contestant's name says what it is: a base and, after plus signs, what is added to it.
+
+=========================  ==========================================================================
+``stock``                  the plain eager loop
+``hand``                   the best loop by hand, in plain PyTorch: channels-last, bfloat16 autocast
+                           where the hardware is fast at it, fused optimizer
+``hand+compile``           the same, and ``torch.compile``
+``O0``, ``O1``, ``O2``     the plain loop with that level attached
+``hand+less_bn``           the hand loop with one algorithm attached; likewise ``stock+...``
+``O1+compile``             a level with one more algorithm
+=========================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchboost.bench.workloads.data import Data
+from torchboost.bench.workloads.jobs import Job
+from torchboost.core.algorithm import Target
+from torchboost.core.hardware import half_precision_is_fast
+from torchboost.errors import nearest
+from torchboost.measure.evidence import AlgorithmRow, DroppedRow
+from torchboost.plan import Plan
+from torchboost.registry import Facts
+
+__all__ = ["Loop", "Planner", "Recipe", "build_loop", "plan_for"]
+
+BASES = ("stock", "hand", "O0", "O1", "O2")
+BY_HAND = "compile"
+
+Kind = Literal["stock", "hand", "level", "algorithm"]
+
+
+class Planner(Protocol):
+    """Chooses the algorithms of a contestant."""
+
+    def __call__(
+        self, level: str, added: Sequence[str], model: nn.Module, optimizer: Optimizer, total_steps: int
+    ) -> Plan:
+        """Return the plan of ``level`` with the algorithms ``added`` for a run of ``total_steps``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What a contestant's name asks for."""
+
+    base: str
+    added: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, name: str) -> Recipe:
+        """Read a name.
+
+        Raises:
+            ValueError: The part before the first plus is no base, or something is added twice or is empty.
+        """
+        base, *added = name.split("+")
+        if base not in BASES:
+            hint = nearest(base, BASES)
+            raise ValueError(f"contestant '{name}': found '{base}'; allowed are {', '.join(BASES)}. {hint}".rstrip())
+        if "" in added or len(set(added)) < len(added):
+            raise ValueError(f"contestant '{name}': found {added} after the base; name each addition once.")
+        return cls(base=base, added=tuple(added))
+
+    @property
+    def kind(self) -> Kind:
+        """Which sort of contestant it is."""
+        if self.base not in ("stock", "hand"):
+            return "level"
+        if self.planned:
+            return "algorithm"
+        return "hand" if self.base == "hand" else "stock"
+
+    @property
+    def planned(self) -> tuple[str, ...]:
+        """Algorithms of the library to attach besides those of the level."""
+        return tuple(name for name in self.added if self.base != "hand" or name != BY_HAND)
+
+    @property
+    def compiled_by_hand(self) -> bool:
+        """Whether the loop itself calls ``compile``."""
+        return self.base == "hand" and BY_HAND in self.added
+
+
+@dataclass(slots=True, kw_only=True)
+class Loop:
+    """One way of training, ready to step.
+
+    Args:
+        step: ``(inputs, targets) -> loss``: forward, backward, update, schedule.
+        predict: What maps inputs to outputs; put it into evaluation mode first.
+        model: What is trained.
+        algorithms: What is attached.
+        dropped: What was asked for and left out.
+        notes: What else there is to say.
+    """
+
+    step: Callable[[Tensor, Tensor], Tensor]
+    predict: nn.Module
+    model: nn.Module
+    algorithms: list[AlgorithmRow] = field(default_factory=list)
+    dropped: list[DroppedRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def plan_for(level: str, added: Sequence[str], model: nn.Module, optimizer: Optimizer, total_steps: int) -> Plan:
+    """Return the plan of ``level`` and the algorithms ``added``, without those that find nothing to do."""
+    facts = Facts.measure(model, total_steps=total_steps, loop="own")
+    return Plan.of(level, {"extra": dict.fromkeys(added, True)}, facts).fit(model, optimizer)
+
+
+def build_loop(
+    recipe: Recipe,
+    job: Job,
+    data: Data,
+    *,
+    seed: int,
+    steps: int,
+    total_steps: int | None = None,
+    device: torch.device | str = "cpu",
+    planner: Planner = plan_for,
+) -> Loop:
+    """Build model, optimizer and schedule of a job, and the loop body of a contestant around them.
+
+    Args:
+        recipe: The contestant.
+        job: What to train.
+        data: Of the job, on ``device``.
+        seed: Of the weights.
+        steps: Length of the schedule.
+        total_steps: Steps that must repay what an algorithm costs at the start; ``steps`` by default.
+        device: Where the model lies.
+        planner: Chooses the algorithms of levels and additions.
+
+    Raises:
+        ValueError: A plan brings gradient accumulation, which these loops do not have.
+    """
+    device = torch.device(device)
+    by_hand = recipe.base == "hand"
+    model = job.model(data, seed).to(device)
+    optimizer = job.optimizer(model.parameters(), fused=True) if by_hand else job.optimizer(model.parameters())
+    target = Target(model, optimizer, seed=seed)
+    algorithms: list[AlgorithmRow] = []
+    dropped: list[DroppedRow] = []
+    plan = None
+    if recipe.kind in ("level", "algorithm"):
+        plan = planner(
+            "O0" if recipe.kind == "algorithm" else recipe.base, recipe.planned, model, optimizer, total_steps or steps
+        )
+        plan.transform(model, optimizer)
+        algorithms = [AlgorithmRow(name=a.name, settings=repr(a)) for a in plan.algorithms]
+        dropped = [DroppedRow(name=d.name, reason=d.reason) for d in plan.dropped]
+    notes = _prepare_by_hand(model, recipe) if by_hand else []
+    if plan is not None:
+        plan.attach(target)
+        if target.accumulator is not None:
+            raise ValueError("the plan accumulates gradients; the loops of a benchmark update after every batch.")
+    body = _hand_body if by_hand else _plain_body
+    return Loop(
+        step=body(job, target, steps, device),
+        predict=target.model,
+        model=model,
+        algorithms=algorithms,
+        dropped=dropped,
+        notes=notes,
+    )
+
+
+def _plain_body(job: Job, target: Target, steps: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    schedule = job.schedule(target.optimizer, steps)
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = job.loss(target.model(inputs), targets)
+        loss.backward()
+        target.optimizer.step()
+        schedule.step()
+        target.optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _hand_body(job: Job, target: Target, steps: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    model, optimizer = target.model, target.optimizer
+    schedule = job.schedule(optimizer, steps)
+    images = _convolutional(model)
+    half = half_precision_is_fast(device)
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        if images:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(device.type, torch.bfloat16) if half else contextlib.nullcontext():
+            loss = job.loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _prepare_by_hand(model: nn.Module, recipe: Recipe) -> list[str]:
+    done = ["fused optimizer"]
+    if _convolutional(model):
+        model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        done.append("channels-last")
+    if half_precision_is_fast(next(model.parameters()).device):
+        done.append("bfloat16 autocast")
+    if recipe.compiled_by_hand:
+        model.compile()
+        done.append("torch.compile")
+    return [f"by hand: {', '.join(done)}"]
+
+
+def _convolutional(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.Conv2d) for module in model.modules())

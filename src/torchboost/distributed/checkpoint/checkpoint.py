@@ -1,0 +1,432 @@
+"""Checkpoints of a job on several ranks that resume on as many ranks or on others, and survive a crash while written.
+
+Sharding and resharding are those of ``torch.distributed.checkpoint`` (DCP). Added is what DCP leaves to its caller: a
+folder appears under its name only when it is complete, the optimizer is never stepped to find out what it holds, and
+what belongs to a rank (a training step, a scheduler, a sampler) goes back to that rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from torchboost.distributed.checkpoint import folders
+from torchboost.distributed.checkpoint.copies import first_holder
+from torchboost.distributed.checkpoint.generators import generator_states, set_generator_states
+
+__all__ = ["Part", "latest", "load", "save"]
+
+OPTIMIZER = "torchboost.optimizer"
+"""Among the parts: what hooks added to the optimizer's state dict."""
+
+COPY = "torchboost.copy"
+"""Among the parts: the lowest rank with the same state of the optimizer, which lies under its number."""
+
+BUFFERS = "torchboost.buffers"
+"""Among the parts: the same for the model's buffers."""
+
+GENERATORS = "torchboost.generators"
+"""Among the parts: where the rank's random numbers stand."""
+
+OURS = {OPTIMIZER, COPY, BUFFERS, GENERATORS}
+
+
+class Part(Protocol):
+    """What has a state besides model and optimizer: a ``TrainStep``, ``Attached``, a scaler, a scheduler."""
+
+    def state_dict(self) -> Any:
+        """Return what a checkpoint needs."""
+        ...
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Continue from a checkpoint."""
+        ...
+
+
+def save(
+    folder: str | os.PathLike[str], number: int, model: nn.Module, optimizer: Optimizer, *, keep: int = 2, **parts: Part
+) -> Path:
+    """Write the checkpoint ``folder/number``; all ranks call it together, with a folder that all of them see.
+
+    The files are written and synced under another name, which is then changed: whatever ends the job, ``folder`` holds
+    complete checkpoints only. The layout of model and optimizer is that of ``get_model_state_dict`` and
+    ``get_optimizer_state_dict``. Where ranks hold copies, those of rank 0 are written, BatchNorm statistics too, which
+    DDP takes from rank 0 as well. Optimizer states that are not copies are all written, and so are the buffers of the
+    first rank of each DDP or FSDP2 group, where the job has several, as the nodes of AdaSum on updates; ranks with a
+    bare model are groups of one. The states of torch's generators are written for every rank.
+
+    Args:
+        folder: Of this job's checkpoints.
+        number: Updates done, say; 0 or more.
+        model: As the loop calls it: bare, in DDP, or sharded by FSDP2.
+        optimizer: The one that is stepped (``target.optimizer`` where a plan may have exchanged it).
+        keep: How many checkpoints stay, the newest; 1 or more.
+        **parts: Whatever else has a state, by a name of your choice; each rank's own is kept.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        TypeError: ``number`` or ``keep`` is not an integer.
+        ValueError: One of them is too small, the optimizer is that of another model, or a part has a name of ours.
+        FileExistsError: There is a checkpoint of this number or of a larger one, or something else that has its name;
+            raised on all ranks, nothing was written.
+        OSError: The folder cannot be written; raised on all ranks.
+        RuntimeError: A part cannot be written (pickled); raised on all ranks. Complete checkpoints are as they were.
+    """
+    number, keep = _integer("number", number, 0), _integer("keep", keep, 1)
+    if taken := OURS & set(parts):
+        raise ValueError(f"the name {sorted(taken)[0]!r} is used for what is saved of the optimizer; give another one.")
+    folder = Path(folder)
+    path, unfinished = folders.places(folder, number)
+    _check_newest(folder, number)
+    names = _names(model, _params(optimizer))
+    state = dict(optimizer.state_dict())
+    held = {names[position]: entry for position, entry in state.pop("state").items()}
+    groups = [{**g, "params": [names[position] for position in g["params"]]} for g in state.pop("param_groups")]
+    whole = {"state": held, "param_groups": groups}
+    weights = get_model_state_dict(model)
+    buffers = _buffers(weights, model)
+    holder, source = _holder(whole, _shards(_params(optimizer))), _holder(buffers, [_source(model)])
+    own = {name: part.state_dict() for name, part in parts.items()}
+    own |= {OPTIMIZER: state, COPY: holder, BUFFERS: source, GENERATORS: generator_states(model)}
+    content = {
+        "model": weights,
+        _key("optimizer", holder): whole,
+        # DCP takes a tuple as it is; dicts it takes apart and asks for piece by piece.
+        "parts": {str(_rank()): (own,)},
+    }
+    if source:
+        content[_key("buffers", source)] = buffers
+    _by_first(lambda: folders.clear(folder))
+    # By default DCP spreads copies over the ranks, and a replica's BatchNorm statistics are not those of rank 0.
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    with _quiet():
+        try:
+            state_dict_saver.save(content, checkpoint_id=unfinished, planner=planner)
+        except CheckpointException as error:  # not an Exception
+            raise RuntimeError(f"{path} was not written: {_in_short(error)}.") from error
+    _by_first(lambda: folders.finish(unfinished, path, keep))
+    return path
+
+
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, **parts: Part) -> None:
+    """Continue from a checkpoint, on as many ranks as wrote it or on others; all ranks call it together.
+
+    Parts are loaded first, so that what refuses the checkpoint does so before weights are changed. On as many ranks
+    random numbers go on where they stood, and buffers are those of the rank's group; on another number of ranks
+    the generators are left alone, and buffers are those of rank 0.
+
+    Args:
+        path: What :func:`save` or :func:`latest` returned. DCP reads it with ``pickle``: load your own files only.
+        model: Built, transformed and wrapped as for the first update. DDP and FSDP2 may take the place of each other.
+        optimizer: Over the same parameters in the same groups; it need not have been stepped.
+        **parts: Under the names that :func:`save` was given.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint, or one of its files is missing.
+        ValueError: Another model, other groups, other parts, or parts or optimizers that differ between the ranks (as
+            gradients in mid-window do) on another number of ranks, or a damaged file; nothing was loaded, unless the
+            weights, which are read last, are what is damaged. A part may raise errors of its own.
+    """
+    path = Path(path)
+    metadata = _metadata(path)
+    names = _names(model, _params(optimizer))
+    weights = get_model_state_dict(model)
+    _check_model(metadata, weights)
+    writers = _writers(metadata)
+    # On another number of ranks all read the parts of all, to compare them.
+    ranks = [_rank()] if len(writers) == _world_size() else writers
+    wrote: dict[str, Any] = {"parts": dict.fromkeys(map(str, ranks))}
+    _read(path, wrote)
+    own = _common({rank: wrote["parts"][str(rank)][0] for rank in ranks})
+    found = set(own) - OURS
+    if found != set(parts):
+        raise ValueError(
+            f"the checkpoint holds the parts {sorted(found)}, asked for are {sorted(parts)}; give the same."
+        )
+    key = _key("optimizer", own[COPY])
+    room = {key: _template(metadata, key, names, optimizer)}
+    _read(path, room)
+    state = {**own[OPTIMIZER], **room[key]}
+    _match_groups(state, names, optimizer)
+    for name, part in parts.items():
+        part.load_state_dict(own[name])
+    # Not set_optimizer_state_dict: it steps an optimizer without state, hooks and all, and drops frozen moments.
+    optimizer.load_state_dict(state)
+    content = {"model": weights}
+    key = _key("buffers", own[BUFFERS])
+    if own[BUFFERS]:
+        content[key] = copy.deepcopy(_buffers(weights, model))
+    _read(path, content)
+    set_model_state_dict(model, {**weights, **content.get(key, {})})
+    if len(writers) == _world_size():
+        set_generator_states(own[GENERATORS], model)
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the newest complete checkpoint that :func:`save` left in a folder, None where there is none.
+
+    All ranks call it together and get what rank 0 found.
+    """
+    return _by_first(lambda: next(reversed(folders.complete(Path(folder))), None))
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: found {value!r}; give an integer, {least} or more.")
+    if operator.index(value) < least:
+        raise ValueError(f"{name}: found {value}; allowed are {least} or more.")
+    return operator.index(value)
+
+
+def _by_first(act: Callable[[], Any]) -> Any:
+    """Let rank 0 do something that all ranks wait for; its result or its error is that of all."""
+    outcome: list[Any] = [None, None]
+    if _rank() == 0:
+        try:
+            outcome[0] = act()
+        except Exception as error:
+            outcome[1] = error
+    if dist.is_initialized():
+        dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def _in_short(error: CheckpointException) -> str:
+    """The last line of what each rank that failed says."""
+    causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+    return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in sorted(causes.items()))
+
+
+def _check_newest(folder: Path, number: int) -> None:
+    """Refuse a number that is not the largest in the folder, as only the largest ones are kept."""
+    newest = latest(folder)
+    if newest is None or int(newest.name) < number:
+        _by_first(lambda: _check_place(folder, number))
+        return
+    if int(newest.name) == number:
+        raise FileExistsError(f"{newest} is there already; give a larger number, or remove it.")
+    raise FileExistsError(
+        f"{newest} is there already, and {number} would be older, the first to go; save into another folder, or remove "
+        "the newer checkpoints."
+    )
+
+
+def _check_place(folder: Path, number: int) -> None:
+    path, _ = folders.places(folder, number)
+    if os.path.lexists(path):
+        raise FileExistsError(f"{path} is there already and is no checkpoint; move it away, or give another number.")
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise FileExistsError(f"{folder} is no folder; give another one.")
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _names(model: nn.Module, params: list[Tensor]) -> list[str]:
+    """Name parameters, in their order, as DCP does whatever wraps the model."""
+    probe = torch.optim.SGD(params)
+    probe.state[params[0]] = {}  # of an optimizer without state, torch would make one by stepping it
+    try:
+        return get_optimizer_state_dict(model, probe)["param_groups"][0]["params"]  # pyright: ignore
+    except KeyError as error:
+        raise ValueError(
+            "the optimizer holds parameters that are not in the model; give the model they belong to."
+        ) from error
+
+
+def _check_model(metadata: Metadata, weights: Mapping[str, Any]) -> None:
+    saved = {
+        key.removeprefix("model."): tuple(entry.size)
+        for key, entry in metadata.state_dict_metadata.items()
+        if key.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    here = {name: tuple(value.shape) for name, value in weights.items() if isinstance(value, Tensor)}
+    if saved != here:
+        other = sorted(name for name in saved.keys() | here.keys() if saved.get(name) != here.get(name))
+        raise ValueError(
+            f"the checkpoint is of another model: {len(other)} entries differ, the first is '{other[0]}', of shape "
+            f"{saved.get(other[0], 'none')} in the checkpoint and {here.get(other[0], 'none')} here. Build the model "
+            "as it was, and transform it (plan.transform) before loading."
+        )
+
+
+def _buffers(weights: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return what a model's state dict holds besides parameters."""
+    named = set(_names(model, list(model.parameters())))
+    return {name: value for name, value in weights.items() if name not in named}
+
+
+def _source(model: nn.Module) -> int:
+    """Return the rank whose buffers count on this one: the first of those that average gradients with it.
+
+    DDP takes the buffers of that rank at every forward pass.
+    """
+    ddp = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
+    return min(_shards(model.parameters()) if ddp is None else dist.get_process_group_ranks(ddp.process_group))
+
+
+def _shards(params: Iterable[Tensor]) -> list[int]:
+    """Return the ranks over which parameters are sharded, this one alone where they are whole."""
+    meshes = [param.device_mesh.mesh for param in params if isinstance(param, DTensor)]
+    return torch.cat([mesh.flatten() for mesh in meshes]).unique().tolist() if meshes else [_rank()]
+
+
+def _holder(state: dict[str, Any], shards: Sequence[int]) -> int:
+    """Return the lowest rank that holds the same state as these ranks together."""
+    return first_holder(state, shards) if dist.is_initialized() else 0
+
+
+def _key(what: str, holder: int) -> str:
+    """Name the place of a state; that of rank 0 is where DCP's own functions look for it."""
+    return f"{what}-{holder}" if holder else what
+
+
+def _template(metadata: Metadata, key: str, names: list[str], optimizer: Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state dict with room for what the checkpoint holds, sharded as the parameters are."""
+    params = dict(zip(names, _params(optimizer), strict=True))
+    template: dict[str, Any] = {"state": {}, "param_groups": []}
+    for name, entry in metadata.state_dict_metadata.items():
+        place: tuple[Any, ...] = (metadata.planner_data or {})[name]
+        if place[0] != key:
+            continue
+        room = None
+        if isinstance(entry, TensorStorageMetadata):
+            param = params.get(place[2]) if place[1] == "state" else None
+            dtype = entry.properties.dtype
+            if isinstance(param, DTensor) and param.shape == entry.size:
+                room = torch.empty_like(param, dtype=dtype)
+            else:
+                room = torch.empty(entry.size, dtype=dtype)
+        _put(template, place[1:], room)
+    return template
+
+
+def _put(tree: Any, place: tuple[Any, ...], value: Any) -> None:
+    """Write into nested dicts and lists (where a part of the place is an integer), which grow as needed."""
+    for part, following in zip(place, (*place[1:], None), strict=True):
+        empty = value if following is None else [] if isinstance(following, int) else {}
+        if isinstance(tree, list):
+            tree.extend([None] * (part + 1 - len(tree)))
+            if tree[part] is None:
+                tree[part] = empty
+        else:
+            tree.setdefault(part, empty)
+        tree = tree[part]
+
+
+def _match_groups(state: dict[str, Any], names: list[str], optimizer: Optimizer) -> None:
+    """Put the parameters of each saved group into the order of the optimizer's."""
+    remaining = iter(names)
+    here = [[next(remaining) for _ in group["params"]] for group in optimizer.param_groups]
+    saved = [group["params"] for group in state["param_groups"]]
+    if [set(group) for group in here] != [set(group) for group in saved]:
+        raise ValueError(
+            f"the checkpoint's optimizer has groups of {[len(g) for g in saved]} parameters, this one of "
+            f"{[len(g) for g in here]}, or others of the same number; build the groups as they were."
+        )
+    for group, order in zip(state["param_groups"], here, strict=True):
+        group["params"] = order
+
+
+def _writers(metadata: Metadata) -> list[int]:
+    """Return the ranks that wrote the checkpoint."""
+    return sorted(int(place[1]) for place in (metadata.planner_data or {}).values() if place[0] == "parts")
+
+
+def _common(by_rank: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the parts of one rank; those of several must be the same."""
+    first, *others = by_rank
+    holders = sorted({parts[COPY] for parts in by_rank.values()})
+    if len(holders) > 1:
+        raise ValueError(
+            f"the optimizer's state differs between ranks {', '.join(map(str, holders))} of the checkpoint, as with "
+            f"AdaSum on updates; it cannot be shared out among {_world_size()}. Resume on {len(by_rank)} ranks."
+        )
+    for other in others:
+        for name, state in by_rank[first].items():
+            if name not in (BUFFERS, GENERATORS) and not _same(state, by_rank[other][name]):
+                raise ValueError(
+                    f"'{name}' differs between ranks {first} and {other} of the checkpoint, which {len(by_rank)} ranks "
+                    f"wrote; it cannot be shared out among {_world_size()}. Resume on {len(by_rank)} ranks, or save "
+                    "where it is the same on all, such as between two windows of accumulation."
+                )
+    return by_rank[first]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, DTensor) or isinstance(b, DTensor):
+        return False  # one rank's shard
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def _metadata(path: Path) -> Metadata:
+    if not (path / folders.METADATA).is_file():
+        raise FileNotFoundError(f"{path} is no checkpoint: it has no '.metadata'; latest(folder) finds the newest.")
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"it holds a {type(metadata).__name__}")
+    except Exception as error:  # pickle has no common class for what a damaged file may cause
+        raise ValueError(f"{path / folders.METADATA} is damaged ({error}); load another checkpoint.") from error
+    return metadata
+
+
+def _read(path: Path, content: dict[str, Any]) -> None:
+    with _quiet():
+        try:
+            state_dict_loader.load(content, checkpoint_id=path)
+        except CheckpointException as error:  # not an Exception
+            missing = any(isinstance(cause, FileNotFoundError) for cause, _ in error.failures.values())
+            kind = FileNotFoundError if missing else ValueError
+            raise kind(f"{path} cannot be read ({_in_short(error)}); load another checkpoint.") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """DCP warns a single process that it is one."""
+    with warnings.catch_warnings():
+        if not dist.is_initialized():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

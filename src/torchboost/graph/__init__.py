@@ -1,0 +1,1 @@
+"""What looks at a model: data flow, blocks, surgery, norm roles, folding."""

@@ -1,0 +1,202 @@
+"""A model as an ordered list of blocks of parameters, from module structure and execution order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from torchboost.core.wrapping import unwrap, wrapper_of
+from torchboost.graph.dataflow import trace, undisturbed
+from torchboost.graph.flow import Dataflow
+from torchboost.graph.recording import is_leaf
+from torchboost.graph.structure import assume
+
+__all__ = ["Block", "block_costs", "blocks_of", "group_starts"]
+
+_LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_STACK = 4
+"""A container of this many layers is a stack to be cut between layers; residual bodies have up to three."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Block:
+    """Parameters that are frozen together.
+
+    Args:
+        name: Of its first module in the model, for people.
+        modules: All modules in it, containers included.
+        parameters: Each belongs to exactly one block of a model.
+        cut: Modules in it that use a parameter of a later block (tied weights). While this block is frozen their
+            outputs must be detached, or the backward pass would run through it to reach that parameter.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    parameters: tuple[nn.Parameter, ...]
+    cut: tuple[nn.Module, ...] = ()
+
+
+def blocks_of(model: nn.Module) -> tuple[Block, ...]:
+    """Return the blocks of a model in the order in which they run; together they hold every parameter once.
+
+    A block is a module that calls no repeated blocks of its own (a residual block, a transformer layer), or a
+    single layer of a plain stack; normalisations join the layer before them. The order is that of the traced data
+    flow (:func:`torchboost.graph.dataflow.trace`), or of registration where the model can be neither traced nor run,
+    and under FSDP2. Tied weights belong to the block that uses them last.
+
+    Args:
+        model: Wrapped or not.
+
+    Cost: one symbolic trace of the forward pass, or one forward pass on two samples.
+    """
+    sharded = wrapper_of(model) == "fully_shard"
+    network = _core(unwrap(model))
+    units = [unit for unit in _units(network) if unit.parameters]
+    flow = assume(network, is_leaf) if sharded else trace(network)
+    names = {module: name for name, module in unwrap(model).named_modules()}
+    return _owned(_joined(_in_order(units, flow)), names)
+
+
+def group_starts(blocks: int, groups: int) -> tuple[int, ...]:
+    """Return the first block of each group: as even as possible, and no more groups than blocks.
+
+    Example:
+        >>> group_starts(8, 3)
+        (0, 2, 5)
+    """
+    count = max(1, min(groups, blocks))
+    return tuple(index * blocks // count for index in range(count))
+
+
+def block_costs(model: nn.Module, blocks: Sequence[Block], *inputs: Any) -> tuple[float, ...]:
+    """Return each block's share of the floating-point operations of one forward pass; they add up to 1.
+
+    Args:
+        model: Run once on ``inputs``, in eval mode and without gradients.
+        blocks: Of this model.
+        *inputs: What the model is called with.
+
+    Raises:
+        ValueError: The pass holds no operation that torch counts (matrix products, convolutions, attention).
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    names = {module: name for name, module in model.named_modules()}
+    with undisturbed(model) as copied, FlopCounterMode(display=False) as counter:
+        copied(*inputs)
+    counts = counter.get_flop_counts()
+    root = type(model).__name__
+
+    def operations(module: nn.Module) -> float:
+        name = names.get(module)
+        return float(sum(counts.get(f"{root}.{name}", {}).values())) if name else 0.0
+
+    totals = []
+    for block in blocks:
+        inner = {child for module in block.modules for child in module.modules() if child is not module}
+        totals.append(sum(operations(module) for module in block.modules if module not in inner))
+    if not sum(totals):
+        raise ValueError("the forward pass holds no matrix product, convolution or attention to count.")
+    return tuple(total / sum(totals) for total in totals)
+
+
+@dataclass(slots=True)
+class _Unit:
+    roots: list[nn.Module]
+    parameters: list[nn.Parameter]
+
+    def modules(self) -> Iterator[nn.Module]:
+        for root in self.roots:
+            yield from root.modules()
+
+
+def _core(model: nn.Module) -> nn.Module:
+    """Past losses and wrappers: the innermost module that still holds every parameter, if it has parts of its own."""
+    while next(model.parameters(recurse=False), None) is None:
+        holders = [child for child in model.children() if next(child.parameters(), None) is not None]
+        if len(holders) != 1 or next(holders[0].children(), None) is None:
+            break
+        model = holders[0]
+    return model
+
+
+def _units(module: nn.Module) -> Iterator[_Unit]:
+    """Cut a module that is to be looked into into its children, and those of them likewise."""
+    direct = list(module.parameters(recurse=False))
+    for child in module.children():
+        if isinstance(child, _LISTS) or _holds_blocks(child):
+            inner = list(_units(child))
+        else:
+            inner = [_Unit([child], list(child.parameters()))]
+        if direct and inner and inner[0].parameters:
+            inner[0].parameters = direct + inner[0].parameters
+            direct = []
+        yield from inner
+    if direct:
+        yield _Unit([module], direct)
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """Whether a module is made of parts to be frozen one by one: a list of two or more blocks, or a stack of layers."""
+    for container in module.modules():
+        if isinstance(container, _LISTS):
+            children = list(container.children())
+            if sum(_layers(child) > 1 for child in children) > 1:
+                return True
+            if sum(isinstance(child, (_ConvNd, nn.Linear)) for child in children) >= _STACK:
+                return True
+    return False
+
+
+def _layers(module: nn.Module) -> int:
+    """Number of weight matrices and kernels in a module."""
+    return sum(parameter.ndim > 1 for parameter in module.parameters())
+
+
+def _in_order(units: list[_Unit], flow: Dataflow) -> list[_Unit]:
+    """Sort by the last call of a module of each unit; units that were not seen stay behind their predecessor."""
+    keys, last = [], -1
+    for unit in units:
+        calls = [call for module in unit.modules() for call in flow.calls(module)]
+        last = max(calls, default=last)
+        keys.append(last)
+    return [unit for _, unit in sorted(zip(keys, units, strict=True), key=lambda pair: pair[0])]
+
+
+def _joined(units: list[_Unit]) -> list[_Unit]:
+    """Let units of nothing but vectors (normalisations, scales) join the one before them."""
+    joined: list[_Unit] = []
+    for unit in units:
+        if joined and all(parameter.ndim < 2 for parameter in unit.parameters):
+            joined[-1].roots += unit.roots
+            joined[-1].parameters += unit.parameters
+        else:
+            joined.append(unit)
+    return joined
+
+
+def _owned(units: list[_Unit], names: Mapping[nn.Module, str]) -> tuple[Block, ...]:
+    """Give tied parameters to the last unit that uses them, and note who uses them earlier."""
+    owner: dict[Tensor, int] = {p: index for index, unit in enumerate(units) for p in unit.parameters}
+    blocks = []
+    for index, unit in enumerate(units):
+        modules = tuple(dict.fromkeys(unit.modules()))
+        own = tuple(dict.fromkeys(p for p in unit.parameters if owner[p] == index))
+        cut = tuple(m for m in modules if any(owner[p] > index for p in m.parameters(recurse=False) if p in owner))
+        if own:
+            blocks.append(Block(name=names[unit.roots[0]], modules=modules, parameters=own, cut=cut))
+        elif blocks:
+            before = blocks[-1]
+            blocks[-1] = Block(
+                name=before.name,
+                modules=(*before.modules, *modules),
+                parameters=before.parameters,
+                cut=(*before.cut, *cut),
+            )
+        else:
+            units[index + 1].roots = unit.roots + units[index + 1].roots  # a tied embedding comes first
+    return tuple(blocks)

@@ -1,0 +1,221 @@
+"""Which module's output reaches which: a small graph of one forward pass, found without looking at names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
+
+from torchboost.graph.drawing import generators_kept
+from torchboost.graph.flow import Dataflow
+from torchboost.graph.recording import LAYERS, Arguments, call, is_leaf, record_run, record_symbols, tensors_in
+from torchboost.graph.structure import assume
+from torchboost.graph.twin import parameter_bytes, twin
+
+__all__ = ["evaluate", "runnable", "trace", "trace_all_paths", "trace_run", "trace_symbolically", "undisturbed"]
+
+_SIDES = {1: (256, 1024), 2: (64, 32, 224, 28), 3: (16, 32)}
+_PATHS, _DECISIONS = 16, 12
+_TOO_LARGE = 2**30
+"""A model with so many bytes of parameters is not copied for a pass on a guessed input."""
+
+
+def trace(model: nn.Module, *, sample: Any = None) -> Dataflow:
+    """Find how the outputs of layers reach other layers.
+
+    Three attempts, the first that works counts: a symbolic trace; one forward pass on ``sample`` (or on noise of a
+    guessed shape) that is watched; an assumption from the module tree. ``Dataflow.traced`` says which it was:
+    ``"fx"``, ``"run"`` or ``"structure"``.
+
+    All of it happens to a deep copy in eval mode, without hooks, so that nothing of the model changes, its Python
+    attributes included; a model that cannot be copied is not traced. Nothing of torch is patched: other threads may
+    run other models meanwhile. The default generators are put back only if the forward draws from them.
+
+    Args:
+        model: Any module; a network wrapped in its loss is looked into.
+        sample: Input of one forward pass: a tensor, a tuple of positional or a dict of keyword arguments.
+
+    Raises:
+        ValueError: ``sample`` was needed and the model does not run on it, or a lazy module was never run.
+    """
+    lazy = next((n for n, t in [*model.named_parameters(), *model.named_buffers()] if is_lazy(t)), None)
+    if lazy is not None:
+        raise ValueError(
+            f"found '{lazy}' of a lazy module without a shape; run model.eval() on one batch first, then model.train()."
+        )
+    for network in _networks(model):
+        flow = trace_symbolically(network, sample if network is model else None)
+        if flow is not None:
+            return flow
+    return trace_run(model, sample=sample) or assume(model, is_leaf)
+
+
+def trace_run(model: nn.Module, *, sample: Any = None) -> Dataflow | None:
+    """Return the data flow of one pass on ``sample`` or a guessed input; None if the model runs on no guess.
+
+    Raises:
+        ValueError: The model does not run on ``sample``.
+    """
+    for network, candidate in _candidates(model, sample):
+        try:
+            with undisturbed(network) as copied:
+                return record_run(copied, network, candidate)
+        except Exception as error:
+            if sample is not None:
+                raise ValueError(f"the model does not run on the sample: {error}") from error
+    return None
+
+
+def trace_symbolically(model: nn.Module, sample: Any = None) -> Dataflow | None:
+    """Return the data flow for all tensors, given the arguments of ``sample``; None where it may depend on them."""
+    try:
+        with undisturbed(model, numbers=False) as copied:
+            return record_symbols(copied, model, sample)
+    except Exception:  # data-dependent Python has no common error class
+        return None
+
+
+def trace_all_paths(model: nn.Module, sample: Any = None) -> list[Dataflow] | None:
+    """Return the data flow of every path that ``forward`` may take by values and shapes, given which arguments it gets.
+
+    At every decision both outcomes are followed. Paths that end in an error of the forward (``ValueError``, a failed
+    assertion) do not count. None if some path cannot be traced, or if there are more than 16.
+
+    Cost: one symbolic trace for each path.
+    """
+    flows: list[Dataflow] = []
+    waiting: list[list[bool]] = [[]]
+    paths = 0
+    while waiting:
+        script = waiting.pop()
+        paths += 1
+        if paths > _PATHS:
+            return None
+        taken: list[bool] = []
+
+        def decide(script: list[bool] = script, taken: list[bool] = taken) -> bool:
+            if len(taken) == len(script):
+                if len(script) == _DECISIONS:
+                    raise RecursionError("too many decisions, as in a loop")
+                waiting.append([*script, False])
+                script.append(True)
+            taken.append(script[len(taken)])
+            return taken[-1]
+
+        try:
+            with undisturbed(model, numbers=False) as copied:
+                flows.append(record_symbols(copied, model, sample, decide=decide))
+        except Exception as error:
+            if type(error) not in (ValueError, AssertionError):
+                return None
+    return flows or None
+
+
+def runnable(model: nn.Module, sample: Any = None) -> tuple[nn.Module, Any] | None:
+    """Return a network and an input it runs on: the model on ``sample``, or its core on a guessed input.
+
+    Raises:
+        ValueError: ``sample`` was given and the model does not run on it.
+    """
+    for network, candidate in _candidates(model, sample):
+        try:
+            evaluate(network, candidate)
+        except Exception as error:
+            if sample is not None:
+                raise ValueError(f"the model does not run on the sample: {error}") from error
+        else:
+            return network, candidate
+    return None
+
+
+def evaluate(network: nn.Module, sample: Any) -> list[Tensor]:
+    """Return all output tensors of one forward pass of a copy in eval mode, in the full precision of its types.
+
+    The inputs are copied. Those that autocast would have cast are brought to the precision of the parameters.
+    """
+    kinds = [p.dtype for p in network.parameters() if p.is_floating_point()]
+    device = next((p.device.type for p in network.parameters()), "cpu")
+    cast = kinds[0] if kinds and device != "meta" and torch.is_autocast_enabled(device) else None
+    inputs = _copied(sample, cast)
+    with undisturbed(network) as copied, full_precision(network):
+        return [tensor.detach().clone() for tensor in tensors_in(call(copied, inputs))]
+
+
+@contextmanager
+def undisturbed(model: nn.Module, *, numbers: bool = True) -> Iterator[nn.Module]:
+    """Give out a copy of a model in eval mode to run without gradients; see :func:`~torchboost.graph.twin.twin`.
+
+    Default generators that it draws from are put back (:func:`~torchboost.graph.drawing.generators_kept`).
+    """
+    copied = twin(model, numbers=numbers)
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    with torch.no_grad(), generators_kept(devices):
+        yield copied
+
+
+@contextmanager
+def full_precision(model: nn.Module) -> Iterator[None]:
+    """No autocast, and no TF32 or bfloat16 inside float32 products: two passes differ by what the networks differ."""
+    cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
+    backends: list[Any] = [cudnn.conv, torch.backends.cuda.matmul, mkldnn.conv, mkldnn.matmul]
+    before = [backend.fp32_precision for backend in backends]
+    kind = next((p.device.type for p in model.parameters()), "cpu")
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        with torch.autocast(kind, enabled=False) if kind != "meta" else nullcontext():
+            yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
+def _copied(value: Any, cast: torch.dtype | None) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to(cast if value.is_floating_point() else None, copy=True)
+    if isinstance(value, Arguments):
+        return Arguments(_copied(value.args, cast), _copied(value.kwargs, cast))
+    if type(value) is dict:
+        return {key: _copied(entry, cast) for key, entry in value.items()}
+    return type(value)(_copied(entry, cast) for entry in value) if type(value) in (list, tuple) else value
+
+
+def _networks(model: nn.Module) -> Iterator[nn.Module]:
+    """The model, then the one child that holds all of its layers, and so on inwards: past losses and wrappers."""
+    layers = {module for module in model.modules() if isinstance(module, LAYERS)}
+    inner: nn.Module | None = model
+    while inner is not None:
+        yield inner
+        inner = next((child for child in inner.children() if layers and layers <= set(child.modules())), None)
+
+
+def _candidates(model: nn.Module, sample: Any) -> Iterator[tuple[nn.Module, Any]]:
+    if sample is not None:
+        yield model, sample
+        return
+    if parameter_bytes(model) > _TOO_LARGE:
+        return
+    for network in _networks(model):
+        for guess in _guesses(network):
+            yield network, guess
+
+
+def _guesses(model: nn.Module) -> Iterator[Tensor]:
+    """Noise that fits the first layer: images of a few sizes, or rows for a linear layer."""
+    first = next((m for m in model.modules() if isinstance(m, (_ConvNd, nn.Linear))), None)
+    weight = None if first is None else next(first.parameters(), None)
+    if first is None or weight is None:
+        return
+    if isinstance(first, nn.Linear):
+        shapes = [(2, first.in_features)]
+    else:
+        sides = len(first.kernel_size)
+        shapes = [(2, first.in_channels, *[side] * sides) for side in _SIDES[sides]]
+    for shape in shapes:
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        yield noise.to(weight.device, weight.dtype)

@@ -1,0 +1,469 @@
+"""Fold BatchNorm into the layer next to it, so that the network computes the same in eval mode with fewer steps."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.optim import Optimizer
+
+from torchboost.core.arguments import check_module
+from torchboost.core.covering import own_forward
+from torchboost.core.wrapping import wrapper_of
+from torchboost.errors import IncompatibleError
+from torchboost.graph.aliasing import may_collide
+from torchboost.graph.dataflow import evaluate, runnable, trace, trace_all_paths, trace_run
+from torchboost.graph.flow import Dataflow
+from torchboost.graph.norm_roles import WEIGHTED
+from torchboost.graph.removed_norm import RemovedNorm
+from torchboost.graph.structure import is_customised, norm_tail
+from torchboost.graph.surgery import held_elsewhere, rebind_optimizer, replace_module, undone_on_error
+
+__all__ = [
+    "Fold",
+    "FoldReport",
+    "fold_batch_norms",
+    "fold_into_layer",
+    "fold_obstacle",
+    "fold_pairs",
+    "is_plain_norm",
+    "largest_difference",
+    "plan_folds",
+    "shared_weights",
+]
+
+_STOCK_FORWARDS = (
+    nn.Linear.forward,
+    *(kind.forward for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
+    *(kind.forward for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)),
+    *(kind._conv_forward for kind in (_ConvNd, nn.Conv1d, nn.Conv2d, nn.Conv3d)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldReport:
+    """What :func:`fold_batch_norms` did.
+
+    Args:
+        folded: Names of the BatchNorms that are gone.
+        kept: Name of every other BatchNorm -> why it stayed.
+        largest_difference: Of the outputs before and after in eval mode, relative to the largest output; None
+            where nothing was folded or the network could not be run on ``sample`` or a guessed input.
+        traced: How the data flow was found: ``"fx"``, ``"run"``, ``"structure"``, or ``"-"`` without BatchNorms.
+    """
+
+    folded: tuple[str, ...] = ()
+    kept: Mapping[str, str] = field(default_factory=dict)
+    largest_difference: float | None = None
+    traced: str = "-"
+
+    def __str__(self) -> str:
+        difference = "not measured" if self.largest_difference is None else f"{self.largest_difference:.1e}"
+        lines = [
+            f"folded {len(self.folded)} of {len(self.folded) + len(self.kept)} BatchNorm layers; "
+            f"largest relative difference {difference}; data flow from {self.traced}"
+        ]
+        return "\n".join(lines + [f"  kept {name}: {reason}" for name, reason in self.kept.items()])
+
+
+class Fold(NamedTuple):
+    """A BatchNorm and the layer that takes it over: the one before it, or the one behind it.
+
+    ``copies`` says whether what stands in its place must return a copy (:func:`~torchboost.graph.aliasing.may_collide`).
+    """
+
+    norm: nn.Module
+    layer: nn.Module
+    behind: bool = False
+    copies: bool = True
+
+    @property
+    def pair(self) -> tuple[nn.Module, nn.Module, bool]:
+        """Everything but ``copies``."""
+        return self.norm, self.layer, self.behind
+
+
+def fold_batch_norms(model: nn.Module, optimizer: Optimizer | None = None, *, sample: Any = None) -> FoldReport:
+    """Fold every BatchNorm in eval mode into the convolution or linear layer next to it, exactly and in place.
+
+    A BatchNorm goes if it is certain that in every call it is all that a layer feeds; :func:`plan_folds` says when that
+    is so. Scale and shift are multiplied into the weight and added to the bias (``w' = w g / sqrt(v + eps)``,
+    ``b' = (b - m) g / sqrt(v + eps) + beta``, computed in float64). A BatchNorm directly in front of a layer goes into
+    that one if that is exact: not before zero padding. What a subclass of BatchNorm runs behind the normalisation, such
+    as a dropout and an activation, stays. The result is compared with the network before; if they differ by more than
+    rounding, everything is put back.
+
+    Limits: arguments without a default count as tensors, and Python attributes that the forward reads as they are now.
+
+    Args:
+        model: Changed in place. BatchNorms in training mode stay.
+        optimizer: Forgets the parameters of folded layers; new biases join the group of their weight.
+        sample: Input to trace and compare with, of the kind that the model will be called with: which arguments are
+            given and how many dimensions they have. Without it only what holds for every kind is folded, and the
+            comparison takes a guessed input.
+
+    Raises:
+        TypeError: Not a module.
+        IncompatibleError: The model is wrapped or sharded, or folding changed its outputs (then undone).
+        ValueError: The model does not run on ``sample``.
+    """
+    check_module(model)
+    wrapper = wrapper_of(model)
+    if wrapper is not None:
+        raise IncompatibleError(f"found a model wrapped by {wrapper}; fold the bare model, then wrap it.")
+    norms: dict[nn.Module, str] = {
+        module: name for name, module in model.named_modules() if isinstance(module, _BatchNorm)
+    }
+    if not norms:
+        return FoldReport()
+    flow = trace(model, sample=sample)
+    planned = plan_folds(model, flow=flow, sample=sample)
+    planned |= {norm: "it is in training mode; call model.eval() first" for norm in norms if norm.training}
+    kept = {norms[norm]: found for norm, found in planned.items() if isinstance(found, str)}
+    folds = [found for found in planned.values() if isinstance(found, Fold)]
+    difference = fold_pairs(model, folds, optimizer=optimizer, sample=sample) if folds else None
+    folded = tuple(norms[fold.norm] for fold in folds)
+    return FoldReport(folded=folded, kept=kept, largest_difference=difference, traced=flow.traced)
+
+
+def plan_folds(
+    model: nn.Module, *, flow: Dataflow | None = None, sample: Any = None, behind: bool = True
+) -> dict[nn.Module, Fold | str]:
+    """Say for every BatchNorm which layer can take it over for certain, or why none can.
+
+    It must be known that in every call the norm reads what the layer wrote, on the axis of the layer's channels, and
+    that nobody else reads it. A symbolic trace of a forward whose arguments have no defaults shows that for all
+    tensors, once every decision by a value or a shape was followed both ways. Such a forward is looked for from the
+    outside inwards: that of the model, else those of its parts, provided that the norm and the layer run inside it in
+    the pass that was traced. If the model runs on ``sample`` or on a guessed input, that pass must show the same pair.
+    Behind a linear layer, the number of dimensions must be certain too, or the channels might lie on another axis.
+
+    Refused are hooks, a ``forward`` set on an instance, parametrizations, shared weights, modules that run twice, and
+    norms that plain attributes hold beside the module tree.
+
+    Args:
+        model: Bare, in any mode: what its forward does in eval mode counts. Nothing in it changes.
+        flow: Its data flow, if it is known.
+        sample: Input of a forward pass: a tensor, a tuple or a dict. Which arguments it gives, and how many
+            dimensions they have, counts as the same in every call.
+        behind: Whether a layer behind the norm may take it over.
+
+    Returns:
+        A fold or a reason for every BatchNorm, in the order of registration.
+
+    Cost: a symbolic trace of the model or of parts of it, and a pass on ``sample`` or a guessed input.
+    """
+    flow = trace(model, sample=sample) if flow is None else flow
+    proofs = _Proofs.of(model, flow, sample)
+    shared, elsewhere = shared_weights(model), held_elsewhere(model)
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return {
+        norm: f"{elsewhere[norm]} holds it too" if norm in elsewhere else _settled_fold(proofs, norm, shared, behind)
+        for norm in norms
+    }
+
+
+class _Region(NamedTuple):
+    module: nn.Module
+    paths: list[Dataflow]
+
+    def holds(self, fold: Fold) -> bool:
+        return any(path.calls(fold.norm) and path.calls(fold.layer) for path in self.paths)
+
+
+class _Proofs(NamedTuple):
+    """What is known about the forward of a model.
+
+    Args:
+        seen: Passes of the whole model, traced or run.
+        regions: Modules whose forward was traced for all tensors, and its data flow on every path.
+        exemplary: Whether the number of dimensions in the passes that were run counts for every call.
+    """
+
+    seen: tuple[Dataflow, ...]
+    regions: tuple[_Region, ...]
+    exemplary: bool
+
+    @classmethod
+    def of(cls, model: nn.Module, flow: Dataflow, sample: Any) -> _Proofs:
+        if flow.traced == "structure":
+            return cls((flow,), (), False)
+        ran = flow if flow.traced == "run" else trace_run(model, sample=sample)
+        seen = (flow,) if ran is None or ran is flow else (flow, ran)
+        return cls(seen, tuple(_regions(model, flow, sample)), sample is not None)
+
+
+def _regions(module: nn.Module, flow: Dataflow, sample: Any) -> Iterator[_Region]:
+    if not any(isinstance(inner, _BatchNorm) for inner in module.modules()):
+        return
+    if sample is not None or _has_fixed_arguments(module):
+        is_root = any(node.running[:1] == (module,) for node in flow.nodes)
+        paths = [flow] if flow.traced == "fx" and is_root else trace_all_paths(module, sample)
+        if paths is not None:
+            yield _Region(module, paths)
+            return
+    for child in module.children():
+        yield from _regions(child, flow, None)
+
+
+def _has_fixed_arguments(module: nn.Module) -> bool:
+    """Whether every call of a forward gives the same arguments, so that a trace of it is one of all calls."""
+    if own_forward(module) is not None:
+        return False
+    arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return all(a.kind in plain and a.default is a.empty for a in arguments)
+
+
+def _settled_fold(proofs: _Proofs, norm: _BatchNorm, shared: set[Tensor], behind: bool) -> Fold | str:
+    found = _find_fold(proofs.seen[0], norm, shared, behind)
+    if isinstance(found, str):
+        return found
+    region = next((region for region in proofs.regions if region.holds(found)), None)
+    if region is None:
+        return (
+            "a forward around it takes optional arguments or cannot be traced, so that other calls may take another "
+            "path; pass an input as sample="
+        )
+    paths = [path for path in region.paths if path.calls(norm) or path.calls(found.layer)]
+    if any(_pair_in(path, norm, shared, behind) != found.pair for path in paths):
+        return "what is around it depends on values or shapes"
+    for seen in proofs.seen:
+        call = next(iter(seen.calls(norm)), -1)
+        if _pair_in(seen, norm, shared, behind) != found.pair or region.module not in seen.nodes[call].running:
+            return "what is around it depends on how the model is called"
+        if region.module not in seen.nodes[seen.calls(found.layer)[0]].running:
+            return f"the {type(found.layer).__name__} next to it is called from elsewhere"
+    if isinstance(found.layer, nn.Linear):
+        certain = {path.nodes[path.calls(norm)[0]].rank for path in paths} == {2}
+        shown = {seen.nodes[seen.calls(norm)[0]].rank for seen in proofs.seen if proofs.exemplary}
+        if not certain and 2 not in shown:
+            return (
+                "whether it normalises the features of the linear layer depends on the number of dimensions; flatten "
+                "in front of the layer, or pass an input as sample="
+            )
+    return found._replace(copies=any(may_collide(path, path.calls(norm)[0]) for path in (*paths, *proofs.seen)))
+
+
+def _pair_in(flow: Dataflow, norm: _BatchNorm, shared: set[Tensor], behind: bool) -> tuple[Any, ...] | None:
+    found = _find_fold(flow, norm, shared, behind)
+    return found.pair if isinstance(found, Fold) else None
+
+
+def _find_fold(flow: Dataflow, norm: _BatchNorm, shared: set[Tensor], behind: bool) -> Fold | str:
+    """The layer that can take over a norm in one data flow, or why none can."""
+    obstacle = fold_obstacle(flow, norm, shared)
+    if obstacle is None:
+        before = flow.nodes[flow.nodes[flow.calls(norm)[0]].inputs[0]].module
+        assert before is not None
+        return Fold(norm, before)
+    if behind and _norm_obstacle(flow, norm) is None and is_plain_norm(norm):
+        (call,) = flow.calls(norm)
+        # The layer must run next: an operation in between may write to what the norm has read.
+        if flow.consumers[call] == (call + 1,):
+            layer = flow.nodes[call + 1].module
+            if layer is not None and _takes_input_exactly(flow, layer, norm, shared):
+                return Fold(norm, layer, behind=True)
+    return obstacle
+
+
+def is_plain_norm(norm: nn.Module) -> bool:
+    """Whether a BatchNorm computes what torch's own does; subclasses may add an activation, for one."""
+    return norm_tail(norm) == ()
+
+
+def shared_weights(model: nn.Module) -> set[Tensor]:
+    """Return the parameters that stand in more than one module."""
+    owners = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
+    return {parameter for parameter, count in owners.items() if count > 1}
+
+
+def fold_obstacle(flow: Dataflow, norm: _BatchNorm, shared: set[Tensor]) -> str | None:
+    """Say why a BatchNorm cannot be folded into the layer before it in this data flow; None if it can."""
+    obstacle = _norm_obstacle(flow, norm)
+    if obstacle is not None:
+        return obstacle
+    node = flow.nodes[flow.calls(norm)[0]]
+    before = flow.nodes[node.inputs[0]] if len(node.inputs) == 1 else None
+    if before is None or not isinstance(before.module, WEIGHTED):
+        return "no convolution or linear layer in front to fold it into"
+    if flow.consumers[before.index] != (node.index,):
+        return f"the output of {before.label} is also used elsewhere"
+    return _layer_obstacle(flow, before.module, norm.num_features, shared)
+
+
+def _norm_obstacle(flow: Dataflow, norm: _BatchNorm) -> str | None:
+    calls = flow.calls(norm)
+    if flow.traced == "structure":
+        return "the data flow could not be traced; pass an input as sample="
+    if norm_tail(norm) is None:
+        return f"{type(norm).__name__} has its own forward, or hooks"
+    if norm.running_mean is None or norm.running_var is None:
+        return "it keeps no running statistics"
+    if len(calls) != 1:
+        return f"it is used {len(calls)} times" if calls else "the traced pass does not reach it"
+    return None
+
+
+def _layer_obstacle(flow: Dataflow, layer: nn.Module, width: int, shared: set[Tensor]) -> str | None:
+    if len(flow.calls(layer)) != 1:
+        return f"the {type(layer).__name__} next to it is used {len(flow.calls(layer))} times"
+    weight = layer._parameters.get("weight")
+    if not _computes_as_torch(layer) or weight is None:
+        return f"the {type(layer).__name__} next to it computes its weight anew or has its own forward"
+    if is_customised(layer):
+        return f"the {type(layer).__name__} next to it has hooks or a forward of its own on the instance"
+    if weight in shared or layer._parameters.get("bias") in shared:
+        return f"the {type(layer).__name__} next to it shares its weight with another layer"
+    channels = layer.out_channels if isinstance(layer, _ConvNd) else layer.out_features
+    return None if channels == width else f"it normalises {width} channels, the layer in front has {channels}"
+
+
+def _computes_as_torch(layer: nn.Module) -> bool:
+    if type(layer).forward not in _STOCK_FORWARDS or "_conv_forward" in vars(layer):
+        return False
+    inner = getattr(type(layer), "_conv_forward", None)
+    return inner is None or inner in _STOCK_FORWARDS
+
+
+def _takes_input_exactly(flow: Dataflow, layer: nn.Module, norm: _BatchNorm, shared: set[Tensor]) -> bool:
+    if isinstance(layer, nn.Linear):
+        fits = layer.in_features == norm.num_features
+    elif isinstance(layer, _ConvNd) and not isinstance(layer, _ConvTransposeNd):
+        padded = layer.padding != "valid" and any(p != 0 for p in layer._reversed_padding_repeated_twice)
+        fits = layer.in_channels == norm.num_features and (not padded or layer.padding_mode != "zeros")
+    else:
+        return False
+    width = layer.out_channels if isinstance(layer, _ConvNd) else layer.out_features
+    return fits and _layer_obstacle(flow, layer, width, shared) is None
+
+
+def fold_pairs(
+    model: nn.Module, folds: Sequence[Fold], *, optimizer: Optimizer | None = None, sample: Any = None
+) -> float | None:
+    """Fold the given pairs, compare the outputs in eval mode, and put all back if they differ or anything raises.
+
+    Returns:
+        The largest difference relative to the largest output, or None where the model could not be run.
+
+    Raises:
+        IncompatibleError: The outputs differ by more than rounding; the model is as it was before.
+        ValueError: The model does not run on ``sample``, or computes NaN or infinities.
+    """
+    run = runnable(model, sample)
+    before = evaluate(*run) if run is not None else []
+    if any(bool(outputs.isnan().any()) for outputs in before) or (before and not any(map(_finite, before))):
+        raise ValueError("the model computes NaN or infinities, as one that diverged; BatchNorm was left as it is.")
+    layers = dict.fromkeys(fold.layer for fold in folds)
+    held = [(layer, layer._parameters["weight"], layer._parameters["bias"]) for layer in layers]
+    inside = set(model.parameters())
+    written = [parameter for _, *parameters in held for parameter in parameters if parameter is not None]
+    stand_ins = [RemovedNorm(fold.norm, copies=fold.copies, layer=fold.layer, behind=fold.behind) for fold in folds]
+    with undone_on_error(model, optimizer, written=written):
+        for fold, stand_in in zip(folds, stand_ins, strict=True):
+            _fold_into_next(fold) if fold.behind else _fold_into_previous(fold)
+            replace_module(model, fold.norm, stand_in)
+        difference = largest_difference(before, evaluate(*run)) if run is not None else None
+        if difference is not None and not difference <= _tolerance(model):
+            raise IncompatibleError(
+                f"folding BatchNorm changed the outputs by {difference:.1e} (relative), so the data flow is not what "
+                "the trace shows; the model was put back. Pass an input that takes the usual path as sample=."
+            )
+        if optimizer is not None:
+            added = [
+                (layer.bias, weight, "bias")
+                for layer, weight, bias in held
+                if bias is None and isinstance(layer.bias, Parameter) and isinstance(weight, Parameter)
+            ]
+            rebind_optimizer(optimizer, removed=inside - set(model.parameters()), added=added)
+    return difference
+
+
+def _scale_and_shift(norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """The affine map of a BatchNorm in eval mode, in float64 and with shape ``(channels,)``."""
+    assert isinstance(norm, _BatchNorm)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    scale = (norm.running_var.double() + norm.eps).rsqrt()
+    if norm.weight is not None:
+        scale = scale * norm.weight.double()
+    shift = -norm.running_mean.double() * scale
+    return scale, shift if norm.bias is None else shift + norm.bias.double()
+
+
+def fold_into_layer(norm: nn.Module, layer: nn.Module) -> None:
+    """Fold a BatchNorm in eval mode into the layer before it, in place; the layer gets a bias if it has none."""
+    _fold_into_previous(Fold(norm, layer))
+
+
+@torch.no_grad()
+def _fold_into_previous(fold: Fold) -> None:
+    layer, (scale, shift) = fold.layer, _scale_and_shift(fold.norm)
+    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    assert weight is not None
+    if isinstance(layer, _ConvTransposeNd):  # (in, out / groups, ...), channels of a group stand together
+        grouped = weight.double().unflatten(0, (layer.groups, -1))
+        factor = scale.view(layer.groups, 1, -1, *[1] * (weight.ndim - 2))
+        scaled = (grouped * factor).flatten(0, 1)
+    else:
+        scaled = weight.double() * scale.view(-1, *[1] * (weight.ndim - 1))
+    _set(layer, scaled, shift if bias is None else bias.double() * scale + shift)
+
+
+@torch.no_grad()
+def _fold_into_next(fold: Fold) -> None:
+    layer, (scale, shift) = fold.layer, _scale_and_shift(fold.norm)
+    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    assert weight is not None
+    groups = layer.groups if isinstance(layer, _ConvNd) else 1
+    grouped = weight.double().unflatten(0, (groups, -1))
+    view = (groups, 1, -1, *[1] * (weight.ndim - 2))
+    constant = (grouped * shift.view(view)).flatten(2).sum(-1).flatten()
+    _set(layer, (grouped * scale.view(view)).flatten(0, 1), constant if bias is None else bias.double() + constant)
+
+
+def _set(layer: nn.Module, weight: Tensor, bias: Tensor) -> None:
+    """Write what was computed; nothing is changed if that failed."""
+    old_weight, old_bias = layer._parameters["weight"], layer._parameters["bias"]
+    assert old_weight is not None
+    if old_bias is None:
+        layer._parameters["bias"] = Parameter(bias.to(old_weight.dtype), requires_grad=old_weight.requires_grad)
+    else:
+        old_bias.copy_(bias)
+    old_weight.copy_(weight)
+
+
+def largest_difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
+    """Return the largest change of an output, relative to the largest output; infinite if they cannot be compared.
+
+    Infinities, such as those of masks, must stay where they are.
+    """
+    if [(a.shape, a.dtype) for a in before] != [(b.shape, b.dtype) for b in after]:
+        return math.inf
+    largest = change = 0.0
+    for a, b in zip(before, after, strict=True):
+        finite = torch.isfinite(a)
+        if not torch.equal(a[~finite], b[~finite]) or not bool(torch.isfinite(b[finite]).all()):
+            return math.inf
+        if bool(finite.any()):
+            largest = max(largest, float(a[finite].abs().max()))
+            change = max(change, float((a[finite].double() - b[finite].double()).abs().max()))
+    return change / largest if largest else change
+
+
+def _finite(outputs: Tensor) -> bool:
+    return bool(torch.isfinite(outputs).any())
+
+
+def _tolerance(model: nn.Module) -> float:
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return max([1e-3, *(64 * torch.finfo(kind).eps for kind in kinds)])

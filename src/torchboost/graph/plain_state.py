@@ -1,0 +1,305 @@
+"""Weights of a network that lost BatchNorm layers, written for the architecture that has them, and read from it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchboost.core.arguments import check_module
+from torchboost.core.wrapping import unwrap, wrapper_of
+from torchboost.errors import IncompatibleError
+from torchboost.graph.folding import fold_into_layer
+from torchboost.graph.normalized_linear import NormalizedLinear
+from torchboost.graph.removed_norm import NORM_TENSORS, RemovedNorm
+
+__all__ = ["load_plain_state_dict", "plain_state_dict"]
+
+_INSERTED = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Modules that wrappers put into the tree and leave out of the names of a state dict."""
+_WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+
+
+def plain_state_dict(
+    model: nn.Module, *, state: Mapping[str, Any] | None = None, keep_head: bool = False
+) -> dict[str, Any]:
+    """Return the weights for the architecture as it was before ``LessBN`` took BatchNorm layers out.
+
+    The dict fits a model of the original class that torchboost never touched. In eval mode that model computes the
+    same: every layer that is gone comes back as a BatchNorm with mean 0, variance 1 and a weight of ``sqrt(1 + eps)``,
+    so that its scale is one; where folding gave the layer in front a bias, it becomes the bias of the BatchNorm. The
+    outputs are equal up to the rounding of one multiplication and addition for each such layer (on CPU mostly bit for
+    bit, 1e-6 relative in float32). Limit: training that model further differs, since its BatchNorms use
+    the statistics of the batch again.
+
+    Names are those of the model inside DDP, ``DataParallel`` and ``torch.compile``. With FSDP2 the parts are gathered:
+    all ranks must call this, and each gets the whole. To spend less memory, gather the state dict yourself and hand it
+    over as ``state``.
+
+    Args:
+        model: Any module; without removed layers its own state dict comes back.
+        state: A state dict of ``model``, if it is not to be asked for one; an empty one gives an empty dict, as on
+            ranks that gather nothing.
+        keep_head: Keep the entries of a normalised head (``normalize_head``, ``fn_flag``) as they are, for an
+            architecture in which that layer is a ``NormalizedLinear``.
+
+    Returns:
+        The tensors of the model themselves, as ``state_dict()`` gives them, and new ones for the layers that are gone.
+
+    Raises:
+        TypeError: Not a module.
+        IncompatibleError: The head is normalised, which no linear layer expresses, a layer was folded into the one
+            behind it, or FSDP1 holds the model.
+
+    Example:
+        >>> import torch, torchboost
+        >>> def build():
+        ...     conv, norm = torch.nn.Conv2d, torch.nn.BatchNorm2d
+        ...     return torch.nn.Sequential(*[m for _ in range(4) for m in (conv(3, 3, 3), norm(3), torch.nn.ReLU())])
+        >>> model = build()
+        >>> torchboost.remove_batch_norms(model).removed
+        ('7',)
+        >>> plain = build()
+        >>> plain.load_state_dict(torchboost.plain_state_dict(model))
+        <All keys matched successfully>
+    """
+    check_module(model)
+    inner = unwrap(model)
+    _check_exportable(inner, keep_head)
+    own = inner.state_dict()
+    given = own if state is None else _without_wrappers(state, own)
+    if not given:
+        return {}
+    values = {name: _gathered(value) for name, value in given.items()}
+    for place in _removed_places(inner):
+        values |= _entries(place, values)
+    return _in_order(inner, values)
+
+
+def load_plain_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+    """Load weights of the original architecture into a model that ``LessBN`` took BatchNorm layers out of.
+
+    What :func:`plain_state_dict` wrote comes back as it was. Other weights, trained by someone else for instance, are
+    folded: scale and shift of a layer that is gone go into the layer in front, which gives the same outputs in
+    eval mode. Where that layer has no bias to take the shift, or none is in front, this is refused.
+
+    Args:
+        model: With removed layers or without, bare, or inside DDP, ``DataParallel`` or ``torch.compile``.
+        state: A state dict of the original architecture.
+        strict: Whether all names must match, as in ``Module.load_state_dict``.
+
+    Returns:
+        What ``load_state_dict`` of the model returns.
+
+    Raises:
+        TypeError: Not a module.
+        ValueError: ``state`` is not one of the original architecture, or this model cannot express it; nothing was
+            loaded.
+        IncompatibleError: The model is sharded.
+    """
+    check_module(model)
+    inner = unwrap(model)
+    _check_unsharded(inner)
+    own = inner.state_dict()
+    values = _without_wrappers(state, own)
+    for place in _removed_places(inner):
+        _absorb(place, values, own)
+    _check_fit(own, values, strict)
+    return inner.load_state_dict(values, strict=strict)
+
+
+class _Place(NamedTuple):
+    """One removed BatchNorm: the prefix of its names, and those of all names of the layer in front."""
+
+    norm: RemovedNorm
+    prefix: str
+    layer: nn.Module | None
+    layer_prefixes: tuple[str, ...]
+
+
+def _removed_places(model: nn.Module) -> Iterator[_Place]:
+    names = [(_visible(name), module) for name, module in model.named_modules(remove_duplicate=False)]
+    for name, norm in names:
+        if isinstance(norm, RemovedNorm):
+            layer = norm.layer
+            yield _Place(norm, f"{name}.", layer, tuple(f"{path}." for path, other in names if other is layer))
+
+
+def _visible(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _INSERTED)
+
+
+def _without_wrappers(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict under the names of the bare model, whose own one tells when they are reached."""
+    values = dict(state)
+    for prefix in (*_WRAPPER_PREFIXES, *_WRAPPER_PREFIXES):
+        if not values.keys() & own.keys() and all(name.startswith(prefix) for name in values):
+            values = {name.removeprefix(prefix): value for name, value in values.items()}
+    return values
+
+
+def _gathered(value: Any) -> Any:
+    """The whole of a tensor that is spread over ranks."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _check_exportable(model: nn.Module, keep_head: bool) -> None:
+    if wrapper_of(model) == "FullyShardedDataParallel":
+        raise IncompatibleError(
+            "found a model inside FullyShardedDataParallel (FSDP1), whose parameters have lost their shapes; use "
+            "fully_shard, or load a gathered state dict into a bare model that LessBN changed likewise."
+        )
+    heads = [_visible(name) for name, module in model.named_modules() if isinstance(module, NormalizedLinear)]
+    if heads and not keep_head:
+        raise IncompatibleError(
+            f"'{heads[0]}' is a normalised head: it divides its inputs by their length, which no linear layer does, so "
+            "the original architecture cannot compute the same. Train with normalize_head=False (fn_flag=False), or "
+            "put a NormalizedLinear into the original architecture and call plain_state_dict(model, keep_head=True)."
+        )
+    behind = [_visible(name) for name, module in model.named_modules() if _is_lost(module)]
+    if behind:
+        raise IncompatibleError(
+            f"'{behind[0]}' was folded into the layer behind it, which got a bias that the original architecture "
+            "does not have; take the state of the model before fold_batch_norms."
+        )
+
+
+def _is_lost(module: nn.Module) -> bool:
+    return isinstance(module, RemovedNorm) and module.behind and module.adds_bias
+
+
+def _check_unsharded(model: nn.Module) -> None:
+    wrapper = wrapper_of(model)
+    if wrapper in ("fully_shard", "FullyShardedDataParallel"):
+        raise IncompatibleError(
+            f"found a model wrapped by {wrapper}; load the plain state dict into the bare model before it is sharded."
+        )
+
+
+def _entries(place: _Place, values: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of one BatchNorm whose scale is one; takes the bias of the layer in front out of ``values``."""
+    norm, width = place.norm, place.norm.num_features
+    shift: Tensor | None = None
+    if norm.adds_bias:
+        found = [values.pop(f"{prefix}bias", None) for prefix in place.layer_prefixes]
+        shift = next((bias for bias in found if bias is not None), None)
+    like = _reference(place, values)
+    mean, variance = like.new_zeros(width), like.new_ones(width)
+    entries: dict[str, Any] = {}
+    if norm.affine:
+        weight = like.new_full((width,), _neutral(norm.eps, like.dtype, weight=True))
+        entries = {"weight": weight, "bias": like.new_zeros(width) if shift is None else shift}
+    else:
+        variance = like.new_full((width,), _neutral(norm.eps, like.dtype, weight=False))
+        mean = mean if shift is None else -shift
+    entries |= {"running_mean": mean, "running_var": variance}
+    if norm.batches is not None:
+        entries["num_batches_tracked"] = torch.tensor(norm.batches, device=like.device)
+    return {place.prefix + name: value for name, value in entries.items()}
+
+
+def _reference(place: _Place, values: Mapping[str, Any]) -> Tensor:
+    """A tensor of the device and type that the BatchNorm would have: those of its layer, else of any other."""
+    own = [values.get(f"{prefix}weight") for prefix in place.layer_prefixes]
+    floating = (v for v in [*own, *values.values()] if isinstance(v, Tensor) and v.is_floating_point())
+    return next(floating, torch.empty(0))
+
+
+def _neutral(eps: float, dtype: torch.dtype, *, weight: bool) -> float:
+    """The weight (or, without one, the variance) with which ``batch_norm`` multiplies by one, rounding included."""
+    ideal = torch.tensor((1 + eps) ** 0.5 if weight else 1 - eps, dtype=dtype)
+    candidates = [ideal]
+    if dtype in (torch.float32, torch.float64):
+        candidates += [torch.nextafter(ideal, torch.tensor(end, dtype=dtype)) for end in (0.0, 2.0)]
+    one, zero = torch.ones(1, 1, dtype=dtype), torch.zeros(1, dtype=dtype)
+
+    def error(value: Tensor) -> float:
+        scale, variance = (value, one[0]) if weight else (one[0], value)
+        result = F.batch_norm(one, zero, variance.view(1), scale.view(1), zero, eps=eps)
+        return abs(float(result) - 1)
+
+    return float(min(candidates, key=error))
+
+
+def _in_order(model: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
+    """As ``state_dict()`` of the original architecture has them: by module, in order of registration."""
+    places = {_visible(name): at for at, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+
+    def place(name: str) -> int:
+        while name and name not in places:
+            name = name.rpartition(".")[0]
+        return places.get(name, 0)
+
+    return {name: values[name] for name in sorted(values, key=lambda name: place(name.rpartition(".")[0]))}
+
+
+def _absorb(place: _Place, values: dict[str, Any], own: Mapping[str, Any]) -> None:
+    """Take one BatchNorm out of ``values``; its scale and shift go into the layer in front."""
+    name, norm = place.prefix[:-1], place.norm
+    tensors = {key: values.pop(place.prefix + key, None) for key in NORM_TENSORS}
+    mean, variance = tensors["running_mean"], tensors["running_var"]
+    if mean is None or variance is None:
+        raise ValueError(
+            f"state: found no statistics of '{name}', a BatchNorm that less_bn removed here, so this is not a state "
+            "dict of the original architecture. One of a model that was changed likewise goes into "
+            "model.load_state_dict(state)."
+        )
+    if mean.shape != (norm.num_features,):
+        raise ValueError(f"state: '{name}' has {tuple(mean.shape)} statistics, the model {norm.num_features} channels.")
+    plain = nn.BatchNorm1d(norm.num_features, eps=norm.eps, device=mean.device, dtype=torch.float64)
+    with torch.no_grad():
+        plain.running_mean.copy_(mean)  # pyright: ignore[reportOptionalMemberAccess]
+        plain.running_var.copy_(variance)  # pyright: ignore[reportOptionalMemberAccess]
+        for key in ("weight", "bias"):
+            if tensors[key] is not None:
+                getattr(plain, key).copy_(tensors[key])
+        scale = plain.weight * (variance.double() + norm.eps).rsqrt()
+        shift = plain.bias - mean.double() * scale
+    rounding = 8 * torch.finfo(mean.dtype).eps
+    neutral = bool(((scale - 1).abs() <= rounding).all())
+    adds = any(f"{prefix}bias" in own for prefix in place.layer_prefixes) and norm.adds_bias
+    if neutral and (adds or not shift.any()):
+        values |= {f"{prefix}bias": shift.to(mean.dtype) for prefix in place.layer_prefixes if adds}
+        return
+    _fold(place, plain, values, own)
+
+
+def _fold(place: _Place, plain: nn.Module, values: dict[str, Any], own: Mapping[str, Any]) -> None:
+    name, prefixes = place.prefix[:-1], place.layer_prefixes
+    weight = values.get(f"{prefixes[0]}weight") if prefixes else None
+    if place.layer is None or place.norm.behind or weight is None:
+        raise ValueError(
+            f"state: '{name}' scales and shifts, and no layer in front of it can take that over; load the state into "
+            "the original architecture and call remove_batch_norms on that, which keeps such a BatchNorm."
+        )
+    layer = copy.deepcopy(place.layer)
+    bias = values.get(f"{prefixes[0]}bias")
+    layer._parameters["weight"] = nn.Parameter(weight.detach().clone(), requires_grad=False)
+    layer._parameters["bias"] = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+    fold_into_layer(plain, layer)
+    if f"{prefixes[0]}bias" not in own:
+        raise ValueError(
+            f"state: '{name}' shifts its values, and '{prefixes[0][:-1]}' in front of it has no bias to take that "
+            "over; load the state into the original architecture and call remove_batch_norms on that, which folds it."
+        )
+    for prefix in prefixes:
+        values[f"{prefix}weight"] = layer._parameters["weight"]
+        values[f"{prefix}bias"] = layer._parameters["bias"]
+
+
+def _check_fit(own: Mapping[str, Any], values: Mapping[str, Any], strict: bool) -> None:
+    missing, strange = [n for n in own if n not in values], [n for n in values if n not in own]
+    if strict and (missing or strange):
+        head = " A normalised head has no counterpart in it." if any(n.endswith(".multiplier") for n in missing) else ""
+        raise ValueError(
+            f"state: {len(missing)} names are missing ({', '.join(missing[:3]) or '-'}), {len(strange)} are not those "
+            f"of the model ({', '.join(strange[:3]) or '-'}); give the state dict of the original architecture.{head}"
+        )
+    for name in values:
+        expected, found = own.get(name), values[name]
+        if isinstance(expected, Tensor) and isinstance(found, Tensor) and expected.shape != found.shape:
+            raise ValueError(f"state: '{name}' has shape {tuple(found.shape)}, the model {tuple(expected.shape)}.")

@@ -1,0 +1,112 @@
+"""What stands where a BatchNorm was: it hands its input on and remembers what it replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchboost.graph.structure import norm_tail
+
+__all__ = ["NORM_TENSORS", "RemovedNorm"]
+
+NORM_TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+
+
+class RemovedNorm(nn.Module):
+    """The identity in place of a BatchNorm; its type tells, also in a wrapped or sharded model, that one is gone.
+
+    It answers the settings of the BatchNorm (``num_features``, ``eps``, ``momentum``, ``affine``,
+    ``track_running_stats`` and whatever else was set on it), but none of its tensors. What a subclass of BatchNorm
+    does behind the normalisation with modules of its own, such as an activation, it does as well, under the same names.
+    TorchScript, tracing and ``torch.export`` read it.
+
+    Args:
+        norm: The BatchNorm; see :func:`~torchboost.graph.structure.norm_tail` for the kinds that can go.
+        copies: Return a copy of the input. Needed if the input is used elsewhere and something may write to the output
+            in place.
+        layer: The layer in front, if it feeds this BatchNorm only: what the BatchNorm did can be folded into it.
+        behind: ``layer`` is the one behind instead.
+
+    Attributes:
+        copies: As given.
+        tail: Names of the modules that the input passes through; they are the first children, in this order.
+        behind: As given.
+        adds_bias: Whether ``layer`` had no bias, so that one that it has now holds the shift of the BatchNorm.
+        batches: How many batches the BatchNorm had counted; None if it counted none.
+
+    Raises:
+        ValueError: It is not known what the BatchNorm computes.
+    """
+
+    __jit_unused_properties__ = ("layer", "is_identity")
+
+    def __init__(
+        self, norm: nn.Module, *, copies: bool = True, layer: nn.Module | None = None, behind: bool = False
+    ) -> None:
+        super().__init__()
+        tail = norm_tail(norm)
+        if tail is None:
+            raise ValueError(f"this {type(norm).__name__} computes more than a BatchNorm, so it cannot be left out.")
+        own = vars(self).keys()
+        vars(self).update({name: value for name, value in vars(norm).items() if name not in own})
+        for name in dict.fromkeys((*tail, *norm._modules)):
+            self.add_module(name, norm._modules[name])
+        count = norm._buffers["num_batches_tracked"]
+        self.batches = None if count is None else 0 if count.is_meta else int(count)
+        self.copies = copies
+        self.behind = behind
+        self.tail = tail
+        self.adds_bias = layer is not None and layer._parameters.get("bias") is None
+        self._layer = () if layer is None else (layer,)  # in a tuple it is not registered as a part of this module
+        self.training = norm.training
+
+    @property
+    def layer(self) -> nn.Module | None:
+        """The layer in front, as given."""
+        return self._layer[0] if self._layer else None
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the output is the input itself."""
+        return not self.tail and not self.copies
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the input or a copy of it, passed through the tail."""
+        output = input.clone() if self.copies else input
+        for at, child in enumerate(self.children()):  # TorchScript reads no other way to run modules by their number
+            if at < len(self.tail):
+                output = child(output)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        if name in NORM_TENSORS:
+            raise AttributeError(
+                f"this BatchNorm over {vars(self).get('num_features')} channels was removed by less_bn, so it has no "
+                f"'{name}'; look for isinstance(module, nn.BatchNorm2d) first, or keep it (docs/algorithms/less_bn.md)."
+            )
+        return super().__getattr__(name)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if f"{prefix}running_mean" in state_dict:
+            error_msgs.append(
+                f"'{prefix[:-1]}' is a BatchNorm in this state dict, and less_bn removed it from the model; load a "
+                "state dict of the original architecture with torchboost.load_plain_state_dict(model, state)."
+            )
+
+    def extra_repr(self) -> str:
+        """Return the width and what happens to the input, for ``repr``."""
+        return f"{self.num_features}{', copies' * self.copies}"

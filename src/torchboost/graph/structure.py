@@ -1,0 +1,210 @@
+"""What modules tell without a pass through the model: how a BatchNorm ends, and the data flow of a module tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+
+from torchboost.graph.flow import Dataflow, FlowBuilder
+
+__all__ = ["assume", "is_customised", "norm_tail"]
+
+_STOCK_NORMS = (_BatchNorm.forward, SyncBatchNorm.forward)
+_STATE = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+
+
+def norm_tail(norm: nn.Module) -> tuple[str, ...] | None:
+    """Name the modules inside a BatchNorm that its normalised values pass through, in order.
+
+    ``()`` is torch's own BatchNorm. A subclass that adds, for instance, dropout and an activation as modules of its own
+    gives their names, found by watching its ``forward`` in both modes on a tensor without data. None means that what
+    it computes is not known: something else happens in its ``forward``, one of them twice for instance, or on the
+    instance (hooks, another ``forward``, parametrizations).
+
+    Cost: nothing for torch's own classes, a few milliseconds for subclasses.
+    """
+    if not isinstance(norm, _BatchNorm) or is_customised(norm) or {*norm._parameters, *norm._buffers} != _STATE:
+        return None
+    if type(norm).forward in _STOCK_NORMS:
+        return ()
+    modes = (False,) if isinstance(norm, SyncBatchNorm) else (False, True)  # training one asks for ranks and devices
+    tails = {_watched_tail(norm, training) for training in modes}
+    tail = tails.pop() if len(tails) == 1 else None
+    return None if tail is None or len({norm._modules[name] for name in tail}) < len(tail) else tail
+
+
+def is_customised(module: nn.Module) -> bool:
+    """Whether a call does more than the ``forward`` of the class: hooks, one on the instance, parametrizations."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    watched = any(p is not None and p._backward_hooks for p in module._parameters.values())
+    called = type(module).__call__ is not nn.Module.__call__
+    return any(hooks) or watched or called or "forward" in vars(module) or "parametrizations" in module._modules
+
+
+def _watched_tail(norm: _BatchNorm, training: bool) -> tuple[str, ...] | None:
+    """Run the forward of a subclass with stand-ins for its children, on nothing, and see what is handed to whom."""
+    twin = norm.__new__(type(norm))  # shares the parameters; what the forward changes is its own
+    buffers = {name: None if buffer is None else buffer.clone() for name, buffer in norm._buffers.items()}
+    for sides in (2, 1, 3, 0):
+        source = torch.empty(2, norm.num_features, *[2] * sides, device="meta")
+        watch = _Watch(twin, source)
+        children = {name: None if child is None else _Step(name, watch) for name, child in norm._modules.items()}
+        vars(twin).update(vars(norm) | {"_buffers": buffers, "_modules": children, "training": training})
+        try:
+            with torch.no_grad(), watch:
+                output = twin.forward(source)
+        except Exception:  # another number of dimensions, or whatever the forward of a subclass raises
+            continue
+        return tuple(watch.tail) if watch.normalised and output is watch.current and not watch.strange else None
+    return None
+
+
+class _Watch(TorchFunctionMode):
+    """Follows one tensor: first into ``batch_norm``, which is not computed, then from child to child."""
+
+    def __init__(self, norm: _BatchNorm, source: Tensor) -> None:
+        super().__init__()
+        self._norm = norm
+        self.current: Tensor | None = source
+        self.normalised = False
+        self.strange = False
+        self.tail: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.batch_norm and not self.normalised and args and args[0] is self.current:
+            self.normalised = True
+            self.strange |= not _with_its_own(self._norm, args, kwargs or {})
+            self.current = torch.empty_like(args[0])
+            return self.current
+        result = func(*args, **(kwargs or {}))
+        touched = any(value is self.current for value in (*args, *(kwargs or {}).values()))
+        self.strange |= touched and (result is None or isinstance(result, Tensor))  # sizes and the like do no harm
+        return result
+
+
+def _with_its_own(norm: _BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ``batch_norm`` is called with the statistics, affine map and ``eps`` of this norm."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given = {"training": False, "eps": 1e-5, **dict(zip(names, args, strict=False)), **kwargs}
+    own = all(given.get(name) is getattr(norm, name) for name in ("weight", "bias", "running_mean", "running_var"))
+    return own and given["eps"] == norm.eps and given["training"] is (norm.training or norm.running_mean is None)
+
+
+class _Step(nn.Module):
+    """Stands for a child of the watched module; hands on a tensor of its own."""
+
+    def __init__(self, name: str, watch: _Watch) -> None:
+        super().__init__()
+        self._name = name
+        self._watch = watch
+
+    def forward(self, value: Tensor) -> Tensor:
+        watch = self._watch
+        watch.strange |= value is not watch.current or not watch.normalised
+        watch.tail.append(self._name)
+        watch.current = None
+        watch.current = torch.empty_like(value)
+        return watch.current
+
+
+def assume(model: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> Dataflow:
+    """Assume that modules run in the order they were registered, and that blocks of fitting widths are residual.
+
+    A block is residual where its convolutions end with as many channels as they start with, at the same
+    resolution, or where one 1x1 convolution beside the others maps the block's input to its output. This is a
+    guess: right for the usual residual and plain networks, not proved for any. Nothing that must be exact may
+    rely on it.
+
+    Args:
+        model: Any module.
+        is_leaf: Which modules become one node.
+    """
+    builder = FlowBuilder()
+    last = _walk(model, builder, builder.add("input", "input"), is_leaf)
+    builder.add("output", "output", [last])
+    return builder.build("structure")
+
+
+def _walk(module: nn.Module, builder: FlowBuilder, entry: int, is_leaf: Callable[[nn.Module], bool]) -> int:
+    if is_leaf(module):
+        return builder.add("module", type(module).__name__, [entry], module)
+    split = _residual(module)
+    if split is not None:
+        main, shortcut = split
+        ends = [_chain([m for m in path if is_leaf(m)], builder, entry) for path in (main, shortcut)]
+        return builder.add("add", "add", ends)
+    for child in module.children():
+        entry = _walk(child, builder, entry, is_leaf)
+    return entry
+
+
+def _chain(modules: Sequence[nn.Module], builder: FlowBuilder, entry: int) -> int:
+    for module in modules:
+        entry = builder.add("module", type(module).__name__, [entry], module)
+    return entry
+
+
+def _residual(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]] | None:
+    """Main branch and shortcut of a block, or None. Containers and whatever holds a residual block are none."""
+    if isinstance(block, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+        return None
+    inner = [m for m in block.modules() if m is not block]
+    if any(_residual(m) is not None for m in inner):
+        return None
+    every = [m for m in inner if isinstance(m, _ConvNd)]
+    normalised = [c for c in every if _width_behind(inner, c) == c.out_channels]  # leaves out squeeze-and-excitation
+    return _split(inner, normalised) or _split(inner, every)
+
+
+def _split(inner: list[nn.Module], convolutions: Sequence[_ConvNd]) -> tuple[list[nn.Module], list[nn.Module]] | None:
+    if len(convolutions) < 2:
+        return None
+    for projection in (convolutions[-1], convolutions[0]):
+        others = [c for c in convolutions if c is not projection]
+        if _projects(projection, others):
+            return _without(inner, projection)
+    same = convolutions[0].in_channels == convolutions[-1].out_channels and _stride(convolutions) == 1
+    return (inner, []) if same and _fit(convolutions) else None
+
+
+def _width_behind(modules: list[nn.Module], convolution: _ConvNd) -> int | None:
+    """Channels of the normalisation registered right behind a convolution, if there is one."""
+    behind = modules[modules.index(convolution) + 1 :][:1]
+    return getattr(behind[0], "num_features", None) if behind else None
+
+
+def _projects(candidate: _ConvNd, others: Sequence[_ConvNd]) -> bool:
+    return (
+        len(others) > 0
+        and set(candidate.kernel_size) == {1}
+        and candidate.in_channels == others[0].in_channels
+        and candidate.out_channels == others[-1].out_channels
+        and _stride([candidate]) == _stride(others)
+        and _fit(others)
+    )
+
+
+def _without(modules: list[nn.Module], projection: _ConvNd) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Take a projection and the normalisation registered right behind it out of a block."""
+    at = modules.index(projection)
+    length = 2 if _width_behind(modules, projection) == projection.out_channels else 1
+    return modules[:at] + modules[at + length :], modules[at : at + length]
+
+
+def _fit(convolutions: Sequence[_ConvNd]) -> bool:
+    return all(a.out_channels == b.in_channels for a, b in pairwise(convolutions))
+
+
+def _stride(convolutions: Sequence[_ConvNd]) -> int:
+    product = 1
+    for convolution in convolutions:
+        product *= convolution.stride[0]
+    return product

@@ -1,0 +1,246 @@
+"""Exchange modules inside a model and let its optimizer follow, wholly or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from torchboost.core.living import living
+
+__all__ = [
+    "Rebinding",
+    "held_elsewhere",
+    "optimizers_holding",
+    "rebind_optimizer",
+    "replace_module",
+    "undone_on_error",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebinding:
+    """What :func:`rebind_optimizer` changed, in numbers of parameters.
+
+    Args:
+        removed: Left the groups; their state is gone.
+        replaced: Took the place of another one, without its state.
+        added: Joined the group of a parameter that was there before.
+    """
+
+    removed: int = 0
+    replaced: int = 0
+    added: int = 0
+
+
+def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> tuple[str, ...]:
+    """Put ``new`` wherever ``old`` stands in ``model``: under every name and in every parent that shares it.
+
+    ``new`` takes over the training flag; parts of ``old`` inside ``new`` keep theirs. Parameters and hooks are not
+    copied.
+
+    Returns:
+        Every qualified name under which ``old`` stood, in registration order.
+
+    Raises:
+        ValueError: ``old`` is ``model`` itself, which nothing in place can replace, or is not part of it.
+
+    Example:
+        >>> import torch
+        >>> from torchboost.graph.surgery import replace_module
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
+        >>> replace_module(model, model[1], torch.nn.Identity())
+        ('1',)
+    """
+    if old is model:
+        raise ValueError(f"found the model itself ({type(old).__name__}); only modules inside a model can be replaced.")
+    places = [
+        (path, parent, name)
+        for path, parent in model.named_modules()
+        for name, child in parent._modules.items()
+        if child is old
+    ]
+    if not places:
+        raise ValueError(f"this {type(old).__name__} is not part of the model; pass one of model.modules().")
+    parts = set(old.modules())
+    for module in new.modules():
+        if module not in parts:
+            module.training = old.training
+    for _, parent, name in places:
+        parent._modules[name] = new
+    return tuple(f"{path}.{name}" if path else name for path, _, name in places)
+
+
+@contextmanager
+def undone_on_error(
+    model: nn.Module, optimizer: Optimizer | None = None, *, written: Iterable[Tensor] = ()
+) -> Iterator[None]:
+    """Put everything back if the block raises or is interrupted.
+
+    That is: which modules and parameters stand where, training flags, the parameters and the state that the optimizer
+    holds, and the numbers in ``written``. Objects keep their identity. Buffers, other attributes and what steps of the
+    optimizer change are not looked at.
+
+    Args:
+        model: Changed in the block.
+        optimizer: Follows the changes.
+        written: Tensors whose numbers the block changes in place.
+
+    Cost: a copy of ``written``.
+    """
+    modules = [(module, dict(module._modules), dict(module._parameters), module.training) for module in model.modules()]
+    groups = [] if optimizer is None else [(group, _lists(group)) for group in optimizer.param_groups]
+    state = {} if optimizer is None else dict(optimizer.state)
+    numbers = [(tensor, tensor.detach().clone()) for tensor in written]
+    try:
+        yield
+    except BaseException:
+        for module, children, parameters, training in modules:
+            for registered, before in ((module._modules, children), (module._parameters, parameters)):
+                registered.clear()
+                registered.update(before)  # pyright: ignore[reportArgumentType,reportCallIssue]
+            module.training = training
+        with torch.no_grad():
+            for tensor, before in numbers:
+                tensor.copy_(before)
+        for group, lists in groups:
+            for name, entries in lists.items():
+                group[name][:] = entries
+        if optimizer is not None:
+            optimizer.state.update(state)
+        raise
+
+
+def _lists(group: Mapping[str, Any]) -> dict[str, list[Any]]:
+    return {name: list(group[name]) for name in ("params", "param_names") if name in group}
+
+
+def held_elsewhere(model: nn.Module) -> dict[nn.Module, str]:
+    """Find the modules that attributes hold beside the module tree, where :func:`replace_module` does not reach.
+
+    Looks through plain attributes of all modules: lists, tuples, sets, dicts, bound methods, partial functions and
+    modules in them that are not registered.
+
+    Returns:
+        Each such module and what holds it, such as ``"'path' of the model"``.
+    """
+    found: dict[nn.Module, str] = {}
+    registered = set(model.modules())
+    internal = vars(nn.Module()).keys()
+    for path, owner in model.named_modules():
+        for name, value in vars(owner).items():
+            if name in internal:
+                continue
+            for module in _modules_in(value, registered, set()):
+                found.setdefault(module, f"'{name}' of {f'{path!r}' if path else 'the model'}")
+    return found
+
+
+def _modules_in(value: Any, registered: set[nn.Module], seen: set[int]) -> Iterator[nn.Module]:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    inner: Iterable[Any] = ()
+    if isinstance(value, nn.Module):
+        yield value
+        inner = () if value in registered else [*value.children(), *vars(value).values()]
+    elif isinstance(value, Mapping):
+        inner = [*value.keys(), *value.values()]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        inner = value
+    elif isinstance(value, MethodType):
+        inner = [value.__self__]
+    elif isinstance(value, partial):
+        inner = [value.func, *value.args, *value.keywords.values()]
+    for entry in inner:
+        yield from _modules_in(entry, registered, seen)
+
+
+def optimizers_holding(parameters: Iterable[Parameter]) -> list[Optimizer]:
+    """Find the optimizers that hold one of these parameters (:func:`~torchboost.core.living.living`, with its cost)."""
+    wanted = {id(parameter) for parameter in parameters}
+    return [
+        optimizer
+        for optimizer in living(Optimizer)
+        if any(id(p) in wanted for group in vars(optimizer).get("param_groups", ()) for p in group["params"])
+    ]
+
+
+def rebind_optimizer(
+    optimizer: Optimizer,
+    *,
+    removed: Iterable[Parameter] = (),
+    replaced: Iterable[tuple[Parameter, Parameter]] = (),
+    added: Iterable[tuple[Parameter, Parameter, str]] = (),
+) -> Rebinding:
+    """Make the user's optimizer follow changed modules: same object, same group dictionaries, same number of groups.
+
+    A group that loses its last parameter stays, empty, so that schedulers keep their list of learning rates.
+    Checkpoints of the optimizer written before do not fit afterwards, since parameters are stored by position.
+
+    Args:
+        optimizer: Changed in place.
+        removed: Leave their group; their state is dropped.
+        replaced: Pairs ``(old, new)``: ``new`` takes the place of ``old``, whose state is dropped.
+        added: Triples ``(new, beside, label)``: ``new`` stands right after ``beside``, in the same group. Where the
+            optimizer does not hold ``beside``, it does not get ``new`` either. ``label``, such as ``"bias"``, is
+            for optimizers that list names.
+
+    Returns:
+        How many parameters were removed, replaced and added.
+
+    Raises:
+        ValueError: A group lists another number of names than of parameters; nothing was changed.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        names, parameters = group.get("param_names"), group["params"]
+        if names and len(names) != len(parameters):
+            raise ValueError(
+                f"optimizer: group {index} lists {len(names)} names for {len(parameters)} parameters; "
+                "make the optimizer of model.named_parameters(), or of model.parameters()."
+            )
+    gone = set(removed)
+    swaps = dict(replaced)
+    joining: dict[Parameter, list[tuple[Parameter, str]]] = {}
+    for new, beside, label in added:
+        joining.setdefault(beside, []).append((new, label))
+    counts = [0, 0, 0]
+    for group in optimizer.param_groups:
+        _rebind_group(group, gone, swaps, joining, counts)
+    for parameter in [*gone, *swaps]:
+        optimizer.state.pop(parameter, None)
+    return Rebinding(removed=counts[0], replaced=counts[1], added=counts[2])
+
+
+def _rebind_group(
+    group: dict[str, Any],
+    gone: set[Parameter],
+    swaps: dict[Parameter, Parameter],
+    joining: dict[Parameter, list[tuple[Parameter, str]]],
+    counts: list[int],
+) -> None:
+    """Edit the lists of one group in place; optimizers may hold on to them (LBFGS does)."""
+    old: list[Parameter] = group["params"]
+    names = group.get("param_names") or [""] * len(old)
+    entries: list[tuple[str, Parameter]] = []
+    for name, parameter in zip(names, old, strict=True):
+        if parameter in gone:
+            counts[0] += 1
+            continue
+        if parameter in swaps:
+            counts[1] += 1
+        entries.append((name, swaps.get(parameter, parameter)))
+        for new, label in joining.get(parameter, ()):
+            counts[2] += 1
+            entries.append((".".join([*name.split(".")[:-1], label]), new))
+    group["params"][:] = [parameter for _, parameter in entries]
+    if "param_names" in group:
+        group["param_names"][:] = [name for name, _ in entries]

@@ -1,0 +1,197 @@
+"""A fast copy of a network for inference: BatchNorm folded, channels-last, made of torch's own modules."""
+
+from __future__ import annotations
+
+import copyreg
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchboost.algorithms.channels_last import ChannelsLast
+from torchboost.core.wrapping import unwrap
+from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.graph.dataflow import evaluate
+from torchboost.graph.folding import fold_batch_norms, largest_difference
+from torchboost.graph.recording import Arguments
+from torchboost.graph.removed_norm import RemovedNorm
+from torchboost.graph.surgery import replace_module
+from torchboost.graph.twin import twin
+
+__all__ = ["fast_copy"]
+
+_TOLERANCE = 1e-4
+Pick = Callable[[Mapping[str, nn.Module], Any], str]
+"""Takes networks under their names and a sample they run on; returns the name of the fastest."""
+
+
+def fast_copy(network: nn.Module, *, sample: Any = None, pick: Pick | None = None) -> nn.Module:
+    """Return a copy for inference whose outputs equal those of ``network.eval()`` within 1e-4 of the largest output.
+
+    Every BatchNorm that certainly follows a convolution or linear layer is folded into it
+    (:func:`~torchboost.graph.folding.fold_batch_norms`), and kernels are stored channels-last. The copy is made of the
+    network's own classes and those of torch, without hooks or covers of ours, and computes in the precision of its
+    parameters. A normalised head stays what it is.
+
+    The result is checked. With ``sample``, at once. Without it, at the first call of the copy, with the inputs that
+    arrive there: an unfolded copy runs on them too. If the outputs differ or the forward does not work channels-last
+    (``view``), the copy stays in contiguous memory, or unfolded with a warning. Pickles and copies of a copy that was
+    never called are not checked.
+
+    Cost: a copy of the parameters; another one until the check. With ``sample`` and ``pick``, a few passes more.
+
+    Args:
+        network: Wrapped or not; left as it is.
+        sample: Input of the kind the copy will be called with: a tensor, a tuple of positional or a dict of keyword
+            arguments.
+        pick: Chooses among the forms that passed the check on ``sample``.
+
+    Raises:
+        TypeError: The network cannot be copied.
+        ValueError: The network does not run on ``sample``, or computes NaN or infinities.
+
+    Warns:
+        NoEffectWarning: Folding changed the outputs, so the copy computes as the network does.
+
+    Example:
+        >>> import torch
+        >>> network = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
+        >>> images = torch.randn(2, 3, 16, 16)
+        >>> fast = fast_copy(network, sample=images)
+        >>> [type(module).__name__ for module in fast]
+        ['Conv2d', 'Identity', 'ReLU']
+    """
+    bare = unwrap(network)
+    plain, fast = _as_torch(twin(bare)), twin(bare)
+    try:
+        folded = bool(fold_batch_norms(fast, sample=sample).folded)
+    except IncompatibleError as error:
+        warnings.warn(f"the copy for inference is not folded: {error}", NoEffectWarning, stacklevel=2)
+        folded = False
+    _as_torch(fast)
+    layout = ChannelsLast()
+    forms = {"plain": plain} | ({"folded": fast} if folded else {})
+    if sample is None:
+        if layout.needs_transform(fast):
+            layout.transform(fast)
+            folded = True
+        if folded:
+            _check_at_first_call(fast, plain)
+        return fast
+    if layout.needs_transform(fast):
+        forms["channels-last"] = twin(fast)
+        layout.transform(forms["channels-last"])
+    expected = evaluate(plain, sample)
+    right = {name: form for name, form in forms.items() if form is plain or _equal(form, sample, expected)}
+    if folded and "folded" not in right:
+        _warn_of_difference(3)
+    return right[pick(right, sample) if pick is not None and len(right) > 1 else next(reversed(right))]
+
+
+def _as_torch(model: nn.Module) -> nn.Module:
+    """Let modules of torch stand where BatchNorms were removed, with the same answers about the settings."""
+    for removed in [module for module in model.modules() if isinstance(module, RemovedNorm)]:
+        if removed is model or removed.copies:
+            continue  # no module of torch returns a copy
+        tail = OrderedDict((name, removed.get_submodule(name)) for name in removed.tail)
+        stand_in = nn.Sequential(tail) if tail else nn.Identity()
+        internal = {*vars(nn.Module()), "copies", "tail", "adds_bias", "_layer"}
+        vars(stand_in).update({name: value for name, value in vars(removed).items() if name not in internal})
+        replace_module(model, removed, stand_in)
+    return model
+
+
+def _equal(form: nn.Module, sample: Any, expected: list[Tensor]) -> bool:
+    try:
+        found = evaluate(form, sample)
+    except RuntimeError:  # such as that of a view that channels-last does not allow
+        return False
+    kinds = [outputs.dtype for outputs in expected if outputs.is_floating_point()]
+    allowed = max([_TOLERANCE, *(64 * torch.finfo(kind).eps for kind in kinds)])
+    return largest_difference(expected, found) <= allowed
+
+
+def _warn_of_difference(level: int) -> None:
+    warnings.warn(
+        "folding BatchNorm changed the outputs of the copy for inference, so it computes unfolded; the data flow is "
+        "not what a trace shows. Pass an input that takes the usual path as sample=.",
+        NoEffectWarning,
+        stacklevel=level + 1,
+    )
+
+
+def _check_at_first_call(fast: nn.Module, plain: nn.Module) -> None:
+    """Compare ``fast`` with ``plain`` in its first call, by a class of its own that it has until then.
+
+    ``torch.jit.script``, ``torch.export`` and pickles see the network's own class: they read ``forward`` only.
+    """
+    kind: Any = type(fast)
+    pending = _Pending(plain)
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tracing = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        if not (tracing or torch.compiler.is_compiling()):
+            pending.settle(self, kind, args, kwargs)
+        return kind.__call__(self, *args, **kwargs)
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        made, given, *rest = kind.__reduce_ex__(self, protocol)
+        if given[:1] == (checked,):  # pickle refuses copyreg.__newobj__ for another class than that of the object
+            return (copyreg._reconstructor, (kind, object, None), *rest)  # pyright: ignore[reportAttributeAccessIssue]
+        return (made, given, *rest)
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    checked = type(kind.__name__, (kind,), {**names, "__call__": __call__, "__reduce_ex__": __reduce_ex__})
+    fast.__class__ = checked
+
+
+class _Pending:
+    """The network that a copy is compared with, until it was."""
+
+    def __init__(self, plain: nn.Module) -> None:
+        self._plain: nn.Module | None = plain
+        self._lock = threading.RLock()
+
+    def settle(self, fast: nn.Module, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the copy what it is from now on; nothing happens if the network does not run on these inputs."""
+        with self._lock:
+            plain, self._plain = self._plain, None  # the copy may call itself
+            if plain is None:
+                return
+            same: bool | None = None
+            try:
+                same = _compare(fast, plain, Arguments(args, kwargs))
+            finally:
+                if same is None:  # these inputs tell nothing, or an interrupt came
+                    self._plain = plain
+            if same is None:
+                return
+            if not same:
+                vars(fast).clear()
+                vars(fast).update(vars(plain))
+            fast.__class__ = kind
+            if not same:
+                _warn_of_difference(3)
+
+
+def _compare(fast: nn.Module, plain: nn.Module, sample: Arguments) -> bool | None:
+    """Whether a copy, in contiguous memory if need be, computes what the network does; None if that cannot be known."""
+    try:
+        expected = evaluate(plain, sample)
+    except Exception:  # the call itself raises what there is to say
+        return None
+    if any(bool(outputs.isnan().any()) for outputs in expected):
+        return None
+    if _equal(fast, sample, expected):
+        return True
+    _contiguous(fast)
+    return _equal(fast, sample, expected)
+
+
+def _contiguous(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()

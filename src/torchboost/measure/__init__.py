@@ -1,0 +1,1 @@
+"""Stopwatch, statistics and evidence."""

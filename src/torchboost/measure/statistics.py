@@ -1,0 +1,230 @@
+"""Intervals for paired measurements: how much faster, and whether the accuracy held."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from torchboost.measure.evidence import Interval, Quality
+
+__all__ = [
+    "bootstrap_median",
+    "detectable_ratio",
+    "noninferiority",
+    "paired_difference",
+    "paired_ratio",
+    "t_quantile",
+    "total_ratio",
+]
+
+POWER = 0.8
+RESAMPLES = 2000
+
+
+def bootstrap_median(
+    values: Sequence[float], *, confidence: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
+) -> Interval:
+    """Return the median with its percentile bootstrap interval.
+
+    Limits: the interval never reaches beyond the smallest and largest value, which enclose the true median
+    with probability ``1 - 2 ** (1 - n)``; fewer than six values cannot carry 95 %. A single value is its own
+    interval.
+
+    Raises:
+        ValueError: No values, or a confidence outside (0, 1).
+    """
+    _check_confidence(confidence)
+    data = np.asarray(values, dtype=np.float64)
+    if data.size == 0:
+        raise ValueError("found no values; an interval needs at least one.")
+    medians = _resampled_medians(data, resamples, seed)
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(medians, [tail, 1 - tail])
+    return Interval(low=float(low), mid=float(np.median(data)), high=float(high), confidence=confidence)
+
+
+def paired_ratio(
+    baseline: Sequence[float], contestant: Sequence[float], *, confidence: float = 0.95, seed: int = 0
+) -> Interval:
+    """Return the typical ratio ``baseline[i] / contestant[i]``: above 1 the contestant is faster.
+
+    The statistic is the exponential of the median of the log-ratios. Logarithms make it symmetric: swapping
+    the two gives exactly the reciprocal interval. The median is chosen over the mean because the usual noise
+    of a shared machine is one-sided and heavy-tailed: a neighbour's burst in one round moves a mean by tens
+    of percent and a median not at all. A contestant that alternates between cheap and dear steps must
+    therefore be sampled in whole cycles (``calls`` of :func:`torchboost.measure.stopwatch.compare`).
+
+    Args:
+        baseline: Seconds, one per round.
+        contestant: Seconds, one per round, same rounds in the same order.
+        confidence: Two-sided.
+        seed: Of the resampling.
+
+    Raises:
+        ValueError: Different lengths, nothing measured, or a time that is not positive.
+    """
+    interval = bootstrap_median(_log_ratios(baseline, contestant), confidence=confidence, seed=seed)
+    low, mid, high = (math.exp(x) for x in (interval.low, interval.mid, interval.high))
+    return Interval(low=low, mid=mid, high=high, confidence=confidence)
+
+
+def total_ratio(
+    baseline: Sequence[float], contestant: Sequence[float], *, confidence: float = 0.95, seed: int = 0
+) -> Interval:
+    """Return ``sum(baseline) / sum(contestant)`` with its paired bootstrap interval, for steps that differ in cost.
+
+    Rounds are resampled whole, so that a disturbance of one round stays with both.
+
+    Raises:
+        ValueError: Different lengths, nothing measured, or a time that is not positive.
+    """
+    _log_ratios(baseline, contestant)
+    _check_confidence(confidence)
+    pairs = np.stack([np.asarray(baseline, dtype=np.float64), np.asarray(contestant, dtype=np.float64)])
+    picks = np.random.default_rng(seed).integers(0, pairs.shape[1], size=(RESAMPLES, pairs.shape[1]))
+    totals = pairs[:, picks].sum(axis=2)
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(totals[0] / totals[1], [tail, 1 - tail])
+    mid = pairs[0].sum() / pairs[1].sum()
+    return Interval(low=float(min(low, mid)), mid=float(mid), high=float(max(high, mid)), confidence=confidence)
+
+
+def detectable_ratio(
+    baseline: Sequence[float], contestant: Sequence[float], *, confidence: float = 0.95, seed: int = 0
+) -> float:
+    """Return the smallest gain these rounds would have shown in four of five repetitions; 0.03 means 3 %.
+
+    It is ``exp((z_confidence + z_power) * s) - 1`` with ``s`` the bootstrap standard error of the median
+    log-ratio. A measured "no difference" says nothing about differences below it. Infinite for fewer than
+    three rounds.
+    """
+    _check_confidence(confidence)
+    logs = np.asarray(_log_ratios(baseline, contestant))
+    if logs.size < 3:
+        return math.inf
+    spread = float(np.std(_resampled_medians(logs, RESAMPLES, seed)))
+    return math.exp((_normal_quantile(0.5 + confidence / 2) + _normal_quantile(POWER)) * spread) - 1
+
+
+def paired_difference(baseline: Sequence[float], candidate: Sequence[float], *, confidence: float = 0.95) -> Interval:
+    """Return the mean of ``candidate[i] - baseline[i]`` with one-sided Student bounds on either side.
+
+    Each bound alone holds with ``confidence``, as a non-inferiority test needs it (both together hold with
+    ``2 * confidence - 1``). Student's interval is used here and not the bootstrap because there are three to
+    ten seeds, where a bootstrap is far too narrow.
+
+    Raises:
+        ValueError: Different lengths or fewer than two pairs.
+    """
+    _check_confidence(confidence)
+    _check_pairs(baseline, candidate, least=2)
+    differences = np.asarray(candidate, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
+    mean = float(differences.mean())
+    reach = t_quantile(confidence, differences.size - 1) * _standard_error(differences)
+    return Interval(low=mean - reach, mid=mean, high=mean + reach, confidence=confidence)
+
+
+def noninferiority(
+    baseline: Sequence[float],
+    candidate: Sequence[float],
+    margin: float,
+    *,
+    confidence: float = 0.95,
+    against: str = "baseline",
+) -> Quality:
+    """Ask whether the candidate is at most ``margin`` worse than the baseline; higher metrics are better.
+
+    It passes when the one-sided lower bound of the paired difference lies above ``-margin``: "no difference
+    seen" is not enough, the runs must exclude the drop. Negate metrics of which lower is better.
+
+    Args:
+        baseline: Final metric of the baseline, one per seed.
+        candidate: Final metric of the candidate, same seeds in the same order.
+        margin: Largest drop that is accepted, in the metric's own units; positive.
+        confidence: One-sided.
+        against: Name of the baseline, kept in the result.
+
+    Raises:
+        ValueError: Different lengths, fewer than two seeds, or a margin that is not positive.
+    """
+    if not margin > 0:
+        raise ValueError(f"margin: found {margin!r}; a non-inferiority margin is positive, in units of the metric.")
+    difference = paired_difference(baseline, candidate, confidence=confidence)
+    deltas = np.asarray(candidate, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
+    freedom = deltas.size - 1
+    reach = (t_quantile(confidence, freedom) + t_quantile(POWER, freedom)) * _standard_error(deltas)
+    return Quality(
+        baseline=against,
+        difference=difference,
+        margin=margin,
+        seeds=deltas.size,
+        passed=difference.low > -margin,
+        detectable=reach,
+    )
+
+
+def t_quantile(probability: float, freedom: int) -> float:
+    """Return the quantile of Student's distribution with ``freedom`` >= 1 degrees of freedom, to 1e-9."""
+    if freedom < 1:
+        raise ValueError(f"freedom: found {freedom}; at least 1 degree of freedom is needed.")
+    if not 0 < probability < 1:
+        raise ValueError(f"probability: found {probability}; allowed are values between 0 and 1, both excluded.")
+    if probability < 0.5:
+        return -t_quantile(1 - probability, freedom)
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_cdf_at_angle(middle, freedom) < probability else (low, middle)
+    return math.sqrt(freedom) * math.tan((low + high) / 2)
+
+
+def _t_cdf_at_angle(angle: float, freedom: int) -> float:
+    # Finite series in the angle atan(t / sqrt(freedom)), exact for whole numbers: Abramowitz and Stegun 26.7.3, 26.7.4.
+    cosine, sine = math.cos(angle), math.sin(angle)
+    odd = freedom % 2
+    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
+    for k in range(1 + odd, freedom, 2):
+        total += term
+        term *= cosine * cosine * k / (k + 1)
+    inner = 2 / math.pi * (angle + sine * total) if odd else sine * total
+    return 0.5 + inner / 2
+
+
+def _normal_quantile(probability: float) -> float:
+    low, high = -10.0, 10.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if 0.5 * math.erfc(-middle / math.sqrt(2)) < probability else (low, middle)
+    return (low + high) / 2
+
+
+def _log_ratios(baseline: Sequence[float], contestant: Sequence[float]) -> list[float]:
+    _check_pairs(baseline, contestant, least=1)
+    if min(*baseline, *contestant) <= 0:
+        raise ValueError(f"found a time of {min(*baseline, *contestant)!r} seconds; times must be positive.")
+    return [math.log(b / c) for b, c in zip(baseline, contestant, strict=True)]
+
+
+def _resampled_medians(data: np.ndarray, resamples: int, seed: int) -> np.ndarray:
+    picks = np.random.default_rng(seed).integers(0, data.size, size=(resamples, data.size))
+    # Sorting short rows takes a third of the time of np.median, which partitions them one by one.
+    ordered = np.sort(data[picks], axis=1)
+    return (ordered[:, (data.size - 1) // 2] + ordered[:, data.size // 2]) / 2
+
+
+def _standard_error(differences: np.ndarray) -> float:
+    return float(differences.std(ddof=1)) / math.sqrt(differences.size)
+
+
+def _check_pairs(first: Sequence[float], second: Sequence[float], *, least: int) -> None:
+    if len(first) != len(second):
+        raise ValueError(f"found {len(first)} and {len(second)} values; a paired comparison needs equally many.")
+    if len(first) < least:
+        raise ValueError(f"found {len(first)} pairs; at least {least} needed.")
+
+
+def _check_confidence(confidence: float) -> None:
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence: found {confidence!r}; allowed are values between 0 and 1, both excluded.")

@@ -1,0 +1,341 @@
+"""The only clock of the project: fair, paired timing of several ways of doing one thing."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import os
+import platform
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+
+from torchboost.measure.evidence import Environment, Interval, Ratio
+from torchboost.measure.statistics import bootstrap_median, detectable_ratio, paired_ratio
+
+__all__ = ["Clock", "Comparison", "Progress", "Stopwatch", "Warmup", "compare", "environment"]
+
+
+class Progress(Protocol):
+    """Called as work goes on; the command line draws bars from it."""
+
+    def __call__(self, phase: str, done: int, total: int, note: str = "") -> None:
+        """Take note that ``done`` of ``total`` parts of ``phase`` are done; ``note`` names the part under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Seconds at a moment when the device has finished its queue.
+
+    Args:
+        read: Returns seconds, never going backwards.
+        synchronize: Waits for the device; called before each reading.
+    """
+
+    read: Callable[[], float] = time.perf_counter
+    synchronize: Callable[[], object] = bool
+
+    @classmethod
+    def of(cls, device: torch.device | str = "cpu") -> Clock:
+        """Return the clock that waits for ``device`` before it is read."""
+        device = torch.device(device)
+        if device.type == "cuda":
+            return cls(synchronize=functools.partial(torch.cuda.synchronize, device))
+        return cls()
+
+    def __call__(self) -> float:
+        """Return the seconds, once the device is done."""
+        self.synchronize()
+        return self.read()
+
+
+class Stopwatch:
+    """Adds up the seconds spent inside ``with watch:``; ``watch.seconds`` is the sum so far."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.seconds = 0.0
+        self._clock = clock if clock is not None else Clock()
+        self._started: float | None = None
+
+    def __enter__(self) -> Self:
+        self._started = self._clock()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._started is not None:
+            self.seconds += self._clock() - self._started
+            self._started = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warmup:
+    """When a contestant counts as warm.
+
+    It is warm once, over the last ``window`` calls, no graph was compiled and the median time lies within
+    ``tolerance`` of that of the ``window`` calls before. It is given up as unsettled after ``limit`` calls or
+    ``seconds``, whichever comes first, but never before ``least`` calls.
+
+    Args:
+        least: Calls made in any case.
+        window: Calls that must look alike.
+        tolerance: Relative.
+        limit: Most calls.
+        seconds: Most seconds; a call under way is finished.
+    """
+
+    least: int = 3
+    window: int = 3
+    tolerance: float = 0.15
+    limit: int = 40
+    seconds: float = 180.0
+
+    def __post_init__(self) -> None:
+        if self.least < 0 or self.window < 1 or self.limit < self.least:
+            raise ValueError(
+                f"found least={self.least}, window={self.window}, limit={self.limit}; "
+                "needed: least >= 0, window >= 1, limit >= least."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Raw times of all contestants in the same rounds, and what follows from them.
+
+    Args:
+        samples: Name -> seconds per call, one entry per round.
+        warmup_seconds: Name -> seconds of warming up, compiling included.
+        baselines: Names the others are compared with.
+        unsettled: Names whose time still moved when warming up was given up.
+        confidence: Of every interval.
+        seed: Of the resampling.
+    """
+
+    samples: Mapping[str, list[float]]
+    warmup_seconds: Mapping[str, float]
+    baselines: tuple[str, ...]
+    unsettled: tuple[str, ...] = ()
+    confidence: float = 0.95
+    seed: int = 0
+
+    def step_seconds(self, name: str) -> Interval:
+        """Return the median time of a call with its interval."""
+        return bootstrap_median(self.samples[name], confidence=self.confidence, seed=self.seed)
+
+    def ratio(self, name: str, baseline: str) -> Ratio:
+        """Return how many times faster ``name`` is than ``baseline``, round by round."""
+        base, own = self.samples[baseline], self.samples[name]
+        detectable = detectable_ratio(base, own, confidence=self.confidence, seed=self.seed)
+        return Ratio(
+            baseline=baseline,
+            interval=paired_ratio(base, own, confidence=self.confidence, seed=self.seed),
+            pairs=len(own),
+            detectable=detectable if math.isfinite(detectable) else None,
+        )
+
+    def ratios(self, name: str) -> list[Ratio]:
+        """Return the ratios of ``name`` to every baseline but itself."""
+        return [self.ratio(name, baseline) for baseline in self.baselines if baseline != name]
+
+
+def compare(
+    contestants: Mapping[str, Callable[[], object]],
+    *,
+    baselines: Sequence[str],
+    pairs: int = 20,
+    calls: int = 1,
+    warmup: Warmup | None = None,
+    seed: int = 0,
+    confidence: float = 0.95,
+    clock: Clock | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Time several callables against each other in one process.
+
+    Each contestant is warmed up until every graph it needs has been compiled. Then come ``pairs`` rounds; in
+    each every contestant is timed once. Rounds come in twos, a random order and then its reverse
+    (B C A, A C B), so a slow drift of the machine falls on everyone alike, and a burst of a neighbour falls on
+    one round, which the median ignores. The garbage collector is off while the clock runs.
+
+    Args:
+        contestants: Name -> one step of it; called many times.
+        baselines: Names that the others are compared with.
+        pairs: Rounds.
+        calls: Calls per sample; take a whole cycle where steps differ, and several for very short steps.
+        warmup: When a contestant counts as warm.
+        seed: Of the order of rounds and of the resampling.
+        confidence: Of the intervals, two-sided.
+        clock: Wall clock by default; pass ``Clock.of(device)`` for a GPU.
+        progress: Told about every contestant warmed and every round timed.
+
+    Raises:
+        ValueError: No contestants, an unknown baseline, or ``pairs`` or ``calls`` below 1; nothing was called.
+    """
+    _check(contestants, baselines, pairs, calls)
+    clock = clock if clock is not None else Clock()
+    tell = progress if progress is not None else _silent
+    warm, unsettled = {}, []
+    for done, (name, call) in enumerate(contestants.items()):
+        tell("warm-up", done, len(contestants), name)
+        warm[name], settled = _warm_up(call, warmup if warmup is not None else Warmup(), clock)
+        if not settled:
+            unsettled.append(name)
+    tell("warm-up", len(contestants), len(contestants))
+    samples: dict[str, list[float]] = {name: [] for name in contestants}
+    with _garbage_collector_off():
+        for done, order in enumerate(_orders(list(contestants), pairs, seed)):
+            tell("timing", done, pairs)
+            gc.collect(0)
+            for name in order:
+                samples[name].append(_sample(contestants[name], calls, clock))
+    tell("timing", pairs, pairs)
+    return Comparison(
+        samples=samples,
+        warmup_seconds=warm,
+        baselines=tuple(baselines),
+        unsettled=tuple(unsettled),
+        confidence=confidence,
+        seed=seed,
+    )
+
+
+def environment(device: torch.device | str = "cpu") -> Environment:
+    """Describe the machine and the versions a result belongs to.
+
+    ``commit`` is that of the checkout this package lies in, with ``+changes`` where files differ from it, and
+    empty for an installed package.
+    """
+    device = torch.device(device)
+    return Environment(
+        torchboost=_version(),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        processor=_processor(),
+        cores=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        commit=_commit(Path(__file__).resolve().parents[3]),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _check(contestants: Mapping[str, object], baselines: Sequence[str], pairs: int, calls: int) -> None:
+    if not contestants:
+        raise ValueError("found no contestants; give at least one.")
+    unknown = [name for name in baselines if name not in contestants]
+    if unknown:
+        raise ValueError(f"baselines: found {unknown}; allowed are the contestants {list(contestants)}.")
+    if pairs < 1 or calls < 1:
+        raise ValueError(f"found pairs={pairs}, calls={calls}; both must be at least 1.")
+
+
+def _silent(phase: str, done: int, total: int, note: str = "") -> None:
+    return None
+
+
+@dataclass(slots=True)
+class _History:
+    times: list[float] = field(default_factory=list)
+    graphs: list[int] = field(default_factory=list)
+
+    def settled(self, rule: Warmup) -> bool:
+        if len(self.times) < max(rule.least, 2 * rule.window) or len(set(self.graphs[-rule.window - 1 :])) > 1:
+            return False
+        last, before = self.times[-rule.window :], self.times[-2 * rule.window : -rule.window]
+        return abs(median(last) - median(before)) <= rule.tolerance * median(before)
+
+
+def _warm_up(call: Callable[[], object], rule: Warmup, clock: Clock) -> tuple[float, bool]:
+    """Return the seconds it took and whether the time settled."""
+    history = _History()
+    while len(history.times) < rule.limit:
+        if len(history.times) >= rule.least and sum(history.times) >= rule.seconds:
+            break
+        history.times.append(_sample(call, 1, clock))
+        history.graphs.append(_compiled_graphs())
+        if history.settled(rule):
+            return sum(history.times), True
+    return sum(history.times), rule.limit == 0
+
+
+def _compiled_graphs() -> int:
+    # Looked up and never imported: a process that compiles nothing must not pay for the compiler's import.
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
+
+
+def _sample(call: Callable[[], object], calls: int, clock: Clock) -> float:
+    start = clock()
+    for _ in range(calls):
+        call()
+    return (clock() - start) / calls
+
+
+def _orders(names: list[str], rounds: int, seed: int) -> Iterator[list[str]]:
+    shuffler = random.Random(seed)
+    order = list(names)
+    for index in range(rounds):
+        if index % 2:
+            order.reverse()
+        else:
+            shuffler.shuffle(order)
+        yield list(order)
+
+
+@contextmanager
+def _garbage_collector_off() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _version() -> str:
+    try:
+        return metadata.version("torchboost")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _commit(root: Path) -> str:
+    if not (root / ".git").exists():
+        return ""
+    head = _git(root, "rev-parse", "HEAD")
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    return f"{head}+changes" if head and changed else head
+
+
+def _git(root: Path, *words: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

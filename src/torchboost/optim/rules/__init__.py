@@ -1,0 +1,1 @@
+"""The optimizers: one file per update rule."""

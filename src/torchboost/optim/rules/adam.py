@@ -1,0 +1,403 @@
+"""Adam with MindSpore's variants; if torch has a kernel for one, the kernel is torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam as torch_adam
+
+from torchboost.optim.pipeline import GradientTransform
+from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.rules.masters import IN_CACHE, pieces
+from torchboost.optim.rules.native_adam import Pipeline, load, prepared
+from torchboost.optim.rules.options import check_capturable, check_fused
+from torchboost.optim.tensor_lists import foreach
+
+__all__ = ["Adam", "AdamW", "AdamWeightDecay"]
+
+LATE = 1e30
+"""Update number at which both bias corrections are exactly 1."""
+
+
+class Adam(UpdateRule):
+    """Adam: ``w -= lr * m^ / (sqrt(v^) + eps)`` with moments corrected for their start at zero.
+
+    With the defaults it is ``torch.optim.Adam``, bit for bit in each of its forms (loop, ``foreach``, ``fused``), and
+    with ``decoupled_weight_decay=True`` ``torch.optim.AdamW``; checkpoints load both ways. State: ``step``,
+    ``exp_avg``, ``exp_avg_sq`` and with ``amsgrad`` ``max_exp_avg_sq``, so 8 (12) bytes per float32 weight.
+
+    Source: D. Kingma, J. Ba, "Adam: A Method for Stochastic Optimization", arXiv 1412.6980; S. Reddi et al., "On the
+    Convergence of Adam and Beyond" (``amsgrad``); I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization".
+
+    Args:
+        params: Parameters, named parameters or groups.
+        lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
+        betas: Decay of both moments, each at least 0 and below 1.
+        eps: Added to the root of the second moment, at least 0.
+        weight_decay: At least 0; added to the gradient, or taken from the weights where ``decoupled_weight_decay``. A
+            list or function like ``lr``.
+        amsgrad: Use the largest second moment so far.
+        nesterov: Use ``beta1 m + (1 - beta1) g`` in place of ``m`` (MindSpore's ``use_nesterov``).
+        decoupled_weight_decay: ``w -= lr * weight_decay * w``, as in AdamW.
+        bias_correction: False leaves the correction of the moments out.
+        eps_uncorrected: Add ``eps`` to the root of the second moment before it is corrected, as MindSpore does.
+        maximize: Go up instead of down.
+        foreach: Update lists of tensors; None chooses as torch does.
+        fused: One kernel per list of tensors, torch's.
+        capturable: Safe in a CUDA graph.
+        native: Transforms and update in two passes over memory, in a C kernel of this package that is compiled at
+            first use (under a second, once per machine): float32 on the CPU, transforms in the order ``Unscale``,
+            ``Decay``, ``Centralize``, ``ClipNorm``, ``ClipValue``. Equal to the other forms but for rounding; the
+            gradients themselves stay as they are.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their moments in float32.
+        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+
+    Raises:
+        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = Adam(model.parameters(), lr=1e-3, fused=True)
+    """
+
+    kernel_unscales = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: Any = 0.0,
+        *,
+        amsgrad: bool = False,
+        nesterov: bool = False,
+        decoupled_weight_decay: bool = False,
+        bias_correction: bool = True,
+        eps_uncorrected: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        native: bool = False,
+        master_weights: bool = False,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
+    ) -> None:
+        self.native = Pipeline.of(transforms) if native else None
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "nesterov": nesterov,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "bias_correction": bias_correction,
+            "eps_uncorrected": eps_uncorrected,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+            "differentiable": False,
+            "master_weights": master_weights,
+        }
+        super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
+        if native:
+            load()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "native": self.native}
+
+    def constructor_options(self) -> dict[str, Any]:
+        """Return by name what the constructor was given and the param groups do not hold."""
+        return {**super().constructor_options(), "native": self.native is not None}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a checkpoint of this rule or of torch's.
+
+        As in torch, options in the file replace those of the groups. A file of torch does not say that its rule
+        corrects the moments; it always does, so the groups get ``bias_correction=True``.
+
+        Raises:
+            ValueError: Other groups, or a state whose shape is not that of its parameter; nothing was changed.
+        """
+        groups = [{"bias_correction": True, **group} for group in state_dict["param_groups"]]
+        super().load_state_dict({**state_dict, "param_groups": groups})
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Refuse a form that torch has no kernel for."""
+        other = [name for name in ("fused", "foreach", "capturable") if group.get(name)]
+        if self.native is not None and other:
+            raise ValueError(f"native and {other[0]} are two ways to do the same; set one of them.")
+        own = [name for name in ("nesterov", "eps_uncorrected") if group.get(name)]
+        if own and (group.get("fused") or group.get("capturable")):
+            raise ValueError(f"{own[0]}: torch has no kernel for it; leave out fused and capturable.")
+
+    def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        """Refuse what torch's kernels refuse, before anything is changed."""
+        super().check_grad(param, grad, group)
+        check_fused(param, group, torch.optim.Adam)
+        check_capturable(param, group)
+
+    def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the entries of the state."""
+        return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+
+    def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a step of 0 and moments of 0."""
+        on_device = group["capturable"] or group["fused"]
+        state = {"step": torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")}
+        moments = self.state_keys(group)[1:]
+        return state | {key: torch.zeros_like(param, memory_format=torch.preserve_format) for key in moments}
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return self.native is not None or super()._step_supports_amp_scaling
+
+    def prepare(self, work: Sequence[Batch]) -> Callable[[], None] | None:
+        """Do all that can go wrong, and return what then does the update; None where it is to be left out."""
+        if self.native is None:
+            return super().prepare(work)
+        self.widen(work)
+        self._check_grads(work, [grad for batch in work for grad in batch.grads])
+        found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found is not None and bool(found):
+            return None
+        scale = 1.0 if scale is None else float(scale)
+        native = Pipeline.of(self.chain)
+        return prepared(
+            self.param_groups, work, native, grad_scale=scale, nonfinite=self.nonfinite, share=self._shared()
+        )
+
+    def collectives(self) -> int:
+        """Return how often :meth:`prepare` asks the other ranks of a share."""
+        return super().collectives() if self.native is None else min(1, super().collectives())
+
+    def update(self, group: dict[str, Any], batch: Batch) -> None:
+        """Update in place."""
+        if group["nesterov"] or group["eps_uncorrected"]:
+            for part in pieces(batch, IN_CACHE):
+                _variant(group, part)
+            return
+        if group["fused"]:
+            batch.align(self.state_keys(group)[1:])
+        steps = batch.state("step")
+        if not group["bias_correction"]:
+            # The kernels correct by 1 - beta**step, which is 1 when step is large; the steps are counted here.
+            found_inf = getattr(self, "found_inf", None)
+            foreach._foreach_add_(steps, 1)
+            if found_inf is not None:
+                foreach._foreach_sub_(steps, [found_inf.to(step.device) for step in steps])
+            steps = [step.new_full((), LATE) for step in steps]
+        torch_adam(
+            batch.params,
+            batch.grads,
+            batch.state("exp_avg"),
+            batch.state("exp_avg_sq"),
+            batch.state("max_exp_avg_sq") if group["amsgrad"] else [],
+            steps,
+            foreach=group["foreach"],
+            capturable=group["capturable"],
+            fused=group["fused"],
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            has_complex=any(param.is_complex() for param in batch.params),
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            amsgrad=group["amsgrad"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay: ``torch.optim.AdamW``, with its defaults, bit for bit in each of its forms.
+
+    Checkpoints load both ways.
+
+    Source: I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101.
+
+    Args:
+        params: Parameters, named parameters or groups.
+        lr: Learning rate, in any form that :class:`Adam` takes.
+        betas: Decay of both moments.
+        eps: Added to the root of the second moment.
+        weight_decay: ``w -= lr * weight_decay * w``; at least 0, a list or function like ``lr``.
+        amsgrad: Use the largest second moment so far.
+        nesterov: Use ``beta1 m + (1 - beta1) g`` in place of ``m``.
+        eps_uncorrected: Add ``eps`` before the second moment is corrected.
+        maximize: Go up instead of down.
+        foreach: Update lists of tensors; None chooses as torch does.
+        fused: One kernel per list of tensors, torch's.
+        capturable: Safe in a CUDA graph.
+        native: See :class:`Adam`.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their moments in float32.
+        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+
+    Raises:
+        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = AdamW(model.parameters(), lr=1e-3)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: Any = 1e-2,
+        *,
+        amsgrad: bool = False,
+        nesterov: bool = False,
+        eps_uncorrected: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        native: bool = False,
+        master_weights: bool = False,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            decoupled_weight_decay=True,
+            amsgrad=amsgrad,
+            nesterov=nesterov,
+            eps_uncorrected=eps_uncorrected,
+            maximize=maximize,
+            foreach=foreach,
+            fused=fused,
+            capturable=capturable,
+            native=native,
+            master_weights=master_weights,
+            transforms=transforms,
+            nonfinite=nonfinite,
+        )
+
+
+class AdamWeightDecay(Adam):
+    """Adam with decoupled weight decay and no bias correction: ``w -= lr * (m / (sqrt(v) + eps) + weight_decay * w)``.
+
+    MindSpore's ``AdamWeightDecay``. With bias correction it is :class:`AdamW`. A checkpoint of ``torch.optim.AdamW``
+    keeps its bias correction when it is loaded here.
+
+    Source: I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101; the form without
+    correction is that of BERT (J. Devlin et al., arXiv 1810.04805).
+
+    Args:
+        params: Parameters, named parameters or groups.
+        lr: Learning rate, in any form that :class:`Adam` takes.
+        betas: Decay of both moments.
+        eps: Added to the root of the second moment.
+        weight_decay: At least 0; a list or function like ``lr``.
+        bias_correction: Correct the moments for their start at zero.
+        amsgrad: Use the largest second moment so far.
+        nesterov: Use ``beta1 m + (1 - beta1) g`` in place of ``m``.
+        eps_uncorrected: Add ``eps`` before the second moment is corrected.
+        maximize: Go up instead of down.
+        foreach: Update lists of tensors; None chooses as torch does.
+        fused: One kernel per list of tensors, torch's.
+        capturable: Safe in a CUDA graph.
+        native: See :class:`Adam`.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their moments in float32.
+        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+
+    Raises:
+        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: Any = 0.0,
+        *,
+        bias_correction: bool = False,
+        amsgrad: bool = False,
+        nesterov: bool = False,
+        eps_uncorrected: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        native: bool = False,
+        master_weights: bool = False,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            decoupled_weight_decay=True,
+            bias_correction=bias_correction,
+            amsgrad=amsgrad,
+            nesterov=nesterov,
+            eps_uncorrected=eps_uncorrected,
+            maximize=maximize,
+            foreach=foreach,
+            fused=fused,
+            capturable=capturable,
+            native=native,
+            master_weights=master_weights,
+            transforms=transforms,
+            nonfinite=nonfinite,
+        )
+
+
+def _variant(group: Mapping[str, Any], batch: Batch) -> None:
+    """The forms torch has no kernel for: Nesterov's numerator, epsilon before the correction."""
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    lr, decay = float(group["lr"]), float(group["weight_decay"])
+    params, grads = ([torch.view_as_real(t) if t.is_complex() else t for t in ts] for ts in (batch.params, batch.grads))
+    mean, square, steps = batch.state("exp_avg"), batch.state("exp_avg_sq"), batch.state("step")
+    mean, square = ([torch.view_as_real(t) if t.is_complex() else t for t in ts] for ts in (mean, square))
+    if group["maximize"]:
+        grads = list(foreach._foreach_neg(grads))
+    foreach._foreach_add_(steps, 1)
+    if decay and group["decoupled_weight_decay"]:
+        foreach._foreach_mul_(params, 1 - lr * decay)
+    elif decay:
+        grads = list(foreach._foreach_add(grads, params, alpha=decay))
+    foreach._foreach_lerp_(mean, grads, 1 - beta1)
+    foreach._foreach_mul_(square, beta2)
+    foreach._foreach_addcmul_(square, grads, grads, 1 - beta2)
+    if group["amsgrad"]:
+        largest = [torch.view_as_real(t) if t.is_complex() else t for t in batch.state("max_exp_avg_sq")]
+        foreach._foreach_maximum_(largest, square)
+        square = largest
+    ahead = foreach._foreach_lerp(mean, grads, 1 - beta1) if group["nesterov"] else mean
+    corrected = group["bias_correction"]
+    first = [1 - beta1 ** float(step) if corrected else 1.0 for step in steps]
+    second = [(1 - beta2 ** float(step)) ** 0.5 if corrected else 1.0 for step in steps]
+    root = foreach._foreach_sqrt(square)
+    if group["eps_uncorrected"]:
+        foreach._foreach_add_(root, float(group["eps"]))
+        sizes = [-lr * s / f for f, s in zip(first, second, strict=True)]
+    else:
+        foreach._foreach_div_(root, second)
+        foreach._foreach_add_(root, float(group["eps"]))
+        sizes = [-lr / f for f in first]
+    foreach._foreach_addcdiv_(params, ahead, root, sizes)

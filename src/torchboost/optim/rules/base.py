@@ -1,0 +1,555 @@
+"""The base of all optimizers here: parameters, groups, learning rates, gradient transforms; a rule adds the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchboost.errors import IncompatibleError
+from torchboost.optim.groups import without_order
+from torchboost.optim.learning_rates import resolve_lr
+from torchboost.optim.memory_layout import aligned
+from torchboost.optim.pipeline import (
+    Gradients,
+    GradientTransform,
+    check_chain,
+    check_transforms,
+    namespaces,
+    run_chain,
+)
+from torchboost.optim.rules.checked import Checked, strides
+from torchboost.optim.rules.checkpoints import in_order, paired, with_memory_renamed
+from torchboost.optim.rules.foreign_names import check_group_names, check_names
+from torchboost.optim.rules.masters import IN_CACHE, LOW_PRECISION, Stamps, has_master, pieces, widened
+from torchboost.optim.rules.options import check_options
+from torchboost.optim.shares import Share, all_finite, share_of, stand_in
+from torchboost.optim.tensor_lists import foreach
+from torchboost.optim.transforms import with_centralization
+
+__all__ = ["Batch", "Nonfinite", "UpdateRule", "has_master"]
+
+Nonfinite = Literal["ignore", "skip", "raise"]
+Schedule = Callable[[int], float]
+
+SCHEDULED = ("lr", "weight_decay")
+"""Options that may be a list or a function of the update."""
+
+SET_BY_SCHEDULE = "scheduled_"
+"""Before an option's name in a group: what the schedule wrote last. Another value in the option is one by hand."""
+
+KEPT = ("transforms", "nonfinite", "_schedules", "_default_schedules")
+"""Attributes beside those of ``torch.optim.Optimizer`` that travel with a copy or a pickle."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """The parameters of a group that have a gradient, as parallel lists.
+
+    Args:
+        params: What is updated in place: the parameters, or their float32 masters.
+        grads: Their gradients, in the precision of ``params``.
+        states: Their state.
+    """
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[dict[str, Any]]
+
+    def state(self, key: str) -> list[Tensor]:
+        """Return one entry of all states."""
+        return [state[key] for state in self.states]
+
+    def align(self, keys: Sequence[str]) -> None:
+        """Give gradients and the entries ``keys`` of the states the memory layout of their parameter.
+
+        Kernels that walk through memory in order would read them at the wrong places.
+        """
+        wanted = strides(self.params)
+        if strides(self.grads) != wanted:
+            self.grads[:] = [aligned(grad, param) for grad, param in zip(self.grads, self.params, strict=True)]
+        for key in keys:
+            entries = [state.get(key) for state in self.states]
+            present = [entry for entry in entries if entry is not None]
+            if len(present) == len(entries) and strides(present) == wanted:
+                continue
+            for entry, param, state in zip(entries, self.params, self.states, strict=True):
+                if entry is not None:
+                    state[key] = aligned(entry, param)
+
+
+class UpdateRule(Optimizer):
+    """State handling, closures, gathering and dispatch. A rule adds :meth:`init_state` and :meth:`update`.
+
+    Everything a user knows from ``torch.optim`` holds: ``param_groups`` is a plain list whose entries may be written
+    at any time, ``state_dict`` has torch's layout, hooks, schedulers, ``GradScaler``, ``deepcopy`` and pickling work.
+
+    A step checks everything first and changes nothing when it raises.
+
+    Args:
+        params: Parameters, named parameters or groups.
+        defaults: Options of a group that does not set its own. ``"lr"`` and ``"weight_decay"`` may be a float, a
+            list with an element per update, or a function of the update (counted from 0).
+        transforms: Applied to the gradients of all groups together before the update, in order, in place. A group with
+            ``"grad_centralization": True`` is centralised whether ``Centralize`` is among them or not.
+        nonfinite: What to do about inf and nan in the gradients: ``"ignore"`` them as torch does, ``"skip"`` the
+            update, or ``"raise"`` before it. The check is one more read of the gradients.
+
+    Raises:
+        TypeError, ValueError: An option that makes no sense, or a transform that is none.
+    """
+
+    kernel_unscales: bool = False
+    """Whether the fused form of the update divides by ``grad_scale`` and heeds ``found_inf``."""
+
+    in_pieces: bool = False
+    """Whether :meth:`update` gets parameters on the CPU a few at a time: for rules that go over their tensors often."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse arguments under another library's name with ours, before Python says less."""
+        check_names(cls, kwargs)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
+    ) -> None:
+        if nonfinite not in ("ignore", "skip", "raise"):
+            raise ValueError(f"nonfinite: found {nonfinite!r}; allowed are 'ignore', 'skip' and 'raise'.")
+        check_transforms(transforms)
+        self.transforms = tuple(transforms)
+        self.nonfinite: Nonfinite = nonfinite
+        self._schedules: list[dict[str, Schedule]] = []
+        self._stamps = Stamps()
+        self._checked = Checked()
+        self._share: tuple[Share | None] | None = None
+        defaults.setdefault("differentiable", False)  # torch adds it to whatever was pickled
+        self._default_schedules = _take_schedules(defaults)
+        super().__init__(without_order(params), defaults)
+
+    def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a parameter starts with; ``param`` is its float32 master where there is one."""
+        raise NotImplementedError
+
+    def update(self, group: dict[str, Any], batch: Batch) -> None:
+        """Change the parameters and states of a batch in place."""
+        raise NotImplementedError
+
+    def constructor_options(self) -> dict[str, Any]:
+        """Return by name what the constructor was given and the param groups do not hold."""
+        schedules = dict(self._default_schedules)
+        return {"transforms": self.transforms, "nonfinite": self.nonfinite, **schedules}
+
+    def described_groups(self) -> list[dict[str, Any]]:
+        """Return copies of the param groups with schedules in place of the value of the last update.
+
+        A value that was written by hand over a schedule stays, as a number.
+        """
+        described = []
+        for group, rules in zip(self.param_groups, self._schedules, strict=True):
+            acting = {key: rule for key, rule in rules.items() if not _by_hand(group, key)}
+            kept = {key: value for key, value in group.items() if not key.startswith(SET_BY_SCHEDULE)}
+            described.append({**kept, **acting})
+        return described
+
+    def __repr__(self) -> str:
+        own = {key: value for key, value in self.constructor_options().items() if key not in self.defaults}
+        lines = [f"{type(self).__name__} (", *(f"{key}: {value!r}" for key, value in own.items())]
+        for number, (group, rules) in enumerate(zip(self.param_groups, self._schedules, strict=True)):
+            lines.append(f"Parameter Group {number}")
+            for key in sorted(key for key in group if key != "params" and not key.startswith(SET_BY_SCHEDULE)):
+                acts = key in rules and not _by_hand(group, key)
+                source = f" at this update, by {rules[key]!r}" if acts else ""
+                lines.append(f"    {key}: {group[key]}{source}")
+        return "\n".join([*lines, ")"])
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Refuse options that exclude each other under this rule.
+
+        Raises:
+            ValueError: Such options.
+        """
+
+    def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        """Refuse a gradient the rule cannot use; the default takes dense ones of the parameter's own precision.
+
+        Called after the transforms; ``param`` is the float32 master if there is one. Not called again for dense
+        gradients of the same parameters and precision, until a flag of the group or the layout of a parameter changes.
+
+        Raises:
+            IncompatibleError: The gradient cannot be used.
+        """
+        if grad.layout is not torch.strided:
+            raise IncompatibleError(
+                f"{type(self).__name__} works on dense gradients, found layout {grad.layout} for a parameter of shape "
+                f"{tuple(param.shape)}. Use LazyAdam, sparse=False, or transforms=(Coalesce(dense=True),)."
+            )
+        if grad.dtype != param.dtype:
+            raise IncompatibleError(
+                f"{type(self).__name__} found a gradient in {grad.dtype} for a parameter in {param.dtype} of shape "
+                f"{tuple(param.shape)}. Give both the same precision."
+            )
+
+    @property
+    def chain(self) -> tuple[GradientTransform, ...]:
+        """The transforms, with centralisation among them if a group says ``"grad_centralization": True``."""
+        return with_centralization(self.transforms, self.param_groups)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # GradScaler reads this name: True leaves unscaling and skipping to the fused kernel. Whatever must see true
+        # gradients, or know whether there was an update, has GradScaler unscale before the step and skip it.
+        needs_truth = self.chain or self.nonfinite != "ignore" or any(self._schedules)
+        return self.kernel_unscales and not needs_truth and all(group.get("fused") for group in self.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; missing options are the defaults.
+
+        A schedule of the new group starts at the update that the others have reached; give ``"updates": 0`` in the
+        group for one that starts at its beginning.
+
+        Raises:
+            TypeError, ValueError: An option that makes no sense; nothing was added.
+        """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group: found {type(param_group).__name__}; give a dict with the key 'params'.")
+        if "params" not in param_group:
+            raise ValueError(f"param_group: found the keys {sorted(param_group)}; give 'params' too.")
+        check_group_names(param_group, self.defaults)
+        group = dict(param_group)
+        schedules = {key: rule for key, rule in self._default_schedules.items() if key not in group}
+        schedules |= _take_schedules(group)
+        if schedules:
+            group.setdefault("updates", self._updates())
+        complete = {**self.defaults, **group}
+        check_options(complete)
+        self.check_group(complete)
+        group |= {SET_BY_SCHEDULE + key: complete[key] for key in schedules}
+        super().add_param_group(group)
+        self._schedules.append(schedules)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: Computes the loss and its gradients once more, and returns the loss.
+
+        Raises:
+            IncompatibleError: A gradient the rule cannot use.
+            FloatingPointError: Inf or nan in the gradients where ``nonfinite="raise"``.
+            RankDisagreementError: Inside ``ZeroRedundancyOptimizer``, another rank raised while this one waited for it.
+            IndexError: A list of learning rates is used up.
+            TypeError, ValueError: An option was set to something senseless, or is gone.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scheduled = self._scheduled()
+        before = [
+            {key: group[key] for key in values if key in group}
+            for group, values in zip(self.param_groups, scheduled, strict=True)
+        ]
+        fresh: list[tuple[Tensor, dict[str, Any]]] = []
+        perform = None
+        share = self._shared()
+        try:
+            if share is not None:
+                share.due = self.collectives()
+            for group, values in zip(self.param_groups, scheduled, strict=True):
+                group.update(values)
+                self._check_options(group)
+            work = [self._gather(group, fresh) for group in self.param_groups]
+            perform = self.prepare(work)
+        except BaseException as error:
+            if share is not None:
+                share.excuse(error)
+            # GradScaler does not clean up after an exception; the next step would unscale by a scale left here.
+            for name in ("grad_scale", "found_inf"):
+                self.__dict__.pop(name, None)
+            raise
+        finally:
+            if perform is None:
+                for group, values, old in zip(self.param_groups, scheduled, before, strict=True):
+                    for key in values.keys() - old.keys():
+                        del group[key]
+                    group.update(old)
+        if perform is None:
+            return loss
+        self.state.update(fresh)
+        perform()
+        for group, batch in zip(self.param_groups, work, strict=True):
+            if not group.get("master_weights"):
+                continue
+            self._write_back(group, batch)
+            for param in group["params"]:
+                if param.grad is not None and has_master(param, group):
+                    self._stamps.note(param)
+        for group in self.param_groups:
+            if "updates" in group:
+                group["updates"] += 1
+        return loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {key: self.__dict__[key] for key in KEPT if key in self.__dict__}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._stamps, self._checked = Stamps(), Checked()  # what was loaded may be another model's
+        self.__dict__.setdefault("_share", None)
+        for group, schedules in zip(self.param_groups, self._schedules, strict=True):
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+            own = [self.state[param] for param in group["params"] if param in self.state]
+            for entry in own:
+                if "step" in entry and not isinstance(entry["step"], Tensor):  # torch before 1.12
+                    entry["step"] = torch.tensor(float(entry["step"]), dtype=torch.float32)
+            if schedules:  # torch's checkpoints do not count updates, except in Adam's state
+                group.setdefault("updates", max((int(entry.get("step", 0)) for entry in own), default=0))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a checkpoint of this rule, or of torch's where the rule is the same.
+
+        Where both sides name their parameters, entries find theirs by name, otherwise by position as in torch. The
+        state of low-precision parameters with masters stays in float32. A file of torch's SGD does not say how many
+        updates were done: with a list or function as ``lr``, set ``"updates"`` in the groups after loading it.
+
+        Raises:
+            ValueError: Other groups, or a state whose shape is not that of its parameter; nothing was changed.
+        """
+        state_dict = with_memory_renamed(in_order(state_dict, self.param_groups), namespaces(self.transforms))
+        pairs = paired(state_dict, self.param_groups, self.defaults, self.state_keys)
+        super().load_state_dict(state_dict)
+        for param, group, saved in pairs:
+            wide = has_master(param, group)
+            for key, value in saved.items():
+                own = self.state[param].get(key) if param in self.state else None
+                if not isinstance(own, Tensor) or not isinstance(value, Tensor) or own.dtype == value.dtype:
+                    continue
+                # torch casts all but the step to the precision of the parameter: right for moments next to it only.
+                if key != "step" and (wide or key not in self.state_keys(group) or not value.is_floating_point()):
+                    self.state[param][key] = value.detach().clone().to(own.device)
+
+    def _check_options(self, group: Mapping[str, Any]) -> None:
+        missing = self.defaults.keys() - group.keys()
+        if missing:
+            raise ValueError(f"a param group has no {sorted(missing)[0]!r}; add groups by add_param_group.")
+        check_options(group)
+        self.check_group(group)
+
+    def _scheduled(self) -> list[dict[str, float]]:
+        if len(self._schedules) != len(self.param_groups):
+            raise ValueError(
+                f"found {len(self.param_groups)} param groups, {len(self._schedules)} were added; change the entries "
+                "of a group as you like, but add groups by add_param_group and take none away."
+            )
+        values = []
+        for group, schedules in zip(self.param_groups, self._schedules, strict=True):
+            if "lr" in schedules and "initial_lr" in group:
+                raise IncompatibleError(
+                    "a learning-rate scheduler is attached to a group whose lr is a list or a function itself; use one "
+                    "of the two. A trainer that makes its own scheduler takes yours in its place, for example "
+                    "transformers.Trainer(optimizers=(optimizer, torchboost.optim.ScheduleLR(optimizer, schedule)))."
+                )
+            due = {key: rule(group["updates"]) for key, rule in schedules.items() if not _by_hand(group, key)}
+            values.append(due | {SET_BY_SCHEDULE + key: value for key, value in due.items()})
+        return values
+
+    def _updates(self) -> int:
+        """Return how many updates were done, as far as groups and states say so."""
+        steps = [state["step"] for state in self.state.values() if "step" in state]
+        counted = [group["updates"] for group in self.param_groups if "updates" in group]
+        return int(max(counted or steps, default=0))
+
+    def _gather(self, group: dict[str, Any], fresh: list[tuple[Tensor, dict[str, Any]]]) -> Batch:
+        """Return what takes part; states that are new or get new entries are only listed in ``fresh``."""
+        keys = frozenset(self.state_keys(group))
+        params = [param for param in group["params"] if param.grad is not None]
+        known: list[Any] = list(map(self.state.get, params))
+        batch = Batch(params, [param.grad for param in params], known)
+        masters = group.get("master_weights")
+        for position, kept in enumerate(known):
+            if not masters and kept is not None and keys <= kept.keys() and "master" not in kept:
+                continue  # as it is in most steps: a model may have thousands of small parameters
+            param = params[position]
+            worked, grad, state = self._worked(param, {} if kept is None else kept, group)
+            if not keys <= state.keys():
+                state = {**self.init_state(worked, group), **state}
+            if state is not kept:
+                fresh.append((param, state))
+            params[position], batch.grads[position], known[position] = worked, grad, state
+        return batch
+
+    def _worked(
+        self, param: Tensor, state: dict[str, Any], group: Mapping[str, Any]
+    ) -> tuple[Tensor, Any, dict[str, Any]]:
+        """Return what the update changes (the parameter or its master), the gradient for it, and the state to use."""
+        wide = has_master(param, group)
+        if not wide and "master" in state:
+            raise IncompatibleError(
+                f"a parameter in {param.dtype} with float32 masters is to be updated without them; leave "
+                "'master_weights' and the precision of the model as they were."
+            )
+        if not wide:
+            return param, param.grad, state
+        if "master" not in state:
+            state = {key: widened(value) for key, value in state.items()} | {"master": param.detach().float()}
+        elif (master := self._stamps.current(param, state["master"])) is not state["master"]:
+            state = {**state, "master": master}
+        return state["master"], _rows_widened(param.grad), state
+
+    def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the entries that :meth:`init_state` returns under these options."""
+        raise NotImplementedError
+
+    def prepare(self, work: Sequence[Batch]) -> Callable[[], None] | None:
+        """Do all that can go wrong, and return what then does the update; None where it is to be left out."""
+        chain = self.chain
+        if not chain:
+            grads = [grad for batch in work for grad in batch.grads]
+            self._check_grads(work, grads)
+            return partial(self._update_all, work) if self._usable(grads) else None
+        self.widen(work)
+        gradients = self._flattened(work)
+        expected = check_chain(chain, gradients)
+        foretold = all(hasattr(transform, "check") for transform in chain)
+        if foretold:
+            self._check_grads(work, expected)
+        if not self._usable(gradients.grads):
+            return None
+        kept: list[tuple[str, list[dict[str, Any]]]] = []
+        run_chain(chain, gradients, partial(self._recall, kept, work))
+        _give_back(gradients.grads, work)
+        if not foretold:
+            self._check_grads(work, gradients.grads)
+        if not self._usable(gradients.grads):
+            return None
+        return partial(self._perform, work, kept)
+
+    def collectives(self) -> int:
+        """Return how often :meth:`prepare` asks the other ranks of a share."""
+        looks = 0 if self.nonfinite == "ignore" else 1 + bool(self.chain)
+        return looks + sum(getattr(transform, "collectives", 0) for transform in self.chain)
+
+    def widen(self, work: Sequence[Batch]) -> None:
+        """Give masters gradients of their precision: all at once, as transforms look at all of them."""
+        for batch in work:
+            batch.grads[:] = [
+                widened(grad) if "master" in state else grad
+                for grad, state in zip(batch.grads, batch.states, strict=True)
+            ]
+
+    def _flattened(self, work: Sequence[Batch]) -> Gradients:
+        gradients = Gradients([], [], [], [], self._shared())
+        for group, batch in zip(self.param_groups, work, strict=True):
+            gradients.params += batch.params
+            gradients.grads += batch.grads
+            gradients.groups += [group] * len(batch.params)
+        return gradients
+
+    def _shared(self) -> Share | None:
+        if self._share is None:  # not looked up yet
+            looks_across = self.nonfinite != "ignore" or any(not t.scale_free for t in self.transforms)
+            self._share = (share_of(self) if looks_across else None,)
+        return self._share[0]
+
+    def _check_grads(self, work: Sequence[Batch], grads: Sequence[Tensor]) -> None:
+        """Have the rule look at each gradient, as it is going to be; a master gets one of its precision."""
+        start = 0
+        for number, (group, batch) in enumerate(zip(self.param_groups, work, strict=True)):
+            own = grads[start : start + len(batch.params)]
+            start += len(own)
+            if self._checked.holds(number, group, batch.params, own):
+                continue
+            for param, grad, state in zip(batch.params, own, batch.states, strict=True):
+                narrow = state.get("master") is param and grad.dtype in LOW_PRECISION and not grad.is_sparse
+                self.check_grad(param, stand_in(grad, param.dtype) if narrow else grad, group)
+            self._checked.note(number, group, batch.params, own)
+
+    def _usable(self, grads: Sequence[Tensor]) -> bool:
+        """Whether the gradients are as ``nonfinite`` asks for."""
+        if self.nonfinite == "ignore" or all_finite(grads, self._shared()):
+            return True
+        if self.nonfinite == "raise":
+            raise FloatingPointError("the gradients contain inf or nan; the update was left out.")
+        return False
+
+    def _recall(
+        self,
+        kept: list[tuple[str, list[dict[str, Any]]]],
+        work: Sequence[Batch],
+        name: str,
+        params: Sequence[Tensor],
+    ) -> list[dict[str, Any]]:
+        """Return what a transform keeps, out of the states; ``_perform`` puts it back."""
+        prefix = f"{name}."
+        states = [state for batch in work for state in batch.states]
+        memory = [{k.removeprefix(prefix): v for k, v in s.items() if k.startswith(prefix)} for s in states]
+        kept.append((prefix, memory))
+        return memory
+
+    def _perform(self, work: Sequence[Batch], kept: Sequence[tuple[str, list[dict[str, Any]]]]) -> None:
+        states = [state for batch in work for state in batch.states]
+        for prefix, memory in kept:
+            for state, own in zip(states, memory, strict=True):
+                state.update({prefix + key: value for key, value in own.items()})
+        self._update_all(work)
+
+    def _update_all(self, work: Sequence[Batch]) -> None:
+        for group, batch in zip(self.param_groups, work, strict=True):
+            if batch.params:
+                for part in pieces(batch, IN_CACHE if self.in_pieces else None):
+                    self.update(group, part)
+
+    def _write_back(self, group: Mapping[str, Any], batch: Batch) -> None:
+        if not group.get("master_weights"):
+            return
+        params = [param for param in group["params"] if param.grad is not None]
+        pairs = [(p, m) for p, m in zip(params, batch.params, strict=True) if m is not p]
+        if pairs:
+            foreach._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+
+
+def _take_schedules(options: dict[str, Any]) -> dict[str, Schedule]:
+    """Replace lists and functions in the options by their first value and return them."""
+    schedules: dict[str, Schedule] = {}
+    for key in SCHEDULED:
+        value = options.get(key)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            # One element is a rate on a device, as in torch, not a list of one.
+            options[key] = value if key == "lr" else value.item()
+        elif key in options and (schedule := resolve_lr(value, name=key)) is not None:
+            schedules[key] = schedule
+            options[key] = schedule(0)
+    return schedules
+
+
+def _by_hand(group: Mapping[str, Any], key: str) -> bool:
+    """Whether another value stands in the group than the schedule has written there."""
+    if SET_BY_SCHEDULE + key not in group:  # of an older checkpoint
+        return False
+    value = group[key]
+    return isinstance(value, (int, float, Tensor)) and bool(value != group[SET_BY_SCHEDULE + key])
+
+
+def _rows_widened(grad: Tensor | None) -> Tensor | None:
+    """Return sparse rows in float32, which lose less when they are merged; dense gradients wait for their turn."""
+    return widened(grad) if grad is not None and grad.is_sparse else grad
+
+
+def _give_back(grads: Sequence[Tensor], work: Sequence[Batch]) -> None:
+    start = 0
+    for batch in work:
+        batch.grads[:] = grads[start : start + len(batch.grads)]
+        start += len(batch.grads)

@@ -1,0 +1,162 @@
+"""LARS: momentum with each layer's gradient scaled to the size of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchboost.core.arguments import check_number
+from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
+from torchboost.optim.rules.base import Batch, Nonfinite
+from torchboost.optim.rules.sgd import SGD
+from torchboost.optim.tensor_lists import foreach, together
+
+__all__ = ["LARS", "TrustRatio"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrustRatio:
+    """Replace each gradient by ``c (g + weight_decay w)``, ``c = coefficient |w| / (|g| + weight_decay |w| + eps)``.
+
+    Works in front of any optimizer, whose own weight decay must then be 0. ``c`` is 1 where ``|w|`` or ``|g|`` is 0.
+    Groups with ``adapt=False`` are left alone, decay and all.
+    Cost: one read of weights and gradients for the norms, one more of both and a write for the rest.
+
+    Source: Y. You, I. Gitman, B. Ginsburg, "Large Batch Training of Convolutional Networks", arXiv 1708.03888.
+
+    Args:
+        coefficient: Trust in a layer's step, above 0.
+        weight_decay: At least 0; None takes that of the param group.
+        eps: Added to the denominator, at least 0.
+        clip: Limit the rate of a layer, ``c * lr``, to that of the group: ``c = min(c / lr, 1)``.
+        vectors: Adapt parameters of one axis too (biases, norms); False leaves them alone, decay and all.
+
+    Raises:
+        TypeError, ValueError: A setting that is not a number in its range.
+    """
+
+    scale_free = False
+    coefficient: float = 0.001
+    weight_decay: float | None = 0.0
+    eps: float = 1e-8
+    clip: bool = False
+    vectors: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("coefficient", self.coefficient, above=True)
+        if self.weight_decay is not None:
+            check_number("weight_decay", self.weight_decay)
+        check_number("eps", self.eps)
+        for name in ("clip", "vectors"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}: found {getattr(self, name)!r}; give True or False.")
+
+    def check(self, gradients: Gradients) -> None:
+        """Refuse sparse gradients."""
+        refuse_sparse(self, gradients)
+
+    def __call__(self, gradients: Gradients) -> None:
+        """Scale in place."""
+        entries = zip(gradients.params, gradients.grads, gradients.groups, strict=True)
+        chosen = [entry for entry in entries if entry[2].get("adapt", True) and (self.vectors or entry[0].ndim > 1)]
+        by_group: dict[int, list[Any]] = {}
+        for entry in chosen:
+            by_group.setdefault(id(entry[2]), []).append(entry)
+        for members in by_group.values():
+            params, grads, groups = (list(column) for column in zip(*members, strict=True))
+            self._scale(params, grads, groups[0])
+
+    def _scale(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        decay = group["weight_decay"] if self.weight_decay is None else self.weight_decay
+        factor = partial(self._factor, decay=decay, group=group)
+        factors = together(factor, foreach._foreach_norm(params), foreach._foreach_norm(grads))
+        if decay:
+            # An optimizer with maximize=True goes along -g, where a decay must not grow the weights.
+            foreach._foreach_add_(grads, params, alpha=-decay if group.get("maximize") else decay)
+        foreach._foreach_mul_(grads, factors)
+
+    def _factor(self, size: Tensor, slope: Tensor, decay: float, group: dict[str, Any]) -> Tensor:
+        ratio = self.coefficient * size / (slope + decay * size + self.eps)
+        if self.clip:
+            ratio = (ratio / group["lr"]).clamp(max=1.0)
+        return torch.where((size > 0) & (slope > 0), ratio, torch.ones_like(ratio))
+
+
+class LARS(SGD):
+    """SGD with momentum behind :class:`TrustRatio`: layer-wise adaptive rates for large batches.
+
+    Args:
+        params: Parameters, named parameters or groups; a group may set ``adapt=False``.
+        lr: Learning rate, in any form that :class:`~torchboost.optim.rules.sgd.SGD` takes.
+        momentum: At least 0.
+        weight_decay: At least 0.
+        coefficient: Trust in a layer's step, above 0.
+        eps: Added to the denominator.
+        clip: Limit the rate of a layer to that of the group.
+        vectors: Adapt biases and norms too.
+        nesterov: ``w -= lr * (g + momentum * a)``; needs a momentum.
+        maximize: Go up instead of down.
+        foreach: Update lists of tensors; None does so unless the learning rate is a tensor.
+        fused: One kernel per list of tensors, torch's.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the momentum in float32.
+        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`; they come before the trust ratio.
+        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+
+    Raises:
+        TypeError, ValueError: An option that makes no sense.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = LARS(model.parameters(), lr=1.0, weight_decay=1e-4)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        momentum: float = 0.9,
+        weight_decay: Any = 0.0,
+        *,
+        coefficient: float = 0.001,
+        eps: float = 1e-8,
+        clip: bool = False,
+        vectors: bool = False,
+        nesterov: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        master_weights: bool = False,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
+    ) -> None:
+        ratio = TrustRatio(coefficient=coefficient, weight_decay=None, eps=eps, clip=clip, vectors=vectors)
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            0.0,
+            weight_decay,
+            nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            fused=fused,
+            master_weights=master_weights,
+            transforms=(*transforms, ratio),
+            nonfinite=nonfinite,
+        )
+
+    def constructor_options(self) -> dict[str, Any]:
+        """Return by name what the constructor was given and the param groups do not hold."""
+        *transforms, ratio = self.transforms
+        own = {key: getattr(ratio, key) for key in ("coefficient", "eps", "clip", "vectors")}
+        return {**super().constructor_options(), "transforms": tuple(transforms), **own}
+
+    def update(self, group: dict[str, Any], batch: Batch) -> None:
+        """Update in place; the decay is in the gradients already."""
+        lists = group["foreach"] is None and not group["fused"] and not isinstance(group["lr"], Tensor)
+        super().update({**group, "weight_decay": 0.0, "foreach": True if lists else group["foreach"]}, batch)

@@ -1,0 +1,378 @@
+"""Adam for tables of which a step uses few rows: embeddings with sparse gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchboost.core.algorithm import Attachment
+from torchboost.errors import IncompatibleError
+from torchboost.optim.pipeline import GradientTransform
+from torchboost.optim.rules.adam import Adam
+from torchboost.optim.rules.base import Batch, Nonfinite
+from torchboost.optim.rules.masters import LOW_PRECISION
+from torchboost.optim.rules.missed_steps import FORM, form_of, new_past, record, replay
+from torchboost.optim.tensor_lists import foreach
+
+__all__ = ["LazyAdam"]
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+BLOCK = 1 << 19
+"""Weights that are caught up at a time: bounds the memory of a catch-up of a whole table."""
+
+
+class LazyAdam(Adam):
+    """Adam that touches only the rows a sparse gradient names.
+
+    Dense gradients get :class:`Adam`, with all of its options. Of a sparse gradient, as ``nn.Embedding(sparse=True)``
+    makes it, rows that are named more than once are merged first; then there are two modes.
+
+    - Classic (``exact=False``; MindSpore's and TensorFlow's lazy Adam): only the named rows change, in value and
+      moments; weight decay, once per step, takes only them too. The bias correction counts all steps. This is another
+      rule than Adam: the momentum of a row waits for its next gradient. ``eps_uncorrected=True`` makes it
+      ``torch.optim.SparseAdam``, whose checkpoints load.
+    - Exact (``exact=True``): equal to Adam with dense gradients, up to rounding. A row makes up for the steps it
+      missed, with the options of those steps, right before it is read: :meth:`attach` sees to it in front of every
+      forward pass, :meth:`catch_up` does it by hand. Before anything else reads the table (evaluation, saving, a tied
+      layer) call ``catch_up()``.
+
+    Cost of a sparse step: proportional to the named rows, and nothing as large as the table. Exact adds 4 bytes per
+    row, 150 bytes per step in which a number of the options changed (a schedule of the learning rate) until the next
+    ``catch_up()``, and for every row one pass per missed step until it rests, after some 250 with the default betas;
+    with coupled (L2) ``weight_decay`` rows never rest, so it is one pass for all missed steps.
+
+    State: that of :class:`Adam`; in exact mode also ``last_step``, the last step each row has made, and ``past``, the
+    options since, both only while rows may lag: after ``catch_up()`` the state is Adam's and loads into it.
+
+    Sources: ``mindspore.nn.LazyAdam``; TensorFlow Addons, ``LazyAdam``; D. Kingma, J. Ba, arXiv 1412.6980.
+
+    Args:
+        params: Parameters, named parameters or groups.
+        lr: Learning rate, in any form that :class:`Adam` takes.
+        betas: Decay of both moments, each at least 0 and below 1.
+        eps: Added to the root of the second moment, at least 0.
+        weight_decay: At least 0.
+        exact: Catch missed steps up, so that the result is dense Adam's. A group may have its own.
+        amsgrad: Use the largest second moment so far.
+        nesterov: Use ``beta1 m + (1 - beta1) g`` in place of ``m``.
+        decoupled_weight_decay: ``w -= lr * weight_decay * w``, as in AdamW.
+        bias_correction: False leaves the correction of the moments out.
+        eps_uncorrected: Add ``eps`` before the second moment is corrected.
+        maximize: Go up instead of down.
+        foreach: Update lists of tensors; None chooses as torch does.
+        fused: One kernel per list of tensors, torch's; ``GradScaler`` unscales before the step all the same.
+        capturable: Safe in a CUDA graph; sparse gradients are refused then.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their moments in float32.
+        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+
+    Raises:
+        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+
+    Example:
+        >>> table = torch.nn.Embedding(10, 4, sparse=True)
+        >>> optimizer = LazyAdam(table.parameters(), lr=1e-2, exact=True)
+        >>> with optimizer.attach(table):
+        ...     for ids in (torch.tensor([1, 2]), torch.tensor([2, 7])):
+        ...         table(ids).sum().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: Any = 0.0,
+        *,
+        exact: bool = False,
+        amsgrad: bool = False,
+        nesterov: bool = False,
+        decoupled_weight_decay: bool = False,
+        bias_correction: bool = True,
+        eps_uncorrected: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        master_weights: bool = False,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
+    ) -> None:
+        self._exact = exact
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            decoupled_weight_decay=decoupled_weight_decay,
+            bias_correction=bias_correction,
+            amsgrad=amsgrad,
+            nesterov=nesterov,
+            eps_uncorrected=eps_uncorrected,
+            maximize=maximize,
+            foreach=foreach,
+            fused=fused,
+            capturable=capturable,
+            master_weights=master_weights,
+            transforms=transforms,
+            nonfinite=nonfinite,
+        )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # A step that the fused kernel leaves out because of an overflow would not be known here.
+        return False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; missing options are the defaults.
+
+        Raises:
+            TypeError, ValueError: An option that makes no sense; nothing was added.
+        """
+        if "exact" not in self.defaults:
+            self.defaults["exact"] = self._exact
+        super().add_param_group(param_group)
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Refuse what :class:`Adam` refuses, and an ``exact`` that is not a bool or cannot be kept."""
+        super().check_group(group)
+        if not isinstance(group["exact"], bool):
+            raise TypeError(f"exact: found {group['exact']!r}; give True or False.")
+        if group["exact"] and group["capturable"]:
+            raise ValueError("exact: the rows that lag differ from step to step; leave out capturable.")
+
+    def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        """Take dense gradients and sparse rows.
+
+        Raises:
+            IncompatibleError: Another layout, entries instead of rows, or rows that this group cannot take.
+        """
+        if grad.layout is torch.strided:
+            super().check_grad(param, grad, group)
+            return
+        found = f"found a gradient of layout {grad.layout} for a parameter of shape {tuple(param.shape)}"
+        if grad.layout is not torch.sparse_coo:
+            raise IncompatibleError(
+                f"LazyAdam takes dense gradients and rows in torch.sparse_coo, {found}; convert it."
+            )
+        if grad.sparse_dim() != 1:
+            raise IncompatibleError(
+                f"LazyAdam takes sparse rows (sparse_dim 1), {found} with sparse_dim {grad.sparse_dim()}. "
+                "Use transforms=(Coalesce(dense=True),)."
+            )
+        if group["capturable"]:
+            raise IncompatibleError(
+                f"merging sparse rows cannot be captured, {found} in a group with capturable=True; "
+                "give the table a group with capturable=False."
+            )
+        narrow = param.dtype in LOW_PRECISION and not group["master_weights"]
+        if group["exact"] and (narrow or param.is_complex()):
+            raise IncompatibleError(
+                f"exact=True needs moments in float32 or float64, {found} and dtype {param.dtype}. "
+                "Use master_weights=True for float16 and bfloat16, or exact=False."
+            )
+
+    @torch.no_grad()
+    def catch_up(self, param: Tensor | None = None, rows: Tensor | Sequence[int] | None = None) -> None:
+        """Make up for missed steps: rows that are about to be read, or everything before evaluation or saving.
+
+        Does nothing in classic mode and where nothing lags. Safe at any time: it does not change what training
+        computes. Cost: see the class. Memory: some 100 MB at most, however large the table.
+
+        Args:
+            param: A parameter of this optimizer; None takes all.
+            rows: Row numbers of ``param``, in any shape and order; None takes all, after which the state is Adam's.
+
+        Raises:
+            TypeError: ``rows`` are not whole numbers, or given without ``param``.
+            ValueError: Another optimizer's parameter.
+            IndexError: A row that ``param`` does not have.
+
+        Example:
+            >>> table = torch.nn.Embedding(10, 4, sparse=True)
+            >>> optimizer = LazyAdam(table.parameters(), exact=True)
+            >>> optimizer.catch_up(table.weight, [3, 5])
+            >>> optimizer.catch_up()
+        """
+        if param is None:
+            if rows is not None:
+                raise TypeError("rows: give the parameter they belong to as well.")
+            for group in self.param_groups:
+                for each in group["params"]:
+                    self._catch_up(each)
+            return
+        self._check_own(param)
+        self._catch_up(param, None if rows is None else _row_numbers(param, rows))
+
+    def attach(self, module: nn.Embedding | nn.EmbeddingBag) -> Attachment:
+        """Catch rows up right before ``module`` reads them, in every forward pass, in evaluation too.
+
+        Cost: a look at ``last_step`` of the rows, and their missed steps. Needed in exact mode only; in classic mode
+        the hook finds nothing to do. A copy of the module is left alone.
+
+        Args:
+            module: An embedding with ``sparse=True``.
+
+        Returns:
+            Its ``remove()`` takes the hook away and catches the whole table up.
+
+        Raises:
+            TypeError: Not an embedding.
+            ValueError: Its weight is not this optimizer's.
+            IncompatibleError: An embedding with dense gradients.
+        """
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise TypeError(f"module must be an Embedding or an EmbeddingBag, found {type(module).__name__}.")
+        if not module.sparse:
+            raise IncompatibleError(
+                "the embedding has sparse=False, so its gradients are dense and no row ever lags; use sparse=True."
+            )
+        weight = module.weight
+        self._check_own(weight)
+
+        @torch.no_grad()
+        def before_forward(read: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            ids = args[0] if args else kwargs["input"]
+            if read is module:
+                self._catch_up(weight, ids)
+
+        handle = module.register_forward_pre_hook(before_forward, with_kwargs=True)
+        return Attachment(handle, undo=lambda: self.catch_up(weight))
+
+    def update(self, group: dict[str, Any], batch: Batch) -> None:
+        """Update in place: sparse gradients as small dense ones of the rows they name."""
+        compact = Batch([], [], [])
+        named: list[tuple[int, Tensor]] = []
+        for i, (owner, grad, state) in enumerate(zip(_owners(group), batch.grads, batch.states, strict=True)):
+            lazy = group["exact"] and grad.is_sparse
+            if "past" in state and not (lazy and state["past"]["form"] == form_of(group)):
+                self._catch_up(owner)
+            if grad.is_sparse:
+                grad = grad.coalesce()
+                rows = grad._indices()[0]
+                if lazy:
+                    self._catch_up(owner, rows)
+                named.append((i, rows))
+                moments = {key: state[key].index_select(0, rows) for key in MOMENTS if key in state}
+                compact.params.append(batch.params[i].index_select(0, rows))
+                compact.grads.append(grad._values())
+                compact.states.append({"step": state["step"], **moments})
+            else:
+                compact.params.append(batch.params[i])
+                compact.grads.append(grad)
+                compact.states.append(state)
+        super().update(group, compact)
+        for i, rows in named:
+            batch.params[i].index_copy_(0, rows, compact.params[i])
+            state = batch.states[i]
+            for key, value in compact.states[i].items():
+                if key != "step":
+                    state[key].index_copy_(0, rows, value)
+            if group["exact"]:
+                _made_step(group, state, rows)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a checkpoint of this rule, of :class:`Adam`, or of ``torch.optim``'s Adam and SparseAdam.
+
+        Rows of a checkpoint of another rule count as up to date. ``SparseAdam`` is classic mode with
+        ``eps_uncorrected=True``.
+
+        Raises:
+            ValueError: Other groups, or a state whose shape is not that of its parameter; nothing was changed.
+        """
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for param in group["params"]:
+                step = self.state[param].get("step") if param in self.state else None
+                if step is not None and not isinstance(step, Tensor):
+                    # SparseAdam counts in a plain number.
+                    device = param.device if group["capturable"] or group["fused"] else "cpu"
+                    self.state[param]["step"] = torch.tensor(float(step), dtype=torch.float32, device=device)
+
+    def _catch_up(self, param: Tensor, rows: Tensor | None = None) -> None:
+        state: dict[str, Any] = self.state.get(param, {})
+        if "past" not in state:
+            return
+        if "master" in state:
+            state["master"] = self._stamps.current(param, state["master"])
+        step, last = int(state["step"]), state["last_step"]
+        if rows is None:
+            late = (last < step).nonzero().flatten()
+        else:
+            rows = rows.flatten().to(last.device, torch.int64)
+            late = rows[last[rows] < step].unique()
+        late = late[last[late].argsort()]
+        moments = MOMENTS if state["past"]["form"][FORM.index("amsgrad")] else MOMENTS[:2]
+        tables = {"weight": state.get("master", param)} | {key: state[key] for key in moments}
+        # Narrow rows count as 32 wide: their missed steps take room too, up to 32 at a time.
+        width = max(32, param.numel() // max(1, len(last)))
+        for part in late.split(max(1, BLOCK // width)):
+            values = {key: table.index_select(0, part) for key, table in tables.items()}
+            replay(values, last[part], step, state["past"])
+            for key, table in tables.items():
+                table.index_copy_(0, part, values[key])
+            if "master" in state:
+                param.index_copy_(0, part, values["weight"].to(param.dtype))
+            last.index_fill_(0, part, step)
+        if "master" in state:
+            self._stamps.note(param)
+        if rows is None:
+            del state["last_step"], state["past"]
+
+    def prepare(self, work: Sequence[Batch]) -> Callable[[], None] | None:
+        """Merge rows that are named more than once, then do what :class:`Adam` does."""
+        for batch in work:
+            batch.grads[:] = [grad.coalesce() if grad.is_sparse else grad for grad in batch.grads]
+        return super().prepare(work)
+
+    def _write_back(self, group: Mapping[str, Any], batch: Batch) -> None:
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for param, worked, grad in zip(_owners(group), batch.params, batch.grads, strict=True):
+            if worked is not param and grad.is_sparse:
+                rows = grad._indices()[0]
+                param.index_copy_(0, rows, worked.index_select(0, rows).to(param.dtype))
+            elif worked is not param:
+                pairs.append((param, worked))
+        if pairs:
+            foreach._foreach_copy_([param for param, _ in pairs], [worked for _, worked in pairs])
+
+    def _check_own(self, param: Tensor) -> None:
+        if not any(param is own for group in self.param_groups for own in group["params"]):
+            found = f"of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
+            raise ValueError(f"the parameter {found} is not one of this optimizer; give it a parameter it updates.")
+
+
+def _owners(group: Mapping[str, Any]) -> list[Tensor]:
+    """Return the parameters that a batch of the group holds."""
+    return [param for param in group["params"] if param.grad is not None]
+
+
+def _made_step(group: Mapping[str, Any], state: dict[str, Any], rows: Tensor) -> None:
+    """Note that the rows, and no others, made the step that the state counts."""
+    step = int(state["step"])
+    if "past" not in state:
+        table = state["exp_avg"]
+        state["last_step"] = torch.full((len(table),), step - 1, dtype=torch.int32, device=table.device)
+        state["past"] = new_past(group)
+    record(state["past"], step, group)
+    state["last_step"].index_fill_(0, rows, step)
+
+
+def _row_numbers(param: Tensor, rows: Tensor | Sequence[int]) -> Tensor:
+    numbers = torch.as_tensor(rows, device=param.device)
+    if not numbers.numel():
+        return numbers.long()
+    if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype is torch.bool:
+        raise TypeError(f"rows: found {numbers.dtype}; give whole numbers.")
+    low, high = int(numbers.min()), int(numbers.max())
+    if low < 0 or high >= len(param):
+        raise IndexError(f"rows: found {low} to {high}; the parameter has rows 0 to {len(param) - 1}.")
+    return numbers.long()

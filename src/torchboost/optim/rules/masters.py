@@ -1,0 +1,96 @@
+"""Float32 copies of low-precision parameters: which parameters have one, and whether it is still theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torchboost.optim.rules.base import Batch
+
+__all__ = ["IN_CACHE", "LOW_PRECISION", "Stamps", "has_master", "pieces", "widened"]
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+IN_CACHE = 2**17
+"""Entries that are updated together on the CPU: half a megabyte of each tensor of the update stays in the cache."""
+
+PIECE = 2**22
+"""Entries whose gradients are widened together: 16 MiB, unless one tensor is larger."""
+
+
+def has_master(param: Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether the update works on a float32 master of the parameter."""
+    return bool(group.get("master_weights")) and param.dtype in LOW_PRECISION
+
+
+def widened(value: Any) -> Any:
+    """Return a low-precision tensor in float32, anything else as it is."""
+    return value.float() if isinstance(value, Tensor) and value.dtype in LOW_PRECISION else value
+
+
+class Stamps:
+    """Notices that a parameter was written since its master was: by ``load_state_dict``, by a hand, by a broadcast.
+
+    torch counts the writes to a tensor, but not those through ``param.data``, which stay unnoticed until the state is
+    loaded or copied the next time.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Tensor, tuple[int, int]] = {}
+
+    def note(self, param: Tensor) -> None:
+        """Say that parameter and master hold the same now."""
+        if not torch.compiler.is_compiling():
+            self._seen[param] = _stamp(param)
+
+    def known(self, param: Tensor) -> bool:
+        """Whether the parameter is as it was when it was noted."""
+        return torch.compiler.is_compiling() or self._seen.get(param) == _stamp(param)
+
+    def current(self, param: Tensor, master: Tensor) -> Tensor:
+        """Return the master, with the entries of the parameter where these are no longer the master, rounded.
+
+        Entries that were not written keep the precision of the master. Cost: nothing where nothing was written,
+        otherwise a new master.
+        """
+        if self.known(param):
+            return master
+        near = param.detach().to(master.device)
+        return torch.where(master.to(near.dtype) == near, master.float(), near.float())
+
+
+def pieces(batch: Batch, limit: int | None = None) -> Iterator[Batch]:
+    """Yield a batch in parts whose gradients have the precision of what is updated, widened one part at a time.
+
+    A part is good until the next one is asked for.
+
+    Args:
+        batch: What there is to update.
+        limit: Entries of a part on the CPU, which may hold one tensor more; None makes parts only to widen gradients.
+    """
+    near = limit is not None and all(param.device.type == "cpu" for param in batch.params)
+    low = [s for s, g in zip(batch.states, batch.grads, strict=True) if g.dtype in LOW_PRECISION]
+    if not near and not any("master" in state for state in low):
+        yield batch
+        return
+    start = entries = 0
+    most = limit if near and limit is not None else PIECE
+    for stop, param in enumerate(batch.params, 1):
+        entries += param.numel()
+        if entries >= most or stop == len(batch.params):
+            part = slice(start, stop)
+            grads = [
+                widened(g) if "master" in s else g for g, s in zip(batch.grads[part], batch.states[part], strict=True)
+            ]
+            yield type(batch)(batch.params[part], grads, batch.states[part])
+            grads.clear()  # before the next piece is made
+            start, entries = stop, 0
+
+
+def _stamp(param: Tensor) -> tuple[int, int]:
+    local = getattr(param, "_local_tensor", param)  # of a DTensor
+    return param._version, local.data_ptr()

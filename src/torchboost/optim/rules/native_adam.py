@@ -1,0 +1,250 @@
+"""Adam and its gradient transforms in two passes over memory, on the CPU: the Python side of ``adam_kernel.c``."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchboost.core.native import compiled
+from torchboost.errors import IncompatibleError
+from torchboost.optim.memory_layout import is_dense
+from torchboost.optim.pipeline import GradientTransform
+from torchboost.optim.rules.base import Batch, Nonfinite
+from torchboost.optim.shares import Share, joint_norm
+from torchboost.optim.tensor_lists import foreach
+from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay, Unscale
+
+__all__ = ["Pipeline", "load", "prepared"]
+
+ORDER = (Unscale, Decay, Centralize, ClipNorm, ClipValue)
+
+BLOCK_ENTRIES = 2**17
+"""Entries per block: half a megabyte of each array, a few hundred blocks to share out for 25 million weights."""
+
+POINTERS = ("weight", "mean", "square", "largest", "grad")
+SIZES = ("rows", "columns", "centralize")
+NUMBERS = (
+    *("unscale", "decay", "limit", "coupled", "keep", "beta1", "gain1", "beta2", "gain2", "ahead"),
+    *("rate", "root", "eps", "padding"),
+)
+BLOCK = np.dtype([*((name, np.int64) for name in (*POINTERS, *SIZES)), *((name, np.float32) for name in NUMBERS)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """What the kernel makes of a sequence of transforms; None is left out."""
+
+    unscale: Unscale | None = None
+    decay: Decay | None = None
+    centralize: Centralize | None = None
+    clip_norm: ClipNorm | None = None
+    clip_value: ClipValue | None = None
+
+    @classmethod
+    def of(cls, transforms: Sequence[GradientTransform]) -> Pipeline:
+        """Translate transforms that come in the kernel's order, each at most once.
+
+        Raises:
+            ValueError: Another transform, another order, or a norm other than the Euclidean one.
+        """
+        kinds = [type(transform) for transform in transforms]
+        places = [ORDER.index(kind) if kind in ORDER else -1 for kind in kinds]
+        if -1 in places or any(a >= b for a, b in pairwise(places)):
+            raise ValueError(
+                f"native=True: found the transforms {', '.join(kind.__name__ for kind in kinds)}; the kernel knows "
+                f"{', '.join(kind.__name__ for kind in ORDER)}, each once and in this order. Leave native out."
+            )
+        found: dict[type, Any] = dict(zip(kinds, transforms, strict=True))
+        clip = found.get(ClipNorm)
+        if clip is not None and clip.norm_type != 2:
+            raise ValueError(f"native=True: found ClipNorm with norm_type={clip.norm_type}; the kernel knows 2 only.")
+        return cls(
+            unscale=found.get(Unscale),
+            decay=found.get(Decay),
+            centralize=found.get(Centralize),
+            clip_norm=clip,
+            clip_value=found.get(ClipValue),
+        )
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """Compile and load the kernel.
+
+    Raises:
+        IncompatibleError: See :func:`torchboost.core.native.compiled`.
+    """
+    kernel = compiled(Path(__file__).with_name("adam_kernel.c"))
+    kernel.sum_squares.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int]
+    kernel.adam.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int]
+    kernel.sum_squares.restype = kernel.adam.restype = None
+    return kernel
+
+
+def prepared(
+    groups: Sequence[Mapping[str, Any]],
+    work: Sequence[Batch],
+    pipeline: Pipeline,
+    *,
+    grad_scale: float = 1.0,
+    nonfinite: Nonfinite = "ignore",
+    share: Share | None = None,
+) -> Callable[[], None] | None:
+    """Read the gradients once, for their norm, and return what then updates everything in place.
+
+    Args:
+        groups: Param groups of Adam.
+        work: What they have to update: float32 tensors on the CPU. The gradients are only read.
+        pipeline: Before the update.
+        grad_scale: Loss scale that is still in the gradients.
+        nonfinite: As of :class:`~torchboost.optim.rules.base.UpdateRule`; a norm that overflows counts as not finite.
+        share: The ranks that share the parameters out; the norm is that of all of them.
+
+    Returns:
+        The update, or None where it is to be left out.
+
+    Raises:
+        IncompatibleError: Tensors the kernel cannot take.
+        FloatingPointError, RuntimeError: The gradients are not finite and the settings ask for an error.
+    """
+    for group, batch in zip(groups, work, strict=True):
+        _settle(batch, ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())))
+    blocks = _blocks(groups, work, pipeline, grad_scale)
+    threads, clip = torch.get_num_threads(), 1.0
+    if (len(blocks) or share is not None) and (pipeline.clip_norm is not None or nonfinite != "ignore"):
+        squares = np.zeros(len(blocks), np.float64)
+        if len(blocks):
+            load().sum_squares(blocks.ctypes.data, len(blocks), squares.ctypes.data, threads)
+        norm = math.sqrt(squares.sum())
+        if share is not None:
+            norm = float(joint_norm(torch.tensor(norm), 2.0, share))
+        if not math.isfinite(norm):
+            if nonfinite == "skip":
+                return None
+            _complain(pipeline, nonfinite)
+        if pipeline.clip_norm is not None:
+            # Not min(): a norm that is not a number must reach the weights, as it does in torch.
+            factor = pipeline.clip_norm.max_norm / (norm + 1e-6)
+            clip = 1.0 if factor > 1 else factor
+
+    def update() -> None:
+        for batch in work:
+            if batch.params:
+                foreach._foreach_add_(batch.state("step"), 1)
+        if len(blocks):
+            load().adam(blocks.ctypes.data, len(blocks), clip, threads)
+
+    return update
+
+
+def _complain(pipeline: Pipeline, nonfinite: Nonfinite) -> None:
+    if nonfinite == "raise":
+        raise FloatingPointError("the gradients contain inf or nan; the update was left out.")
+    if pipeline.clip_norm is not None and pipeline.clip_norm.error_if_nonfinite:
+        raise RuntimeError("the norm of the gradients is not finite; the update was left out.")
+
+
+def _settle(batch: Batch, keys: Sequence[str]) -> None:
+    """Give gradients and moments the memory layout of their parameter; refuse what the kernel cannot walk through."""
+    for param in batch.params:
+        plain = type(param) in (Tensor, nn.Parameter)  # a sharded tensor has its numbers elsewhere
+        if not plain or param.dtype is not torch.float32 or param.device.type != "cpu" or not _walkable(param):
+            raise IncompatibleError(
+                f"native=True works on dense float32 parameters on the CPU (master_weights=True makes them float32), "
+                f"found a {type(param).__name__} of {param.dtype} on {param.device}, shape {tuple(param.shape)}, "
+                f"strides {param.stride()}. Leave native out."
+            )
+    batch.align(keys)
+
+
+def _walkable(param: Tensor) -> bool:
+    """Whether the numbers fill a stretch of memory, row after row."""
+    rows = param.shape[0] if param.ndim > 1 else 1
+    return is_dense(param) and (rows <= 1 or param.stride(0) * rows == param.numel())
+
+
+@lru_cache(maxsize=4096)
+def _cuts(entries: int, rows: int, centralize: bool) -> np.ndarray:
+    """Return one line per block of a parameter: offset in entries, rows, columns."""
+    if not centralize or not entries:  # no row to keep together
+        starts = np.arange(0, entries, BLOCK_ENTRIES)
+        return np.stack([starts, np.ones_like(starts), np.minimum(BLOCK_ENTRIES, entries - starts)], axis=1)
+    columns = entries // rows
+    per_block = max(1, BLOCK_ENTRIES // columns)
+    starts = np.arange(0, rows, per_block)
+    return np.stack([starts * columns, np.minimum(per_block, rows - starts), np.full_like(starts, columns)], axis=1)
+
+
+def _blocks(
+    groups: Sequence[Mapping[str, Any]], work: Sequence[Batch], pipeline: Pipeline, grad_scale: float
+) -> np.ndarray:
+    parts = [
+        _blocks_of(group, batch, pipeline, grad_scale)
+        for group, batch in zip(groups, work, strict=True)
+        if any(param.numel() for param in batch.params)
+    ]
+    return np.concatenate(parts) if parts else np.empty(0, BLOCK)
+
+
+def _blocks_of(group: Mapping[str, Any], batch: Batch, pipeline: Pipeline, grad_scale: float) -> np.ndarray:
+    center = pipeline.centralize
+    central = [center is not None and center.applies(param, group) for param in batch.params]
+    cuts = [
+        _cuts(param.numel(), param.shape[0] if flag else 1, flag)
+        for param, flag in zip(batch.params, central, strict=True)
+    ]
+    owner = np.repeat(np.arange(len(cuts)), [len(cut) for cut in cuts])
+    cut = np.concatenate(cuts)
+    blocks = np.zeros(len(owner), BLOCK)
+    blocks["rows"], blocks["columns"], blocks["centralize"] = cut[:, 1], cut[:, 2], np.array(central)[owner]
+    tensors = {
+        "weight": batch.params,
+        "grad": batch.grads,
+        "mean": batch.state("exp_avg"),
+        "square": batch.state("exp_avg_sq"),
+    }
+    if group["amsgrad"]:
+        tensors["largest"] = batch.state("max_exp_avg_sq")
+    for name, listed in tensors.items():
+        blocks[name] = np.array([tensor.data_ptr() for tensor in listed])[owner] + 4 * cut[:, 0]
+    for name, value in _numbers(group, batch, pipeline, grad_scale).items():
+        blocks[name] = value if np.ndim(value) == 0 else np.asarray(value)[owner]
+    return blocks
+
+
+def _numbers(group: Mapping[str, Any], batch: Batch, pipeline: Pipeline, grad_scale: float) -> dict[str, Any]:
+    """Return the numbers of the update, one per parameter where they depend on its step."""
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    lr, weight_decay, eps = float(group["lr"]), float(group["weight_decay"]), float(group["eps"])
+    steps = torch.stack(batch.state("step")).double().numpy() + 1
+    first, root = np.ones(len(steps)), np.ones(len(steps))
+    if group["bias_correction"]:
+        first, root = 1 - beta1**steps, 1 / np.sqrt(1 - beta2**steps)
+    scale = grad_scale * (pipeline.unscale.scale if pipeline.unscale is not None else 1.0)
+    decoupled = group["decoupled_weight_decay"]
+    sign = -1.0 if group["maximize"] else 1.0
+    return {
+        "unscale": sign / scale,
+        "decay": 0.0 if pipeline.decay is None else sign * pipeline.decay.of(group),
+        "limit": math.inf if pipeline.clip_value is None else pipeline.clip_value.value,
+        "coupled": 0.0 if decoupled else weight_decay,
+        "keep": 1 - lr * weight_decay if decoupled else 1.0,
+        "beta1": beta1,
+        "gain1": 1 - beta1,
+        "beta2": beta2,
+        "gain2": 1 - beta2,
+        "ahead": 1 - beta1 if group["nesterov"] else 0.0,
+        "rate": lr / first,
+        "root": root,
+        "eps": eps * root if group["eps_uncorrected"] else eps,
+    }

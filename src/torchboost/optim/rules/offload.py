@@ -1,0 +1,357 @@
+"""Adam whose state and arithmetic are on the host, for parameters on a device without room for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchboost.core.arguments import check_number
+from torchboost.errors import IncompatibleError
+from torchboost.optim.memory_layout import is_dense, same_layout
+from torchboost.optim.pipeline import GradientTransform
+from torchboost.optim.rules.adam import Adam
+from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.rules.masters import has_master, pieces
+from torchboost.optim.rules.staging import SMALLEST_CHUNK, Job, Staging, StreamTransfer, Transfer, split
+
+__all__ = ["AdamOffload", "OffloadPlan"]
+
+MEBIBYTE = 2**20
+
+ON_HOST = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
+"""State of this rule; what transforms keep beside it stays where they put it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadPlan:
+    """What a step of :class:`AdamOffload` costs when every parameter has a gradient, in bytes.
+
+    Divided by the link's speed (PCIe 4.0 x16: about 25 GB/s each way) the bytes moved are a lower bound of the step's
+    time; the update on the host reads and writes the state beside the copies.
+
+    Args:
+        bytes_to_host: Gradients and weights copied to the host per step.
+        bytes_to_device: New weights copied back per step.
+        state_bytes: Moments, master weights and step counts on the host.
+        staging_bytes: Page-locked buffers the copies go through.
+        chunks: How many pieces a step is done in; with one, nothing overlaps.
+    """
+
+    bytes_to_host: int
+    bytes_to_device: int
+    state_bytes: int
+    staging_bytes: int
+    chunks: int
+
+
+class AdamOffload(Adam):
+    """:class:`Adam` whose state is in host memory and whose update runs there, by torch's fused CPU kernel.
+
+    For a parameter on an accelerator, gradient and weight are copied to a page-locked buffer, chunk by chunk; while the
+    host updates a chunk, the next comes down and the last goes up on streams of their own. The step returns when the
+    new weights are ordered before the current stream's further work. The weights are those of
+    ``torch.optim.Adam(fused=True)`` on the CPU, ``AdamW`` with ``decoupled_weight_decay``, bit for bit and for any
+    ``chunk_mebibytes``. A parameter on the CPU is updated in place.
+
+    Cost: no device memory; per float32 weight 8 bytes on the host (12 with ``amsgrad``), 8 bytes copied down and 4 up
+    per step; with master weights 12, 2 and 2. :meth:`plan` adds it up. Checkpoints are torch's: they load into
+    ``torch.optim.AdamW`` on any device and back, and the state stays on the host. Transforms run where the gradients
+    are; with master weights they see float32 copies of the gradients, on the device, and the parameter, not the master.
+
+    Limits: dense gradients; no DTensor on an accelerator (FSDP2 has ``CPUOffloadPolicy``); one device after the other.
+    ``GradScaler`` unscales before the step.
+
+    Source: J. Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", arXiv 2101.06840; the reference's
+    ``AdamOffload``, whose epsilon is ``eps_uncorrected``.
+
+    Args:
+        params: Parameters, named parameters or groups.
+        lr: Learning rate, in any form that :class:`Adam` takes; a tensor on a device is waited for.
+        betas: Decay of both moments.
+        eps: Added to the root of the second moment.
+        weight_decay: At least 0.
+        amsgrad: See :class:`Adam`.
+        nesterov: See :class:`Adam`; torch has no fused kernel for it.
+        decoupled_weight_decay: See :class:`Adam`.
+        bias_correction: See :class:`Adam`.
+        eps_uncorrected: See :class:`Adam`; torch has no fused kernel for it.
+        maximize: See :class:`Adam`.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters on the host, and float32 moments.
+        chunk_mebibytes: Size of each of the two buffers, in MiB, at least 1/128.
+        pin_memory: Page-lock the state of parameters on an accelerator too, so that it is never swapped out. The
+            buffers always are.
+        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+
+    Raises:
+        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = AdamOffload(model.parameters(), lr=1e-3, weight_decay=0.01, decoupled_weight_decay=True)
+        >>> optimizer.plan().state_bytes
+        88
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: Any = 0.0,
+        *,
+        amsgrad: bool = False,
+        nesterov: bool = False,
+        decoupled_weight_decay: bool = False,
+        bias_correction: bool = True,
+        eps_uncorrected: bool = False,
+        maximize: bool = False,
+        master_weights: bool = True,
+        chunk_mebibytes: float = 64.0,
+        pin_memory: bool = True,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
+    ) -> None:
+        check_number("chunk_mebibytes", chunk_mebibytes, above=True)
+        if chunk_mebibytes * MEBIBYTE < SMALLEST_CHUNK:
+            raise ValueError(f"chunk_mebibytes: found {chunk_mebibytes!r}; give at least {SMALLEST_CHUNK / MEBIBYTE}.")
+        if not isinstance(pin_memory, bool):
+            raise TypeError(f"pin_memory: found {pin_memory!r}; give True or False.")
+        self.chunk_mebibytes = float(chunk_mebibytes)
+        self.pin_memory = pin_memory
+        self._stagings: dict[torch.device, Staging] = {}
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad=amsgrad,
+            nesterov=nesterov,
+            decoupled_weight_decay=decoupled_weight_decay,
+            bias_correction=bias_correction,
+            eps_uncorrected=eps_uncorrected,
+            maximize=maximize,
+            fused=None if nesterov or eps_uncorrected else True,
+            master_weights=master_weights,
+            transforms=transforms,
+            nonfinite=nonfinite,
+        )
+
+    def constructor_options(self) -> dict[str, Any]:
+        """Return by name what the constructor was given and the param groups do not hold."""
+        own = {"chunk_mebibytes": self.chunk_mebibytes, "pin_memory": self.pin_memory}
+        return {**super().constructor_options(), **own}
+
+    def plan(self) -> OffloadPlan:
+        """Return what a step costs, before there is a gradient or state."""
+        down = up = state = staging = chunks = 0
+        sizes: dict[torch.device, list[tuple[int, tuple[int, ...]]]] = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                if not param.requires_grad:
+                    continue
+                wide = has_master(param, group)
+                count, own = _real([param])[0].numel(), _real([param])[0].element_size()
+                worked = 4 if wide else own
+                state += 4 + count * worked * (len(self.state_keys(group)) - 1 + wide)
+                if self._far(param):
+                    grad = 4 if wide and self.chain else own
+                    down += count * (grad if wide else grad + own)
+                    up += count * own
+                    itemsizes = (grad, own, *((worked,) if grad != worked else ()))
+                    sizes.setdefault(param.device, []).append((count, itemsizes))
+        for tensors in sizes.values():
+            packed = list(split(tensors, self._chunk_bytes()))
+            ends = [chunk[-1].end(tensors[chunk[-1].job][1]) for chunk in packed]
+            staging += min(len(packed), 2) * max(ends, default=0)
+            chunks += len(packed)
+        return OffloadPlan(
+            bytes_to_host=down, bytes_to_device=up, state_bytes=state, staging_bytes=staging, chunks=chunks
+        )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # The scale would reach the kernel as a tensor of the device; unscaled there, an overflow copies nothing.
+        return False
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Refuse a choice of kernel: it is made here."""
+        for name, refused in (("foreach", True), ("capturable", True), ("fused", False)):
+            if group.get(name) is refused:
+                raise ValueError(f"{name}: found {refused}; {type(self).__name__} has its own kernel, leave it out.")
+
+    def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        """Refuse what the host cannot take: sparse gradients, and DTensors on an accelerator."""
+        if grad.layout is not torch.strided or not (self._far(param) and has_master(param, group)):
+            UpdateRule.check_grad(self, param, grad, group)
+        if self._far(param) and getattr(param, "placements", None) is not None:
+            raise IncompatibleError(
+                f"{type(self).__name__} does not take a DTensor on {param.device}, found one of shape "
+                f"{tuple(param.shape)}. Use fully_shard(..., offload_policy=CPUOffloadPolicy()) with Adam."
+            )
+
+    def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a step of 0 and moments of 0, on the host."""
+        dtype = torch.float32 if has_master(param, group) else param.dtype
+        moments = {key: self._host_like(param, dtype).zero_() for key in self.state_keys(group)[1:]}
+        return {"step": torch.zeros((), dtype=torch.float32), **moments}
+
+    def update(self, group: Mapping[str, Any], batch: Batch) -> None:
+        """Update tensors on the host in place."""
+        if any(param.is_complex() for param in batch.params):
+            batch = Batch(_real(batch.params), _real(batch.grads), [_real_state(state) for state in batch.states])
+        super().update(_host_options(group), batch)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a checkpoint of this rule, of :class:`Adam` or of torch's; the tensors are copied to the host.
+
+        Raises:
+            ValueError: Other groups, or a state whose shape is not that of its parameter; nothing was changed.
+        """
+        # torch copies every tensor to its parameter's device, where there may be no room; what is no tensor it leaves.
+        handle = self.register_load_state_dict_pre_hook(_hold)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "chunk_mebibytes": self.chunk_mebibytes, "pin_memory": self.pin_memory}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({key: state[key] for key in ("chunk_mebibytes", "pin_memory") if key in state})
+        held = {param: entries for param, entries in state["state"].items() if isinstance(param, Tensor)}
+        for param, entries in held.items():
+            entries.update({k: _brought(entries[k], pinned=self._pins(param.device)) for k in ON_HOST if k in entries})
+        super().__setstate__(state)
+        self.__dict__.setdefault("_stagings", {})
+        for group in self.param_groups:
+            own = group["nesterov"] or group["eps_uncorrected"]
+            group.update(foreach=None, capturable=False, fused=None if own else True)
+
+    def _chunk_bytes(self) -> int:
+        return int(self.chunk_mebibytes * MEBIBYTE)
+
+    def _far(self, param: Tensor) -> bool:
+        """Whether the parameter is on a device of its own."""
+        return param.device.type != "cpu"
+
+    def _transfer(self, device: torch.device) -> Transfer:
+        module = None if device.type == "cpu" else torch.get_device_module(device)
+        return StreamTransfer(module, device) if hasattr(module, "Stream") else Transfer()
+
+    def _pins(self, device: torch.device) -> bool:
+        return self.pin_memory and _pinnable(device)
+
+    def _host_like(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=self._pins(like.device))
+
+    def _worked(
+        self, param: Tensor, state: dict[str, Any], group: Mapping[str, Any]
+    ) -> tuple[Tensor, Any, dict[str, Any]]:
+        """Return the parameter itself where it is far: its master, on the host, is no match for the transforms."""
+        wide = has_master(param, group)
+        if not self._far(param) or not wide:
+            return super()._worked(param, state, group)
+        if "master" not in state:
+            state = {**state, "master": self._host_like(param, torch.float32).copy_(param)}
+        elif (master := self._stamps.current(param, state["master"])) is not state["master"]:
+            state = {**state, "master": self._host_like(param, torch.float32).copy_(master)}
+        return param, param.grad, state
+
+    def _update_all(self, work: Sequence[Batch]) -> None:
+        """Update what the kernel can take in place, and the rest in one pass per device over all groups."""
+        jobs: dict[torch.device, list[Job]] = {}
+        for group, batch in zip(self.param_groups, work, strict=True):
+            options = _host_options(group)
+            near = Batch([], [], [])
+            for param, grad, state in zip(batch.params, batch.grads, batch.states, strict=True):
+                self._settle(param, state, group)
+                # torch's kernel goes through memory in order, whatever the strides say.
+                if self._far(param) or not is_dense(param) or not same_layout(param, grad):
+                    moments = {key: state[key] for key in self.state_keys(group)[1:]}
+                    master = state["master"] if has_master(param, group) else None
+                    job = Job(options, param, grad, state["step"], moments, master)
+                    jobs.setdefault(param.device, []).append(job)
+                else:
+                    near.params.append(param)
+                    near.grads.append(grad)
+                    near.states.append(state)
+            for part in pieces(near):
+                if part.params:
+                    self.update(options, part)
+        for device, listed in jobs.items():
+            self._staging(device).run(listed, self.update)
+
+    def _settle(self, param: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+        """Give the state the place, precision and memory order of what it is used with; mostly it has them."""
+        wide = has_master(param, group)
+        dtype = torch.float32 if wide else param.dtype
+        model = param if is_dense(param) else torch.empty_like(param, device="meta")
+        step = state["step"]
+        if not isinstance(step, Tensor) or step.device.type != "cpu" or step.dtype != torch.float32:
+            state["step"] = torch.tensor(float(step), dtype=torch.float32)
+        for key in (*self.state_keys(group)[1:], *(("master",) if wide else ())):
+            value = state[key]
+            if value.device.type != "cpu" or value.dtype != dtype or not same_layout(value, model):
+                state[key] = self._host_like(param, dtype).copy_(value)
+
+    def _staging(self, device: torch.device) -> Staging:
+        if device not in self._stagings:
+            self._stagings[device] = Staging(self._transfer(device), self._chunk_bytes(), pinned=_pinnable(device))
+        return self._stagings[device]
+
+
+class _Held:
+    """Hides a state's entry from ``Optimizer.load_state_dict``."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _hold(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    known = {index for group in state_dict["param_groups"] for index in group["params"]}
+    held = dict(state_dict["state"])
+    for index in known & held.keys():
+        held[index] = {key: _Held(value) if key in ON_HOST else value for key, value in held[index].items()}
+    return {**state_dict, "state": held}
+
+
+def _brought(value: Any, *, pinned: bool) -> Any:
+    """Return a state's entry on the host: a copy of a tensor that was given for loading."""
+    if isinstance(value, _Held):
+        value = value.value
+        value = value.clone() if isinstance(value, Tensor) and value.device.type == "cpu" else value
+    if not isinstance(value, Tensor):
+        return value
+    value = value.cpu()
+    return value.pin_memory() if pinned and value.ndim and not value.is_pinned() else value
+
+
+def _pinnable(device: torch.device) -> bool:
+    return device.type not in ("cpu", "mps", "meta") and torch.accelerator.is_available()
+
+
+def _host_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with the host's kernel and numbers in place of tensors."""
+    own = group["nesterov"] or group["eps_uncorrected"]
+    numbers = {key: float(group[key]) for key in ("lr", "weight_decay") if isinstance(group[key], Tensor)}
+    betas = tuple(float(beta) for beta in group["betas"])
+    return {**group, **numbers, "betas": betas, "foreach": None, "fused": not own, "capturable": False}
+
+
+def _real(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+
+
+def _real_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: torch.view_as_real(value) if isinstance(value, Tensor) and value.is_complex() else value
+        for key, value in state.items()
+    }

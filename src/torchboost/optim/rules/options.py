@@ -1,0 +1,174 @@
+"""Checks of the options of a parameter group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _get_capturable_supported_devices
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+from torchboost.core.arguments import check_number
+from torchboost.errors import IncompatibleError
+from torchboost.optim.fused_kernels import miscomputes
+from torchboost.optim.memory_layout import is_dense
+from torchboost.optim.schedules import whole
+
+__all__ = ["check_capturable", "check_fused", "check_options"]
+
+LARGEST = 1e30
+"""What comes of a larger one does not fit into float32, which torch's kernels refuse."""
+
+LARGEST_WHOLE = 2**62
+"""Larger ones do not fit into what the kernels take either."""
+
+NOT_NEGATIVE = ("lr", "weight_decay", "eps", "momentum", "max_ratio", "l1", "l2")
+FLAGS = (
+    "adapt",
+    "amsgrad",
+    "bias_correction",
+    "capturable",
+    "centered",
+    "decoupled_weight_decay",
+    "eps_in_root",
+    "eps_uncorrected",
+    "master_weights",
+    "maximize",
+    "nesterov",
+)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse values no update can be right with. Tensors on a device are not looked at: that would wait for it.
+
+    Raises:
+        TypeError: A value of another type.
+        ValueError: A value out of range.
+    """
+    for name in NOT_NEGATIVE:
+        if name in options:
+            _check_scalar(name, options[name])
+    if "betas" in options:
+        _check_betas(options)
+    if "dampening" in options and not _is_number(options["dampening"]):
+        raise ValueError(f"dampening: found {options['dampening']!r}; give a finite number, at most {LARGEST:g}.")
+    if not isinstance(options.get("updates", 0), (int, np.integer)):
+        raise TypeError(f"updates: found {options['updates']!r}; give a whole number, at least 0.")
+    whole("updates", options.get("updates", 0), least=0)
+    for name in FLAGS:
+        if name in options and not isinstance(options[name], bool):
+            raise TypeError(f"{name}: found {options[name]!r}; give True or False.")
+    _check_form(options)
+    if options.get("nesterov") and "dampening" in options and (not options["momentum"] or options["dampening"]):
+        raise ValueError("nesterov: needs a momentum above 0 and dampening=0.")
+
+
+def check_fused(param: Tensor, group: Mapping[str, Any], kind: type[Optimizer]) -> None:
+    """Refuse parameters that torch's fused kernels do not take, or for which they compute something else.
+
+    Args:
+        param: What is updated.
+        group: Its options.
+        kind: torch's class of the kernel.
+
+    Raises:
+        IncompatibleError: Such a parameter in a group with ``fused=True``.
+    """
+    if not group["fused"]:
+        return
+    devices = tuple(_get_fused_kernels_supported_devices())
+    if not (param.is_floating_point() and param.device.type in devices):
+        raise IncompatibleError(
+            f"fused=True needs floating-point parameters on one of {devices}, found {param.dtype} on {param.device}; "
+            "leave fused out."
+        )
+    if not is_dense(param):  # the kernel would write into the gaps
+        raise IncompatibleError(
+            f"fused=True needs parameters without gaps in memory, found one of shape {tuple(param.shape)} with strides "
+            f"{param.stride()}; leave fused out."
+        )
+    if not torch.compiler.is_compiling() and miscomputes(kind, param.dtype, param.device):
+        raise IncompatibleError(
+            f"fused=True: torch's fused {kind.__name__} computes wrong steps in {param.dtype} on {param.device}; leave "
+            "fused out, or set master_weights=True."
+        )
+
+
+def check_capturable(param: Tensor, group: Mapping[str, Any]) -> None:
+    """Refuse parameters whose update torch does not capture in a graph.
+
+    Raises:
+        IncompatibleError: Such a parameter in a group with ``capturable=True``.
+    """
+    if not group["capturable"] or torch.compiler.is_compiling():
+        return
+    devices = _get_capturable_supported_devices()
+    if param.device.type not in devices:
+        raise IncompatibleError(
+            f"capturable=True needs parameters on one of {devices}, found one on {param.device}; set it False."
+        )
+
+
+def _check_form(options: Mapping[str, Any]) -> None:
+    for name in ("foreach", "fused"):
+        if not isinstance(options.get(name), (bool, NoneType)):
+            raise TypeError(f"{name}: found {options[name]!r}; give True, False or None.")
+    if options.get("foreach") and options.get("fused"):
+        raise ValueError("foreach and fused are two ways to do the same; set one of them.")
+    if options.get("differentiable"):
+        raise ValueError("differentiable: found True; the update is not part of the graph here. Leave it False.")
+    if options.get("foreach") and "capturable" in options and not options["capturable"]:
+        tensors = [name for name in ("lr", "betas") if _has_tensor(options.get(name))]
+        if tensors:
+            raise ValueError(f"{tensors[0]}: found a tensor, which foreach takes with capturable=True only.")
+
+
+def _check_scalar(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        check_number(name, value)
+        _check_kind(name, value)
+        return
+    if name != "lr":
+        raise TypeError(f"{name}: found a tensor; give a finite number, at least 0.")
+    if value.numel() != 1:
+        raise ValueError(f"{name}: found a tensor of shape {tuple(value.shape)}; give one with one element.")
+    if value.device.type == "cpu":
+        check_number(name, value.item())
+        _check_kind(name, value.item())
+
+
+def _check_kind(name: str, value: Any) -> None:
+    """Refuse numbers torch's kernels do not take, such as ``Fraction``: they would do so in the middle of an update."""
+    if not isinstance(value, (float, int, np.number)):
+        raise TypeError(f"{name}: found {value!r}; give a float.")
+    if value > (LARGEST if isinstance(value, float) else LARGEST_WHOLE):
+        raise ValueError(f"{name}: found {value!r}; give a float, at most {LARGEST:g}.")
+
+
+def _check_betas(options: Mapping[str, Any]) -> None:
+    betas, wanted = options["betas"], "give two numbers, at least 0 and below 1"
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise TypeError(f"betas: found {betas!r}; {wanted}.")
+    if isinstance(betas[0], Tensor) != isinstance(betas[1], Tensor):
+        raise ValueError(f"betas: found a number and a tensor; {wanted}, or two tensors with one element.")
+    for value in betas:
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"betas: found a tensor of shape {tuple(value.shape)}; give one with one element.")
+        number = value.item() if isinstance(value, Tensor) and value.device.type == "cpu" else value
+        if not isinstance(number, Tensor) and not (_is_number(number) and 0 <= float(number) < 1):
+            raise ValueError(f"betas: found {betas!r}; {wanted}.")
+
+
+def _has_tensor(value: object) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and isinstance(value[0], Tensor))
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (float, int, np.floating, np.integer)):
+        return False
+    return bool(abs(value) <= (LARGEST if isinstance(value, float) else LARGEST_WHOLE))

@@ -1,0 +1,244 @@
+"""``RMSprop`` is torch's, ``RMSProp`` that of MindSpore and TensorFlow: they differ in more than the name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.rmsprop import rmsprop as torch_rmsprop
+
+from torchboost.core.arguments import check_number
+from torchboost.optim.pipeline import GradientTransform
+from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.rules.options import check_capturable
+from torchboost.optim.tensor_lists import foreach
+
+__all__ = ["RMSProp", "RMSprop"]
+
+
+class RMSprop(UpdateRule):
+    """``torch.optim.RMSprop``: ``s = alpha s + (1 - alpha) g^2``, ``w -= lr g / (sqrt(s) + eps)``; ``s`` starts at 0.
+
+    Bit for bit in each of its forms, with torch's defaults; checkpoints load both ways. With ``momentum`` it is
+    ``b = momentum b + g / (sqrt(s) + eps)``, ``w -= lr b``; with ``centered``, ``s - m^2`` stands under the root, where
+    ``m`` is the mean of the gradients. State: ``step``, ``square_avg``, with ``momentum`` ``momentum_buffer``, with
+    ``centered`` ``grad_avg``, each 4 bytes per float32 weight.
+
+    Source: T. Tieleman, G. Hinton, Lecture 6.5, "Neural Networks for Machine Learning", 2012.
+
+    Args:
+        params: Parameters, named parameters or groups.
+        lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
+        alpha: Decay of the averages, at least 0 and below 1.
+        eps: Added to the root, at least 0.
+        weight_decay: Added to the gradient, at least 0; a list or function like ``lr``.
+        momentum: At least 0.
+        centered: Divide by an estimate of the standard deviation, not of the root mean square.
+        capturable: Safe in a CUDA graph.
+        foreach: Update lists of tensors; None chooses as torch does.
+        maximize: Go up instead of down.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the averages in float32.
+        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+
+    Raises:
+        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = RMSprop(model.parameters(), lr=1e-2)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: Any = 0.0,
+        momentum: float = 0.0,
+        centered: bool = False,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        *,
+        master_weights: bool = False,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "alpha": alpha,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "centered": centered,
+            "capturable": capturable,
+            "foreach": foreach,
+            "maximize": maximize,
+            "master_weights": master_weights,
+        }
+        super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Refuse an ``alpha`` out of range."""
+        _check_alpha(group)
+
+    def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        """Refuse what torch's kernel refuses, before anything is changed."""
+        super().check_grad(param, grad, group)
+        check_capturable(param, group)
+
+    def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the entries of the state."""
+        return ("step", "square_avg", *_optional_keys(group))
+
+    def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a step of 0 and averages of 0."""
+        step = torch.zeros((), dtype=torch.float32, device=param.device if group["capturable"] else "cpu")
+        averages = self.state_keys(group)[1:]
+        return {"step": step} | {k: torch.zeros_like(param, memory_format=torch.preserve_format) for k in averages}
+
+    def update(self, group: dict[str, Any], batch: Batch) -> None:
+        """Update in place."""
+        torch_rmsprop(
+            batch.params,
+            batch.grads,
+            batch.state("square_avg"),
+            batch.state("grad_avg") if group["centered"] else [],
+            batch.state("momentum_buffer") if group["momentum"] else [],
+            batch.state("step"),
+            foreach=group["foreach"],
+            maximize=group["maximize"],
+            capturable=group["capturable"],
+            has_complex=any(param.is_complex() for param in batch.params),
+            lr=group["lr"],
+            alpha=group["alpha"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            centered=group["centered"],
+        )
+
+
+class RMSProp(UpdateRule):
+    """``s = alpha s + (1 - alpha) g^2``, ``b = momentum b + lr g / sqrt(s + eps)``, ``w -= b``; ``s`` starts at 1.
+
+    MindSpore's and TensorFlow's form. :class:`RMSprop` starts ``s`` at 0, adds ``eps`` outside the root, and keeps the
+    learning rate out of ``b``; take it unless a run of those has to be matched. With ``centered``, ``s - m^2`` stands
+    under the root, where ``m`` is the mean of the gradients. State: ``square_avg``, with ``momentum``
+    ``momentum_buffer``, with ``centered`` ``grad_avg``, each 4 bytes per float32 weight. Cost: one temporary of the
+    size of the parameters, another for the weight decay.
+
+    Source: T. Tieleman, G. Hinton, Lecture 6.5, "Neural Networks for Machine Learning", 2012; ``centered``: A. Graves,
+    "Generating Sequences With Recurrent Neural Networks", arXiv 1308.0850, equations 38 to 45.
+
+    Args:
+        params: Parameters, named parameters or groups.
+        lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
+        alpha: Decay of the averages, at least 0 and below 1.
+        eps: Added under the root, above 0.
+        weight_decay: Added to the gradient, at least 0; a list or function like ``lr``.
+        momentum: At least 0.
+        centered: Divide by an estimate of the standard deviation, not of the root mean square.
+        maximize: Go up instead of down.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the averages in float32.
+        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+
+    Raises:
+        TypeError, ValueError: An option that makes no sense.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = RMSProp(model.parameters(), lr=1e-2, momentum=0.9)
+    """
+
+    in_pieces = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-2,
+        alpha: float = 0.9,
+        eps: float = 1e-10,
+        weight_decay: Any = 0.0,
+        momentum: float = 0.0,
+        *,
+        centered: bool = False,
+        maximize: bool = False,
+        master_weights: bool = False,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "alpha": alpha,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "centered": centered,
+            "maximize": maximize,
+            "master_weights": master_weights,
+        }
+        super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Refuse an ``alpha`` or ``eps`` out of range."""
+        _check_alpha(group)
+        check_number("eps", group["eps"], above=True)
+
+    def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the entries of the state."""
+        return ("square_avg", *_optional_keys(group))
+
+    def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a mean square of 1 and the rest 0."""
+        # Of a complex weight the real and the imaginary part are two weights.
+        real = torch.view_as_real(param) if param.is_complex() else param
+        state = {key: torch.zeros_like(real, memory_format=torch.preserve_format) for key in self.state_keys(group)}
+        state["square_avg"].fill_(1)
+        return state
+
+    def update(self, group: dict[str, Any], batch: Batch) -> None:
+        """Update in place."""
+        params, grads = (
+            [torch.view_as_real(t) if t.is_complex() else t for t in ts] for ts in (batch.params, batch.grads)
+        )
+        alpha, square = float(group["alpha"]), batch.state("square_avg")
+        if group["maximize"]:
+            grads = list(foreach._foreach_neg(grads))
+        if group["weight_decay"]:
+            grads = list(foreach._foreach_add(grads, params, alpha=float(group["weight_decay"])))
+        foreach._foreach_mul_(square, alpha)
+        foreach._foreach_addcmul_(square, grads, grads, 1 - alpha)
+        if group["centered"]:
+            mean = batch.state("grad_avg")
+            foreach._foreach_lerp_(mean, grads, 1 - alpha)
+            root = foreach._foreach_addcmul(square, mean, mean, -1.0)
+            # Below 0 only by rounding, when the gradients hardly vary.
+            foreach._foreach_clamp_min_(root, 0.0)
+            foreach._foreach_add_(root, float(group["eps"]))
+        else:
+            root = foreach._foreach_add(square, float(group["eps"]))
+        foreach._foreach_sqrt_(root)
+        if not group["momentum"]:
+            foreach._foreach_addcdiv_(params, grads, root, -float(group["lr"]))
+            return
+        buffers = batch.state("momentum_buffer")
+        foreach._foreach_mul_(buffers, float(group["momentum"]))
+        foreach._foreach_addcdiv_(buffers, grads, root, float(group["lr"]))
+        foreach._foreach_sub_(params, buffers)
+
+
+def _check_alpha(group: Mapping[str, Any]) -> None:
+    check_number("alpha", group["alpha"])
+    if group["alpha"] >= 1:
+        raise ValueError(f"alpha: found {group['alpha']!r}; give a number, at least 0 and below 1.")
+
+
+def _optional_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
+    optional = {"momentum_buffer": group["momentum"], "grad_avg": group["centered"]}
+    return tuple(key for key, used in optional.items() if used)

@@ -1,0 +1,186 @@
+"""Stochastic gradient descent, with and without momentum; the kernels are torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.sgd import sgd as torch_sgd
+
+from torchboost.optim.memory_layout import writable
+from torchboost.optim.pipeline import GradientTransform
+from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.rules.options import check_fused
+
+__all__ = ["SGD", "Momentum"]
+
+
+class SGD(UpdateRule):
+    """``a = momentum * a + (1 - dampening) * g``, ``w -= lr * a``; the first ``a`` is ``g``.
+
+    It is ``torch.optim.SGD``, bit for bit in each of its forms, and checkpoints load both ways; MindSpore's ``SGD`` is
+    the same rule. State: ``momentum_buffer`` where ``momentum`` is above 0, 4 bytes per float32 weight.
+
+    Args:
+        params: Parameters, named parameters or groups.
+        lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
+        momentum: At least 0.
+        dampening: Taken from the gradient's share from the second update on.
+        weight_decay: Added to the gradient, at least 0; a list or function like ``lr``.
+        nesterov: ``w -= lr * (g + momentum * a)``; needs a momentum and no dampening.
+        maximize: Go up instead of down.
+        foreach: Update lists of tensors; None chooses as torch does.
+        fused: One kernel per list of tensors, torch's.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the momentum in float32.
+        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+
+    Raises:
+        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = SGD(model.parameters(), lr=lambda update: 0.1 / (1 + update), momentum=0.9)
+    """
+
+    kernel_unscales = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: Any = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        master_weights: bool = False,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+            "differentiable": False,
+            "master_weights": master_weights,
+        }
+        super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
+
+    def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        """Sparse gradients are welcome where there is nothing dense about the rule."""
+        dense = group["momentum"] or group["weight_decay"] or group["fused"] or group["foreach"]
+        if dense or grad.layout is not torch.sparse_coo:
+            super().check_grad(param, grad, group)
+        check_fused(param, group, torch.optim.SGD)
+
+    def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the entries of the state."""
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return no buffer: the first gradient becomes it."""
+        return dict.fromkeys(self.state_keys(group))
+
+    def update(self, group: dict[str, Any], batch: Batch) -> None:
+        """Update in place."""
+        if group["fused"]:
+            batch.align(self.state_keys(group))
+        if group["nesterov"]:  # the list form adds to the gradients
+            batch.grads[:] = list(map(writable, batch.grads))
+        buffers = [state.get("momentum_buffer") for state in batch.states]
+        fused, scale, found_inf = group["fused"], getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        fresh = bool(group["momentum"]) and NoneType in set(map(type, buffers))
+        if fused and fresh:
+            # torch's kernel leaves new buffers unwritten where it skips an overflow, ...
+            if found_inf is not None and bool(found_inf):
+                return
+            # ... and takes buffers for all parameters or for none; some start late, as after freezing.
+            if any(buffer is not None for buffer in buffers):
+                fused = False
+                batch.grads[:] = [grad if scale is None else grad / scale.to(grad.device) for grad in batch.grads]
+                scale = found_inf = None
+        torch_sgd(
+            batch.params,
+            batch.grads,
+            buffers,
+            has_sparse_grad=any(map(attrgetter("is_sparse"), batch.grads)),
+            foreach=group["foreach"],
+            fused=fused,
+            grad_scale=scale,
+            found_inf=found_inf,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+        )
+        if fresh:
+            for state, buffer in zip(batch.states, buffers, strict=True):
+                state["momentum_buffer"] = buffer
+
+
+class Momentum(SGD):
+    """SGD with momentum: ``a = momentum * a + g``, ``w -= lr * a``; with ``nesterov`` ``w -= lr * (g + momentum * a)``.
+
+    MindSpore's ``Momentum`` is this rule; its ``use_nesterov`` is ignored on CPU there, and works here.
+
+    Args:
+        params: Parameters, named parameters or groups.
+        lr: Learning rate, in any form that :class:`SGD` takes.
+        momentum: At least 0.
+        weight_decay: Added to the gradient, at least 0.
+        nesterov: See above.
+        maximize: Go up instead of down.
+        foreach: Update lists of tensors; None chooses as torch does.
+        fused: One kernel per list of tensors, torch's.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the momentum in float32.
+        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+
+    Raises:
+        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        momentum: float = 0.9,
+        weight_decay: Any = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        master_weights: bool = False,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            0.0,
+            weight_decay,
+            nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            fused=fused,
+            master_weights=master_weights,
+            transforms=transforms,
+            nonfinite=nonfinite,
+        )

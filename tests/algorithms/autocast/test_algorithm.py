@@ -1,0 +1,414 @@
+"""Autocast: half precision inside, float32 outside, in every kind of wrapped and compiled model, and no trace left."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import pickle
+import types
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.models import BottleneckNet, TinyGPT, batch_for, cnn, mlp
+from tests.support.ranks import run_ranks
+from tests.support.trajectories import identical, train
+from tests.support.wrapped import Kind, all_weights, train_share, wrap
+from torchboost.algorithms.autocast.algorithm import Autocast, autocast_forward
+from torchboost.core.algorithm import Target, attach_all
+from torchboost.core.covering import uncover_copy
+from torchboost.errors import IncompatibleError
+
+
+class Net(nn.Module):
+    """A root whose forward is the user's own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        if x.shape[1] != 8:
+            raise LookupError("eight features")
+        return self.body(x) * scale
+
+
+def under_autocast(model: nn.Module, *inputs: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(*inputs).float()
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize("make", [Net, cnn, BottleneckNet, TinyGPT])
+def test_the_forward_is_that_of_an_autocast_block_with_float32_outputs(make: Any) -> None:
+    model = make()
+    inputs, _ = batch_for(model, torch.Generator().manual_seed(0))
+    model.eval()
+    plain, expected = model(inputs), under_autocast(model, inputs)
+    with autocast_forward(model):
+        outputs = model(inputs)
+        assert not torch.is_autocast_enabled("cpu")
+    assert outputs.dtype is torch.float32
+    assert torch.equal(outputs, expected)
+    assert not torch.equal(outputs, plain)
+    assert torch.equal(model(inputs), plain)
+
+
+def test_training_equals_a_loop_with_an_autocast_block() -> None:
+    model = cnn()
+    plain = copy.deepcopy(model)
+    optimizer = sgd(plain)
+
+    def by_hand(inputs: Tensor, labels: Tensor) -> None:
+        F.cross_entropy(under_autocast(plain, inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    expected = train(by_hand, 5, 3, model=plain)
+    target = Target(model, sgd(model))
+    with attach_all(target, [Autocast()]):
+        assert identical(train(target, 5, 3), expected)
+
+
+def test_each_weight_is_cast_once_per_forward() -> None:
+    class Casts(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cast = func is torch.ops.aten._to_copy.default and tuple(args[0].shape) == (8, 8)
+            self.count += cast and kwargs.get("dtype") is torch.bfloat16
+            return func(*args, **(kwargs or {}))
+
+    shared = nn.Linear(8, 8)
+    model = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), shared)
+    with autocast_forward(model), Casts() as casts:
+        model(torch.randn(3, 8))
+        assert casts.count == 1
+        model(torch.randn(3, 8))
+        assert casts.count == 2
+
+
+class Pair(NamedTuple):
+    a: Tensor
+    b: Any
+
+
+@dataclasses.dataclass
+class Record:
+    loss: Tensor | None
+    parts: list[Tensor]
+
+
+class Bag(OrderedDict[str, Any]):
+    pass
+
+
+def test_outputs_keep_their_containers() -> None:
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.linear(x)
+            assert y.dtype is torch.bfloat16
+            index = y.argmax(1)
+            return {"pair": Pair(y, (y, [index])), "record": Record(None, [y]), "bag": Bag(y=y, word="w", none=None)}
+
+    model = Many()
+    with autocast_forward(model):
+        out = model(torch.randn(2, 4))
+    assert type(out) is dict
+    assert type(out["pair"]) is Pair
+    assert out["pair"].a.dtype is out["pair"].b[0].dtype is torch.float32
+    assert out["pair"].b[1][0].dtype is torch.int64
+    assert type(out["record"]) is Record
+    assert out["record"].loss is None
+    assert out["record"].parts[0].dtype is torch.float32
+    assert type(out["bag"]) is Bag
+    assert out["bag"]["y"].dtype is torch.float32
+    assert (out["bag"]["word"], out["bag"]["none"]) == ("w", None)
+
+
+def test_an_exception_leaves_autocast_off_and_the_model_usable() -> None:
+    model = Net()
+    with autocast_forward(model):
+        with pytest.raises(LookupError):
+            model(torch.randn(3, 5))
+        assert not torch.is_autocast_enabled("cpu")
+        assert model(torch.randn(3, 8)).dtype is torch.float32
+
+
+def test_nested_in_the_users_own_autocast_block() -> None:
+    model, x = Net(), torch.randn(3, 8)
+    expected = under_autocast(model, x)
+    with autocast_forward(model), torch.autocast("cpu", torch.float16):
+        assert torch.equal(model(x), expected)
+        assert torch.get_autocast_dtype("cpu") is torch.float16
+        assert torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_removal_leaves_no_trace() -> None:
+    model = Net()
+    before = dict(vars(model))
+    effect = autocast_forward(model)
+    assert inspect.signature(model.forward) == inspect.signature(Net().forward)
+    assert list(model.state_dict()) == list(Net().state_dict())
+    effect.remove()
+    effect.remove()
+    assert vars(model) == before
+    assert "forward" not in vars(model)
+
+
+def test_a_forward_covered_by_others_survives_in_any_order_of_removal() -> None:
+    model, x = Net(), torch.randn(3, 8)
+    plain = model(x)
+    calls = []
+
+    def cover(inner: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return inner(*args, **kwargs)
+
+        return forward
+
+    model.forward = mine = cover(model.forward)
+    effect = autocast_forward(model)
+    assert torch.equal(model(x), under_autocast(twin_of(model), x))
+    effect.remove()
+    assert vars(model)["forward"] is mine
+    effect = autocast_forward(model)
+    model.forward = theirs = cover(model.forward)
+    effect.remove()
+    assert vars(model)["forward"] is theirs
+    assert torch.equal(model(x), plain)
+    assert len(calls) == 3
+
+
+def twin_of(model: nn.Module) -> Net:
+    net = Net()
+    net.load_state_dict(model.state_dict())
+    return net
+
+
+def test_copies_and_pickles_work_on_their_own_weights() -> None:
+    model, x = Net(), torch.randn(3, 8)
+    with autocast_forward(model):
+        twin, thawed = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        assert torch.equal(twin(x), under_autocast(twin_of(twin), x))
+        assert torch.equal(thawed(x), twin_of(twin)(x))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("order", ["attach, compile", "compile, attach", "compile, run, attach"])
+@pytest.mark.parametrize("how", ["in place", "wrapped", "wrapped, inner attached"])
+@pytest.mark.parametrize("make", [Net, BottleneckNet])
+def test_compiled_models_need_no_graph_break(make: Any, how: str, order: str, backend: str) -> None:
+    torch.compiler.reset()
+    model = make().eval()
+    x, _ = batch_for(model, torch.Generator().manual_seed(0))
+    plain, expected = model(x), under_autocast(model, x)
+    if how == "wrapped, inner attached" or (how == "wrapped" and order == "attach, compile"):
+        call = torch.compile(model, backend=backend, fullgraph=True)
+        attach_to = model
+    else:
+        call = attach_to = torch.compile(model, backend=backend, fullgraph=True) if how == "wrapped" else model
+    if how == "in place" and order != "attach, compile":
+        model.compile(backend=backend, fullgraph=True)
+    if order == "compile, run, attach":
+        call(x)
+    effect = autocast_forward(attach_to)
+    if how == "in place" and order == "attach, compile":
+        model.compile(backend=backend, fullgraph=True)
+    outputs = call(x)
+    assert outputs.dtype is torch.float32
+    torch.testing.assert_close(outputs, expected, rtol=1e-2, atol=1e-2)
+    assert not torch.equal(outputs, plain)
+    assert not torch.is_autocast_enabled("cpu")
+    effect.remove()
+    torch.testing.assert_close(call(x), plain, rtol=1e-6, atol=1e-6)
+
+
+class Mixes(nn.Module):
+    """A forward that autocast itself cannot run: a float32 average takes the values of a product."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 5:
+            raise IncompatibleError("five rows")
+        y = self.linear(x)
+        self.average.lerp_(y.detach().mean(0), 0.1)
+        return y - self.average
+
+
+def test_a_forward_that_fails_in_half_precision_says_what_runs_it_so() -> None:
+    model = Mixes()
+    attached = attach_all(Target(model, sgd(model)), [Autocast()])
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        model(torch.randn(3, 8))
+    (note,) = caught.value.__notes__
+    assert "under torch.autocast to torch.bfloat16" in note
+    assert "extra.autocast = false" in note
+    assert not torch.is_autocast_enabled("cpu")
+    attached.remove()
+    model(torch.randn(3, 8))
+
+
+def test_errors_that_are_not_about_precision_stay_as_they_are() -> None:
+    for model, x, kind in ((Mixes(), torch.randn(5, 8), IncompatibleError), (Net(), torch.randn(3, 7), LookupError)):
+        with autocast_forward(model), pytest.raises(kind) as caught:
+            model(x)
+        assert not hasattr(caught.value, "__notes__")
+
+
+def test_float16_under_a_scaler_trains_and_skips_an_overflow() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    target = Target(model, optimizer, scaler=scaler)
+    attach_all(target, [Autocast(dtype="float16")])
+    x, y = batch_for(model, torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(6):
+        loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.scale(F.cross_entropy(model(x), y) * float("inf")).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_float16_without_a_scaler_is_refused_before_anything_changes() -> None:
+    model = mlp()
+    with pytest.raises(IncompatibleError, match=r"without a scaler.*GradScaler"):
+        Autocast(dtype="float16").attach(Target(model, sgd(model)))
+    assert "forward" not in vars(model)
+
+
+def test_wrong_precisions_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"torch\.float64: allowed are torch\.bfloat16"):
+        autocast_forward(mlp(), torch.float64)
+    with pytest.raises(ValueError, match="'int8': allowed are 'bfloat16'"):
+        Autocast(dtype="int8")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_model_in_half_precision_has_nothing_to_gain() -> None:
+    model = mlp()
+    assert Autocast().idle(model, sgd(model)) is None
+    assert "float32" in (Autocast().idle(model.bfloat16(), sgd(model)) or "")
+
+
+def test_resume_is_bit_identical() -> None:
+    def start() -> Target:
+        torch.manual_seed(1)
+        model = cnn()
+        target = Target(model, sgd(model))
+        attach_all(target, [Autocast()])
+        return target
+
+    whole, first, second = start(), start(), start()
+    expected = train(whole, 3, 3) + train(whole, 3, 4)
+    train(first, 3, 3)
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    assert identical(train(second, 3, 4), expected[3:])
+
+
+def test_settings_are_values() -> None:
+    settings = Autocast(dtype="float16")
+    assert eval(repr(settings)) == settings
+    assert hash(settings) == hash(Autocast(dtype="float16"))
+    assert settings != Autocast()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_output_record_of_transformers_survives_also_compiled() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.compiler.reset()
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=16, use_cache=False)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    tokens = torch.arange(8).reshape(1, 8)
+    kind = type(model(tokens, labels=tokens))
+    with autocast_forward(model):
+        eager = model(tokens, labels=tokens)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(tokens)
+    for outputs in (eager, compiled):
+        assert type(outputs) is kind
+        assert outputs.logits.dtype is torch.float32
+    assert eager.loss.dtype is torch.float32
+    torch.testing.assert_close(compiled.logits, eager.logits, rtol=1e-2, atol=1e-2)
+
+
+def _train_all_on_ranks() -> list[list[float]]:
+    return [_train("ddp"), _train("fsdp")]
+
+
+def _train(kind: Kind) -> list[float]:
+    torch.manual_seed(0)
+    model = mlp()
+    wrapped = wrap(model, kind)
+    target = Target(wrapped, sgd(wrapped))
+    attached = attach_all(target, [Autocast()])
+    assert {outputs.dtype for outputs in train_share(target, model)} == {torch.float32}
+    attached.remove()
+    assert "forward" not in vars(wrapped)
+    return all_weights(wrapped)
+
+
+@pytest.mark.dist
+def test_ranks_under_ddp_and_fsdp_train_like_one_process() -> None:
+    a, b = run_ranks(_train_all_on_ranks, 2)
+    assert a == b
+    for weights in a:
+        torch.testing.assert_close(weights, _train("single"), rtol=0, atol=1e-3)
+
+
+def test_a_copy_is_uncovered_and_the_original_stays_covered():
+    model = nn.Linear(4, 2)
+    with autocast_forward(model):
+        fast = copy.deepcopy(model)
+        uncover_copy(fast)
+        x = torch.randn(3, 4)
+        assert "forward" not in vars(fast)
+        assert torch.equal(fast(x), F.linear(x, model.weight, model.bias))
+        assert not torch.equal(model(x), fast(x))
+
+
+def test_a_copy_keeps_a_forward_of_the_users_own():
+    model = nn.Linear(4, 2)
+    model.forward = types.MethodType(lambda self, x: 2 * F.linear(x, self.weight), model)
+    with autocast_forward(model):
+        fast = copy.deepcopy(model)
+    uncover_copy(fast)
+    with torch.no_grad():
+        fast.weight.zero_()
+    assert torch.equal(fast(torch.ones(1, 4)), torch.zeros(1, 2))
+    assert model(torch.ones(1, 4)).abs().sum() > 0

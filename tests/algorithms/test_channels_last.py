@@ -1,0 +1,478 @@
+"""Channels-last: only strides change, whatever belongs to a kernel follows, removal gives the old strides back."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.support.models import BottleneckNet, batch_for, cnn, mlp
+from tests.support.ranks import run_ranks
+from tests.support.trajectories import identical, train
+from tests.support.wrapped import Kind, all_weights, train_share, wrap
+from torchboost.algorithms.channels_last import ChannelsLast, channels_last
+from torchboost.core.algorithm import Attachment, Target, attach_all
+from torchboost.errors import IncompatibleError, NoEffectWarning
+
+LAST = torch.channels_last
+
+
+def sgd(model: nn.Module, **options: bool) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, **options)
+
+
+def strides(model: nn.Module) -> list[tuple[int, ...]]:
+    return [tensor.stride() for tensor in model.state_dict().values()]
+
+
+def batch(model: nn.Module, seed: int = 0) -> tuple[Tensor, Tensor]:
+    return batch_for(model, torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def largest_gap(a: nn.Module, b: nn.Module) -> float:
+    return max((p - q).abs().max().item() for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_the_model_computes_channels_last_and_the_same_values() -> None:
+    model = BottleneckNet()
+    plain = copy.deepcopy(model)
+    seen = []
+    model.stem.register_forward_hook(lambda module, args, output: seen.append(output.is_contiguous(memory_format=LAST)))
+    effect = channels_last(model)
+    inputs, _ = batch(model)
+    torch.testing.assert_close(model(inputs), plain(inputs), rtol=1e-5, atol=1e-6)
+    assert seen == [True]
+    assert all(m.weight.is_contiguous(memory_format=LAST) for m in model.modules() if isinstance(m, nn.Conv2d))
+    effect.remove()
+    model(inputs)
+    assert seen == [True, False]
+
+
+def test_training_agrees_with_contiguous_training() -> None:
+    model = cnn()
+    plain = copy.deepcopy(model)
+    train(Target(plain, sgd(plain)), 5, 3)
+    target = Target(model, sgd(model))
+    with attach_all(target, [ChannelsLast()]):
+        train(target, 5, 3)
+    assert largest_gap(model, plain) < 1e-5
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_momentum_that_exists_follows_its_kernel(fused: bool) -> None:
+    model = cnn()
+    plain = copy.deepcopy(model)
+    one, other = Target(model, sgd(model, fused=fused)), Target(plain, sgd(plain))
+    train(one, 2, 3)
+    train(other, 2, 3)
+    attached = attach_all(one, [ChannelsLast()])
+    kernels = [m.weight for m in model.modules() if isinstance(m, nn.Conv2d)]
+    assert all(one.optimizer.state[k]["momentum_buffer"].stride() == k.stride() for k in kernels)
+    train(one, 3, 4)
+    train(other, 3, 4)
+    assert largest_gap(model, plain) < 1e-5
+    attached.remove()
+    assert strides(model) == strides(plain)
+    assert all(one.optimizer.state[k]["momentum_buffer"].stride() == k.stride() for k in kernels)
+    train(one, 2, 5)
+    train(other, 2, 5)
+    assert largest_gap(model, plain) < 1e-5
+
+
+def test_a_gradient_that_exists_follows_its_kernel() -> None:
+    model = cnn()
+    inputs, labels = batch(model)
+    F.cross_entropy(model(inputs), labels).backward()
+    before = model[0].weight.grad.clone()
+    ChannelsLast().transform(model)
+    assert model[0].weight.grad.stride() == model[0].weight.stride()
+    assert torch.equal(model[0].weight.grad, before)
+
+
+def test_parameters_keep_identity_and_removal_leaves_no_trace() -> None:
+    model = BottleneckNet()
+    before, parameters = strides(model), list(model.parameters())
+    values = [p.detach().clone() for p in parameters]
+    algorithm = ChannelsLast()
+    assert algorithm.needs_transform(model)
+    attached = attach_all(Target(model, sgd(model)), [algorithm])
+    assert not algorithm.needs_transform(model)
+    assert strides(model) != before
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    attached.remove()
+    assert strides(model) == before
+    assert not model._forward_pre_hooks
+    assert all(torch.equal(p, v) for p, v in zip(parameters, values, strict=True))
+
+
+def test_the_function_gives_back_the_strides_that_were_there() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3))
+    model[0].to(memory_format=LAST)
+    model[1].weight.data = model[1].weight.data.transpose(2, 3)
+    before = strides(model)
+    effect = channels_last(model)
+    assert model[1].weight.is_contiguous(memory_format=LAST)
+    effect.remove()
+    assert strides(model) == before
+
+
+def test_a_model_that_was_channels_last_stays_so() -> None:
+    model = cnn().to(memory_format=LAST)
+    before = strides(model)
+    attach_all(Target(model, sgd(model)), [ChannelsLast()]).remove()
+    assert strides(model) == before
+    plain = cnn()
+    ChannelsLast().transform(plain)
+    attach_all(Target(plain, sgd(plain)), [ChannelsLast()]).remove()
+    assert strides(plain) == before
+
+
+def test_a_failure_while_attaching_gives_the_strides_back() -> None:
+    class Failing(ChannelsLast):
+        def attach(self, target: Target) -> Attachment:
+            raise IncompatibleError("refuses")
+
+    model = cnn()
+    before = strides(model)
+    with pytest.raises(IncompatibleError, match="refuses"):
+        attach_all(Target(model, sgd(model)), [Failing()])
+    assert strides(model) == before
+
+
+class Flattening(nn.Module):
+    """Takes images of one size, 9 x 9, by a view that only contiguous activations allow."""
+
+    def __init__(self, side: int = 9) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.side = side
+        self.head = nn.Linear(4 * (side - 2) ** 2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv(x).view(len(x), -1))
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        centred = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return F.conv2d(x, centred / centred.view(len(centred), -1).std(1).view(-1, 1, 1, 1), self.bias)
+
+
+class BackwardView(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient.view(-1).view(gradient.shape)
+
+
+class ViewsGradients(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(BackwardView.apply(self[0](x)))
+
+
+class WritesThroughReshape(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        x.detach().reshape(-1).clamp_(min=1.0)  # a view of contiguous activations, a copy of others
+        return x
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: Flattening(32), "view size is not compatible"),
+        (lambda: nn.Sequential(Standardised(3, 4, 3)), "view size is not compatible"),
+        (lambda: ViewsGradients(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)), "view size is not compatible"),
+        (WritesThroughReshape, "differ by"),
+    ],
+)
+def test_a_trial_finds_what_does_not_work_in_this_format(build, said: str) -> None:
+    model = build()
+    before = strides(model)
+    assert said in (ChannelsLast().idle(model, sgd(model)) or "")
+    assert strides(model) == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_first_batch_decides_if_no_input_can_be_guessed() -> None:
+    model = Flattening()
+    plain = copy.deepcopy(model)
+    target, other = Target(model, sgd(model, fused=True)), Target(plain, sgd(plain))
+    before = strides(model)
+    assert ChannelsLast().idle(model, target.optimizer) is None
+    attached = attach_all(target, [ChannelsLast()])
+    inputs = torch.randn(2, 3, 9, 9)
+    with pytest.warns(NoEffectWarning, match="Flattening does not run in this format .* stays contiguous"):
+        model(inputs)
+    assert strides(model) == before
+    for each in (target, other):
+        for _ in range(2):
+            each.model(inputs).square().mean().backward()
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+    assert largest_gap(model, plain) < 1e-6
+    attached.remove()
+    assert strides(model) == before
+
+
+def test_a_batch_that_the_model_does_not_take_anyway_decides_nothing() -> None:
+    model = Flattening()
+    channels_last(model)
+    with pytest.raises(RuntimeError):
+        model(torch.randn(2, 3, 8, 8))
+    assert model.conv.weight.is_contiguous(memory_format=LAST)
+    with pytest.warns(NoEffectWarning, match="stays contiguous"):
+        model(torch.randn(2, 3, 9, 9))
+
+
+def test_a_model_without_numbers_is_not_tried() -> None:
+    with torch.device("meta"):
+        model = cnn()
+    assert ChannelsLast().idle(model, sgd(model)) is None
+    channels_last(model)
+    assert model[0].weight.is_contiguous(memory_format=LAST)
+
+
+def test_hooks_of_the_user_are_not_called_by_trials() -> None:
+    model = Flattening(32)
+    called = []
+    model.conv.register_forward_hook(lambda *_: called.append(1))
+    assert ChannelsLast().idle(model, sgd(model)) is not None
+    channels_last(model)
+    assert called == []
+
+
+def test_kernels_in_a_flat_buffer_or_in_shared_memory_stay() -> None:
+    model = cnn()
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    start = 0
+    for p in model.parameters():
+        p.data = flat[start : start + p.numel()].view_as(p)
+        start += p.numel()
+    shared = cnn().share_memory()
+    for each in (model, shared):
+        before = strides(each)
+        assert not ChannelsLast().needs_transform(each)
+        with attach_all(Target(each, sgd(each)), [ChannelsLast()]):
+            assert strides(each) == before
+    flat.zero_()
+    assert not bool(model[0].weight.any())
+    assert all(p.is_shared() for p in shared.parameters())
+
+
+def test_lbfgs_flattens_gradients_by_view() -> None:
+    model = cnn()
+    assert "LBFGS" in (ChannelsLast().idle(model, torch.optim.LBFGS(model.parameters())) or "")
+
+
+def test_volumes_use_the_three_dimensional_format_and_other_inputs_pass() -> None:
+    class Volumes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv3d(2, 4, 3)
+
+        def forward(self, x: Tensor, *, mask: Tensor, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return self.conv(x), mask, image
+
+    model = Volumes()
+    with channels_last(model):
+        mask, image = torch.ones(1, 2, 4, 4, 4, dtype=torch.bool), torch.ones(1, 2, 4, 4)
+        y, same_mask, same_image = model(torch.randn(3, 2, 4, 4, 4), mask=mask, image=image)
+        assert y.is_contiguous(memory_format=torch.channels_last_3d)
+        assert same_mask is mask
+        assert same_image is image
+
+
+def test_kernels_whose_formats_are_the_same_bytes_need_no_change() -> None:
+    pointwise = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1))
+    assert not ChannelsLast().needs_transform(pointwise)
+    with channels_last(pointwise):
+        assert pointwise[:1](torch.randn(1, 4, 5, 5)).shape == (1, 8, 5, 5)
+
+
+def test_a_computed_kernel_is_left_to_its_parametrisation() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)))
+    with channels_last(model):
+        assert model(torch.randn(1, 3, 5, 5)).is_contiguous(memory_format=LAST)
+
+
+def test_a_model_without_convolutions_is_refused_politely() -> None:
+    model = mlp()
+    assert "convolution" in (ChannelsLast().idle(model, sgd(model)) or "")
+    assert ChannelsLast().idle(cnn(), sgd(cnn())) is None
+    with pytest.warns(NoEffectWarning, match="Sequential has no 2-d or 3-d convolution"):
+        effect = channels_last(model)
+    effect.remove()
+    assert not model._forward_pre_hooks
+
+
+def test_a_wrapped_model_with_other_kernels_is_refused_before_anything_changes() -> None:
+    model = cnn()
+    before = strides(model)
+    model.compile(backend="eager")
+    with pytest.raises(IncompatibleError, match=r"nn\.Module\.compile; call it on the bare model"):
+        channels_last(model)
+    assert strides(model) == before
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_it_compiles_without_graph_breaks(backend: str, in_place: bool) -> None:
+    torch.compiler.reset()
+    model = BottleneckNet()
+    inputs, _ = batch(model)
+    expected = model(inputs)
+    with channels_last(model):
+        call = model
+        if in_place:
+            model.compile(backend=backend, fullgraph=True)
+        else:
+            call = torch.compile(model, backend=backend, fullgraph=True)
+        torch.testing.assert_close(call(inputs), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_resume_is_bit_identical() -> None:
+    def start() -> Target:
+        torch.manual_seed(1)
+        model = cnn()
+        target = Target(model, sgd(model))
+        attach_all(target, [ChannelsLast()])
+        return target
+
+    whole, first, second = start(), start(), start()
+    expected = train(whole, 3, 3) + train(whole, 3, 4)
+    train(first, 3, 3)
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    assert identical(train(second, 3, 4), expected[3:])
+
+
+def copies(*objects: object, how: str) -> tuple:
+    return copy.deepcopy(objects) if how == "deepcopy" else pickle.loads(pickle.dumps(objects))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_of_the_model_computes_channels_last_too(how: str) -> None:
+    model = BottleneckNet()
+    inputs, _ = batch(model)
+    with channels_last(model):
+        (again,) = copies(model, how=how)
+        torch.testing.assert_close(again(inputs), model(inputs))
+    seen = []
+    again.stem.register_forward_pre_hook(lambda _, args: seen.append(args[0].is_contiguous(memory_format=LAST)))
+    again(inputs)
+    model.stem.register_forward_pre_hook(lambda _, args: seen.append(args[0].is_contiguous(memory_format=LAST)))
+    model(inputs)
+    assert seen == [True, False]
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_of_the_model_does_not_take_the_optimizer_along(how: str) -> None:
+    model = cnn()
+    attach_all(Target(model, sgd(model)), [ChannelsLast()])
+    (again,) = copies(model, how=how)
+    (hook,) = again._forward_pre_hooks.values()
+    assert hook.optimizer is None
+    assert hook.watch is None
+    again(batch(again)[0])
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("attach", [channels_last, lambda m, o: attach_all(Target(m, o), [ChannelsLast()])])
+def test_an_attachment_copied_with_its_model_is_removed_from_the_copy_alone(how: str, attach) -> None:
+    model = cnn()
+    before = strides(model)
+    effect = attach(model, sgd(model))
+    changed = strides(model)
+    again, copied = copies(model, effect, how=how)
+    copied.remove()
+    assert strides(again) == before
+    assert not again._forward_pre_hooks
+    assert not again._forward_pre_hooks_with_kwargs
+    assert strides(model) == changed != before
+    assert len(model._forward_pre_hooks) == 1
+    effect.remove()
+    assert strides(model) == before
+
+
+def test_a_hook_of_another_process_does_not_take_the_number_of_ours(monkeypatch) -> None:
+    model = cnn()
+    channels_last(model)
+    content = pickle.dumps(model)
+    monkeypatch.setattr(torch.utils.hooks.RemovableHandle, "next_id", 0)
+    again = pickle.loads(content)
+    again.register_forward_pre_hook(lambda module, args: None)
+    assert len(again._forward_pre_hooks) == 2
+
+
+def test_settings_are_values() -> None:
+    assert ChannelsLast() == ChannelsLast()
+    assert eval(repr(ChannelsLast())) == ChannelsLast()
+    assert hash(ChannelsLast()) == hash(ChannelsLast())
+
+
+def _train_all_on_ranks() -> list[list[float]]:
+    return [_train("ddp"), _train("fsdp")]
+
+
+def _train(kind: Kind) -> list[float]:
+    torch.manual_seed(0)
+    model = cnn()
+    for module in model:
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 0.0
+    model.eval()
+    if kind == "ddp":
+        ChannelsLast().transform(model)
+    wrapped = wrap(model, kind)
+    target = Target(wrapped, sgd(wrapped))
+    attached = attach_all(target, [ChannelsLast()])
+    train_share(target, model)
+    attached.remove()
+    return all_weights(wrapped)
+
+
+@pytest.mark.dist
+def test_ranks_under_ddp_and_fsdp_train_like_one_process() -> None:
+    a, b = run_ranks(_train_all_on_ranks, 2)
+    assert a == b
+    for weights in a:
+        torch.testing.assert_close(weights, _train("single"), rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torch_script_is_told_to_wait_until_the_hook_is_gone() -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3)), torch.randn(2, 3, 8, 8)
+    attached = attach_all(Target(model, sgd(model)), [ChannelsLast()])
+    with pytest.raises(AttributeError, match=r"torch.jit.script .* call remove\(\) first"):
+        torch.jit.script(model)
+    attached.remove()
+    assert torch.equal(torch.jit.script(model)(x), model(x))
+
+
+def test_gradients_per_sample_by_vmap_are_those_of_the_loop():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 2))
+    images = torch.randn(5, 3, 8, 8)
+    ChannelsLast().attach(Target(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    parameters = dict(model.named_parameters())
+
+    def loss(weights, image):
+        return torch.func.functional_call(model, weights, (image[None],)).square().sum()
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, images)
+    for image, number in zip(images, range(len(images)), strict=True):
+        alone = torch.func.grad(loss)(parameters, image)
+        for name, gradient in alone.items():
+            torch.testing.assert_close(per_sample[name][number], gradient)

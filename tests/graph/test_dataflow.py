@@ -1,0 +1,242 @@
+"""The flow of data is found by trace, by run or by assumption, and finding it leaves no mark."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.conv_nets import Basic, ForeignNames, RefusesTracing, vgg
+from torchboost.graph.dataflow import evaluate, runnable, trace, trace_symbolically, undisturbed
+from torchboost.graph.flow import Dataflow
+from torchboost.graph.recording import record_run
+
+
+class Branching(ForeignNames):
+    """Data-dependent Python: a symbolic trace fails, a run does not."""
+
+    def forward(self, x):
+        return super().forward(x) if x.abs().sum() > 0 else super().forward(-x)
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        y = self.a(x)
+        y.relu_()
+        y += self.b(x)
+        return y.mul_(2)
+
+
+def traced_run(model: nn.Module, sample: object) -> Dataflow:
+    with undisturbed(model) as copied:
+        return record_run(copied, model, sample)
+
+
+def edges(flow):
+    """Which module reaches which, by way of anything that is no module."""
+    found = set()
+    for node in flow.nodes:
+        if node.module is not None:
+            waiting = list(node.inputs)
+            while waiting:
+                source = flow.nodes[waiting.pop()]
+                if source.module is not None:
+                    found.add((source.label, node.label))
+                else:
+                    waiting += source.inputs
+    return found
+
+
+def test_symbolic_trace_and_run_find_the_same():
+    for model in (ForeignNames(), vgg(), Basic(3, 4, 2), InPlace()):
+        symbolic, run = trace_symbolically(model), traced_run(model, torch.randn(2, 3, 16, 16))
+        assert edges(symbolic) == edges(run)
+        assert [n.kind for n in symbolic.nodes].count("add") == [n.kind for n in run.nodes].count("add")
+        assert [n.label for n in symbolic.nodes if n.module] == [n.label for n in run.nodes if n.module]
+
+
+def test_a_run_sees_assignment_into_a_tensor():
+    class Assigns(InPlace):
+        def forward(self, x):
+            y = self.a(x)
+            y[:, :1] = self.b(x)[:, :1]
+            return y
+
+    flow = trace(Assigns())
+    assert flow.traced == "run"
+    last = flow.nodes[flow.nodes[-1].inputs[0]]
+    assert (last.label, len(last.inputs)) == ("__setitem__", 2)
+
+
+@pytest.mark.parametrize(("model", "traced"), [(ForeignNames, "fx"), (Branching, "run"), (RefusesTracing, "structure")])
+def test_says_how_it_was_found(model, traced):
+    assert trace(model()).traced == traced
+
+
+def test_a_sample_opens_what_a_guess_does_not():
+    flow = trace(RefusesTracing(), sample=(torch.randn(2, 3, 8, 8), torch.tensor(1.0)))
+    assert flow.traced == "run"
+    assert sum(node.kind == "add" for node in flow.nodes) == 3
+    sample = {"images": torch.randn(2, 3, 8, 8), "scale": torch.tensor(1.0)}
+    assert trace(RefusesTracing(), sample=sample).traced == "run"
+
+
+def test_a_sample_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="does not run on the sample"):
+        trace(Branching(), sample=torch.randn(2, 5, 8, 8))
+    with pytest.raises(ValueError, match="does not run on the sample"):
+        runnable(ForeignNames(), torch.randn(2, 5, 8, 8))
+
+
+def test_a_lazy_module_must_have_run():
+    model = nn.Sequential(nn.LazyConv2d(3, 1), nn.LazyBatchNorm2d())
+    with pytest.raises(ValueError, match=r"'0\.weight'.*one batch first"):
+        trace(model)
+    model(torch.randn(2, 3, 4, 4))
+    assert trace(model).traced == "fx"
+
+
+def test_looks_into_a_network_that_returns_its_loss():
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.loss = Branching(), nn.CrossEntropyLoss()
+
+        def forward(self, *inputs):
+            return self.loss(self.inner(*inputs[:-1]), inputs[-1])
+
+    assert trace(WithLoss()).traced == "run"
+    assert runnable(WithLoss()) is not None
+
+
+def test_an_optional_argument_counts_as_left_out():
+    class Optional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+
+        def forward(self, x, extra=None):
+            return self.a(x) if extra is None else self.b(self.a(x) + extra)
+
+    flow = trace(Optional())
+    assert flow.traced == "fx"
+    assert [n.label for n in flow.nodes if n.module] == ["a"]
+
+
+def test_sizes_are_no_data():
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            y = self.conv(x)
+            return self.norm(y).view(y.size(0), y.shape[1], -1)
+
+    model = Flat()
+    flow = trace(model)
+    (conv,), (norm,) = flow.calls(model.conv), flow.calls(model.norm)
+    assert flow.consumers[conv] == (norm,)
+
+
+def test_outputs_count_as_use():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            y = self.conv(x)
+            return {"features": y, "out": [self.norm(y)]}
+
+    for flow in (trace_symbolically(Both()), traced_run(Both(), torch.randn(2, 3, 4, 4))):
+        conv = next(n.index for n in flow.nodes if n.label == "conv")
+        assert sorted(flow.nodes[i].kind for i in flow.consumers[conv]) == ["module", "output"]
+
+
+def test_a_run_disturbs_nothing():
+    class Touchy(Branching):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x):
+            self.calls += 1
+            self.relu.running_mean = self.relu.running_mean + 1
+            return super().forward(self.drop(x) + torch.rand(()))
+
+    model = Touchy()
+    model.conv1.eval()
+    before, flags = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
+    random, buffer = torch.get_rng_state(), model.relu.running_mean
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    assert trace(model).traced == "run"
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert [m.training for m in model.modules()] == flags
+    assert torch.equal(torch.get_rng_state(), random)
+    assert model.relu.running_mean is buffer
+    assert hooks == sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == 0
+
+
+def test_a_failing_run_is_cleaned_up_too():
+    model = RefusesTracing().train()
+    with pytest.raises(TypeError), undisturbed(model) as copied:
+        copied(torch.randn(2, 3, 8, 8))
+    assert all(m.training for m in model.modules())
+    trace(model)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_evaluate_returns_every_tensor():
+    class Many(nn.Module):
+        def forward(self, x):
+            return {"a": x, "b": (x + 1, [x + 2, None])}
+
+    assert [float(t) for t in evaluate(Many(), torch.zeros(1))] == [0, 1, 2]
+
+
+def test_evaluate_computes_in_full_precision_and_leaves_the_switches():
+    model, x = nn.Linear(64, 64), torch.randn(64, 64)
+    expected = model.double()(x.double())
+    before = (torch.backends.cudnn.conv.fp32_precision, torch.get_float32_matmul_precision())
+    with torch.autocast("cpu", torch.bfloat16):
+        (got,) = evaluate(model.float(), x)
+        assert torch.is_autocast_enabled("cpu")
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    assert (torch.backends.cudnn.conv.fp32_precision, torch.get_float32_matmul_precision()) == before
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(nn.Conv1d(5, 4, 3), 3), (nn.Conv2d(5, 4, 3), 4), (nn.Conv3d(5, 4, 3), 5), (nn.Linear(5, 4), 2)],
+    ids=lambda value: getattr(value, "_get_name", lambda: str(value))(),
+)
+def test_guesses_an_input_from_the_first_layer(layer, shape):
+    found = runnable(nn.Sequential(layer))
+    assert found is not None
+    assert found[1].ndim == shape
+    assert found[1].shape[1] == 5
+
+
+def test_guesses_several_sizes():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Flatten(), nn.Linear(2 * 28 * 28, 3))
+    found = runnable(model)
+    assert found is not None
+    assert found[1].shape == (2, 1, 28, 28)
+
+
+def test_compiled_parts_are_run_eagerly():
+    model = Branching()
+    model.main.compile(backend="eager")
+    with torch.no_grad():
+        assert trace(model).traced == "run"
+    assert F.relu(model(torch.randn(2, 3, 8, 8))).shape == (2, 4)

@@ -1,0 +1,86 @@
+"""Both recorders see what runs inside what, and touch neither the model nor torch."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.conv_nets import ForeignNames
+from torchboost.graph.flow import Dataflow
+from torchboost.graph.recording import record_run, record_symbols
+from torchboost.graph.twin import twin
+
+
+def both(model: nn.Module, x: torch.Tensor) -> tuple[Dataflow, Dataflow]:
+    return record_symbols(twin(model), model), record_run(twin(model), model, x)
+
+
+def test_nodes_say_what_was_running():
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 1)), nn.ReLU())
+    for flow in both(model, torch.randn(2, 3, 4, 4)):
+        assert [node.running for node in flow.nodes if node.module is not None] == [(model, model[0]), (model,)]
+
+
+def test_hooks_become_operations_and_do_not_run():
+    model, seen = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), []
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    model[1].register_forward_pre_hook(lambda *_: seen.append(1))
+    for flow in both(model, torch.randn(2, 3, 4, 4)):
+        assert [node.label for node in flow.nodes][1:-1] == ["0", "clone", "clone", "1"]
+    assert seen == []
+    assert len(model[0]._forward_hooks) == 1
+
+
+def test_a_forward_on_an_instance_is_not_looked_into():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.Conv2d(4, 4, 1)), nn.ReLU())
+    held = model[1][0]
+    model[1].forward = lambda x: held(x)
+    for flow in both(model, torch.randn(2, 3, 4, 4)):
+        assert [node.kind for node in flow.nodes][1:-1] == ["module", "other", "module"]
+    model.forward = lambda x: held(x)
+    with pytest.raises(ValueError, match="may call anything"):
+        record_symbols(twin(model), model)
+
+
+def test_decisions_are_given_from_outside():
+    class Decides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.a(x) if x.sum() > 0 else self.b(x)
+
+    model = Decides()
+    for answer, label in ((True, "a"), (False, "b")):
+        flow = record_symbols(twin(model), model, decide=lambda answer=answer: answer)
+        assert [node.label for node in flow.nodes if node.module is not None] == [label]
+    with pytest.raises(torch.fx.proxy.TraceError):
+        record_symbols(twin(model), model)
+
+
+def test_other_threads_run_their_models_meanwhile():
+    inside, done, found = threading.Event(), threading.Event(), []
+
+    class Waits(ForeignNames):
+        def forward(self, x):
+            inside.set()
+            done.wait(30)
+            return super().forward(x)
+
+    def other() -> None:
+        inside.wait(30)
+        try:
+            found.append(ForeignNames()(torch.randn(2, 3, 8, 8)).shape)
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    model = Waits()
+    record_symbols(twin(model), model)
+    thread.join()
+    assert found == [(2, 4)]

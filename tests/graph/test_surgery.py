@@ -1,0 +1,171 @@
+"""Modules are exchanged everywhere they stand, and the user's optimizer follows in place."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from torchboost.graph.surgery import (
+    Rebinding,
+    held_elsewhere,
+    optimizers_holding,
+    rebind_optimizer,
+    replace_module,
+    undone_on_error,
+)
+
+
+def test_replaces_a_module_under_every_name_and_in_every_parent():
+    shared = nn.BatchNorm1d(2)
+    model = nn.ModuleDict({"a": nn.Sequential(shared, nn.ReLU(), shared), "b": nn.ModuleList([shared])})
+    new = nn.Identity()
+    assert replace_module(model, shared, new) == ("a.0", "a.2", "b.0")
+    assert model["a"][0] is model["a"][2] is model["b"][0] is new
+    assert shared not in set(model.modules())
+
+
+def test_the_new_module_takes_the_training_flag():
+    model = nn.Sequential(nn.Linear(2, 2)).eval()
+    new = nn.Sequential(nn.Dropout())
+    replace_module(model, model[0], new)
+    assert not new.training
+    assert not new[0].training
+
+
+def test_parts_that_the_new_module_took_over_keep_their_flags():
+    model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(2), nn.Dropout().eval()))
+    new = nn.Sequential(model[0][1], nn.Dropout().eval())
+    replace_module(model, model[0], new)
+    assert [module.training for module in new.modules()] == [True, False, True]
+
+
+def test_refuses_the_model_itself_and_strangers():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="model itself"):
+        replace_module(model, model, nn.Identity())
+    with pytest.raises(ValueError, match="not part of the model"):
+        replace_module(model, nn.Linear(2, 2), nn.Identity())
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_rebinds_in_place(kind):
+    a, b, c, d = (Parameter(torch.full((2,), float(i))) for i in range(4))
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    optimizer = stepped(kind([{"params": [a, b]}, {"params": [c, d], "lr": 0.5}], lr=0.1, **options))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    groups, lists = list(optimizer.param_groups), [g["params"] for g in optimizer.param_groups]
+    new, beside = Parameter(torch.zeros(3)), Parameter(torch.zeros(1))
+    found = rebind_optimizer(optimizer, removed=[a], replaced=[(d, new)], added=[(beside, c, "bias")])
+    assert found == Rebinding(removed=1, replaced=1, added=1)
+    assert all(now is then for now, then in zip(optimizer.param_groups, groups, strict=True))
+    assert all(g["params"] is then for g, then in zip(optimizer.param_groups, lists, strict=True))
+    assert [list(map(id, g["params"])) for g in groups] == [[id(b)], [id(c), id(beside), id(new)]]
+    assert set(optimizer.state) == {b, c}
+    before = new.detach().clone()
+    stepped(optimizer)
+    scheduler.step()
+    assert not torch.equal(new, before)
+    assert groups[1]["lr"] == pytest.approx(0.05)
+
+
+def test_a_group_may_run_empty_and_the_optimizer_still_steps():
+    a, b = Parameter(torch.zeros(2)), Parameter(torch.zeros(2))
+    for kind in (torch.optim.SGD, torch.optim.Adam):
+        for foreach in (False, True):
+            optimizer = stepped(kind([{"params": [a]}, {"params": [b]}], lr=0.1, foreach=foreach))
+            rebind_optimizer(optimizer, removed=[b])
+            assert [len(g["params"]) for g in optimizer.param_groups] == [1, 0]
+            stepped(optimizer)
+
+
+def test_named_parameters_keep_their_names_in_step():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    bias = Parameter(torch.zeros(2))
+    rebind_optimizer(optimizer, removed=list(model[1].parameters()), added=[(bias, model[0].weight, "bias")])
+    group = optimizer.param_groups[0]
+    assert group["param_names"] == ["0.weight", "0.bias"]
+    assert group["params"][1] is bias
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_names_that_do_not_fit_change_no_group():
+    a, b = Parameter(torch.zeros(2)), Parameter(torch.zeros(2))
+    optimizer = stepped(torch.optim.Adam([{"params": [("a", a)]}, {"params": [("b", b)]}], lr=0.1))
+    optimizer.param_groups[1]["param_names"].append("c")
+    with pytest.raises(ValueError, match=r"group 1 lists 2 names for 1 parameters"):
+        rebind_optimizer(optimizer, removed=[a])
+    assert optimizer.param_groups[0]["params"] == [a]
+    assert set(optimizer.state) == {a, b}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_puts_model_and_optimizer_back(error):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2), nn.Sequential(nn.Dropout().eval()))
+    optimizer = stepped(torch.optim.Adam(model.named_parameters(), lr=0.1))
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    weight, names = model[0].weight.detach().clone(), list(optimizer.param_groups[0]["param_names"])
+    with pytest.raises(error), undone_on_error(model, optimizer, written=[model[0].weight]):  # noqa: PT012
+        model[0].weight.data.fill_(3.0)
+        model[0].bias = Parameter(torch.zeros(2))
+        replace_module(model, model[1], nn.Identity())
+        replace_module(model, model[2], nn.Sequential(model[2][0]).eval())
+        model.eval()
+        rebind_optimizer(optimizer, removed=modules["1"].parameters(), added=[(model[0].bias, model[0].weight, "bias")])
+        raise error
+    assert dict(model.named_modules()) == modules
+    assert [name for name, module in model.named_modules() if not module.training] == ["2.0"]
+    assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}
+    assert torch.equal(model[0].weight, weight)
+    assert model[0].bias is None
+    assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, parameters.values()))
+    assert optimizer.param_groups[0]["param_names"] == names
+    assert set(optimizer.state) == set(parameters.values())
+
+
+def test_without_an_error_everything_stays_changed():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with undone_on_error(model, written=[model[0].weight]):
+        nn.init.zeros_(model[0].weight)
+        replace_module(model, model[0], nn.Identity())
+    assert isinstance(model[0], nn.Identity)
+
+
+def test_what_the_optimizer_does_not_hold_stays_out():
+    held, other, new = (Parameter(torch.zeros(1)) for _ in range(3))
+    optimizer = torch.optim.SGD([held], lr=0.1)
+    assert rebind_optimizer(optimizer, removed=[other], added=[(new, other, "bias")]) == Rebinding()
+    assert optimizer.param_groups[0]["params"] == [held]
+
+
+def test_modules_that_attributes_hold_are_found():
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(7)])
+    model.inner = nn.Module()
+    model.path = [model[0], {"b": (model[1],)}]
+    model.inner.call = model[2].forward
+    model.inner.later = partial(print, model[3])
+    model.inner.hidden = [nn.Sequential(model[4])]
+    model.path.append(model.path)
+    found = held_elsewhere(model)
+    assert {at for at in range(7) if model[at] in found} == {0, 1, 2, 3, 4}
+    assert found[model[0]] == "'path' of the model"
+    assert found[model[2]] == "'call' of 'inner'"
+
+
+def test_optimizers_that_hold_a_parameter_are_found():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": [first.weight]}, {"params": [first.bias]}], lr=0.1)
+    assert optimizers_holding([first.bias, second.bias]) == [optimizer]
+    assert optimizers_holding(second.parameters()) == []

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import gc
+import random
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchboost.measure import stopwatch
+from torchboost.measure.stopwatch import Clock, Stopwatch, Warmup, compare, environment
+
+
+class FakeTime:
+    """A clock that moves only when a contestant says so, with drift, jitter and bursts."""
+
+    def __init__(self, seed: int = 0, *, drift: float = 0.0, jitter: float = 0.0, bursts: float = 0.0) -> None:
+        self.now = 0.0
+        self.calls: list[str] = []
+        self._random = random.Random(seed)
+        self._drift, self._jitter, self._bursts = drift, jitter, bursts
+
+    @property
+    def clock(self) -> Clock:
+        return Clock(read=lambda: self.now)
+
+    def step(self, name: str, seconds: float) -> Callable[[], None]:
+        def call() -> None:
+            self.calls.append(name)
+            weather = (1 + self._drift) ** len(self.calls) * self._random.lognormvariate(0, self._jitter)
+            self.now += seconds * weather * (5 if self._random.random() < self._bursts else 1)
+
+        return call
+
+
+def test_ratio_samples_and_warm_up_of_an_exact_clock() -> None:
+    fake = FakeTime()
+    result = compare({"a": fake.step("a", 2.0), "b": fake.step("b", 1.0)}, baselines=["a"], pairs=6, clock=fake.clock)
+    assert result.samples == {"a": [pytest.approx(2.0)] * 6, "b": [pytest.approx(1.0)] * 6}
+    assert result.ratio("b", "a").interval.mid == pytest.approx(2.0)
+    assert result.ratio("b", "a").pairs == 6
+    assert [r.baseline for r in result.ratios("b")] == ["a"]
+    assert result.ratios("a") == []
+    assert result.warmup_seconds == {"a": pytest.approx(12.0), "b": pytest.approx(6.0)}
+    assert result.unsettled == ()
+
+
+def test_a_against_a_contains_one_about_as_often_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "collect", lambda generation=2: 0)  # nearly all of the time of these hundred comparisons
+    quiet = Warmup(least=0, limit=0)
+    hits = 0
+    for trial in range(100):
+        fake = FakeTime(trial, drift=1e-3, jitter=0.05, bursts=0.1)
+        pair = {"a": fake.step("a", 1.0), "b": fake.step("b", 1.0)}
+        result = compare(pair, baselines=["a"], pairs=20, warmup=quiet, seed=trial, clock=fake.clock)
+        interval = result.ratio("b", "a").interval
+        hits += interval.low <= 1.0 <= interval.high
+    assert hits >= 89
+
+
+def test_a_real_gain_above_the_detectable_one_is_seen() -> None:
+    fake = FakeTime(1, drift=1e-3, jitter=0.02)
+    pair = {"a": fake.step("a", 1.0), "b": fake.step("b", 0.8)}
+    ratio = compare(pair, baselines=["a"], pairs=20, clock=fake.clock).ratio("b", "a")
+    assert ratio.detectable is not None
+    assert ratio.detectable < 0.1
+    assert 1.2 < ratio.interval.low < ratio.interval.high < 1.3
+
+
+def test_rounds_come_as_an_order_and_its_reverse_and_follow_the_seed() -> None:
+    def orders(seed: int) -> list[list[str]]:
+        fake = FakeTime()
+        names = {name: fake.step(name, 1.0) for name in "abcd"}
+        compare(names, baselines=[], pairs=6, warmup=Warmup(least=0, limit=0), seed=seed, clock=fake.clock)
+        return [fake.calls[i : i + 4] for i in range(0, 24, 4)]
+
+    first = orders(0)
+    assert all(sorted(order) == list("abcd") for order in first)
+    assert all(first[i] == first[i + 1][::-1] for i in (0, 2, 4))
+    assert first == orders(0)
+    assert first != orders(1)
+
+
+def test_several_calls_per_sample_are_averaged() -> None:
+    fake = FakeTime()
+    cheap_and_dear = iter([1.0, 3.0] * 100)
+
+    def alternating() -> None:
+        fake.now += next(cheap_and_dear)
+
+    result = compare(
+        {"a": alternating}, baselines=[], pairs=3, calls=2, warmup=Warmup(least=0, limit=0), clock=fake.clock
+    )
+    assert result.samples["a"] == [2.0, 2.0, 2.0]
+
+
+def test_warm_up_waits_until_times_settle() -> None:
+    fake = FakeTime()
+    times = iter([50.0, 20.0, 5.0] + [1.0] * 100)
+
+    def step() -> None:
+        fake.now += next(times)
+
+    result = compare({"a": step}, baselines=[], pairs=4, clock=fake.clock)
+    assert result.samples["a"] == [1.0] * 4
+    assert result.warmup_seconds["a"] >= 50 + 20 + 5 + 3
+    assert result.unsettled == ()
+
+
+def test_warm_up_waits_for_the_last_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = {"stats": {"unique_graphs": 0}}
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", types.SimpleNamespace(counters=counters))
+    fake, graphs = FakeTime(), 0
+
+    def step() -> None:
+        nonlocal graphs
+        graphs += 1
+        fake.now += 1.0
+        counters["stats"]["unique_graphs"] = min(graphs, 9)
+
+    result = compare({"a": step}, baselines=[], pairs=1, clock=fake.clock)
+    assert result.warmup_seconds["a"] == 9 + Warmup().window
+
+
+def test_warm_up_is_bounded_and_says_so() -> None:
+    fake = FakeTime()
+
+    def slower_and_slower() -> None:
+        fake.now = 2 * fake.now + 1
+
+    by_calls = compare({"a": slower_and_slower}, baselines=[], pairs=1, warmup=Warmup(limit=10), clock=fake.clock)
+    assert by_calls.unsettled == ("a",)
+    calls = 0
+
+    def slow() -> None:
+        nonlocal calls
+        calls += 1
+        fake.now += 100.0
+
+    by_seconds = compare({"a": slow}, baselines=[], pairs=1, warmup=Warmup(seconds=150.0), clock=fake.clock)
+    assert by_seconds.unsettled == ("a",)
+    assert calls == 3 + 1
+
+
+def test_the_garbage_collector_is_off_while_timing_and_back_after() -> None:
+    seen: list[bool] = []
+    assert gc.isenabled()
+    compare({"a": lambda: seen.append(gc.isenabled())}, baselines=[], pairs=3, warmup=Warmup(least=0, limit=0))
+    assert seen == [False, False, False]
+    assert gc.isenabled()
+
+    def broken() -> None:
+        raise RuntimeError("broken step")
+
+    with pytest.raises(RuntimeError, match="broken step"):
+        compare({"a": broken}, baselines=[], pairs=1, warmup=Warmup(least=0, limit=0))
+    assert gc.isenabled()
+
+
+def test_the_clock_waits_for_the_device_before_each_reading() -> None:
+    events: list[str] = []
+    clock = Clock(read=lambda: events.append("read") or float(len(events)), synchronize=lambda: events.append("wait"))
+    compare({"a": lambda: events.append("call")}, baselines=[], pairs=1, warmup=Warmup(least=0, limit=0), clock=clock)
+    assert events == ["wait", "read", "call", "wait", "read"]
+
+
+def test_progress_reaches_its_total() -> None:
+    seen: list[tuple[str, int, int, str]] = []
+    fake = FakeTime()
+    compare(
+        {"a": fake.step("a", 1.0)},
+        baselines=[],
+        pairs=2,
+        clock=fake.clock,
+        progress=lambda phase, done, total, note="": seen.append((phase, done, total, note)),
+    )
+    assert seen == [
+        ("warm-up", 0, 1, "a"),
+        ("warm-up", 1, 1, ""),
+        ("timing", 0, 2, ""),
+        ("timing", 1, 2, ""),
+        ("timing", 2, 2, ""),
+    ]
+
+
+def test_nonsense_is_refused_before_anything_is_called() -> None:
+    called: list[int] = []
+    with pytest.raises(ValueError, match="no contestants"):
+        compare({}, baselines=[])
+    with pytest.raises(ValueError, match=r"found \['b'\].*\['a'\]"):
+        compare({"a": lambda: called.append(1)}, baselines=["b"])
+    with pytest.raises(ValueError, match="pairs=0"):
+        compare({"a": lambda: called.append(1)}, baselines=[], pairs=0)
+    assert not called
+    with pytest.raises(ValueError, match="limit >= least"):
+        Warmup(least=5, limit=1)
+
+
+def test_stopwatch_adds_up_only_what_is_inside() -> None:
+    fake = FakeTime()
+    watch = Stopwatch(fake.clock)
+    for _ in range(3):
+        fake.now += 10.0
+        with watch:
+            fake.now += 2.0
+    assert watch.seconds == 6.0
+
+
+def test_real_clock_moves_forward() -> None:
+    clock = Clock.of("cpu")
+    assert clock() <= clock()
+
+
+@pytest.mark.gpu
+def test_cuda_clock_counts_the_device() -> None:
+    watch = Stopwatch(Clock.of("cuda"))
+    matrix = torch.ones(4096, 4096, device="cuda")
+    with watch:
+        for _ in range(10):
+            matrix = matrix @ matrix.T / 4096
+    assert watch.seconds > 0
+
+
+def test_environment_names_machine_and_versions() -> None:
+    found = environment()
+    assert found.torch == torch.__version__
+    assert found.device == "cpu"
+    assert found.cores >= 1
+    assert found.threads == torch.get_num_threads()
+    assert found.processor
+    assert found.date.endswith("+00:00")
+
+
+def test_commit_is_that_of_the_checkout_and_marks_changes(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)
+
+    assert stopwatch._commit(tmp_path) == ""
+    git("init", "-q")
+    (tmp_path / "file").write_text("one")
+    git("add", "file")
+    git("-c", "user.name=n", "-c", "user.email=e@example.org", "commit", "-qm", "first")
+    clean = stopwatch._commit(tmp_path)
+    assert len(clean) == 40
+    (tmp_path / "file").write_text("two")
+    assert stopwatch._commit(tmp_path) == f"{clean}+changes"

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
+
+from tests.support.optimizers import FORMS, SHAPES, frozen, give_grads, parameters, same, train, values
+from torchboost.errors import IncompatibleError
+from torchboost.optim.rules.adam import Adam, AdamW, AdamWeightDecay
+
+CORRECTED = {"bias_correction": True, "eps": 1e-8}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"weight_decay": 0.1},
+    {"amsgrad": True, "weight_decay": 0.1},
+    {"maximize": True, "weight_decay": 0.1, "betas": (0.5, 0.7), "eps": 1e-3},
+]
+
+
+def pair(rule: str, ours: Any, theirs: Any, **options: Any) -> tuple[Any, Any]:
+    if rule == "Adam":
+        return Adam(ours, **options), torch.optim.Adam(theirs, **options)
+    options = {"weight_decay": 0.01} | options
+    return AdamWeightDecay(ours, **CORRECTED | options), torch.optim.AdamW(theirs, **options)
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return values(optimizer)[1:]
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("rule", ["Adam", "AdamW"])
+def test_groups_schedulers_and_crossing_checkpoints_equal_torch(rule, options, form):
+    mine, other = parameters(), parameters()
+    groups = [[{"params": p[:2]}, {"params": p[2:4], "lr": 0.02, "weight_decay": 0.3}] for p in (mine, other)]
+    left, right = pair(rule, *groups, lr=0.01, **options, **form)
+    schedulers = [CosineAnnealingLR(left, 10), CosineAnnealingLR(right, 10)]
+    for step in range(8):
+        if step == 2:
+            left.add_param_group({"params": mine[4:], "lr": 0.005})
+            right.add_param_group({"params": other[4:], "lr": 0.005})
+            schedulers = [ReduceLROnPlateau(left, patience=0), ReduceLROnPlateau(right, patience=0)]
+        train(left, mine, [step])
+        train(right, other, [step])
+        for scheduler in schedulers:
+            scheduler.step(*(() if step < 2 else (1.0,)))
+        if step == 4:  # change sides
+            left_state, right_state = copy.deepcopy(left.state_dict()), copy.deepcopy(right.state_dict())
+            left.load_state_dict(right_state)
+            right.load_state_dict(left_state)
+        assert state_of(left) == state_of(right), step
+
+
+@pytest.mark.parametrize("form", ["loop", "fused", "default"])
+@pytest.mark.parametrize("rule", ["Adam", "AdamW"])
+def test_a_tensor_as_learning_rate(rule, form):
+    mine, other = parameters(), parameters()
+    left, right = (pair(rule, mine, other, lr=torch.tensor(0.01), **FORMS[form])[i] for i in (0, 1))
+    for step in range(4):
+        train(left, mine, [step])
+        train(right, other, [step])
+        for optimizer in (left, right):
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+    assert state_of(left) == state_of(right)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+def test_a_cycle_of_rates_and_momenta(form):
+    """OneCycleLR writes betas too."""
+    mine, other = parameters(), parameters()
+    left, right = pair("Adam", mine, other, lr=0.01, **form)
+    schedulers = [OneCycleLR(optimizer, 0.1, total_steps=10) for optimizer in (left, right)]
+    for step in range(6):
+        train(left, mine, [step])
+        train(right, other, [step])
+        for scheduler in schedulers:
+            scheduler.step()
+    assert state_of(left) == state_of(right)
+    assert left.param_groups[0]["betas"] == right.param_groups[0]["betas"] != (0.9, 0.999)
+
+
+def reference(params: list[nn.Parameter], steps: int, **options: Any) -> list[torch.Tensor]:
+    """The formulas of the documentation in float64."""
+    lr, (beta1, beta2), eps = options["lr"], options["betas"], options["eps"]
+    weights = [param.detach().double() for param in params]
+    mean, square, most = ([torch.zeros_like(weight) for weight in weights] for _ in range(3))
+    for step in range(steps):
+        give_grads(params, step)
+        one = 1 - beta1 ** (step + 1) if options["bias_correction"] else 1.0
+        two = 1 - beta2 ** (step + 1) if options["bias_correction"] else 1.0
+        for i, param in enumerate(params):
+            grad, weight = (-1 if options["maximize"] else 1) * param.grad.double(), weights[i]
+            if options["decoupled_weight_decay"]:
+                weight = weight * (1 - lr * 0.1)
+            else:
+                grad = grad + 0.1 * weight
+            mean[i] = beta1 * mean[i] + (1 - beta1) * grad
+            square[i] = beta2 * square[i] + (1 - beta2) * grad**2
+            most[i] = torch.maximum(most[i], square[i])
+            used = most[i] if options["amsgrad"] else square[i]
+            ahead = beta1 * mean[i] + (1 - beta1) * grad if options["nesterov"] else mean[i]
+            if options["eps_uncorrected"]:
+                weights[i] = weight - lr * two**0.5 / one * ahead / (used.sqrt() + eps)
+            else:
+                weights[i] = weight - lr / one * ahead / ((used / two).sqrt() + eps)
+    return weights
+
+
+FLAGS = ("amsgrad", "nesterov", "decoupled_weight_decay", "bias_correction", "eps_uncorrected", "maximize")
+
+
+@pytest.mark.parametrize("number", range(2 ** len(FLAGS)))
+def test_every_combination_of_flags_follows_the_formulas(number):
+    options: dict[str, Any] = {flag: bool(number >> i & 1) for i, flag in enumerate(FLAGS)}
+    options |= {"lr": 0.05, "betas": (0.8, 0.9), "eps": 0.01}
+    params = parameters(SHAPES[:2])
+    wanted = reference(params, 5, **options)
+    train(Adam(params, weight_decay=0.1, **options), params, range(5))
+    for param, want in zip(params, wanted, strict=True):
+        torch.testing.assert_close(param.detach().double(), want, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+def test_without_bias_correction_in_every_form(form):
+    options = {"lr": 0.05, "betas": (0.9, 0.999), "eps": 1e-6}
+    flags = dict.fromkeys(FLAGS, False) | {"decoupled_weight_decay": True}
+    params = parameters(SHAPES[:2])
+    wanted = reference(params, 5, **options, **flags)
+    optimizer = AdamWeightDecay(params, weight_decay=0.1, **options, **form)
+    train(optimizer, params, range(5))
+    for param, want in zip(params, wanted, strict=True):
+        torch.testing.assert_close(param.detach().double(), want, rtol=2e-5, atol=2e-6)
+        assert optimizer.state[param]["step"] == 5
+
+
+def test_long_memory_without_bias_correction():
+    """The kernels are told a large step, at which a beta close to 1 must be forgotten too."""
+    flags = dict.fromkeys(FLAGS, False) | {"decoupled_weight_decay": True}
+    options = {"lr": 0.05, "betas": (1 - 1e-9, 1 - 1e-9), "eps": 1e-6}
+    for form in FORMS.values():
+        params = parameters([(5,)])
+        wanted = reference(params, 2, **options, **flags)
+        train(AdamWeightDecay(params, weight_decay=0.1, **options, **form), params, range(2))
+        torch.testing.assert_close(params[0].detach().double(), wanted[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("flag", ["nesterov", "eps_uncorrected"])
+@pytest.mark.parametrize("form", ["fused", "capturable"])
+def test_forms_without_a_kernel_are_refused(flag, form):
+    with pytest.raises(ValueError, match=f"{flag}: torch has no kernel"):
+        Adam(parameters(), **{flag: True, form: True})
+    optimizer = Adam(parameters(), **{form: True})
+    optimizer.param_groups[0][flag] = True
+    with pytest.raises(ValueError, match=f"{flag}: torch has no kernel"):
+        optimizer.step()
+
+
+def test_what_the_kernels_refuse_is_refused_before_anything_changes():
+    params = [*parameters(SHAPES[:2]), *parameters([(2,)], dtype=torch.complex64)]
+    give_grads(params, 0)
+    for options, text in (({"capturable": True}, "capturable=True needs"), ({"fused": True}, "fused=True needs")):
+        optimizer = Adam([{"params": params[:2], **options}, {"params": params[2:], **options}])
+        before = values(optimizer)
+        with pytest.raises(IncompatibleError, match=text):
+            optimizer.step()
+        assert values(optimizer) == before
+        assert not optimizer.state
+
+
+@pytest.mark.parametrize("flag", ["nesterov", "eps_uncorrected"])
+def test_complex_weights_are_pairs(flag):
+    both = parameters([(4,)], dtype=torch.complex64)
+    real = [nn.Parameter(torch.view_as_real(both[0].detach()).clone())]
+    left, right = (Adam(p, lr=0.1, amsgrad=True, weight_decay=0.1, **{flag: True}) for p in (both, real))
+    for step in range(3):
+        give_grads(both, step)
+        real[0].grad = torch.view_as_real(both[0].grad).clone()
+        left.step()
+        right.step()
+    assert frozen(torch.view_as_real(both[0].detach())) == frozen(real[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_channels_last_and_other_precisions(dtype):
+    mine, other = ([nn.Parameter(torch.ones(4, 3, 2, 2, dtype=dtype)[..., ::1])] for _ in range(2))
+    for params in (mine, other):
+        params[0].data = params[0].data.to(memory_format=torch.channels_last)
+    left, right = pair("AdamW", mine, other, lr=0.1)
+    train(left, mine, range(3))
+    train(right, other, range(3))
+    assert same(mine, other)
+    assert left.state[mine[0]]["exp_avg"].stride() == right.state[other[0]]["exp_avg"].stride()
+
+
+def test_fused_kernels_get_gradients_and_moments_in_the_layout_of_the_weights():
+    """They walk through memory in order, and would pair the wrong numbers."""
+    runs = []
+    for fused in (True, False):
+        param = nn.Parameter(torch.ones(4, 3, 3, 3).to(memory_format=torch.channels_last))
+        optimizer = Adam([param], lr=0.1, fused=fused)
+        for step in range(3):
+            param.grad = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+            state = optimizer.state[param]
+            state["exp_avg"] = state["exp_avg"].contiguous()  # as a checkpoint of another layout brings it
+        runs.append(param)
+    torch.testing.assert_close(*runs)
+
+
+def test_fused_kernels_never_see_a_parameter_with_gaps():
+    whole = torch.ones(4, 6)
+    param = nn.Parameter(whole[:, ::2])
+    param.grad = torch.ones(4, 3)
+    with pytest.raises(IncompatibleError, match="without gaps in memory"):
+        Adam([param], fused=True).step()
+    assert torch.equal(whole, torch.ones(4, 6))
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+def test_adamw_is_torchs_with_torchs_defaults_and_goes_on_from_its_file(form):
+    mine, other = parameters(), parameters()
+    right = torch.optim.AdamW(other, **form)
+    train(right, other, range(3))
+    left = AdamW([param.detach().clone().requires_grad_() for param in other], **form)
+    ours = left.param_groups[0]["params"]
+    left.load_state_dict(copy.deepcopy(right.state_dict()))
+    fresh = AdamW(mine, **form)
+    train(fresh, mine, range(3))
+    assert state_of(fresh) == state_of(right)
+    train(left, ours, range(3, 6))
+    train(right, other, range(3, 6))
+    assert state_of(left) == state_of(right)
+    torch.optim.AdamW(mine, **form).load_state_dict(left.state_dict())
+
+
+@pytest.mark.parametrize("theirs", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_file_of_torch_keeps_its_bias_correction(theirs):
+    """The file does not name it: dropping it would make the first updates up to 30 times as large."""
+    other = parameters()
+    right = theirs(other, lr=0.01, weight_decay=0.1)
+    train(right, other, range(2))
+    ours = [param.detach().clone().requires_grad_() for param in other]
+    left = AdamWeightDecay(ours, lr=0.01)
+    saved = copy.deepcopy(right.state_dict())
+    left.load_state_dict(saved)
+    assert left.param_groups[0]["bias_correction"] is True
+    assert "bias_correction: True" in repr(left)
+    assert "bias_correction" not in saved["param_groups"][0]
+    train(left, ours, range(2, 5))
+    train(right, other, range(2, 5))
+    assert state_of(left) == state_of(right)
+    own = AdamWeightDecay(parameters(), lr=0.01)
+    own.load_state_dict(copy.deepcopy(AdamWeightDecay(parameters(), lr=0.02).state_dict()))
+    assert (own.param_groups[0]["bias_correction"], own.param_groups[0]["lr"]) == (False, 0.02)

@@ -1,0 +1,355 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.optimizers import CASES, frozen, give_grads, parameters, same, train, values
+from torchboost.errors import IncompatibleError
+from torchboost.optim.pipeline import GradientPipeline, Gradients
+from torchboost.optim.rules.adam import Adam, AdamWeightDecay
+from torchboost.optim.rules.base import Batch, UpdateRule
+from torchboost.optim.rules.checkpoints import RULE_KEYS
+from torchboost.optim.rules.lars import LARS
+from torchboost.optim.rules.sgd import SGD
+from torchboost.optim.transforms import Centralize, ClipNorm, Coalesce
+
+
+class Signed(UpdateRule):
+    """The smallest rule: go by the sign of the gradient, count the updates."""
+
+    def __init__(self, params: Any, lr: Any = 0.1, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0}, **options)
+
+    def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("count",)
+
+    def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {"count": torch.zeros(())}
+
+    def update(self, group: dict[str, Any], batch: Batch) -> None:
+        for param, grad, count in zip(batch.params, batch.grads, batch.state("count"), strict=True):
+            param.sub_(grad.sign(), alpha=group["lr"])
+            count.add_(1)
+
+
+class Remembering:
+    """A transform that keeps something of another shape and precision than its parameter."""
+
+    scale_free = True
+
+    def __call__(self, gradients: Gradients) -> None:
+        for grad, memory in zip(gradients.grads, gradients.memory, strict=True):
+            seen = memory.setdefault("seen", torch.zeros(7, dtype=torch.float64))
+            seen += 1
+            grad.mul_(seen[0].item())
+
+
+def test_a_rule_is_two_methods():
+    param = nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = Signed([param], lr=[0.5, 0.25])
+    param.grad = torch.tensor([3.0, -4.0])
+    optimizer.step()
+    optimizer.step()
+    assert param.tolist() == [0.25, -1.25]
+    assert optimizer.state[param]["count"] == 2
+    assert optimizer.param_groups[0]["updates"] == 2
+
+
+def test_the_base_itself_is_no_rule():
+    base = UpdateRule(parameters(), {"lr": 0.1})
+    for call in (lambda: base.state_keys({}), lambda: base.init_state(torch.ones(1), {})):
+        with pytest.raises(NotImplementedError):
+            call()
+    with pytest.raises(NotImplementedError):
+        base.update({}, Batch([], [], []))
+
+
+@pytest.mark.parametrize("bad", ["stop", None, True, 1])
+def test_nonfinite_is_one_of_three_words(bad):
+    with pytest.raises(ValueError, match="nonfinite: found"):
+        Signed(parameters(), nonfinite=bad)
+
+
+@pytest.mark.parametrize("bad", [(3,), (Centralize,), (lambda gradients: None,)])
+def test_transforms_are_checked(bad):
+    with pytest.raises(TypeError, match="found"):
+        Signed(parameters(), transforms=bad)
+
+
+@pytest.mark.parametrize("numel", [0, 3])
+@pytest.mark.parametrize("nonfinite", ["ignore", "skip", "raise"])
+def test_nonfinite_with_empty_complex_mixed_and_sparse_gradients(nonfinite, numel):
+    params = [*parameters([(numel,), (2,)]), *parameters([(2,)], dtype=torch.complex64)]
+    params += parameters([(2,)], dtype=torch.float64)
+    give_grads(params, 0)
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1, 1])).sum().backward()
+    optimizer = SGD([*params, table.weight], lr=0.1, nonfinite=nonfinite)
+    before = table.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(before, table.weight)
+    table.weight.grad._values()[0, 0] = torch.nan
+    before = values(optimizer)
+    if nonfinite == "raise":
+        with pytest.raises(FloatingPointError, match="inf or nan"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    assert (values(optimizer) == before) is (nonfinite != "ignore")
+
+
+def test_the_memory_of_a_transform_is_saved_and_resumed():
+    params = parameters(dtype=torch.bfloat16)
+    optimizer = SGD(params, lr=0.1, transforms=(Remembering(),))
+    train(optimizer, params, range(2))
+    resumed = [nn.Parameter(param.detach().clone()) for param in params]
+    other = SGD(resumed, lr=0.1, transforms=(Remembering(),))
+    train(other, resumed, [0])  # so that there is something to replace
+    for param, weight in zip(resumed, params, strict=True):
+        param.data.copy_(weight.data)
+    other.load_state_dict(optimizer.state_dict())
+    train(optimizer, params, [2])
+    train(other, resumed, [2])
+    assert values(other) == values(optimizer)
+    assert optimizer.state[params[0]]["Remembering.seen"].tolist() == [3.0] * 7
+    assert optimizer.state[params[0]]["Remembering.seen"].dtype == torch.float64
+
+
+def test_sparse_gradients_need_a_transform_that_makes_them_dense():
+    for transforms, works in (((), False), ((Centralize(),), False), ((Coalesce(dense=True), ClipNorm(1.0)), True)):
+        table = nn.Embedding(4, 2, sparse=True)
+        table(torch.tensor([1, 1])).sum().backward()
+        optimizer = Adam(table.parameters(), transforms=transforms)
+        if works:
+            optimizer.step()
+            continue
+        with pytest.raises(IncompatibleError, match=r"Adam works on dense gradients.*shape \(4, 2\).*LazyAdam"):
+            optimizer.step()
+        assert not optimizer.state
+
+
+def test_shapes_are_checked_on_loading_and_nothing_changes():
+    params, others = parameters([(4, 3), (2,)]), parameters([(3, 4), (2,)])
+    optimizer, other = Adam(params), Adam(others)
+    train(optimizer, params, [0])
+    train(other, others, [0])
+    before = values(other)
+    with pytest.raises(ValueError, match=r"'exp_avg' of parameter 0 has shape \(4, 3\).*\(3, 4\)"):
+        other.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"different number of parameter groups|doesn't match the size"):
+        other.load_state_dict(Adam(others[:1]).state_dict())
+    assert values(other) == before
+
+
+def test_a_torch_checkpoint_tells_adam_how_far_the_schedule_is():
+    params = parameters()
+    theirs = torch.optim.Adam(params, lr=0.1)
+    train(theirs, params, range(4))
+    ours = Adam(params, lr=lambda update: 0.1 / (1 + update))
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["updates"] == 4
+    train(ours, params, [4])
+    assert ours.param_groups[0]["lr"] == pytest.approx(0.02)
+
+
+def test_a_checkpoint_from_before_tensors_counted_steps():
+    params = parameters()
+    optimizer = Adam(params)
+    train(optimizer, params, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    for entry in state["state"].values():
+        entry["step"] = 2
+    weights = [nn.Parameter(param.detach().clone()) for param in params]
+    other = Adam(weights)
+    other.load_state_dict(state)
+    train(optimizer, params, [2])
+    train(other, weights, [2])
+    assert values(other) == values(optimizer)
+
+
+def test_options_that_an_older_file_lacks_are_the_defaults():
+    params = parameters()
+    optimizer = Adam(params, lr=0.1, master_weights=True)
+    state = copy.deepcopy(optimizer.state_dict())
+    for key in ("master_weights", "nesterov", "eps_uncorrected"):
+        del state["param_groups"][0][key]
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["master_weights"] is True
+    train(optimizer, params, [0])
+
+
+def test_an_added_group_follows_the_updates_of_the_others():
+    params = parameters()
+    optimizer = SGD(params[:1], lr=[0.0, 0.3, 0.2, 0.1])
+    train(optimizer, params[:1], range(2))
+    optimizer.add_param_group({"params": params[1:2]})
+    optimizer.add_param_group({"params": params[2:3], "updates": 0})
+    optimizer.add_param_group({"params": params[3:], "lr": 0.5})
+    train(optimizer, params, [2])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.2, 0.0, 0.5]
+    assert [group.get("updates") for group in optimizer.param_groups] == [3, 3, 1, None]
+
+
+def test_an_added_schedule_follows_the_steps_where_no_group_counts():
+    params = parameters()
+    optimizer = Adam(params[:1], lr=0.1)
+    train(optimizer, params[:1], range(3))
+    optimizer.add_param_group({"params": params[1:], "lr": [0.0, 0.1, 0.2, 0.3]})
+    assert optimizer.param_groups[1]["updates"] == 3
+
+
+@pytest.mark.parametrize("key", ["lr", "weight_decay"])
+def test_a_value_written_by_hand_is_honoured_until_that_of_the_schedule_is_back(key):
+    params = parameters()
+    optimizer = SGD(params, **{"lr": 0.1, key: [0.5, 0.4, 0.3, 0.2, 0.1]})
+    group = optimizer.param_groups[0]
+    for written, used in ((0.0, 0.0), (None, 0.0), (0.5, 0.3), (None, 0.2)):
+        if written is not None:
+            group[key] = written
+        train(optimizer, params, [0])
+        assert group[key] == used
+    resumed = SGD(params, **{"lr": 0.1, key: [0.5, 0.4, 0.3, 0.2, 0.1]})
+    group[key] = 0.7
+    resumed.load_state_dict(optimizer.state_dict())
+    train(resumed, params, [0])
+    assert resumed.param_groups[0][key] == 0.7, "the checkpoint says that it was written by hand"
+
+
+def test_another_schedule_takes_over_from_a_checkpoint():
+    params = parameters()
+    optimizer = SGD(params, lr=[0.5, 0.4, 0.3])
+    train(optimizer, params, [0])
+    state = optimizer.state_dict()
+    for old in (False, True):
+        if old:  # a file from before the value of the schedule was kept
+            for group in state["param_groups"]:
+                del group["scheduled_lr"]
+        other = SGD(params, lr=[0.9, 0.8, 0.7])
+        other.load_state_dict(state)
+        train(other, params, [0])
+        assert other.param_groups[0]["lr"] == 0.8
+
+
+class Keeps:
+    """A transform that keeps something under a name of the rule's."""
+
+    scale_free = True
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, gradients: Gradients) -> None:
+        for param, grad, memory in zip(gradients.params, gradients.grads, gradients.memory, strict=True):
+            assert set(memory) <= {"step", "exp_avg", "count"}
+            for key in ("step", "exp_avg"):
+                memory.setdefault(key, torch.full_like(param, self.factor)).mul_(self.factor)
+            memory["count"] = memory.get("count", 0) + 1
+            grad.mul_(1 + memory["exp_avg"])
+
+
+@pytest.mark.parametrize("rule", [Adam, SGD, LARS])
+def test_the_memory_of_a_transform_is_its_own(rule):
+    """Under names of the rule's, and beside another transform of the same class."""
+    params, plain = parameters(), parameters()
+    optimizer = rule(params, lr=0.1, transforms=(Keeps(0.5), Keeps(0.25)))
+    other = rule(plain, lr=0.1)
+    pipeline = GradientPipeline(Keeps(0.5), Keeps(0.25)).attach(other)
+    for step in range(3):
+        assert same(train(optimizer, params, [step]), train(other, plain, [step]))
+        resumed = rule(params, lr=0.1, transforms=(Keeps(0.5), Keeps(0.25)))
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert values(resumed) == values(optimizer)
+    assert optimizer.state[params[0]]["Keeps.count"] == optimizer.state[params[0]]["Keeps#2.count"] == 3
+    assert pipeline.state_dict()["memory"][0]["Keeps#2.count"] == 3
+
+
+def test_the_memory_of_older_checkpoints_lies_under_bare_names():
+    params = parameters()
+    optimizer = SGD(params, lr=0.1, momentum=0.9, transforms=(Remembering(),))
+    train(optimizer, params, range(2))
+    state = optimizer.state_dict()
+    old = copy.deepcopy(state)
+    for entry in old["state"].values():
+        entry["seen"] = entry.pop("Remembering.seen")
+    optimizer.load_state_dict(old)
+    assert repr(optimizer.state_dict()) == repr(state)
+
+
+def test_rules_keep_nothing_that_could_be_taken_for_the_memory_of_a_transform():
+    for case in CASES.values():
+        params = parameters()
+        optimizer = case(params)
+        train(optimizer, params, [0])
+        assert {key for state in optimizer.state.values() for key in state} <= RULE_KEYS
+
+
+def test_the_order_of_parameters_is_taken_and_checked():
+    params, plain = parameters(), parameters()
+    groups = [{"params": (p for p in params[:2])}, {"params": params[2:], "lr": 0.5}]
+    optimizer = SGD([*groups, {"order_params": params[::-1]}], lr=0.1)
+    other = SGD([{"params": plain[:2]}, {"params": plain[2:], "lr": 0.5}], lr=0.1)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, len(params) - 2]
+    assert same(train(optimizer, params, range(2)), train(other, plain, range(2)))
+
+
+def wrong_orders() -> list[tuple[str, Any]]:
+    params = parameters()
+    return [
+        ("1 of theirs missing and 0 of no group", [{"params": params}, {"order_params": params[1:]}]),
+        ("0 of theirs missing and 1 of no group", [{"params": params[1:]}, {"order_params": params}]),
+        ("found 6 parameters for the 5", [{"params": params}, {"order_params": [*params, params[0]]}]),
+        ("found 2 entries", [{"params": params}, {"order_params": params}, {"order_params": params}]),
+        ("give one entry", [{"params": params, "order_params": params}]),
+    ]
+
+
+@pytest.mark.parametrize(("match", "groups"), wrong_orders())
+def test_an_order_of_other_parameters_is_refused(match, groups):
+    with pytest.raises(ValueError, match=f"order_params: .*{match}"):
+        SGD(groups, lr=0.1)
+
+
+def test_a_bare_parameter_and_a_generator_are_groups():
+    params = parameters()
+    optimizer = SGD(iter(params[:2]), lr=0.1)
+    given = {"params": params[2]}
+    optimizer.add_param_group(given)
+    assert given == {"params": params[2]}
+    optimizer.add_param_group({"params": (param for param in params[3:])})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1, 2]
+
+
+def test_turning_an_option_on_mid_run_completes_the_state():
+    params = parameters()
+    optimizer = Adam(params)
+    train(optimizer, params, range(2))
+    kept = optimizer.state[params[0]]["exp_avg"].clone()
+    optimizer.param_groups[0]["amsgrad"] = True
+    give_grads(params, 2)
+    optimizer.step()
+    assert set(optimizer.state[params[0]]) == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+    torch.testing.assert_close(optimizer.state[params[0]]["exp_avg"], 0.9 * kept + 0.1 * params[0].grad)
+
+
+def test_only_all_fused_groups_leave_unscaling_to_the_kernel():
+    def supports(optimizer: UpdateRule) -> bool:
+        return optimizer._step_supports_amp_scaling
+
+    params = parameters()
+    assert supports(Adam(params, fused=True))
+    assert supports(copy.deepcopy(AdamWeightDecay(params, fused=True)))
+    for options in ({}, {"transforms": (Centralize(),)}, {"nonfinite": "skip"}, {"lr": [0.1]}):
+        fused = {"fused": True} if options else {}
+        assert not supports(SGD(params, **{"lr": 0.1, **fused, **options}))
+    assert not supports(Adam([{"params": params[:1], "fused": False}, {"params": params[1:]}], fused=True))
+    assert not supports(Signed(params))
+
+
+def test_frozen_values_tell_bits_apart():
+    assert frozen(torch.tensor(0.0)) != frozen(torch.tensor(-0.0))
+    assert same([torch.tensor(torch.nan)], [torch.tensor(torch.nan)])

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.optimizers import RULES, parameters, train
+from torchboost.errors import IncompatibleError
+from torchboost.optim.rules.options import FLAGS, NOT_NEGATIVE, check_fused, check_options
+
+GOOD: list[dict[str, Any]] = [
+    {},
+    {"lr": 0, "weight_decay": 0.0, "eps": 1, "momentum": np.float32(0.9)},
+    {"lr": torch.tensor(0.1)},
+    {"lr": torch.tensor([0.1]), "foreach": True},
+    {"lr": torch.tensor(0.1), "foreach": True, "capturable": True},
+    {"betas": (0.9, 0.999)},
+    {"betas": [0, 0.5]},
+    {"betas": (torch.tensor(0.9), torch.tensor(0.5))},
+    {"dampening": -1.5},
+    {"foreach": None, "fused": None},
+    {"foreach": False, "fused": True},
+    {"nesterov": True},
+    {"nesterov": True, "momentum": 0.9, "dampening": 0},
+    {"updates": 3},
+    {"differentiable": False},
+    {"anything": "else"},
+]
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"lr": None}, TypeError, "lr: found None"),
+    ({"lr": "0.1"}, TypeError, "lr: found '0.1'"),
+    ({"lr": True}, TypeError, "lr: found True"),
+    ({"lr": [0.1]}, TypeError, "lr: found"),
+    ({"lr": -0.1}, ValueError, "lr: found -0.1"),
+    ({"lr": math.nan}, ValueError, "lr: found nan"),
+    ({"lr": Fraction(1, 2)}, TypeError, "give a float"),
+    ({"lr": 10**400}, ValueError, "lr: found"),
+    ({"lr": 1e31}, ValueError, "at most 1e"),
+    ({"lr": 2**63}, ValueError, "give a float"),
+    ({"lr": torch.ones(2)}, ValueError, r"shape \(2,\)"),
+    ({"lr": torch.ones(0)}, ValueError, r"shape \(0,\)"),
+    ({"lr": torch.tensor(-1.0)}, ValueError, "lr: found -1.0"),
+    ({"lr": torch.tensor(1j)}, TypeError, "lr: found 1j"),
+    ({"lr": torch.tensor(True)}, TypeError, "lr: found True"),
+    ({"lr": torch.tensor(0.1), "foreach": True, "capturable": False}, ValueError, "capturable=True only"),
+    ({"eps": torch.tensor(0.1)}, TypeError, "eps: found a tensor"),
+    ({"betas": 0.9}, TypeError, "betas: found 0.9"),
+    ({"betas": (0.9,)}, TypeError, "betas"),
+    ({"betas": (0.9, 1.0)}, ValueError, "below 1"),
+    ({"betas": (0.9, math.nan)}, ValueError, "below 1"),
+    ({"betas": (0.9, "x")}, ValueError, "below 1"),
+    ({"betas": (0.9, Fraction(1, 2))}, ValueError, "below 1"),
+    ({"betas": (0.9, torch.tensor(0.5))}, ValueError, "a number and a tensor"),
+    ({"betas": (torch.tensor(0.9), torch.ones(2))}, ValueError, "one element"),
+    ({"betas": (torch.tensor(1.9), torch.tensor(0.5))}, ValueError, "below 1"),
+    ({"betas": (torch.tensor(0.9),) * 2, "foreach": True, "capturable": False}, ValueError, "betas: found a tensor"),
+    ({"dampening": math.inf}, ValueError, "dampening: found inf"),
+    ({"dampening": "x"}, ValueError, "dampening: found 'x'"),
+    ({"foreach": 1}, TypeError, "foreach: found 1"),
+    ({"fused": "yes"}, TypeError, "fused: found 'yes'"),
+    ({"foreach": True, "fused": True}, ValueError, "two ways to do the same"),
+    ({"nesterov": True, "momentum": 0.0, "dampening": 0.0}, ValueError, "nesterov: needs"),
+    ({"nesterov": True, "momentum": 0.9, "dampening": 0.1}, ValueError, "nesterov: needs"),
+    ({"differentiable": True}, ValueError, "differentiable: found True"),
+    ({"updates": -1}, ValueError, "updates: found -1"),
+    ({"updates": 1.5}, TypeError, "updates: found 1.5"),
+    ({"updates": torch.tensor(True)}, TypeError, "updates: found"),
+]
+
+
+@pytest.mark.parametrize("options", GOOD, ids=str)
+def test_sensible_options_pass(options):
+    check_options(options)
+
+
+@pytest.mark.parametrize(("options", "error", "text"), BAD, ids=lambda value: str(value)[:40])
+def test_senseless_options_are_refused(options, error, text):
+    with pytest.raises(error, match=text):
+        check_options(options)
+
+
+@pytest.mark.parametrize("name", NOT_NEGATIVE)
+def test_every_number_is_checked(name):
+    for bad in (None, "x", True):
+        with pytest.raises(TypeError, match=f"{name}: found"):
+            check_options({name: bad})
+    for bad in (-1, math.inf, -math.inf):
+        with pytest.raises(ValueError, match=f"{name}: found"):
+            check_options({name: bad})
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_every_flag_is_checked(name):
+    for bad in (None, 1, 0, "yes"):
+        with pytest.raises(TypeError, match=f"{name}: found"):
+            check_options({name: bad})
+
+
+def test_fused_wants_real_parameters_where_there_is_a_kernel():
+    check_fused(torch.ones(2), {"fused": True}, torch.optim.SGD)
+    check_fused(torch.ones(2, dtype=torch.complex64), {"fused": None}, torch.optim.SGD)
+    with pytest.raises(IncompatibleError, match="floating-point parameters"):
+        check_fused(torch.ones(2, dtype=torch.complex64), {"fused": True}, torch.optim.SGD)
+    with pytest.raises(IncompatibleError, match="on meta"):
+        check_fused(torch.ones(2, device="meta"), {"fused": True}, torch.optim.SGD)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_numpy_numbers_work_in_an_update(rule):
+    taken = {"lr", "weight_decay", "eps", "momentum", "max_ratio", "l1", "l2", "alpha", "dampening"}
+    for kind in (np.float32, np.float64, np.int64):
+        params = parameters()
+        optimizer = RULES[rule](params)
+        for group in optimizer.param_groups:
+            group |= {key: kind(key in ("lr", "eps", "max_ratio")) for key in taken & set(group)}
+        train(optimizer, params, range(2))
+        assert all(param.isfinite().all() for param in params)

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LinearLR, OneCycleLR
+
+from tests.support.optimizers import FORMS, frozen, give_grads, parameters, same, train, values
+from torchboost.errors import IncompatibleError
+from torchboost.optim.fused_kernels import miscomputes
+from torchboost.optim.rules.sgd import SGD, Momentum
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"weight_decay": 0.1},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "dampening": 0.4, "weight_decay": 0.1},
+    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    {"momentum": 0.9, "maximize": True, "weight_decay": 0.1},
+]
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_groups_schedulers_and_crossing_checkpoints_equal_torch(options, form):
+    mine, other = parameters(), parameters()
+    groups = [[{"params": p[:2]}, {"params": p[2:], "lr": 0.02, "weight_decay": 0.3}] for p in (mine, other)]
+    left, right = SGD(groups[0], lr=0.1, **options, **form), torch.optim.SGD(groups[1], lr=0.1, **options, **form)
+    schedulers = [LinearLR(left, 0.1, total_iters=4), LinearLR(right, 0.1, total_iters=4)]
+    for step in range(6):
+        train(left, mine, [step])
+        train(right, other, [step])
+        for scheduler in schedulers:
+            scheduler.step()
+        if step == 3:  # change sides
+            left_state, right_state = copy.deepcopy(left.state_dict()), copy.deepcopy(right.state_dict())
+            left.load_state_dict(right_state)
+            right.load_state_dict(left_state)
+        assert same(mine, other)
+        buffers = [[o.state[p].get("momentum_buffer") for p in params] for o, params in ((left, mine), (right, other))]
+        assert [frozen(buffer) for buffer in buffers[0]] == [frozen(buffer) for buffer in buffers[1]]
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
+def test_a_tensor_as_learning_rate(options, form):
+    mine, other = parameters(), parameters()
+    left = SGD(mine, lr=torch.tensor(0.1), **options, **form)
+    right = torch.optim.SGD(other, lr=torch.tensor(0.1), **options, **form)
+    for step in range(4):
+        train(left, mine, [step])
+        train(right, other, [step])
+        for optimizer in (left, right):
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+    assert same(mine, other)
+
+
+def test_a_cycle_of_momenta():
+    mine, other = parameters(), parameters()
+    left, right = SGD(mine, lr=0.1, momentum=0.9), torch.optim.SGD(other, lr=0.1, momentum=0.9)
+    schedulers = [OneCycleLR(optimizer, 0.1, total_steps=10) for optimizer in (left, right)]
+    for step in range(6):
+        train(left, mine, [step])
+        train(right, other, [step])
+        for scheduler in schedulers:
+            scheduler.step()
+    assert same(mine, other)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+def test_momentum_is_sgd_with_momentum(form):
+    for nesterov in (False, True):
+        mine, other = parameters(), parameters()
+        left = Momentum(mine, 0.1, 0.8, 0.1, nesterov, **form)
+        right = SGD(other, 0.1, 0.8, weight_decay=0.1, nesterov=nesterov, **form)
+        train(left, mine, range(4))
+        train(right, other, range(4))
+        assert values(left) == values(right)
+
+
+def embedding(weight: torch.Tensor) -> nn.Embedding:
+    table = nn.Embedding.from_pretrained(weight.clone(), freeze=False, sparse=True)
+    table(torch.tensor([1, 1, 3])).sum().backward()
+    return table
+
+
+@pytest.mark.parametrize("form", [{}, {"foreach": False}], ids=str)
+def test_sparse_gradients_without_momentum_equal_torch(form):
+    weight = torch.randn(5, 3)
+    mine, other = embedding(weight), embedding(weight)
+    SGD(mine.parameters(), lr=0.1, **form).step()
+    torch.optim.SGD(other.parameters(), lr=0.1, **form).step()
+    assert same([mine.weight], [other.weight])
+    assert not torch.equal(mine.weight, weight)
+
+
+@pytest.mark.parametrize(
+    "options", [{"momentum": 0.9}, {"weight_decay": 0.1}, {"fused": True}, {"foreach": True}], ids=str
+)
+def test_sparse_gradients_where_the_rule_is_dense(options):
+    table = embedding(torch.ones(5, 3))
+    with pytest.raises(IncompatibleError, match="SGD works on dense gradients"):
+        SGD(table.parameters(), lr=0.1, **options).step()
+    assert torch.equal(table.weight, torch.ones(5, 3))
+
+
+def test_momentum_may_be_turned_on_and_off():
+    params = parameters()
+    optimizer = SGD(params, lr=0.1)
+    train(optimizer, params, [0])
+    optimizer.param_groups[0]["momentum"] = 0.9
+    give_grads(params, 1)
+    optimizer.step()
+    assert same([optimizer.state[p]["momentum_buffer"] for p in params], [p.grad for p in params])
+    optimizer.param_groups[0]["momentum"] = 0.0
+    before = [param.detach().clone() for param in params]
+    give_grads(params, 2)
+    optimizer.step()
+    for param, old in zip(params, before, strict=True):
+        torch.testing.assert_close(param.detach(), old - 0.1 * param.grad)
+
+
+def test_fused_refuses_complex_weights_before_anything_changes():
+    params = parameters(dtype=torch.complex64)
+    optimizer = SGD(params, lr=0.1, fused=True)
+    give_grads(params, 0)
+    before = values(optimizer)
+    with pytest.raises(IncompatibleError, match="fused=True needs floating-point"):
+        optimizer.step()
+    assert values(optimizer) == before
+
+
+@pytest.mark.parametrize("overflows", [(), (0,), (0, 3), (2,)])
+def test_late_buffers_and_a_first_overflow_are_right_in_the_fused_form(overflows):
+    """torch's kernel takes buffers for all or for none, and leaves new ones unwritten where it skips an overflow."""
+    runs = []
+    for fused in (True, False):
+        params = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(5))]
+        optimizer = SGD(params, lr=0.1, momentum=0.9, dampening=0.2, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(5):
+            generator = torch.Generator().manual_seed(step)
+            scaler.scale(torch.ones(()))
+            for late, param in enumerate(params):
+                grad = torch.randn(param.shape, generator=generator) * scaler.get_scale()
+                param.grad = grad if not late or step > 2 else None
+            if step in overflows:
+                params[0].grad[0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+        runs.append(params)
+    for ours, plain in zip(*runs, strict=True):
+        assert ours.isfinite().all()
+        torch.testing.assert_close(ours, plain)
+
+
+def test_fused_kernels_never_see_a_parameter_with_gaps():
+    whole = torch.ones(4, 6)
+    param = nn.Parameter(whole[:, ::2])
+    param.grad = torch.ones(4, 3)
+    with pytest.raises(IncompatibleError, match="without gaps in memory"):
+        SGD([param], lr=0.1, fused=True).step()
+    assert torch.equal(whole, torch.ones(4, 6))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_fused_kernel_that_computes_wrong_steps_is_refused_before_anything_changes(dtype):
+    if not miscomputes(torch.optim.SGD, dtype, torch.device("cpu")):
+        pytest.skip("this torch computes right steps")
+    param = nn.Parameter(torch.ones(64, dtype=dtype))
+    param.grad = torch.ones_like(param)
+    optimizer = SGD([param], lr=0.1, momentum=0.9, fused=True)
+    with pytest.raises(IncompatibleError, match="computes wrong steps"):
+        optimizer.step()
+    assert torch.equal(param, torch.ones_like(param))
+    assert not optimizer.state
+    SGD([param], lr=0.1, momentum=0.9, fused=True, master_weights=True).step()
+    torch.testing.assert_close(param, torch.full_like(param, 0.9))
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+def test_nesterov_takes_expanded_gradients(form):
+    param = nn.Parameter(torch.zeros(3))
+    optimizer = SGD([param], lr=0.1, momentum=0.9, nesterov=True, **form)
+    for _ in range(3):
+        param.grad = torch.ones(()).expand(3)
+        optimizer.step()
+    torch.testing.assert_close(param, torch.full_like(param, -0.8049))
