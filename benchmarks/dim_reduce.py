@@ -14,10 +14,10 @@ from options import Options, added_cost, parser, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchboost.algorithms.subspace import SubspaceBasis, SubspaceOptimizer
 from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant
 from torchboost.measure.stopwatch import compare, environment
-from torchboost.optim import SubspaceBasis, SubspaceOptimizer
 
 DIRECTIONS, BATCH = 32, 64
 LONG = 2_000_000

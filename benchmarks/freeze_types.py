@@ -27,7 +27,6 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
     "interval": {"pattern": "interval", "full_share": 0.7},
     "progressive": {"pattern": "progressive", "full_share": 0.7},
     "progressive_early": {"pattern": "progressive", "full_share": 0.3},
-    "guided": {"pattern": "guided", "full_share": 0.3},
 }
 CONTESTANTS = [f"O1+{name}" for name in (NO_FREEZING, *TYPES)]
 
@@ -75,7 +74,6 @@ def accuracy(options: Options) -> Path:
     limits = [
         f"{name}: at most {100 * ceiling(settings):.1f} % of a run can be saved (two thirds of the frozen share)"
         for name, settings in TYPES.items()
-        if settings["pattern"] != "guided"
     ]
     return report.model_copy(update={"notes": list(dict.fromkeys([*report.notes, *limits]))}).save(out)
 

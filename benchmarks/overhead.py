@@ -46,7 +46,7 @@ def attached(model: nn.Module, inputs: Tensor, labels: Tensor) -> Step:
 
 def train_step(model: nn.Module, inputs: Tensor, labels: Tensor) -> Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    step = boost(model, optimizer, F.cross_entropy, level="O0")
+    step = boost(model, optimizer, level="O0").step(F.cross_entropy)
     return lambda: step(inputs, labels)
 
 

@@ -19,11 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchboost import SubspaceDescent, Target, attach_all
+from torchboost import Target
+from torchboost.algorithms import SubspaceDescent
 from torchboost.algorithms.subspace.algorithm import SubspaceRun
 from torchboost.bench.workloads.data import Images, cifar10
 from torchboost.bench.workloads.jobs import accuracy, one_cycle
 from torchboost.bench.workloads.models import BasicBlock, ResNet
+from torchboost.core import attach_all
 from torchboost.measure.stopwatch import environment
 
 OUT = Path(__file__).parent / "results" / "subspace_recipe.json"

@@ -18,9 +18,9 @@ def start() -> tuple[torch.nn.Module, torch.optim.Optimizer, TrainStep]:
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torchboost.GradientPipeline(ClipNorm(1.0)).attach(optimizer)
-    step = torchboost.boost(model, optimizer, F.cross_entropy, level="O1")
-    step.target.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    return model, optimizer, step
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    boosted = torchboost.boost(model, optimizer, level="O1", total_steps=100, scaler=scaler)
+    return model, optimizer, boosted.step(F.cross_entropy)
 
 
 def main() -> bool:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-import torchboost
 from tests.support.conv_nets import vgg
-from torchboost import Accumulation, ConfigError, Facts, IncompatibleError, Plan, Target, boost
+from torchboost import ConfigError, Facts, IncompatibleError, Plan, Target
+from torchboost.algorithms import Accumulation
 from torchboost.config import BoostConfig
 from torchboost.plan import resolve
 from torchboost.registry import LEVELS, REGISTRY
@@ -128,19 +128,6 @@ def test_a_window_of_one_batch_is_left_out():
     plan = Plan.of("O0", {"boost": {"mode": "manual", "grad_accumulation": True}}, FAST)
     fitted = plan.fit(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert "steps=1" in reasons(fitted)["grad_accumulation"]
-
-
-def test_boost_accumulates():
-    model = small_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    step = boost(model, optimizer, F.cross_entropy, config={"extra": {"grad_accumulation": {"steps": 2}}})
-    x, y = torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)
-    updated = []
-    for _ in range(5):
-        step(x, y)
-        updated.append(step.updated)
-    assert updated == [False, True, False, True, False]
-    assert step.flush() is not None
 
 
 def test_flags_bring_along_what_extra_did_not_decide():
@@ -342,7 +329,7 @@ def test_facts_rule_out_with_a_reason():
 @pytest.mark.parametrize(
     ("facts", "config", "reason"),
     [
-        (Facts(convolutions=53), {}, "say how many in grad_freeze.total_steps"),
+        (Facts(convolutions=53), {}, "give total_steps, the length of the run"),
         (Facts(convolutions=53, total_steps=100), {}, "100 steps do not repay"),
         (Facts(convolutions=53), {"grad_freeze": {"total_steps": 100}}, "100 steps do not repay"),
         (Facts(convolutions=53, total_steps=100), {"grad_freeze": {"total_steps": 9000}}, None),
@@ -396,13 +383,6 @@ def test_transform_refuses_a_wrapped_model_unchanged():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-def test_boost_on_a_compiled_model_says_what_comes_first():
-    model = small_net()
-    compiled = torch.compile(model, backend="eager")
-    with pytest.raises(IncompatibleError, match="Call boost on the bare model and wrap or compile it afterwards"):
-        boost(compiled, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, level="O1")
-
-
 def test_transform_twice_is_harmless():
     model = small_net()
     plan = Plan.of("O1", facts=FAST)
@@ -434,26 +414,6 @@ def test_fit_lists_what_would_change_nothing():
     assert "BatchNorm" in reasons(plan)["less_bn"]
 
 
-def test_boost_trains_and_can_be_removed():
-    model = small_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    step = boost(model, optimizer, F.cross_entropy, level="O1")
-    generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(16, 3, 8, 8, generator=generator), torch.randint(0, 3, (16,), generator=generator)
-    losses = [step(x, y).loss.item() for _ in range(30)]
-    assert losses[-1] < 0.9 * losses[0]
-    assert step.target.optimizer is optimizer
-    step.attached.remove()
-    assert not optimizer._optimizer_step_pre_hooks
-    assert not model._forward_pre_hooks
-
-
-def test_boost_without_loss_fn_takes_the_models_own_loss():
-    network = torchboost.WithLoss(nn.Linear(4, 2), F.cross_entropy)
-    step = boost(network, torch.optim.SGD(network.parameters(), lr=0.1))
-    assert step(torch.randn(8, 4), torch.randint(0, 2, (8,))).loss.ndim == 0
-
-
 def test_plan_in_the_own_loop():
     model = small_net()
     plan = Plan.of("O1", facts=replace(FAST, total_steps=100))
@@ -480,13 +440,6 @@ def test_a_refused_plan_leaves_the_model_as_it_was():
     assert list(model.state_dict()) != keys
 
 
-def test_boost_takes_a_scaler():
-    model = nn.Linear(4, 2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    step = boost(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, scaler=scaler)
-    assert step(torch.randn(8, 4), torch.randint(0, 2, (8,))).loss_scale == 8
-
-
 def test_a_wrapped_model_without_anything_to_remove_attaches():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
     plan = Plan.of("O0", {"extra": {"less_bn": True}}, FAST)
@@ -508,18 +461,23 @@ SCALED = {"boost": {"mode": "manual", "loss_scale_group": True}}
     ],
 )
 def test_trainers_do_themselves_what_they_own(loop, accumulates, scales):
-    asked = {"boost": {"mode": "manual", "loss_scale_group": True, "grad_accumulation": True, "grad_freeze": True}}
-    asked["grad_freeze"] = {"freeze_type": 3}
+    asked = {"boost": {"mode": "manual", "loss_scale_group": True, "grad_accumulation": True}}
     for plan in (Plan.of("O0", asked, replace(FAST, loop=loop)), Plan.of("O0", asked, FAST, loop=loop)):
         left_out = reasons(plan)
         assert plan.algorithms == ()
         assert left_out["loss_scale_group"] == f"{loop} owns the loop and scales the loss itself; use {scales}"
         assert accumulates in left_out["grad_accumulation"]
-        assert "tells nobody the losses" in left_out["grad_freeze"]
-    assert names(Plan.of("O0", asked, FAST, loop="own")) == {"loss_scale_group", "grad_accumulation", "grad_freeze"}
-    model = small_net()
-    step = boost(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, config=asked, loop=loop)
-    assert (step.target.accumulator, step.target.scaler) == (None, None)
+    assert names(Plan.of("O0", asked, FAST, loop="own")) == {"loss_scale_group", "grad_accumulation"}
+
+
+def test_a_run_has_one_length():
+    assert Plan.of("O1", facts=replace(FAST, total_steps=None), total_steps=7).algorithms[-1].total_steps == 7
+    assert Plan.of("O1", {"grad_freeze": {"total_steps": 7}}, FAST, total_steps=7).algorithms[-1].total_steps == 7
+    with pytest.raises(ConfigError, match=r"grad_freeze.total_steps: found 9, and total_steps=7 as an argument"):
+        Plan.of("O1", {"grad_freeze": {"total_steps": 9}}, FAST, total_steps=7)
+    for wrong, error in ((0, ValueError), (True, TypeError), (2.0, TypeError)):
+        with pytest.raises(error, match=r"total_steps: found .*give an integer, 1 or more"):
+            Plan.of("O1", facts=FAST, total_steps=wrong)
 
 
 def test_an_unknown_loop():
@@ -534,14 +492,3 @@ def test_group_loss_scaling_takes_its_settings_from_extra():
     for wrong in ({"groups": "0"}, {"groups": [0]}, {"init_scale": "8"}, {"floor": 0.0}, {"grow": 2.0}):
         with pytest.raises(ConfigError, match=r"extra\.loss_scale_group"):
             Plan.of("O0", {**SCALED, "extra": {"loss_scale_group": wrong}}, FAST)
-
-
-def test_boost_scales_by_group_and_refuses_a_second_scaler():
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(IncompatibleError, match="the target has a scaler already, a GradScaler"):
-        boost(model, optimizer, F.cross_entropy, config=SCALED, scaler=torch.amp.GradScaler("cpu"))
-    step = boost(model, optimizer, F.cross_entropy, config=SCALED)
-    assert step(torch.randn(8, 4), torch.randint(0, 2, (8,))).loss_scale >= 2.0**16
-    step.attached.remove()
-    assert step.target.scaler is None

@@ -86,9 +86,7 @@ class GradFreezeSection(_Section):
     """Section ``grad_freeze``. ``freeze_p`` is the share of steps that train everything."""
 
     param_groups: int = Field(default=10, ge=1, le=_MOST, description=_COUNT)
-    freeze_type: int = Field(
-        default=1, ge=0, le=3, description="0 (continuous), 1 (interval), 2 (progressive) or 3 (guided)"
-    )
+    freeze_type: int = Field(default=1, ge=0, le=2, description="0 (continuous), 1 (interval) or 2 (progressive)")
     freeze_p: float = Field(default=0.7, ge=0.0, lt=1.0, description="a number, 0 or more and below 1")
     total_steps: int = Field(default=65536, ge=1, le=_MOST, description=_COUNT)
 

@@ -75,24 +75,33 @@ class Boosted:
         """Return what is on with its settings, and what was left out with the reason."""
         return self.plan.explain()
 
-    def step(self, loss_fn: Callable[..., Tensor | tuple[Tensor, float]], model: nn.Module | None = None) -> TrainStep:
+    def step(
+        self, loss_fn: Callable[..., Tensor | tuple[Tensor, float]] | None = None, model: nn.Module | None = None
+    ) -> TrainStep:
         """Return a training step: forward, backward, update. It accumulates and scales the loss if the plan says so.
+
+        Use it in place of a loop that steps :attr:`optimizer`.
 
         Args:
             loss_fn: Called as ``loss_fn(model(*inputs[:-1]), inputs[-1])``; returns a loss of shape ``()``, or the loss
-                and the number of samples or tokens that it is the mean of.
+                and the number of samples or tokens that it is the mean of. Without it the model itself returns that.
             model: The model as the loop calls it, if it was wrapped in DDP after :func:`boost`.
 
         Raises:
             TypeError: ``loss_fn`` cannot be called, or ``model`` is not a module.
         """
-        check_loss_fn(loss_fn)
+        if loss_fn is not None:
+            check_loss_fn(loss_fn)
         if model is not None:
             check_module(model)
             self._target.model = model
             if isinstance(self._target.accumulator, Accumulator):
                 self._target.accumulator.model = model
+        if isinstance(self.optimizer, AccumulatingOptimizer):
+            self.optimizer.direct.remove()  # the step knows when a window is full, and steps the inner optimizer
         target = self._target
+        if loss_fn is None:
+            return TrainStep(target, lambda *inputs: target.model(*inputs), attached=self.attached)
         return TrainStep(
             target, lambda *inputs: loss_fn(target.model(*inputs[:-1]), inputs[-1]), attached=self.attached
         )
@@ -198,8 +207,8 @@ def boost(
 
     Example:
         >>> import torch, torchboost
-        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.LazyLinear(2))
-        >>> _ = model(torch.randn(1, 3, 8, 8))
+        >>> layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 6 * 6, 2)]
+        >>> model = torch.nn.Sequential(*layers)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> model, optimizer = torchboost.boost(model, optimizer, level="O1", total_steps=10_000)
         >>> loss = torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 8, 8)), torch.tensor([0, 1, 0, 1]))
@@ -226,13 +235,12 @@ def attach(
     """Do what :func:`boost` does, without its warning; messages use the names of the caller."""
     check_pair(model, optimizer, name=name)
     check_scaler(scaler)
-    facts = Facts.measure(model, total_steps=total_steps, loop=loop)
-    plan = Plan.of(level, config, facts)
+    plan = Plan.of(level, config, Facts.measure(model, loop=loop), total_steps=total_steps)
     wrapper = wrapper_of(model)
     if wrapper is not None and any(algorithm.needs_transform(model) for algorithm in plan.algorithms):
         raise IncompatibleError(
             f"the {name} is already wrapped by {wrapper}; move the line with {caller}(...) before the line that wraps "
-            f"it, and wrap the {name} that it returns."
+            f"it: give it the bare {name}, and wrap what it returns."
         )
     earlier = boosted_of(optimizer)
     given = optimizer if earlier is None else earlier._given
@@ -243,7 +251,7 @@ def attach(
     if earlier is not None:
         earlier.remove()
     target = Target(model, given, scaler)
-    plan = Plan.of(level, config, Facts.measure(model, total_steps=total_steps, loop=loop)).fit(model, given)
+    plan = Plan.of(level, config, Facts.measure(model, loop=loop), total_steps=total_steps).fit(model, given)
     made = Boosted(plan, target, plan.attach(target), given, scaler)
     _BOOSTED[model] = weakref.ref(made)
     return made
@@ -282,7 +290,7 @@ def prepare(
     check_module(model)
     if optimizer is not None:
         check_optimizer(optimizer)
-    plan = Plan.of(level, config, Facts.measure(model, total_steps=total_steps, loop="own"))
+    plan = Plan.of(level, config, Facts.measure(model, loop="own"), total_steps=total_steps)
     plan.transform(model, optimizer)
     return plan
 

@@ -6,24 +6,23 @@ import json
 import re
 import reprlib
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.adasum.algorithm import AdaptiveSum
 from torchboost.config import BoostConfig, BoostSwitches, ConfigSource
-from torchboost.core.algorithm import Algorithm, Attached, Scaler, Target, attach_all
-from torchboost.core.arguments import check_loss_fn, check_module, check_optimizer, check_pair, check_scaler
-from torchboost.core.step import TrainStep
+from torchboost.core.algorithm import Algorithm, Attached, Target, attach_all
+from torchboost.core.arguments import check_module, check_optimizer, check_pair
 from torchboost.core.wrapping import hookable, wrapper_of
 from torchboost.errors import ConfigError, IncompatibleError, nearest
 from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop
 
-__all__ = ["Dropped", "Plan", "boost", "resolve"]
+__all__ = ["Dropped", "Plan", "resolve"]
 
 SWITCHES = tuple(name for name in BoostSwitches.model_fields if name != "mode")
 _LENGTH = "total_steps"
@@ -78,6 +77,7 @@ class Plan:
         facts: Facts | None = None,
         *,
         loop: Loop | None = None,
+        total_steps: int | None = None,
     ) -> Plan:
         """Load ``config`` and resolve it.
 
@@ -86,6 +86,8 @@ class Plan:
             config: A dict, a path to a JSON file, JSON text, a :class:`BoostConfig`, or nothing.
             facts: By default measured here, without a model.
             loop: Who owns the training loop, in place of what the facts say; see :class:`Facts`.
+            total_steps: Number of updates of the whole run, in place of what the facts say; the same as
+                ``grad_freeze.total_steps``, if the configuration has that.
 
         Raises:
             ConfigError: Unknown level, section, key or setting, wrong type or value out of range.
@@ -93,7 +95,12 @@ class Plan:
         """
         loaded = config if isinstance(config, BoostConfig) else BoostConfig.load(config)
         facts = facts if facts is not None else Facts.measure()
-        return resolve(loaded, level, facts if loop is None else replace(facts, loop=loop))
+        if loop is not None:
+            facts = replace(facts, loop=loop)
+        if total_steps is not None:
+            _check_one_length(total_steps, loaded)
+            facts = replace(facts, total_steps=total_steps)
+        return resolve(loaded, level, facts)
 
     def fit(self, model: nn.Module, optimizer: Optimizer) -> Plan:
         """Return the plan without the algorithms that would change nothing for this pair; the reasons are listed.
@@ -175,7 +182,7 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
         if name not in REGISTRY:
             allowed, hint = ", ".join(REGISTRY), nearest(name, REGISTRY)
             raise ConfigError(f"extra.{name}", found="no algorithm of that name", allowed=allowed, hint=hint)
-    if "total_steps" in config.grad_freeze.model_fields_set:
+    if _LENGTH in config.grad_freeze.model_fields_set:
         facts = replace(facts, total_steps=config.grad_freeze.total_steps)
     per_node = _ranks_per_node(config)
     if per_node is not None:
@@ -188,10 +195,9 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
         for name, reason in reasons.items()
         if reason is None
     }
-    reasons |= {name: REGISTRY[name].unfit(algorithm, facts) for name, algorithm in built.items()}
     dropped = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)
-    dropped += _unread(config, level, wanted, on=[name for name, reason in reasons.items() if reason is None])
-    kept = [algorithm for name, algorithm in built.items() if reasons[name] is None]
+    dropped += _unread(config, level, wanted, on=list(built))
+    kept = list(built.values())
     return Plan(
         level=level,
         mode=config.boost.mode,
@@ -199,6 +205,17 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
         dropped=dropped,
         unmeasured=_unmeasured(config, level, wanted, kept, facts),
     )
+
+
+def _check_one_length(given: int, config: BoostConfig) -> None:
+    section = config.grad_freeze
+    if _LENGTH in section.model_fields_set and section.total_steps != given:
+        raise ConfigError(
+            f"grad_freeze.{_LENGTH}",
+            found=f"{section.total_steps}, and {_LENGTH}={given} as an argument",
+            allowed="one length of the run",
+            hint="Leave one of them out.",
+        )
 
 
 def _ranks_per_node(config: BoostConfig) -> int | None:
@@ -412,54 +429,3 @@ def _in_words(hint: Any) -> str:
         return " or ".join(sorted(map(_in_words, parts), key=lambda words: words.startswith("a list")))
     words = {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}
     return words.get(hint, str(hint))
-
-
-def boost(
-    model: nn.Module,
-    optimizer: Optimizer,
-    loss_fn: Callable[..., Tensor | tuple[Tensor, float]] | None = None,
-    *,
-    level: str = "O0",
-    config: ConfigSource | None = None,
-    scaler: Scaler | None = None,
-    loop: Loop = "torchboost",
-) -> TrainStep:
-    """The shortest way in: resolve a plan for this model, attach it, return the training step.
-
-    Args:
-        model: Changed in place where the plan needs it; must not be wrapped yet if so.
-        optimizer: Stays the caller's; it follows replaced parameters.
-        loss_fn: Called as ``loss_fn(model(*inputs[:-1]), inputs[-1])``; without it the model returns the loss. The
-            loss may come with the number of samples or tokens behind it, see :class:`~torchboost.TrainStep`.
-        level: ``"O0"`` changes nothing, ``"O1"`` keeps the accuracy, ``"O2"`` may cost up to 3 points.
-        config: Overrides, see :meth:`Plan.of`.
-        scaler: A ``GradScaler``; the step scales, unscales and updates it. Autocast to float16 needs one.
-        loop: Who owns the training loop: ``"torchboost"`` is the step returned here. A trainer, ``"transformers"``,
-            ``"lightning"`` or ``"accelerate"``, accumulates and scales by itself, so that this is left out.
-
-    Returns:
-        The step; call it with the inputs of a batch. ``step.attached.remove()`` takes everything away again.
-
-    Raises:
-        TypeError: Not a module, not an optimizer, not a scaler, or ``loss_fn`` cannot be called.
-        ValueError: None of the parameters of the optimizer belongs to the model.
-        ConfigError: See :meth:`Plan.of`.
-        IncompatibleError: An algorithm cannot work on this pair, or the model is wrapped already; nothing was changed.
-
-    Example:
-        >>> import torch, torchboost
-        >>> model = torch.nn.Linear(4, 2)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> step = torchboost.boost(model, optimizer, torch.nn.functional.cross_entropy, level="O1")
-        >>> loss, overflow, scale = step(torch.randn(8, 4), torch.randint(0, 2, (8,)))
-    """
-    check_pair(model, optimizer)
-    check_scaler(scaler)
-    if loss_fn is not None:
-        check_loss_fn(loss_fn)
-    plan = Plan.of(level, config, Facts.measure(model, loop=loop)).fit(model, optimizer)
-    target = Target(model, optimizer, scaler)
-    attached = plan.attach(target)
-    if loss_fn is None:
-        return TrainStep(target, lambda *inputs: target.model(*inputs), attached=attached)
-    return TrainStep(target, lambda *inputs: loss_fn(target.model(*inputs[:-1]), inputs[-1]), attached=attached)

@@ -22,7 +22,7 @@ from torchboost.algorithms.less_bn import LessBatchNorm
 from torchboost.algorithms.loss_scale.algorithm import GroupLossScale
 from torchboost.algorithms.subspace.algorithm import SubspaceDescent
 from torchboost.core.algorithm import Algorithm
-from torchboost.core.arguments import check_module
+from torchboost.core.arguments import check_count, check_module
 from torchboost.core.hardware import half_precision_is_fast
 from torchboost.distributed.topology import Topology
 from torchboost.errors import nearest
@@ -51,7 +51,8 @@ class Facts:
             trainer ``"transformers"``, ``"lightning"`` or ``"accelerate"``.
 
     Raises:
-        ValueError: Unknown ``loop``.
+        TypeError: ``total_steps`` is not an integer.
+        ValueError: Unknown ``loop``, or ``total_steps`` below 1.
     """
 
     world_size: int = 1
@@ -70,6 +71,8 @@ class Facts:
                 f"loop: found {self.loop!r}; allowed are {', '.join(map(repr, get_args(Loop)))}. "
                 f"{nearest(str(self.loop), get_args(Loop))}".rstrip()
             )
+        if self.total_steps is not None:
+            check_count("total_steps", self.total_steps, of="updates of the whole run")
 
     @classmethod
     def measure(
@@ -103,10 +106,6 @@ def _never(facts: Facts) -> str | None:
     return None
 
 
-def _fits(algorithm: Algorithm, facts: Facts) -> str | None:
-    return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """What a plan must know about one algorithm besides its settings.
@@ -120,7 +119,6 @@ class Entry:
         facts: Fact -> setting that takes its value where it is known and nobody sets it.
         brings: Key of that section -> algorithm which that key switches on and off together with this one.
         unusable: Why these facts rule the algorithm out, or None.
-        unfit: Why these facts rule out the settings it would run with, or None.
         unproven: Why a level should leave it out on these facts although it would work; asking for it by
             name overrides this.
         displaces: Names that are dropped when this one is on (the reference's precedence rule).
@@ -135,7 +133,6 @@ class Entry:
     facts: Mapping[str, str] = field(default_factory=dict)
     brings: Mapping[str, str] = field(default_factory=dict)
     unusable: Callable[[Facts], str | None] = _never
-    unfit: Callable[[Any, Facts], str | None] = _fits
     unproven: Callable[[Facts], str | None] = _never
     displaces: frozenset[str] = frozenset()
     in_no_level: str = ""
@@ -185,15 +182,6 @@ def _scaled_by_the_trainer(facts: Facts) -> str | None:
     return None if setting is None else f"{facts.loop} owns the loop and scales the loss itself; use {setting}"
 
 
-def _unobserved_in_the_trainer(algorithm: BlockFreeze, facts: Facts) -> str | None:
-    if algorithm.pattern != "guided" or facts.loop not in _TRAINER_SETTINGS:
-        return None
-    return (
-        f"{facts.loop} owns the loop and tells nobody the losses, by which guided freezing thaws; use another pattern: "
-        "freeze_type 0, 1 or 2"
-    )
-
-
 def _stepped_by_the_trainer(facts: Facts) -> str | None:
     if facts.loop not in _TRAINER_SETTINGS:
         return None
@@ -225,7 +213,7 @@ def _compile_unproven(facts: Facts) -> str | None:
     if facts.convolutions is not None and facts.convolutions < COMPILE_CONVOLUTIONS:
         return f"on CPU it paid only in networks of {COMPILE_CONVOLUTIONS} convolutions or more; {ask}"
     if facts.total_steps is None:
-        return f"pays from about {COMPILE_STEPS:,} steps on; say how many in grad_freeze.total_steps, or {ask}"
+        return f"pays from about {COMPILE_STEPS:,} steps on; give total_steps, the length of the run, or {ask}"
     if facts.total_steps < COMPILE_STEPS:
         return f"{facts.total_steps:,} steps do not repay the compiler, about {COMPILE_STEPS:,} do; or {ask}"
     return None
@@ -235,7 +223,7 @@ def _freeze_unproven(facts: Facts) -> str | None:
     if facts.convolutions == 0:
         return "measured on convolutional networks only; ask for it with extra.grad_freeze"
     if facts.total_steps is None:
-        return "it must know the length of the run: say how many updates in grad_freeze.total_steps"
+        return "it must know the length of the run: give total_steps, the number of updates"
     return None
 
 
@@ -289,7 +277,6 @@ _ENTRIES = (
         ),
         values=MappingProxyType({"freeze_type": dict(enumerate(get_args(Pattern)))}),
         facts=MappingProxyType({"total_steps": "total_steps"}),
-        unfit=_unobserved_in_the_trainer,
         unproven=_freeze_unproven,
     ),
     Entry(algorithm=FusedOptimizer, summary="updates all parameters in one kernel"),

@@ -14,7 +14,7 @@ from tests.support.models import BottleneckNet, batch_for, cnn, mlp
 from tests.support.ranks import run_ranks
 from tests.support.trajectories import identical, train
 from tests.support.wrapped import Kind, all_weights, train_share, wrap
-from torchboost.algorithms.channels_last import ChannelsLast, channels_last
+from torchboost.algorithms.channels_last import ChannelsLast, to_channels_last
 from torchboost.core.algorithm import Attachment, Target, attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
@@ -43,7 +43,7 @@ def test_the_model_computes_channels_last_and_the_same_values() -> None:
     plain = copy.deepcopy(model)
     seen = []
     model.stem.register_forward_hook(lambda module, args, output: seen.append(output.is_contiguous(memory_format=LAST)))
-    effect = channels_last(model)
+    effect = to_channels_last(model)
     inputs, _ = batch(model)
     torch.testing.assert_close(model(inputs), plain(inputs), rtol=1e-5, atol=1e-6)
     assert seen == [True]
@@ -115,7 +115,7 @@ def test_the_function_gives_back_the_strides_that_were_there() -> None:
     model[0].to(memory_format=LAST)
     model[1].weight.data = model[1].weight.data.transpose(2, 3)
     before = strides(model)
-    effect = channels_last(model)
+    effect = to_channels_last(model)
     assert model[1].weight.is_contiguous(memory_format=LAST)
     effect.remove()
     assert strides(model) == before
@@ -229,7 +229,7 @@ def test_the_first_batch_decides_if_no_input_can_be_guessed() -> None:
 
 def test_a_batch_that_the_model_does_not_take_anyway_decides_nothing() -> None:
     model = Flattening()
-    channels_last(model)
+    to_channels_last(model)
     with pytest.raises(RuntimeError):
         model(torch.randn(2, 3, 8, 8))
     assert model.conv.weight.is_contiguous(memory_format=LAST)
@@ -241,7 +241,7 @@ def test_a_model_without_numbers_is_not_tried() -> None:
     with torch.device("meta"):
         model = cnn()
     assert ChannelsLast().idle(model, sgd(model)) is None
-    channels_last(model)
+    to_channels_last(model)
     assert model[0].weight.is_contiguous(memory_format=LAST)
 
 
@@ -250,7 +250,7 @@ def test_hooks_of_the_user_are_not_called_by_trials() -> None:
     called = []
     model.conv.register_forward_hook(lambda *_: called.append(1))
     assert ChannelsLast().idle(model, sgd(model)) is not None
-    channels_last(model)
+    to_channels_last(model)
     assert called == []
 
 
@@ -287,7 +287,7 @@ def test_volumes_use_the_three_dimensional_format_and_other_inputs_pass() -> Non
             return self.conv(x), mask, image
 
     model = Volumes()
-    with channels_last(model):
+    with to_channels_last(model):
         mask, image = torch.ones(1, 2, 4, 4, 4, dtype=torch.bool), torch.ones(1, 2, 4, 4)
         y, same_mask, same_image = model(torch.randn(3, 2, 4, 4, 4), mask=mask, image=image)
         assert y.is_contiguous(memory_format=torch.channels_last_3d)
@@ -298,13 +298,13 @@ def test_volumes_use_the_three_dimensional_format_and_other_inputs_pass() -> Non
 def test_kernels_whose_formats_are_the_same_bytes_need_no_change() -> None:
     pointwise = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1))
     assert not ChannelsLast().needs_transform(pointwise)
-    with channels_last(pointwise):
+    with to_channels_last(pointwise):
         assert pointwise[:1](torch.randn(1, 4, 5, 5)).shape == (1, 8, 5, 5)
 
 
 def test_a_computed_kernel_is_left_to_its_parametrisation() -> None:
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)))
-    with channels_last(model):
+    with to_channels_last(model):
         assert model(torch.randn(1, 3, 5, 5)).is_contiguous(memory_format=LAST)
 
 
@@ -313,7 +313,7 @@ def test_a_model_without_convolutions_is_refused_politely() -> None:
     assert "convolution" in (ChannelsLast().idle(model, sgd(model)) or "")
     assert ChannelsLast().idle(cnn(), sgd(cnn())) is None
     with pytest.warns(NoEffectWarning, match="Sequential has no 2-d or 3-d convolution"):
-        effect = channels_last(model)
+        effect = to_channels_last(model)
     effect.remove()
     assert not model._forward_pre_hooks
 
@@ -323,7 +323,7 @@ def test_a_wrapped_model_with_other_kernels_is_refused_before_anything_changes()
     before = strides(model)
     model.compile(backend="eager")
     with pytest.raises(IncompatibleError, match=r"nn\.Module\.compile; call it on the bare model"):
-        channels_last(model)
+        to_channels_last(model)
     assert strides(model) == before
 
 
@@ -334,7 +334,7 @@ def test_it_compiles_without_graph_breaks(backend: str, in_place: bool) -> None:
     model = BottleneckNet()
     inputs, _ = batch(model)
     expected = model(inputs)
-    with channels_last(model):
+    with to_channels_last(model):
         call = model
         if in_place:
             model.compile(backend=backend, fullgraph=True)
@@ -367,7 +367,7 @@ def copies(*objects: object, how: str) -> tuple:
 def test_a_copy_of_the_model_computes_channels_last_too(how: str) -> None:
     model = BottleneckNet()
     inputs, _ = batch(model)
-    with channels_last(model):
+    with to_channels_last(model):
         (again,) = copies(model, how=how)
         torch.testing.assert_close(again(inputs), model(inputs))
     seen = []
@@ -390,7 +390,7 @@ def test_a_copy_of_the_model_does_not_take_the_optimizer_along(how: str) -> None
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-@pytest.mark.parametrize("attach", [channels_last, lambda m, o: attach_all(Target(m, o), [ChannelsLast()])])
+@pytest.mark.parametrize("attach", [to_channels_last, lambda m, o: attach_all(Target(m, o), [ChannelsLast()])])
 def test_an_attachment_copied_with_its_model_is_removed_from_the_copy_alone(how: str, attach) -> None:
     model = cnn()
     before = strides(model)
@@ -409,7 +409,7 @@ def test_an_attachment_copied_with_its_model_is_removed_from_the_copy_alone(how:
 
 def test_a_hook_of_another_process_does_not_take_the_number_of_ours(monkeypatch) -> None:
     model = cnn()
-    channels_last(model)
+    to_channels_last(model)
     content = pickle.dumps(model)
     monkeypatch.setattr(torch.utils.hooks.RemovableHandle, "next_id", 0)
     again = pickle.loads(content)

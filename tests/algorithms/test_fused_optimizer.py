@@ -16,7 +16,7 @@ from tests.support.models import batch_for, cnn, mlp
 from tests.support.ranks import run_ranks
 from tests.support.trajectories import identical, train
 from tests.support.wrapped import Kind, all_weights, train_share, wrap
-from torchboost.algorithms.fused_optimizer import FusedOptimizer, fuse
+from torchboost.algorithms.fused_optimizer import FusedOptimizer, fuse_optimizer
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.optim import LARS, SGD, Adam, AdamWeightDecay
@@ -95,7 +95,7 @@ def test_removal_leaves_no_trace(make: Make) -> None:
 def test_an_explicit_foreach_comes_back() -> None:
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), foreach=True)
-    with fuse(optimizer):
+    with fuse_optimizer(optimizer):
         assert (optimizer.param_groups[0]["fused"], optimizer.param_groups[0]["foreach"]) == (True, None)
         F.cross_entropy(model(torch.randn(4, 8)), torch.arange(4)).backward()
         optimizer.step()
@@ -107,7 +107,7 @@ def test_an_explicit_foreach_comes_back() -> None:
 def test_under_a_scaler_with_overflow_in_the_first_step(name: str, unscale: bool) -> None:
     fused, plain = pair(OPTIMIZERS[name])
     seen: list[float] = []
-    fuse(fused.optimizer)
+    fuse_optimizer(fused.optimizer)
     fused.optimizer.register_step_pre_hook(lambda *_: seen.append(fused.model[0].weight.grad.norm().item()))
     plain.optimizer.register_step_pre_hook(lambda *_: seen.append(plain.model[0].weight.grad.norm().item()))
     for target in (fused, plain):
@@ -135,7 +135,7 @@ def test_under_a_scaler_with_overflow_in_the_first_step(name: str, unscale: bool
 
 def test_parameters_that_start_late_join_with_the_right_momentum() -> None:
     fused, plain = pair(momentum)
-    fuse(fused.optimizer)
+    fuse_optimizer(fused.optimizer)
     for target in (fused, plain):
         target.model[0].requires_grad_(False)
         train(target, 2, 3)
@@ -149,7 +149,7 @@ def test_state_and_gradients_in_another_memory_format_are_brought_into_line() ->
     for target in (fused, plain):
         train(target, 2, 3)
     fused.model.to(memory_format=torch.channels_last)
-    fuse(fused.optimizer)
+    fuse_optimizer(fused.optimizer)
     step_on_equal_gradients(fused, plain)
     assert_same(fused, plain)
 
@@ -171,7 +171,7 @@ ALL: dict[str, Make] = {
 def test_gradients_of_one_axis_that_are_not_dense(make: Make, layout: Callable[[], Tensor]) -> None:
     ours, theirs = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(64))
     fused, plain = make([ours]), make([theirs])
-    fuse(fused)
+    fuse_optimizer(fused)
     for _ in range(3):
         ours.grad, theirs.grad = layout(), layout().clone()
         fused.step()
@@ -185,7 +185,7 @@ def test_a_parameter_with_gaps_leaves_its_group_as_it_is(make: Make) -> None:
     sliced, dense = nn.Parameter(whole[:, :16]), nn.Parameter(torch.ones(4))
     optimizer = make([{"params": [sliced]}, {"params": [dense]}])
     with pytest.warns(NoEffectWarning, match=r"group 0: \w+ has a parameter of shape \(8, 16\) with strides \(32, 1\)"):
-        fuse(optimizer)
+        fuse_optimizer(optimizer)
     assert [group["fused"] for group in optimizer.param_groups] == [None, True]
     sliced.grad, dense.grad = torch.ones(8, 16), torch.ones(4)
     optimizer.step()
@@ -198,7 +198,7 @@ def test_a_parameter_that_gets_gaps_later_takes_its_group_back() -> None:
     whole = torch.ones(8, 32)
     weight = nn.Parameter(torch.ones(8, 16))
     optimizer = torch.optim.AdamW([weight], lr=0.1)
-    fuse(optimizer)
+    fuse_optimizer(optimizer)
     for _ in range(2):
         weight.grad = torch.ones(8, 16)
         optimizer.step()
@@ -213,7 +213,7 @@ def test_a_parameter_that_gets_gaps_later_takes_its_group_back() -> None:
 @pytest.mark.parametrize("name", ["nesterov", "adamw", "adagrad"])
 def test_a_memory_format_that_changes_later_takes_the_state_along(name: str) -> None:
     fused, plain = pair(OPTIMIZERS[name], cnn)
-    fuse(fused.optimizer)
+    fuse_optimizer(fused.optimizer)
     for target in (fused, plain):
         train(target, 2, 3)
     fused.model.to(memory_format=torch.channels_last)
@@ -224,7 +224,7 @@ def test_a_memory_format_that_changes_later_takes_the_state_along(name: str) -> 
 def test_a_group_that_cannot_be_fused_may_be_added() -> None:
     real, complex_ = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.complex64))
     optimizer = torch.optim.SGD([real], lr=0.1)
-    fuse(optimizer)
+    fuse_optimizer(optimizer)
     optimizer.add_param_group({"params": [complex_]})
     real.grad, complex_.grad = torch.ones(2), torch.ones(2, dtype=torch.complex64)
     with pytest.warns(NoEffectWarning, match="group 1 was added and cannot be fused"):
@@ -249,7 +249,7 @@ def step_with_closure(target: Target, gradients: list[Tensor | None], named: boo
 def test_gradients_that_a_closure_makes(name: str, named: bool) -> None:
     fused, plain = pair(ALL[name], cnn)
     fused.model.to(memory_format=torch.channels_last)
-    fuse(fused.optimizer)
+    fuse_optimizer(fused.optimizer)
     generator = torch.Generator().manual_seed(7)
     for step in range(3):
         gradients: list[Tensor | None] = [torch.randn(p.shape, generator=generator) for p in plain.model.parameters()]
@@ -264,7 +264,7 @@ def test_a_checkpoint_of_an_unfused_run_keeps_the_optimizer_fused() -> None:
     fused, plain = pair(OPTIMIZERS["adamw"], cnn)
     train(plain, 3, 3)
     fused.model.to(memory_format=torch.channels_last)
-    effect = fuse(fused.optimizer)
+    effect = fuse_optimizer(fused.optimizer)
     fused.model.load_state_dict(plain.model.state_dict())
     fused.optimizer.load_state_dict(copy.deepcopy(plain.optimizer.state_dict()))
     assert fused.optimizer.param_groups[0]["fused"] is True
@@ -299,7 +299,7 @@ def test_an_optimizer_that_is_fused_already_gets_the_same_care(name: str) -> Non
     fused.optimizer.param_groups[0]["fused"] = True  # as after loading the checkpoint of a fused run
     fused.model.to(memory_format=torch.channels_last)
     assert FusedOptimizer().idle(fused.model, fused.optimizer) is None
-    effect = fuse(fused.optimizer)
+    effect = fuse_optimizer(fused.optimizer)
     fused.model[0].requires_grad_(False)
     plain.model[0].requires_grad_(False)
     train(fused, 2, 3)
@@ -315,7 +315,7 @@ def test_an_optimizer_that_is_fused_already_gets_the_same_care(name: str) -> Non
 def test_groups_added_later_are_fused_and_restored() -> None:
     a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
     optimizer = momentum([a])
-    effect = fuse(optimizer)
+    effect = fuse_optimizer(optimizer)
     optimizer.add_param_group({"params": [b], "lr": 0.5})
     assert optimizer.param_groups[1]["fused"] is True
     a.grad, b.grad = torch.ones(3), torch.ones(2)
@@ -328,7 +328,7 @@ def test_groups_added_later_are_fused_and_restored() -> None:
 def test_sparse_gradients_switch_their_group_back() -> None:
     table, linear = nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2)
     optimizer = torch.optim.SGD([{"params": table.parameters()}, {"params": linear.parameters()}], lr=0.1)
-    fuse(optimizer)
+    fuse_optimizer(optimizer)
     before = table.weight.detach().clone()
     linear(table(torch.tensor([1, 3]))).sum().backward()
     with pytest.warns(NoEffectWarning, match="group 0 has sparse gradients"):
@@ -345,7 +345,7 @@ def test_sparse_momentum_can_be_fused_over_and_loaded() -> None:
     table(torch.tensor([1, 3])).sum().backward()
     optimizer.step()
     saved = optimizer.state_dict()
-    fuse(optimizer)
+    fuse_optimizer(optimizer)
     optimizer.load_state_dict(saved)
     with pytest.warns(NoEffectWarning, match="sparse gradients"):
         optimizer.step()
@@ -375,7 +375,7 @@ def test_it_says_why_it_cannot_help(make: Make, reason: str) -> None:
     optimizer = make(model.parameters())
     before = copy.deepcopy(optimizer.param_groups)
     with pytest.warns(NoEffectWarning, match=reason):
-        effect = fuse(optimizer)
+        effect = fuse_optimizer(optimizer)
     effect.remove()
     assert [g.get("fused") for g in optimizer.param_groups] == [g.get("fused") for g in before]
     assert FusedOptimizer().idle(model, optimizer) is not None
@@ -386,7 +386,7 @@ def test_a_dtype_without_fused_kernel_is_named() -> None:
     real, complex_ = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.complex64))
     optimizer = torch.optim.SGD([{"params": [real]}, {"params": [complex_]}], lr=0.1)
     with pytest.warns(NoEffectWarning, match=r"group 1: SGD cannot be fused for torch\.complex64 Tensor on cpu"):
-        effect = fuse(optimizer)
+        effect = fuse_optimizer(optimizer)
     assert [group["fused"] for group in optimizer.param_groups] == [True, None]
     assert optimizer.defaults["fused"] is None
     effect.remove()
@@ -401,7 +401,7 @@ def test_a_subclass_that_only_inherits_is_fused() -> None:
 def test_differentiable_is_refused_before_anything_changes() -> None:
     optimizer = torch.optim.Adam(mlp().parameters(), differentiable=True)
     with pytest.raises(IncompatibleError, match="Adam was built with differentiable=True"):
-        fuse(optimizer)
+        fuse_optimizer(optimizer)
     assert optimizer.param_groups[0]["fused"] is None
 
 
@@ -409,7 +409,7 @@ def test_differentiable_is_refused_before_anything_changes() -> None:
 def test_a_compiled_step_traces_the_preparation() -> None:
     torch.compiler.reset()
     fused, plain = pair(momentum)
-    fuse(fused.optimizer)
+    fuse_optimizer(fused.optimizer)
     compiled = torch.compile(fused.optimizer.step, backend="eager")
 
     def step(inputs: Tensor, labels: Tensor) -> None:
@@ -442,7 +442,7 @@ def _train(kind: Kind, name: str) -> list[float]:
     if kind == "fsdp" and FusedOptimizer().idle(wrapped, target.optimizer):
         assert name == "nesterov"  # this torch has no fused SGD for sharded parameters
         with pytest.warns(NoEffectWarning, match="SGD cannot be fused for torch.float32 DTensor"):
-            fuse(target.optimizer)
+            fuse_optimizer(target.optimizer)
     elif kind != "single":
         attach_all(target, [FusedOptimizer()])
         assert target.optimizer.param_groups[0]["fused"] is True
@@ -469,7 +469,7 @@ OURS = {
 @pytest.mark.parametrize("name", OURS)
 def test_optimizers_of_this_package_are_fused_too(name: str) -> None:
     fused, plain = pair(OURS[name], cnn)
-    effect = fuse(fused.optimizer)
+    effect = fuse_optimizer(fused.optimizer)
     assert fused.optimizer.param_groups[0]["fused"] is True
     for target in (fused, plain):
         train(target, 4, 3)
@@ -489,7 +489,7 @@ def test_forms_torch_has_no_kernel_for_are_left_alone(options: dict[str, bool], 
     optimizer = OURS["adam"](mlp().parameters(), **options)
     assert reason in str(FusedOptimizer().idle(mlp(), optimizer))
     with pytest.warns(NoEffectWarning, match=reason):
-        fuse(optimizer)
+        fuse_optimizer(optimizer)
     assert optimizer.param_groups[0]["fused"] is None
 
 

@@ -445,7 +445,6 @@ def test_settings_are_values():
     settings = LessBatchNorm(normalize_head=True, keep_every=3)
     assert eval(repr(settings)) == settings
     assert len({settings, LessBatchNorm(normalize_head=True, keep_every=3)}) == 1
-    assert not LessBatchNorm.traits.reversible
     assert LessBatchNorm.traits.order == 10
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.keep_every = 4

@@ -123,15 +123,6 @@ def test_freezing_of_auto_boost_acts_in_the_cell():
     assert torch.equal(network.backbone[0].weight, first)
 
 
-def test_guided_freezing_of_auto_boost_is_told_the_losses_of_the_cell():
-    network, optimizer = pair()
-    section = {"param_groups": 2, "freeze_type": 3, "freeze_p": 0.0, "total_steps": 10}
-    booster = AutoBoost("O0", {"boost": {"mode": "manual", "grad_freeze": True}, "grad_freeze": section})
-    cell = BoostTrainOneStepCell(*booster.network_auto_process_train(network, optimizer))
-    cell(*batch(0))
-    assert booster.attached["grad_freeze"].state_dict()["plasticity"]["losses"] == 1
-
-
 def test_parameters_that_came_after_the_optimizer_are_announced():
     network, optimizer = pair()
     network = WithLoss(nn.Sequential(network.backbone, nn.BatchNorm1d(2)), F.cross_entropy)

@@ -206,31 +206,6 @@ def test_freezing_composes(on):
         assert travelled[-1] == still.count(False), "what is frozen does not travel"
 
 
-def guided(how: str, on: Any) -> tuple[list[int], list[list[float]]]:
-    """From the seventh update on the loss rises, on the last node only."""
-    model = node_wrapped(fresh(), how, on, 2)
-    target = Target(model, sgd(model.parameters()))
-    freezing = BlockFreeze(pattern="guided", groups=3, full_share=0.25, total_steps=12, threshold=10.0, agree_within=20)
-    attached = attach_all(target, [AdaptiveSum(on=on, devices_per_node=2), freezing])
-    live: Any = attached["grad_freeze"]
-    indices = []
-    for number in range(12):
-        live.observe(torch.tensor(100.0 if number >= 6 and dist.get_rank() >= 2 else 1.0))
-        train(model, target.optimizer, 1, first=number)
-        indices.append(live.index)
-    attached.remove()
-    return indices, tensors(model)
-
-
-@pytest.mark.parametrize(("how", "on"), [("bare", "delta"), *WAYS])
-def test_guided_freezing_decides_by_the_losses_of_all_nodes(how, on):
-    found = run_ranks(guided, 4, how, on, timeout=60)
-    assert all(other == found[0] for other in found)
-    indices, _ = found[0]
-    assert max(indices[:6]) > 0, "something is frozen"
-    assert 0 in indices[6:9], "the loss of one node opens everything on all"
-
-
 def composed() -> list[list[float]]:
     torch.manual_seed(0)
     model = cnn()

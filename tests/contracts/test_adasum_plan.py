@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from torchboost import AdaptiveSum, ConfigError, Facts, Plan
+from torchboost import ConfigError, Facts, Plan
+from torchboost.algorithms import AdaptiveSum
 from torchboost.registry import LEVELS
 
 FAST = Facts(half_precision=True, convolutions=53, total_steps=65536)

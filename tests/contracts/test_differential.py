@@ -49,7 +49,6 @@ ACTIVE = [
     FUSED,
     alone("grad_accumulation", steps=2),
     *(alone("grad_freeze", pattern=pattern, full_share=0.3) for pattern in ("continuous", "interval", "progressive")),
-    alone("grad_freeze", pattern="guided", full_share=0.0, threshold=10.0),
     alone("grad_freeze", pattern="fixed", frozen=2),
     alone("grad_freeze", pattern="fixed", frozen=2, norms="eval"),
     CACHED,

@@ -14,7 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.algorithms.subspace.test_algorithm import batch, network
 from tests.support.ranks import run_ranks
-from torchboost import SubspaceDescent, Target, TrainStep, attach_all
+from torchboost import Target, TrainStep
+from torchboost.algorithms import SubspaceDescent
+from torchboost.core import attach_all
 from torchboost.errors import IncompatibleError
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.algorithms.subspace.test_algorithm import batch, checkpoints, network, start
-from torchboost import SubspaceDescent
+from torchboost.algorithms import SubspaceDescent
 
 
 def test_a_checkpoint_from_before_the_hand_back_can_be_gone_back_to(tmp_path: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ from torchboost.algorithms.centralization import Centralization
 from torchboost.algorithms.freezing.algorithm import BlockFreeze
 from torchboost.algorithms.loss_scale.algorithm import GroupLossScale
 from torchboost.algorithms.loss_scale.scalers import DynamicLossScale
-from torchboost.core.algorithm import Algorithm, Target, attach_all
+from torchboost.core.algorithm import Algorithm, Attachment, Target, attach_all
 from torchboost.core.step import TrainStep
 from torchboost.distributed import checkpoint
 from torchboost.errors import IncompatibleError
@@ -76,8 +76,26 @@ CASES = {
 }
 ON_FOUR = ["Adam", "SGD, momentum", "accumulation", "loss scale per group", "freezing for good"]
 MOST_DIFFERENT = ["Adam", "accumulation", "freezing from the first update on"]
-GUIDED = Case(algorithms=(BlockFreeze(pattern="guided", groups=3, full_share=0.2, total_steps=2 * UPDATES),))
-"""Keeps weights and losses of each rank."""
+
+
+class OwnNumber(Attachment):
+    """A state of its own on every rank."""
+
+    loaded: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": 100 + dist.get_rank()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loaded = state["number"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbered(Algorithm):
+    name: ClassVar[str] = "numbered"
+
+    def attach(self, target: Target) -> OwnNumber:
+        return OwnNumber()
 
 
 class Run:
@@ -217,29 +235,27 @@ def test_a_window_that_is_not_full_resumes_on_the_ranks_that_hold_its_gradients(
     assert run_ranks(_go_on_in_mid_window, 1, tmp_path) == [[]]
 
 
-def _guided(root: Path, resume: bool) -> dict[str, list[float]]:
-    found = {}
+def _own_figures(root: Path, resume: bool) -> list[int | None]:
+    found = []
     for kind in KINDS:
-        run = Run(kind, GUIDED)
+        run = Run(kind, Case(algorithms=(Numbered(),)))
         newest = checkpoint.latest(root / kind)
         if not resume:
-            run.train(0, 5)
             run.save(root / kind, 5)
         elif newest is not None:
             run.load(newest)
-        run.train(5, 2 * UPDATES)
-        found[kind] = all_weights(run.model)
+        live = run.step.attached["numbered"]
+        assert isinstance(live, OwnNumber)
+        found.append(live.loaded)
     return found
 
 
 @pytest.mark.dist
 def test_what_ranks_measured_goes_back_to_them(tmp_path):
-    fresh = run_ranks(_guided, 2, tmp_path, True)
-    wanted = run_ranks(_guided, 2, tmp_path, False)
-    assert fresh != wanted
-    assert run_ranks(_guided, 2, tmp_path, True) == wanted
+    assert run_ranks(_own_figures, 2, tmp_path, False) == [[None] * len(KINDS)] * 2
+    assert run_ranks(_own_figures, 2, tmp_path, True) == [[100] * len(KINDS), [101] * len(KINDS)]
     with pytest.raises(RankError, match=r"'boost' differs between ranks 0 and 1.*Resume on 2 ranks"):
-        run_ranks(_guided, 1, tmp_path, True)
+        run_ranks(_own_figures, 1, tmp_path, True)
 
 
 def _statistics(root: Path) -> list[list[float]]:

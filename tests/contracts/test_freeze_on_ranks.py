@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from tests.support.ranks import run_ranks
 from tests.support.wrapped import Kind, all_weights, wrap
 from torchboost.algorithms.accumulation.algorithm import Accumulation
 from torchboost.algorithms.autocast.algorithm import Autocast
-from torchboost.algorithms.freezing.algorithm import BlockFreeze, freeze_blocks
+from torchboost.algorithms.freezing.algorithm import BlockFreeze
 from torchboost.algorithms.loss_scale.algorithm import GroupGradScaler
 from torchboost.algorithms.loss_scale.scalers import DynamicLossScale
 from torchboost.core.algorithm import Algorithm, Target, attach_all
@@ -25,7 +24,7 @@ from torchboost.core.step import TrainStep
 from torchboost.graph.blocks import blocks_of
 
 SCHEDULE = (0, 2, 1, 3, 0, 2, 2, 1)
-PATTERNS = ("continuous", "interval", "progressive", "guided")
+PATTERNS = ("continuous", "interval", "progressive")
 
 
 def network() -> BottleneckNet:
@@ -38,8 +37,7 @@ def network() -> BottleneckNet:
 
 
 def settings(pattern: str) -> BlockFreeze:
-    more = {"threshold": 10.0} if pattern == "guided" else {}
-    return BlockFreeze(pattern=pattern, groups=4, full_share=0.25, total_steps=12, **more)  # pyright: ignore
+    return BlockFreeze(pattern=pattern, groups=4, full_share=0.25, total_steps=12)  # pyright: ignore
 
 
 def share(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,37 +140,3 @@ def test_a_resumed_run_continues_bit_for_bit(kind: Kind, pattern: str) -> None:
     straight, again, indices = first
     assert straight == again
     assert max(indices) > min(indices), "something was frozen and something not"
-
-
-def _guided(fed: str, how: str) -> list[int]:
-    """Each rank observes another loss; both must decide alike."""
-    bare = network()
-    model = wrap(bare, "ddp")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    freezing = freeze_blocks(bare if how == "late" else model, optimizer, settings("guided"))
-    model.train(how != "eval")
-    seen = []
-    for number in range(10):
-        with model.no_sync() if how in ("late", "by hand") else nullcontext():  # pyright: ignore
-            F.cross_entropy(model(share(number)[0]), share(number)[1]).backward()
-        if how in ("late", "by hand"):
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad)
-        rises = number >= 6 and dist.get_rank() == 1 and fed == "different"
-        freezing.observe(torch.tensor(100.0 if rises else 1.0))  # pyright: ignore[reportAttributeAccessIssue]
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(freezing.index)
-    return seen
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("how", ["train", "eval", "by hand", "late"])
-def test_guided_freezing_decides_by_the_mean_loss_of_all_ranks(how: str) -> None:
-    """Also where a model trains in eval mode, and where DDP sends nothing and the loop averages by hand."""
-    alike, different = (run_ranks(_guided, 2, fed, how, timeout=60) for fed in ("alike", "different"))
-    assert alike[0] == alike[1]
-    assert different[0] == different[1]
-    assert different[0][:6] == alike[0][:6]
-    assert different[0][-1] < alike[0][-1], "the loss of one rank opens everything on both"

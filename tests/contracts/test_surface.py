@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import typer
 
 import torchboost
-from torchboost import optim
+from torchboost import algorithms, compat, core, optim
 from torchboost.cli.app import app
 from torchboost.config import BoostConfig
 
@@ -41,7 +42,12 @@ def surface() -> dict[str, Any]:
     commands = typer.main.get_command(app).commands
     return {
         "names": {name: signature(getattr(torchboost, name)) for name in sorted(torchboost.__all__)},
-        "optim": {name: signature(getattr(optim, name)) for name in sorted(optim.__all__)},
+        **{
+            package.__name__.removeprefix("torchboost."): {
+                name: signature(getattr(package, name)) for name in sorted(package.__all__)
+            }
+            for package in (algorithms, core, optim)
+        },
         "levels": {level: {name: dict(s) for name, s in row.items()} for level, row in torchboost.LEVELS.items()},
         "schema": BoostConfig.model_json_schema(),
         "commands": {
@@ -59,14 +65,14 @@ def test_the_surface_is_the_one_agreed_on():
     assert found.keys() == expected.keys()
 
 
-@pytest.mark.parametrize("package", [torchboost, optim], ids=lambda package: package.__name__)
-def test_every_public_name_loads_from_its_home_and_no_other(package):
-    homes = [name for names in package._HOMES.values() for name in names]
-    assert sorted(homes) == sorted(package.__all__)
+@pytest.mark.parametrize("package", [torchboost, algorithms, compat, core, optim], ids=lambda package: package.__name__)
+def test_every_public_name_is_listed_once_and_loads(package):
     assert set(package.__all__) <= set(dir(package))
-    for home, names in package._HOMES.items():
-        values = [getattr(package, name) for name in names]
-        assert {value.__module__ for value in values if callable(value)} <= {home}
+    stub = ast.parse(Path(package.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    named = [alias.name for line in stub.body if isinstance(line, ast.ImportFrom) for alias in line.names]
+    assert sorted(named) == sorted(package.__all__)
+    for name in package.__all__:
+        getattr(package, name)
 
 
 if __name__ == "__main__":

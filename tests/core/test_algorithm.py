@@ -44,7 +44,7 @@ class Widen(Algorithm):
     """Adds a module once."""
 
     name: ClassVar[str] = "widen"
-    traits: ClassVar[Traits] = Traits(order=10, reversible=False, excludes=frozenset({"narrow"}))
+    traits: ClassVar[Traits] = Traits(order=10)
 
     def needs_transform(self, model):
         return not hasattr(model, "wide")
@@ -56,6 +56,12 @@ class Widen(Algorithm):
 @dataclass(frozen=True, kw_only=True)
 class Narrow(Algorithm):
     name: ClassVar[str] = "narrow"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lonely(Algorithm):
+    name: ClassVar[str] = "lonely"
+    traits: ClassVar[Traits] = Traits(alone=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,8 +230,8 @@ def test_what_can_be_checked_is_refused_before_a_transform():
 
 def test_conflicts_are_refused_before_anything_changes():
     target = make_target()
-    with pytest.raises(IncompatibleError, match="'widen' cannot work together with narrow"):
-        attach_all(target, [Widen(), Narrow()])
+    with pytest.raises(IncompatibleError, match="'lonely' cannot work together with widen"):
+        attach_all(target, [Widen(), Lonely()])
     assert not hasattr(target.model, "wide")
     with pytest.raises(IncompatibleError, match="given 2 times"):
         attach_all(target, [Count(), Count()])

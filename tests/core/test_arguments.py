@@ -28,8 +28,8 @@ OPTIM = r"must be a torch\.optim\.Optimizer, found list\."
 WRONG = {
     "boost, model": (lambda: boost([MODEL], OPTIMIZER), MODULE),
     "boost, optimizer": (lambda: boost(MODEL, [OPTIMIZER]), OPTIM),
-    "boost, loss": (lambda: boost(MODEL, OPTIMIZER, "O1"), r"loss_fn must be .*, found str 'O1'\."),
-    "boost, class": (lambda: boost(MODEL, OPTIMIZER, nn.MSELoss), r"give MSELoss\(\)\."),
+    "boost, loss": (lambda: boost(MODEL, OPTIMIZER, level="O0").step("O1"), r"loss_fn must be .*, found str 'O1'\."),
+    "boost, class": (lambda: boost(MODEL, OPTIMIZER, level="O0").step(nn.MSELoss), r"give MSELoss\(\)\."),
     "boost, scaler": (
         lambda: boost(MODEL, OPTIMIZER, scaler=True),
         r"scaler must be .*, found bool True\.",
@@ -42,9 +42,9 @@ WRONG = {
     "attach": (lambda: PLAN.attach(MODEL), r"torchboost\.Target, found Sequential; .*Target\(model, optimizer\)"),
     "fold": (lambda: torchboost.fold_batch_norms([MODEL]), MODULE),
     "reduce": (lambda: torchboost.remove_batch_norms([MODEL]), MODULE),
-    "channels_last": (lambda: torchboost.channels_last([MODEL]), MODULE),
+    "channels_last": (lambda: torchboost.to_channels_last([MODEL]), MODULE),
     "autocast": (lambda: torchboost.autocast_forward([MODEL]), MODULE),
-    "fuse": (lambda: torchboost.fuse([OPTIMIZER]), OPTIM),
+    "fuse": (lambda: torchboost.fuse_optimizer([OPTIMIZER]), OPTIM),
     "centralize": (lambda: torchboost.centralize_gradients([OPTIMIZER]), OPTIM),
     "target, model": (lambda: Target([MODEL], OPTIMIZER), MODULE),
     "target, optimizer": (lambda: Target(MODEL, [OPTIMIZER]), OPTIM),

@@ -198,19 +198,6 @@ def test_a_loss_that_is_no_tensor_is_refused_unchanged():
     assert same(model, make()[0])
 
 
-def test_observers_are_told_the_loss_before_each_update():
-    model, optimizer = make()
-    seen = []
-    target = Target(model, optimizer)
-    target.observers.append(lambda loss: seen.append((float(loss), model[0].weight.detach().clone())))
-    step = TrainStep(target, lambda x, y: F.cross_entropy(model(x), y))
-    x, y = batches(1)[0]
-    before = model[0].weight.detach().clone()
-    out = step(x, y)
-    assert seen[0][0] == float(out.loss)
-    assert torch.equal(seen[0][1], before)
-
-
 def test_trainable_parameters_that_are_in_no_optimizer_are_announced():
     model, optimizer = make()
     model.append(nn.Linear(3, 3))

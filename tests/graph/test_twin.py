@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchboost import channels_last
+from torchboost import to_channels_last
 from torchboost.algorithms.autocast.algorithm import autocast_forward
 from torchboost.graph.twin import twin
 
@@ -46,7 +46,7 @@ def test_activations_kept_as_attributes_are_copied_without_their_history():
 def test_covers_and_hooks_of_ours_stay_behind_and_those_of_the_user_come_along():
     model, seen = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten()), []
     model[0].register_forward_hook(lambda *_: seen.append(1))
-    with autocast_forward(model), channels_last(model):
+    with autocast_forward(model), to_channels_last(model):
         made = twin(model)
     x = torch.randn(2, 3, 4, 4)
     assert "forward" not in vars(made)

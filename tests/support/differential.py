@@ -15,8 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import torchboost
 from tests.support import naive
 from tests.support.zoo import ZOO, Batch, Network
-from torchboost import REGISTRY, Attached, AutoBoost, Facts, NoEffectWarning, Plan, Target, TrainStep, attach_all
+from torchboost import REGISTRY, AutoBoost, Facts, NoEffectWarning, Plan, Target, TrainStep
 from torchboost.algorithms.freezing.freezer import Freezing
+from torchboost.core import Attached, attach_all
 from torchboost.graph.normalized_linear import NormalizedLinear
 
 __all__ = [
@@ -139,7 +140,7 @@ def _by_plan(network: Network, choice: Choice, model: nn.Module, optimizer: torc
 
 def _by_boost(network: Network, choice: Choice, model: nn.Module, optimizer: torch.optim.Optimizer) -> Boosted:
     """``torchboost.boost``, whose step calls the model with positional inputs."""
-    step = torchboost.boost(model, optimizer, network.loss, level=choice.level, config=choice.config)
+    step = torchboost.boost(model, optimizer, level=choice.level, config=choice.config).step(network.loss)
     return Boosted(
         model, step.target.optimizer, step.attached, lambda batch: step(*batch.args, batch.target).loss.item()
     )

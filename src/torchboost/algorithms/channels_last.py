@@ -6,6 +6,7 @@ import copy
 import functools
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,14 +25,14 @@ from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.dataflow import evaluate, runnable
 from torchboost.graph.drawing import generators_kept
 
-__all__ = ["ChannelsLast", "channels_last"]
+__all__ = ["ChannelsLast", "to_channels_last"]
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _TOLERANCE = 1e-2
 """How far outputs may be apart, as a share of the largest one: rounding is far below it, a mistake is far above."""
 
 
-def channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> Attachment:
+def to_channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> Attachment:
     """Store convolution kernels channels-last and bring images into that format as they enter ``model``.
 
     The fast convolution kernels of oneDNN and cuDNN work on channels-last data; with both operands stored that way
@@ -66,7 +67,7 @@ def channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> Attac
     Example:
         >>> import torch
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
-        >>> effect = channels_last(model)
+        >>> effect = to_channels_last(model)
         >>> model(torch.randn(2, 3, 16, 16)).is_contiguous(memory_format=torch.channels_last)
         True
         >>> effect.remove()
@@ -132,14 +133,14 @@ class _ConvertInputs:
 
     Args:
         dimensions: Of the inputs that are converted.
-        optimizer: Its state follows if the kernels go back.
+        optimizer: Its state follows if the kernels go back. The model does not keep it alive.
         untried: Whether no pass has shown yet that the model runs in this format.
         watch: Told that the model is called.
         handle: Of the hook.
     """
 
     dimensions: frozenset[int]
-    optimizer: Optimizer | None = None
+    optimizer: weakref.ref[Optimizer] | None = None
     untried: bool = False
     watch: ForwardWatch | None = None
     handle: RemovableHandle | None = None
@@ -176,8 +177,9 @@ class _ConvertInputs:
 
     def _give_up(self, module: nn.Module, reason: str) -> None:
         self.dimensions = frozenset()
+        optimizer = None if self.optimizer is None else self.optimizer()
         for weight in _kernels(module):
-            _rewrite(weight, self.optimizer, Tensor.contiguous)
+            _rewrite(weight, optimizer, Tensor.contiguous)
         warnings.warn(f"channels_last: {reason}; the model stays contiguous.", NoEffectWarning, stacklevel=2)
 
     def _convert(self, value: Any) -> Any:
@@ -201,7 +203,8 @@ def _watch_inputs(model: nn.Module, optimizer: Optimizer | None, watch: ForwardW
         return Attachment()
 
     copied = _copied(model) if wrapper_of(model) is None else None
-    hook = _ConvertInputs(dimensions, optimizer, copied is not None and runnable(copied) is None, watch)
+    held = None if optimizer is None else weakref.ref(optimizer)
+    hook = _ConvertInputs(dimensions, held, copied is not None and runnable(copied) is None, watch)
     hook.handle = model.register_forward_pre_hook(hook, with_kwargs=True)
     return Attachment(hook.handle)
 

@@ -23,7 +23,7 @@ from torchboost.optim.memory_layout import aligned, is_dense
 from torchboost.optim.rules import adam, sgd
 from torchboost.optim.rules.base import UpdateRule
 
-__all__ = ["FusedOptimizer", "fuse"]
+__all__ = ["FusedOptimizer", "fuse_optimizer"]
 
 # Rule -> torch's class of the kernel; the most special class first: AdamW is an Adam.
 _FUSABLE: dict[type[Optimizer], type[Optimizer]] = {
@@ -33,7 +33,7 @@ _FUSABLE: dict[type[Optimizer], type[Optimizer]] = {
 }
 
 
-def fuse(optimizer: Optimizer) -> Attachment:
+def fuse_optimizer(optimizer: Optimizer) -> Attachment:
     """Let SGD, Adam, AdamW or Adagrad, torch's or ours, update all parameters in one kernel.
 
     Sets the ``fused`` flag of the param groups and of the defaults, as if the optimizer had been built with
@@ -75,7 +75,7 @@ def fuse(optimizer: Optimizer) -> Attachment:
     Example:
         >>> import torch
         >>> optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
-        >>> with fuse(optimizer):
+        >>> with fuse_optimizer(optimizer):
         ...     optimizer.param_groups[0]["fused"]
         True
     """
@@ -109,7 +109,7 @@ class FusedOptimizer(Algorithm):
 
     def attach(self, target: Target) -> Attachment:
         """Fuse the optimizer of the target."""
-        return fuse(target.optimizer)
+        return fuse_optimizer(target.optimizer)
 
 
 def _refuse_differentiable(optimizer: Optimizer) -> None:

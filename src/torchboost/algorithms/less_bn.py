@@ -99,12 +99,12 @@ class LessBatchNorm(Algorithm):
 
     Example:
         >>> import torchboost
-        >>> torchboost.LessBatchNorm(keep_shortcut=True).keep_every
+        >>> torchboost.algorithms.LessBatchNorm(keep_shortcut=True).keep_every
         2
     """
 
     name: ClassVar[str] = "less_bn"
-    traits: ClassVar[Traits] = Traits(order=10, reversible=False)
+    traits: ClassVar[Traits] = Traits(order=10)
 
     normalize_head: bool = False
     keep: Keep = "last"

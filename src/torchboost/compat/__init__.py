@@ -1,0 +1,10 @@
+"""The fourteen names of MindSpore's Boost module, over what this package has under names of its own.
+
+The names are listed in ``__init__.pyi`` and load on first use.
+"""
+
+from __future__ import annotations
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchboost.algorithms.adasum.rule import hierarchical_adasum_
 from torchboost.compat.process import ParameterProcess
+from torchboost.core.arguments import is_integer
 from torchboost.distributed.topology import NodeGroups, Topology
 from torchboost.errors import IncompatibleError
 from torchboost.optim.groups import FusionIndex
@@ -21,8 +22,8 @@ __all__ = ["AdaSum"]
 class AdaSum:
     """Combines the deltas that the local steps made: mean inside a node, adaptive sum across the nodes.
 
-    Every rank creates one at the same place, as it makes process groups. :class:`~torchboost.AdaptiveSum` does the
-    same for a whole training loop and takes the deltas itself.
+    Every rank creates one at the same place, as it makes process groups. :class:`~torchboost.algorithms.AdaptiveSum`
+    does the same for a whole training loop and takes the deltas itself.
 
     Args:
         rank: Of this process.
@@ -63,7 +64,7 @@ class AdaSum:
             ("device_number", device_number, 1),
             ("group_number", group_number, 1),
         ):
-            if isinstance(value, bool) or not isinstance(value, int):
+            if not is_integer(value):
                 raise TypeError(f"{name}: found {value!r}; give an integer of {least} or more.")
             if value < least:
                 raise ValueError(f"{name}: found {value}; give an integer of {least} or more.")

@@ -3,76 +3,23 @@
 from __future__ import annotations
 
 import copy
-import functools
-import statistics
-import weakref
-from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.accumulation.algorithm import Accumulation, Accumulator
-from torchboost.algorithms.accumulation.optimizer import AccumulatingOptimizer
-from torchboost.algorithms.adasum.algorithm import AdaptiveSum, AdaptiveSumming
-from torchboost.algorithms.loss_scale.algorithm import GroupGradScaler
-from torchboost.algorithms.subspace.algorithm import SubspaceRun
+from torchboost import front
 from torchboost.config import BoostConfig, ConfigSource
-from torchboost.core.algorithm import Attached, Scaler, Target
-from torchboost.core.arguments import check_module, check_pair, check_scaler
+from torchboost.core.algorithm import Attached, Scaler
+from torchboost.core.arguments import check_module
 from torchboost.core.covering import uncover_copy
-from torchboost.core.wrapping import unwrap, wrapper_of
+from torchboost.core.wrapping import unwrap
 from torchboost.distributed.buckets import bucket_options
-from torchboost.errors import IncompatibleError
-from torchboost.graph.recording import call
 from torchboost.inference import fast_copy
-from torchboost.measure.stopwatch import Clock, Warmup, compare
 from torchboost.plan import Plan
-from torchboost.registry import Facts, Loop
+from torchboost.registry import Loop
 
-__all__ = ["AutoBoost", "front_of", "observers_of", "scaler_of", "summing_of"]
-
-# MindSpore's API hands only network and optimizer from AutoBoost to the training cell. An observer must not hold
-# the optimizer, so that the entry goes when the optimizer goes.
-_OBSERVERS: weakref.WeakKeyDictionary[Optimizer, list[Callable[[Tensor], None]]] = weakref.WeakKeyDictionary()
-_SCALERS: weakref.WeakKeyDictionary[Optimizer, Scaler] = weakref.WeakKeyDictionary()
-_SUMMING: weakref.WeakKeyDictionary[Optimizer, AdaptiveSumming] = weakref.WeakKeyDictionary()
-# Only while the booster is there: a network must not keep the state of its optimizer alive.
-_ATTACHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attached]] = weakref.WeakKeyDictionary()
-# A scaler outlives its booster, as the optimizer keeps it for the training cell.
-_SCALED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GroupGradScaler]] = weakref.WeakKeyDictionary()
-# What stands in front is kept alive by the optimizer behind it (DirectSteps), also if the caller threw it away.
-_FRONTS: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
-
-
-def observers_of(optimizer: Optimizer) -> list[Callable[[Tensor], None]]:
-    """Return what wants to be told the losses of this optimizer's updates."""
-    return _OBSERVERS.get(optimizer, [])
-
-
-def scaler_of(optimizer: Optimizer) -> Scaler | None:
-    """Return the scaler that an algorithm brought for this optimizer."""
-    return _SCALERS.get(optimizer)
-
-
-def summing_of(optimizer: Optimizer) -> AdaptiveSumming | None:
-    """Return the AdaSum that acts on the updates of this optimizer."""
-    return _SUMMING.get(optimizer)
-
-
-def front_of(optimizer: Optimizer) -> Optimizer:
-    """Return what :class:`AutoBoost` put in front of an optimizer; itself if there is nothing."""
-    front = _FRONTS.get(optimizer, lambda: None)()
-    return optimizer if front is None else front
-
-
-def _take_away(module: nn.Module) -> None:
-    """Take away what is left on a module of boosters that got it, whether they are still there or not."""
-    for found in (_ATTACHED, _SCALED):
-        effect = found.get(module, lambda: None)()
-        if effect is not None:
-            effect.remove()
+__all__ = ["AutoBoost"]
 
 
 class AutoBoost:
@@ -83,6 +30,7 @@ class AutoBoost:
             points); ``"O2"`` at least 30 % faster with the accuracy at most 3 points lower. What each turns on,
             and the measurements behind it, is in ``docs/levels.md``.
         boost_config_dict: A dict, a path to a JSON file, JSON text, or empty.
+        total_steps: Number of updates of the whole run. Gradient freezing and compilation need it.
         loop: Who owns the training loop: ``"own"``, which includes the training cells, or a trainer,
             ``"transformers"``, ``"lightning"`` or ``"accelerate"``. Trainers accumulate and scale by themselves, so
             what asks for it here is left out, with the name of their own setting.
@@ -99,11 +47,19 @@ class AutoBoost:
         >>> network, optimizer = booster.network_auto_process_train(network, optimizer)
     """
 
-    def __init__(self, level: str = "O0", boost_config_dict: ConfigSource = "", *, loop: Loop = "own") -> None:
+    def __init__(
+        self,
+        level: str = "O0",
+        boost_config_dict: ConfigSource = "",
+        *,
+        total_steps: int | None = None,
+        loop: Loop = "own",
+    ) -> None:
         self._config = BoostConfig.load(boost_config_dict)
         self.level = level
+        self.total_steps = total_steps
         self.loop: Loop = loop
-        self.plan = Plan.of(level, self._config, loop=loop)
+        self.plan = Plan.of(level, self._config, loop=loop, total_steps=total_steps)
         self.attached = Attached()
         self.scaler: Scaler | None = None
 
@@ -119,10 +75,10 @@ class AutoBoost:
         given, or that of group loss scaling, which a loop of your own must use as it would a ``GradScaler``.
 
         The optimizer returned is the one given, except with gradient accumulation: then it is one in front of it,
-        :class:`~torchboost.algorithms.accumulation.optimizer.AccumulatingOptimizer`, which applies every k-th ``step``; and with
-        dimension-reduced training, whose ``step`` needs a function that returns the loss
-        (:class:`~torchboost.algorithms.subspace.algorithm.SubspaceRun`; the training cells give it). The training cells take
-        the one given, too; in a loop of your own its ``step`` raises ``IncompatibleError``.
+        :class:`~torchboost.algorithms.accumulation.optimizer.AccumulatingOptimizer`, which applies every k-th ``step``;
+        and with dimension-reduced training, whose ``step`` needs a function that returns the loss
+        (:class:`~torchboost.algorithms.subspace.algorithm.SubspaceRun`; the training cells give it). The training cells
+        take the one given, too; in a loop of your own its ``step`` raises ``IncompatibleError``.
 
         Args:
             network: A bare module, on the device it will train on; DDP and compile come after this call. For FSDP2,
@@ -136,52 +92,19 @@ class AutoBoost:
             IncompatibleError: The network is already wrapped and the plan is not empty, or an algorithm cannot work
                 on this pair; nothing was changed, but that an earlier boost of this network is gone.
         """
-        check_pair(network, optimizer, name="network")
-        check_scaler(scaler)
-        wrapper = wrapper_of(network)
-        if wrapper is not None and self.plan.algorithms:
-            raise IncompatibleError(
-                f"the network is already wrapped by {wrapper}; call network_auto_process_train on the bare network, "
-                "then wrap what it returns."
-            )
-        if isinstance(optimizer, (AccumulatingOptimizer, SubspaceRun)):
-            optimizer = optimizer.opt  # from an earlier call
-        facts = Facts.measure(network, loop=self.loop)
-        target = Target(network, optimizer, scaler)
-        for module in network.modules():
-            _take_away(module)
-        front = front_of(optimizer)
-        if isinstance(front, (AccumulatingOptimizer, SubspaceRun)):
-            front.direct.remove()  # of a booster that is not there any more
-        plan = Plan.of(self.level, self._config, facts).fit(network, optimizer)
-        self.attached = plan.attach(target)
-        self.plan = plan
-        _ATTACHED[network] = weakref.ref(self.attached)
-        returned = self._in_front(target, optimizer)
-        _OBSERVERS[returned] = target.observers
-        self.scaler = target.scaler
-        _SCALERS.pop(returned, None)
-        if target.scaler is not None and target.scaler is not scaler:
-            _SCALERS[returned] = target.scaler
-            if isinstance(target.scaler, GroupGradScaler):
-                _SCALED[network] = weakref.ref(target.scaler)
-        _SUMMING.pop(returned, None)
-        if AdaptiveSum.name in self.attached:
-            summing = self.attached[AdaptiveSum.name]
-            assert isinstance(summing, AdaptiveSumming)
-            _SUMMING[returned] = summing
-        return network, returned
-
-    def _in_front(self, target: Target, optimizer: Optimizer) -> Optimizer:
-        """Return what the loop steps in the place of ``optimizer``, and let the cells find it from there."""
-        front = target.optimizer
-        if isinstance(target.accumulator, Accumulator):
-            front = AccumulatingOptimizer(optimizer, target.accumulator)
-            self.attached[Accumulation.name].with_undo(front.direct.remove)
-        _FRONTS.pop(optimizer, None)
-        if front is not optimizer:
-            _FRONTS[optimizer] = weakref.ref(front)
-        return front
+        made = front.attach(
+            network,
+            optimizer,
+            level=self.level,
+            total_steps=self.total_steps,
+            config=self._config,
+            scaler=scaler,
+            loop=self.loop,
+            name="network",
+            caller="network_auto_process_train",
+        )
+        self.plan, self.attached, self.scaler = made.plan, made.attached, made.scaler
+        return made.model, made.optimizer
 
     def ddp_options(self, network: nn.Module) -> dict[str, Any]:
         """Return the arguments that give ``DistributedDataParallel`` the configured ``common.gradient_split_groups``.
@@ -234,20 +157,11 @@ class AutoBoost:
         check_module(network, "network")
         if not self.plan.algorithms and (self.level == "O0" or self._config.boost.mode != "auto"):
             return _eval_view(network)
-        return fast_copy(network, sample=sample, pick=_fastest)
+        return fast_copy(network, sample=sample, pick=front.fastest)
 
     def explain(self) -> str:
         """Return what is on and what was left out, with the reasons."""
         return self.plan.explain()
-
-
-def _fastest(forms: Mapping[str, nn.Module], sample: Any) -> str:
-    """Name the form with the shortest call on a sample, measured side by side."""
-    device = next((p.device for form in forms.values() for p in form.parameters()), torch.device("cpu"))
-    calls = {name: torch.inference_mode()(functools.partial(call, form, sample)) for name, form in forms.items()}
-    warmup = Warmup(least=2, window=1, limit=4, seconds=10)
-    times = compare(calls, baselines=[], pairs=8, warmup=warmup, clock=Clock.of(device)).samples
-    return min(times, key=lambda name: statistics.median(times[name]))
 
 
 def _eval_view(network: nn.Module) -> nn.Module:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.accumulation.optimizer import AccumulatingOptimizer
-from torchboost.compat.auto_boost import front_of, observers_of, scaler_of, summing_of
+from torchboost.algorithms.adasum import AdaptiveSum
+from torchboost.algorithms.adasum.algorithm import AdaptiveSumming
 from torchboost.compat.wrappers import GradientAccumulation
 from torchboost.core.algorithm import Scaler, Target
 from torchboost.core.arguments import check_loss_fn, check_module, check_pair, check_sens
@@ -19,8 +20,9 @@ from torchboost.core.closure import ClosureOptimizer
 from torchboost.core.step import StepOutput, TrainStep
 from torchboost.core.wrapping import unwrap
 from torchboost.errors import IncompatibleError
+from torchboost.front import boosted_of
 
-__all__ = ["BoostTrainOneStepCell", "WithLoss"]
+__all__ = ["BoostTrainOneStepCell", "WithLoss", "found_by"]
 
 
 class WithLoss(nn.Module):
@@ -112,9 +114,8 @@ class BoostTrainOneStepCell:
     def __init__(self, network: nn.Module, optimizer: Optimizer, sens: float = 1.0) -> None:
         check_pair(network, optimizer, name="network")
         check_sens(sens)
-        optimizer = front_of(optimizer)
+        optimizer, scaler = found_by(optimizer)
         self.sens = float(sens)
-        scaler: Scaler | None = scaler_of(optimizer)
         if self.sens != 1.0:
             if scaler is not None:
                 raise IncompatibleError(
@@ -124,14 +125,14 @@ class BoostTrainOneStepCell:
         self._build(network, optimizer, scaler)
 
     def _build(self, network: nn.Module, optimizer: Optimizer, scaler: Scaler | None) -> None:
-        self._summing = summing_of(optimizer)
+        self._summing = _summing_of(optimizer)
         if self._summing is not None:
             self._summing.check_scaler(scaler)
         self.network = network
         self.optimizer = optimizer
         self.updated = False
         self._stepping: Callable[[], AbstractContextManager[None]] = nullcontext
-        target = Target(network, optimizer, scaler, observers=observers_of(optimizer))
+        target = Target(network, optimizer, scaler)
         window = 1
         if isinstance(optimizer, AccumulatingOptimizer):
             # The cell knows where a window begins and needs no second copy of the gradients.
@@ -228,6 +229,27 @@ class BoostTrainOneStepCell:
         :class:`~torchboost.FreezeOpt`; without any of them everything trains.
         """
         return self(*inputs).loss
+
+
+def found_by(optimizer: Optimizer) -> tuple[Optimizer, Scaler | None]:
+    """Return what is to be stepped in the place of an optimizer that was boosted, and the scaler that boosting brought.
+
+    MindSpore's API hands only the network and the optimizer from ``AutoBoost`` to the training cell.
+    """
+    boosted = boosted_of(optimizer)
+    if boosted is None:
+        return optimizer, None
+    return boosted.optimizer, boosted.scaler if boosted.brings_scaler else None
+
+
+def _summing_of(optimizer: Optimizer) -> AdaptiveSumming | None:
+    """Return the AdaSum that acts on the updates of an optimizer."""
+    boosted = boosted_of(optimizer)
+    if boosted is None or AdaptiveSum.name not in boosted.attached:
+        return None
+    summing = boosted.attached[AdaptiveSum.name]
+    assert isinstance(summing, AdaptiveSumming)
+    return summing
 
 
 def _check_inputs(network: nn.Module, inputs: tuple[Any, ...], error: TypeError) -> None:

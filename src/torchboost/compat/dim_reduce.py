@@ -1,4 +1,4 @@
-"""``DimReduce``: MindSpore's dimension-reduced step, over :class:`~torchboost.optim.SubspaceOptimizer`."""
+"""``DimReduce``: MindSpore's dimension-reduced step, over :class:`~torchboost.algorithms.SubspaceOptimizer`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["DimReduce"]
 class DimReduce:
     """Takes gradients that were computed elsewhere, and updates the weights in a subspace and outside of it.
 
-    Where the loop itself may change, :class:`~torchboost.SubspaceDescent` makes the basis, works in
+    Where the loop itself may change, :class:`~torchboost.algorithms.SubspaceDescent` makes the basis, works in
     ``BoostTrainOneStepCell`` and keeps its state in the checkpoint.
 
     Args:

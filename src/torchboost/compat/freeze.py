@@ -21,8 +21,8 @@ from torchboost.optim.front import FrontOptimizer
 
 __all__ = ["FreezeOpt", "GradientFreeze", "freeze_cell"]
 
-_PATTERNS = get_args(Pattern)[:4]
-"""The reference's types 0 and 1 and, beyond it, 2 and 3."""
+_PATTERNS = get_args(Pattern)[:3]
+"""MindSpore's types 0 and 1 and, beyond it, 2."""
 _DEFAULT_GROUPS = 10
 _LEAST = 3
 """A unit is closed, as in the reference, when it holds so many parameters and another matrix or kernel follows."""
@@ -34,7 +34,7 @@ class GradientFreeze:
     Args:
         param_groups: Number of groups, or the groups themselves: lists of parameters, each holding what trains at its
             index, the first one all.
-        freeze_type: 0 continuous, 1 interval, 2 progressive, 3 guided; see :class:`torchboost.BlockFreeze`.
+        freeze_type: 0 continuous, 1 interval, 2 progressive; see :class:`torchboost.algorithms.BlockFreeze`.
         freeze_p: The share of updates that train *everything*, 0 or more and below 1 (the reference's documentation
             calls it the probability of freezing; its code does this).
         total_steps: Updates of the whole run.
@@ -107,11 +107,9 @@ class GradientFreeze:
             total_steps: The list has ``int(1.01 * total_steps)`` entries, type 0 whole periods of at least so many.
 
         Raises:
-            ValueError: A number out of range, or type 3, which is decided while training.
+            ValueError: A number out of range.
         """
         _check(parameter_groups_number, freeze_strategy, freeze_p, total_steps)
-        if _PATTERNS[freeze_strategy] == "guided":
-            raise ValueError("freeze_strategy=3 is decided while training and has no sequence; use freeze_generate.")
         schedule = self._schedule(parameter_groups_number, freeze_strategy, freeze_p, total_steps)
         length = length_of(total_steps)
         if isinstance(schedule, Continuous) and parameter_groups_number > 1:
@@ -128,7 +126,7 @@ class GradientFreeze:
         A new unit begins at a matrix or kernel when the open one holds three parameters or more; vectors (biases,
         normalisations) join the open unit, by their shape where the reference looks for "bn" and "bias" in names.
         With fewer units than groups there are as many groups as units, where the reference silently freezes nothing.
-        :class:`torchboost.BlockFreeze` cuts by modules in execution order instead, which saves more.
+        :class:`torchboost.algorithms.BlockFreeze` cuts by modules in execution order instead, which saves more.
 
         Raises:
             ValueError: The number is below 1.
@@ -345,7 +343,7 @@ def _strategy(strategy: Any, groups: int) -> tuple[int, ...]:
 
 def _check(groups: int, freeze_type: int, freeze_p: float, total_steps: int) -> None:
     if freeze_type not in range(len(_PATTERNS)):
-        raise ValueError(f"freeze_type: found {freeze_type!r}; 0 continuous, 1 interval, 2 progressive, 3 guided.")
+        raise ValueError(f"freeze_type: found {freeze_type!r}; 0 continuous, 1 interval, 2 progressive.")
     if not 0 <= freeze_p < 1:
         raise ValueError(
             f"freeze_p: found {freeze_p}; the share of updates that train everything, 0 or more and below 1."

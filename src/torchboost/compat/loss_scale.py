@@ -14,10 +14,9 @@ from torchboost.algorithms.loss_scale.borders import Ratios, change_scale
 from torchboost.algorithms.loss_scale.group_scale import GROUP_RULE, GroupScaler, Scales, checked_scales
 from torchboost.algorithms.loss_scale.rule import ScaleRule, ScaleState, check_scale
 from torchboost.algorithms.loss_scale.scalers import FixedLossScale, LossScaler
-from torchboost.compat.auto_boost import front_of, scaler_of
-from torchboost.compat.cells import BoostTrainOneStepCell
+from torchboost.compat.cells import BoostTrainOneStepCell, found_by
 from torchboost.core.algorithm import Scaler
-from torchboost.core.arguments import check_number, check_pair, check_scaler
+from torchboost.core.arguments import check_number, check_pair, check_scaler, is_integer
 from torchboost.errors import IncompatibleError
 
 __all__ = ["BoostTrainOneStepWithLossScaleCell", "GroupLossScaleManager"]
@@ -60,9 +59,8 @@ class BoostTrainOneStepWithLossScaleCell(BoostTrainOneStepCell):
 
     def __init__(self, network: nn.Module, optimizer: Optimizer, scale_sense: Any) -> None:
         check_pair(network, optimizer, name="network")
-        optimizer = front_of(optimizer)
+        optimizer, brought = found_by(optimizer)
         scaler = _scaler(scale_sense)
-        brought = scaler_of(optimizer)
         if brought is not None and brought is not scaler:
             raise IncompatibleError(
                 f"scale_sense: found a {type(scale_sense).__name__}, but AutoBoost brought a {type(brought).__name__} "
@@ -199,7 +197,7 @@ class GroupLossScaleManager(nn.Module):
         self._check_groups()
         last = len(self._groups) + 1
         for name, layer in (("layer1", layer1), ("layer2", layer2)):
-            if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer <= last:
+            if not is_integer(layer) or not 0 <= layer <= last:
                 raise ValueError(f"{name}: found {layer!r}; the list of scales has the entries 0 to {last}.")
         return change_scale(x, self._ratios.between(layer1 % last, layer2 % last))
 
@@ -242,7 +240,7 @@ class GroupLossScaleManager(nn.Module):
         """
         self._check_groups()
         count = len(self.loss_scale_groups)
-        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < count:
+        if not is_integer(layer) or not 0 <= layer < count:
             raise ValueError(f"layer: found {layer!r}; the groups are 0 to {count - 1}.")
         check_number("update_ratio", update_ratio, above=True)
         return self.scaler.multiply(layer + 1, update_ratio)

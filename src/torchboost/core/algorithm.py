@@ -43,15 +43,12 @@ class Traits:
         replaces_optimizer: Whether ``attach`` puts another optimizer into the target.
         brings_scaler: Whether ``attach`` puts a scaler into the target.
         alone: Whether no other algorithm can work together with this one.
-        combines_nodes: Whether ``attach`` makes nodes, which average gradients over their own ranks only, train one
-            model.
     """
 
     order: int = 50
     replaces_optimizer: bool = False
     brings_scaler: bool = False
     alone: bool = False
-    combines_nodes: bool = False
 
 
 class Scaler(Protocol):
@@ -128,9 +125,7 @@ class Target:
         accumulator: Several backward passes per update; None updates after every one.
         topology: Ranks of the job.
         seed: Source of every random decision of an algorithm; must be the same on every rank.
-        observers: Told the loss of each update, of shape ``()`` and detached, before ``optimizer.step()``.
         scaler_follows: Whether an algorithm that is being attached will bring a scaler; :func:`attach_all` sets it.
-        nodes_combined: Whether an algorithm combines the nodes of the job into one model; :func:`attach_all` sets it.
 
     Raises:
         TypeError: Not a module, not an optimizer, or not a scaler.
@@ -143,9 +138,7 @@ class Target:
     accumulator: MicroSteps | None = None
     topology: Topology = field(default_factory=Topology.current)
     seed: int = 0
-    observers: list[Callable[[Tensor], None]] = field(default_factory=list)
     scaler_follows: bool = field(default=False, init=False)
-    nodes_combined: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         check_module(self.model)
@@ -335,7 +328,6 @@ def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> Attached:
     _check_conflicts(chosen)
     _check_wrapping(target.model, chosen)
     target.scaler_follows = any(algorithm.traits.brings_scaler for algorithm in chosen)
-    target.nodes_combined = any(algorithm.traits.combines_nodes for algorithm in chosen)
     given, inner = target.optimizer, hookable(target.optimizer)
     _check_replacing(given, inner, chosen)
     target.optimizer = inner

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 __all__ = [
+    "check_count",
     "check_loss_fn",
     "check_module",
     "check_number",
@@ -18,6 +19,8 @@ __all__ = [
     "check_pair",
     "check_scaler",
     "check_sens",
+    "is_integer",
+    "is_number",
 ]
 
 _SCALER = ("scale", "unscale_", "step", "update", "get_scale")
@@ -69,10 +72,29 @@ def check_loss_fn(value: Any) -> None:
         raise TypeError(f"loss_fn must be a function of outputs and targets, found the class; give {value.__name__}().")
 
 
+def is_integer(value: Any) -> bool:
+    """Whether ``value`` is an ``int``, which True and False are not taken for."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a real number, which True and False are not taken for."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_count(name: str, value: Any, *, of: str) -> None:
+    """Raise ``TypeError`` unless ``value`` is an integer, and ``ValueError`` unless it is at least 1."""
+    allowed = f"give an integer, 1 or more: the number of {of}"
+    if not is_integer(value):
+        raise TypeError(f"{name}: found {value!r}; {allowed}.")
+    if value < 1:
+        raise ValueError(f"{name}: found {value!r}; {allowed}.")
+
+
 def check_number(name: str, value: Any, *, above: bool = False) -> None:
     """Raise ``TypeError`` or ``ValueError`` unless ``value`` is a finite number: at least 0, or above 0."""
     allowed = "a finite number above 0" if above else "a finite number, at least 0"
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not is_number(value):
         raise TypeError(f"{name}: found {value!r}; give {allowed}.")
     try:
         number = float(value)
@@ -84,7 +106,7 @@ def check_number(name: str, value: Any, *, above: bool = False) -> None:
 
 def check_sens(value: Any) -> None:
     """Raise ``TypeError`` unless ``value``, which multiplies gradients, is a number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not is_number(value):
         raise TypeError(f"sens must be a number, found {_found(value)}.")
 
 

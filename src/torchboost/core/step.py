@@ -175,8 +175,6 @@ class TrainStep:
 
     def _update(self) -> StepOutput:
         optimizer, scaler = self.target.optimizer, self.target.scaler
-        for observe in self.target.observers:
-            observe(self._last)
         closure = () if self._replay is None else (self._replay,)
         if scaler is None:
             update: Callable[..., Any] = optimizer.step

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from torchboost.distributed.store import own_store
 from torchboost.distributed.teardown import part
@@ -84,16 +83,6 @@ class Agreement:
             same = [f"{name} {found[0]}" for name, found in columns.items() if len(set(found)) == 1]
             alike = f" ({', '.join(same)} on all)" if same else ""
             raise RankDisagreementError(f"{self._subject}: the ranks disagree: {'; '.join(different)}{alike}. {hint}")
-
-    def total(self, figures: Tensor) -> Tensor:
-        """Return the sum over the ranks of a float64 tensor on the CPU.
-
-        Raises:
-            RankDisagreementError: A rank did not come.
-        """
-        summed = figures.clone()
-        self._together(lambda group: group.allreduce([summed]), {})
-        return summed
 
     def close(self) -> None:
         """Free the group; all ranks must. A second call does nothing."""

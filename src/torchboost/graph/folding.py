@@ -78,7 +78,8 @@ class FoldReport:
 class Fold(NamedTuple):
     """A BatchNorm and the layer that takes it over: the one before it, or the one behind it.
 
-    ``copies`` says whether what stands in its place must return a copy (:func:`~torchboost.graph.aliasing.may_collide`).
+    ``copies`` says whether what stands in its place must return a copy, see
+    :func:`~torchboost.graph.aliasing.may_collide`.
     """
 
     norm: nn.Module

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from torchboost.core.arguments import is_integer
+
 __all__ = ["FusionIndex", "ParamGroup", "rebuild_groups", "split_group"]
 
 ParamGroup = dict[str, Any]
@@ -33,7 +35,7 @@ class FusionIndex:
     indices: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if any(isinstance(i, bool) or not isinstance(i, int) for i in self.indices):
+        if any(not is_integer(i) for i in self.indices):
             raise TypeError(f"indices: found {self.indices}; give whole numbers.")
         if any(i < 1 for i in self.indices):
             raise ValueError(f"indices: found {self.indices}; give numbers from 1 on.")
@@ -51,7 +53,7 @@ class FusionIndex:
             TypeError: A point is not a whole number.
             ValueError: Points fall, repeat or lie outside.
         """
-        if any(isinstance(p, bool) or not isinstance(p, int) for p in points):
+        if any(not is_integer(p) for p in points):
             raise TypeError(f"split points: found {list(points)}; give whole numbers.")
         if list(points) != sorted(set(points)) or any(not 0 <= p < count for p in points):
             raise ValueError(f"split points: found {list(points)}; give rising positions from 0 to {count - 1}.")

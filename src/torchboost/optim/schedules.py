@@ -9,10 +9,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from itertools import pairwise
-from numbers import Real
 from typing import Any
 
-from torchboost.core.arguments import check_number
+from torchboost.core.arguments import check_number, is_number
 
 __all__ = [
     "Constant",
@@ -362,7 +361,7 @@ def as_list(schedule: Schedule, steps: int) -> list[float]:
 
 def number(name: str, value: Any) -> float:
     """Return a finite number that is at least 0 as a float; ``name`` is what the caller calls it."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not is_number(value):
         raise TypeError(f"{name}: found {reprlib.repr(value)}; give a finite number, at least 0.")
     check_number(name, value)
     return float(value)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchboost.core.arguments import check_number
+from torchboost.core.arguments import check_number, is_integer
 from torchboost.errors import IncompatibleError
 from torchboost.optim.groups import CENTRALIZE
 from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
@@ -52,7 +52,7 @@ class Centralize:
                 raise TypeError(f"skip: found {param!r}; give the parameters themselves, not their names or modules.")
         if self.flag is not None and not isinstance(self.flag, str):
             raise TypeError(f"flag: found {self.flag!r}; give the name of a param-group key, or None.")
-        if isinstance(self.multiple_of, bool) or not isinstance(self.multiple_of, int):
+        if not is_integer(self.multiple_of):
             raise TypeError(f"multiple_of: found {self.multiple_of!r}; give a whole number, at least 1.")
         if self.multiple_of < 1:
             raise ValueError(f"multiple_of: found {self.multiple_of}; give a whole number, at least 1.")

@@ -1,8 +1,6 @@
 import copy
-import gc
 import json
 import warnings
-import weakref
 
 import pytest
 import torch
@@ -27,11 +25,10 @@ from torchboost import (
     attach_all,
     freeze_blocks,
 )
-from torchboost.algorithms.freezing.algorithm import GuidedFreezing
 from torchboost.algorithms.freezing.freezer import compiled_prefixes
 from torchboost.algorithms.freezing.schedule import Switches
 
-PATTERNS = ("continuous", "interval", "progressive", "guided")
+PATTERNS = ("continuous", "interval", "progressive")
 
 
 def settings(pattern, **more):
@@ -58,7 +55,6 @@ def batch(step: int, size: int = 8):
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_resume_at_every_step_is_bit_identical(pattern, norms, window):
     more = {"window": window, "total_steps": 12 // window}
-    more |= {"threshold": 10.0, "tolerance": 0.1} if pattern == "guided" else {}
     model, optimizer, step = start(pattern, norms=norms, **more)
     states, indices = [], []
     for number in range(12):
@@ -100,29 +96,6 @@ def test_progressive_freezing_is_monotone_and_leaves_the_head():
     assert seen[0] == 0
     assert seen[-1] == 3
     assert all(p.requires_grad for p in model.head.parameters())
-
-
-def test_guided_freezing_goes_from_the_front_and_opens_when_the_loss_rises():
-    model, optimizer, step = start("guided", threshold=10.0, full_share=0.0, total_steps=10)
-    freezing = step.attached["grad_freeze"]
-    assert isinstance(freezing, GuidedFreezing)
-    seen = []
-    for number in range(6):
-        step(*batch(number))
-        seen.append(freezing.index)
-    assert seen == [0, 1, 1, 2, 2, 3]
-    for _ in range(4):
-        freezing.observe(torch.tensor(100.0))
-        optimizer.step()
-    assert freezing.index == 0
-    assert all(p.requires_grad for p in model.parameters())
-
-
-def test_guided_freezing_waits_for_the_full_share():
-    _, _, step = start("guided", threshold=10.0, full_share=0.5, total_steps=12)
-    for number in range(6):
-        step(*batch(number))
-        assert step.attached["grad_freeze"].index == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own, as inductor loads
@@ -292,7 +265,7 @@ def _trained(kind: str, pattern: str) -> tuple[list[float], int]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("pattern", ["progressive", "guided"])
+@pytest.mark.parametrize("pattern", ["progressive"])
 def test_two_ranks_equal_one_process(kind, pattern):
     first, second = run_ranks(_trained, 2, kind, pattern)
     assert first == second
@@ -355,29 +328,3 @@ def test_the_cache_needs_a_bare_model_and_settled_norms():
     with pytest.raises(IncompatibleError, match="set cache_mebibytes=0"):
         attach_all(Target(model, optimizer), [settings("fixed", norms="eval", cache_mebibytes=1)])
     assert all(p.requires_grad for p in model.parameters())
-
-
-def test_a_guided_checkpoint_of_another_model_changes_nothing():
-    _, _, step = start("guided", threshold=10.0, full_share=0.0, total_steps=10)
-    for number in range(3):
-        step(*batch(number))
-    state = step.attached["grad_freeze"].state_dict()
-    state["plasticity"]["before"] = state["plasticity"]["before"][:-1]
-    model, _, other = start("guided", threshold=10.0, full_share=0.0, total_steps=10)
-    with pytest.raises(ValueError, match="other groups"):
-        other.attached["grad_freeze"].load_state_dict(state)
-    assert other.attached["grad_freeze"].step == 0
-    assert all(p.requires_grad for p in model.parameters())
-
-
-def test_guided_freezing_of_auto_boost_is_collected():
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    section = {"param_groups": 4, "freeze_type": 3, "total_steps": 20}
-    booster = AutoBoost("O0", {"boost": {"mode": "manual", "grad_freeze": True}, "grad_freeze": section})
-    model, optimizer = booster.network_auto_process_train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    model(torch.randn(2, 4)).sum().backward()
-    optimizer.step()
-    gone = [weakref.ref(model), weakref.ref(optimizer)]
-    del model, optimizer, booster
-    gc.collect()
-    assert [ref() for ref in gone] == [None, None]

@@ -11,13 +11,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchboost import Algorithm, Plan, SubspaceDescent, Target, TrainStep, attach_all
+from torchboost import Plan, Target, TrainStep
+from torchboost.algorithms import SubspaceDescent
 from torchboost.algorithms.accumulation.algorithm import Accumulation, Accumulator
 from torchboost.algorithms.centralization import Centralization
 from torchboost.algorithms.freezing.algorithm import BlockFreeze
 from torchboost.algorithms.subspace import algorithm as dim_reduce
 from torchboost.algorithms.subspace.algorithm import SubspaceRun
 from torchboost.algorithms.subspace.optimizer import SubspaceOptimizer
+from torchboost.core import Algorithm, attach_all
 from torchboost.errors import IncompatibleError
 
 

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.memory import live_tensors
+from torchboost.algorithms.subspace import SubspaceBasis, SubspaceOptimizer
 from torchboost.core.closure import Replay
 from torchboost.errors import IncompatibleError
-from torchboost.optim import SubspaceBasis, SubspaceOptimizer
 
 
 def basis(k: int, n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> SubspaceBasis:

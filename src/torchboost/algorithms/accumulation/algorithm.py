@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.accumulation.synchronisation import GradientSync
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.arguments import is_integer
 from torchboost.errors import IncompatibleError
 
 __all__ = ["Accumulating", "Accumulation", "Accumulator"]
@@ -304,7 +305,7 @@ class Accumulator:
 
 
 def _checked(steps: int) -> int:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+    if not is_integer(steps) or steps < 1:
         raise ValueError(f"steps: found {steps!r}; an integer of 1 or more says how many batches make an update.")
     return steps
 

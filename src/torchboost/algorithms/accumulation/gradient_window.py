@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from torchboost.core.arguments import is_integer
 
 __all__ = ["GradientWindow"]
 
@@ -34,6 +36,7 @@ class GradientWindow:
 
     Example:
         >>> import torch
+        >>> from torchboost.algorithms.accumulation.gradient_window import GradientWindow
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> accumulate = GradientWindow(2, optimizer)
@@ -44,9 +47,14 @@ class GradientWindow:
         True
     """
 
+    steps_name: ClassVar[str] = "steps"
+    """What the messages call the number of calls per update."""
+
     def __init__(self, steps: int, optimizer: Optimizer) -> None:
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"steps: found {steps!r}; an integer of 1 or more says how many calls make an update.")
+        if not is_integer(steps) or steps < 1:
+            raise ValueError(
+                f"{self.steps_name}: found {steps!r}; an integer of 1 or more says how many calls make an update."
+            )
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, found {type(optimizer).__name__}.")
         self.steps = steps
@@ -113,7 +121,7 @@ class GradientWindow:
         if state["calls"] >= self.steps and state["calls"]:
             raise ValueError(
                 f"the checkpoint holds {state['calls']} calls, a window takes {self.steps}; build it "
-                "with the steps it was written with."
+                f"with the {self.steps_name} it was written with."
             )
         held = self._checked(state["held"])
         self._held = [

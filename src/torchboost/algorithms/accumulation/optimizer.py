@@ -1,4 +1,4 @@
-"""The optimizer that ``AutoBoost`` returns where gradients accumulate: it stands in front of the user's own."""
+"""The optimizer that stands in front of the user's own if gradients accumulate in a loop that stays as it was."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchboost.algorithms.accumulation.algorithm import Accumulator
-from torchboost.compat.wrappers import GradientAccumulation
+from torchboost.algorithms.accumulation.gradient_window import GradientWindow
 from torchboost.optim.direct_steps import DirectSteps
 from torchboost.optim.front import FrontOptimizer
 
 __all__ = ["AccumulatingOptimizer"]
 
 _PASSED_BY = (
-    "grad_accumulation: the optimizer given to AutoBoost was stepped directly, which would update after every batch; "
-    "step the one that network_auto_process_train returned: network, optimizer = "
-    "booster.network_auto_process_train(network, optimizer). BoostTrainOneStepCell takes either."
+    "grad_accumulation: the optimizer that was boosted was stepped directly, which would update after every batch; "
+    "step the one that boost returned: model, optimizer = torchboost.boost(model, optimizer, ...) or "
+    "network, optimizer = booster.network_auto_process_train(network, optimizer). BoostTrainOneStepCell takes either."
 )
 
 
@@ -48,7 +48,7 @@ class AccumulatingOptimizer(FrontOptimizer):
         super().__init__(opt)
         self.accumulator = accumulator
         self.updated = False
-        self._given = GradientAccumulation(accumulator.steps, opt)
+        self._given = GradientWindow(accumulator.steps, opt)
         self.direct = DirectSteps(opt, self, _PASSED_BY)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -57,7 +57,7 @@ class AccumulatingOptimizer(FrontOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 returned = closure()
-        self._given.max_accumulation_step = self.accumulator.steps  # 1 after the algorithm was removed
+        self._given.steps = self.accumulator.steps  # 1 after the algorithm was removed
         parameters = self._parameters()
         with self.direct.allowed():
             self._given(None, [parameter.grad for parameter in parameters])

@@ -18,6 +18,7 @@ from torchboost.algorithms.adasum.rule import adasum_
 from torchboost.algorithms.adasum.update_sum import UpdateSum, before_first_step, held
 from torchboost.algorithms.loss_scale.scalers import LossScaler
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.arguments import is_integer
 from torchboost.core.averaging import check_mesh, check_ranks, data_parallel, sharded_units
 from torchboost.core.wrapping import unwrap
 from torchboost.distributed.topology import NodeGroups, Topology
@@ -168,7 +169,7 @@ class AdaptiveSum(Algorithm):
         if self.on not in ("delta", "gradient"):
             raise ValueError(f"on: found {self.on!r}; give 'delta' or 'gradient'.")
         per_node = self.devices_per_node
-        if per_node is not None and (isinstance(per_node, bool) or not isinstance(per_node, int) or per_node < 1):
+        if per_node is not None and (not is_integer(per_node) or per_node < 1):
             raise ValueError(f"devices_per_node: found {per_node!r}; give an integer of 1 or more, or None.")
         if self.split_groups is not None:
             object.__setattr__(self, "split_groups", _points(self.split_groups))
@@ -261,7 +262,7 @@ def _hook_units(live: AdaptiveSumming, target: Target, groups: NodeGroups) -> Ad
 
 def _points(value: Any) -> tuple[int, ...]:
     points = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    if any(isinstance(point, bool) or not isinstance(point, int) for point in points):
+    if any(not is_integer(point) for point in points):
         raise TypeError(f"split_groups: found {value!r}; give positions in the list of parameters, or None.")
     if not points or points[0] < 1 or list(points) != sorted(set(points)):
         raise ValueError(f"split_groups: found {value!r}; give rising positions of 1 or more, or None.")

@@ -17,7 +17,7 @@ from torchboost.distributed.checkpoint.copies import bit_sum
 from torchboost.distributed.topology import NodeGroups
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
-__all__ = ["UpdateSum", "before_first_step", "held", "nodes_combined"]
+__all__ = ["UpdateSum", "before_first_step", "held"]
 
 
 class UpdateSum:
@@ -109,14 +109,6 @@ def before_first_step(optimizer: Optimizer, groups: NodeGroups) -> Any:
     Nodes whose gradients are averaged over the node alone do not notice otherwise that they began differently.
     """
     return optimizer.register_step_pre_hook(_FirstStep(groups))
-
-
-def nodes_combined(optimizer: Optimizer) -> bool:
-    """Whether nodes that average gradients over their own ranks only are combined around the steps of an optimizer.
-
-    All ranks of the job then train one model, though nothing in its wrapping says so.
-    """
-    return any(isinstance(hook, _FirstStep) for hook in optimizer._optimizer_step_pre_hooks.values())
 
 
 class _FirstStep:

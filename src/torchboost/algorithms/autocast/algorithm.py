@@ -25,8 +25,8 @@ _HALF = (torch.bfloat16, torch.float16)
 def autocast_forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Attachment:
     """Run every forward of ``model`` under ``torch.autocast`` and give its outputs back in float32.
 
-    Outputs keep their containers (see :func:`~torchboost.algorithms.autocast.containers.with_tensors`); tensors in an object of
-    another kind stay in the precision that autocast gave them.
+    Outputs keep their containers (see :func:`~torchboost.algorithms.autocast.containers.with_tensors`); tensors in an
+    object of another kind stay in the precision that autocast gave them.
 
     Matrix products and convolutions read ``dtype``; reductions that need it stay in float32; parameters,
     gradients and optimizer state stay as they are. Each weight is cast once per forward (autocast's cache).

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 from zlib import crc32
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.adasum.update_sum import nodes_combined
 from torchboost.algorithms.freezing import schedule as freeze_schedule
 from torchboost.algorithms.freezing.freezer import (
     Freezing,
     Norms,
-    Prefix,
     check_freezable,
     compiled_prefixes,
     prefixes_of,
 )
-from torchboost.algorithms.freezing.plasticity import Plasticity
 from torchboost.algorithms.freezing.prefix.activation_cache import ActivationCache
 from torchboost.algorithms.freezing.prefix.frozen_prefix import FastPrefix, fast_prefix
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
@@ -31,96 +26,9 @@ from torchboost.core.wrapping import is_compiled, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.blocks import Block, blocks_of, group_starts
 
-__all__ = ["BlockFreeze", "GuidedFreezing", "Pattern", "freeze_blocks"]
+__all__ = ["BlockFreeze", "Pattern", "freeze_blocks"]
 
-Pattern = Literal["continuous", "interval", "progressive", "guided", "fixed"]
-
-
-class GuidedFreezing(Freezing):
-    """A :class:`~torchboost.algorithms.freezing.freezer.Freezing` that decides by what it measures.
-
-    Args:
-        plasticity: Decides after each window.
-        window: Updates per window.
-        start: Update from which groups may be frozen.
-        most: Largest number of frozen groups.
-
-    See the others at :class:`~torchboost.algorithms.freezing.freezer.Freezing`.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        prefixes: Sequence[Prefix],
-        plasticity: Plasticity,
-        *,
-        window: int,
-        start: int,
-        most: int,
-        norms: Norms,
-        fast: FastPrefix | None = None,
-        total_steps: int | None = None,
-        alike: Mapping[str, int] | None = None,
-        agree_within: float = 600.0,
-    ) -> None:
-        self.plasticity = plasticity
-        self._window, self._start, self._most = window, start, most
-        self._wanted = 0
-        super().__init__(
-            model,
-            optimizer,
-            prefixes,
-            lambda step: self._wanted,
-            norms=norms,
-            fast=fast,
-            total_steps=total_steps,
-            alike=alike,
-            agree_within=agree_within,
-        )
-
-    @property
-    def graphs(self) -> int:
-        """The largest number of different prefixes: so many graphs a compiled model may need for training."""
-        return self._most + 1
-
-    def observe(self, loss: Tensor) -> None:
-        """Take note of the loss of an update; ``TrainStep`` tells it, a loop of one's own must.
-
-        Without it, nothing that is frozen is ever trained again.
-        """
-        self.plasticity.observe(loss)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return step, index and all that was measured (a copy of the weights)."""
-        return {**super().state_dict(), "index": self._wanted, "plasticity": self.plasticity.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint.
-
-        Raises:
-            ValueError: The checkpoint is of another model or other groups; nothing was changed.
-        """
-        self._checked_index(state)
-        self.plasticity.load_state_dict(state["plasticity"])
-        self._wanted = state["index"]
-        super().load_state_dict(state)
-
-    def _index_of(self, state: Mapping[str, Any]) -> int:
-        index = state.get("index", 0)
-        if not 0 <= index < len(self._prefixes):
-            raise ValueError(f"the checkpoint froze {index} groups, there are {len(self._prefixes)} here.")
-        return 0 if self._over(int(state["step"])) else index
-
-    def _after_update(self) -> None:
-        self.step += 1
-        if self.step % self._window == 0:
-            total, optimizer = None, self._optimizer()
-            if self._replicas is not None and optimizer is not None:
-                total = partial(self._replicas.total, of_job=nodes_combined(optimizer))
-            decided = self.plasticity.decide(self.index, may_freeze=self.step > self._start, total=total)
-            self._wanted = min(decided, self._most)
-        self._apply(self._scheduled(self.step))
+Pattern = Literal["continuous", "interval", "progressive", "fixed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +41,6 @@ class BlockFreeze(Algorithm):
     - ``"interval"`` (type 1): at random updates a random number of groups, small numbers likeliest.
     - ``"progressive"`` (type 2): full training first, then groups are frozen for good from the front, on FreezeOut's
       cubic schedule, at the few moments that save most.
-    - ``"guided"`` (type 3): after full training, one leading group after the other is frozen when its weights have
-      slowed down more than those of the average group; everything trains again when the loss rises.
     - ``"fixed"``: the first ``frozen`` groups from beginning to end, for fine-tuning.
 
     Where forward : backward is 1 : 2, freezing blocks worth the share f of a step saves at most 2 f / 3 of it.
@@ -152,8 +58,6 @@ class BlockFreeze(Algorithm):
             :func:`torchboost.graph.blocks.block_costs`.
         step_seconds: Time of a full step, and
         recompile_seconds: of a compilation: the progressive pattern leaves out moments that do not repay one.
-        threshold: Guided: freeze what has slowed down to less than so many times the average.
-        tolerance: Guided: share by which the loss may rise above its lowest window mean.
         frozen: Fixed: how many groups are frozen.
         cache_mebibytes: Budget for what the frozen part gives for each sample, which then is computed once; 0 keeps
             nothing. The loop names its samples: ``with attached["grad_freeze"].fast.samples(ids): ...``. Right only
@@ -178,8 +82,6 @@ class BlockFreeze(Algorithm):
     costs: tuple[float, ...] | None = None
     step_seconds: float = 0.0
     recompile_seconds: float = 0.0
-    threshold: float = 1.0
-    tolerance: float = 0.1
     frozen: int = 0
     cache_mebibytes: int = 0
     cache_path: str | None = None
@@ -225,7 +127,7 @@ class BlockFreeze(Algorithm):
         return "the model is a single block, which always trains" if len(blocks_of(model)) < 2 else None
 
     def check(self, target: Target) -> None:
-        """Refuse what :func:`torchboost.algorithms.freezing.freezer.check_freezable` does, and settings that do not fit the model."""
+        """Refuse wrappers and compilers that cannot follow, and settings that do not fit the model."""
         check_freezable(target.model, target.optimizer)
         if self.costs is not None:
             _check_costs(self.costs, blocks_of(target.model))
@@ -243,16 +145,10 @@ class BlockFreeze(Algorithm):
             IncompatibleError: The wrapper or the compiler of the model cannot follow.
             ValueError: ``costs`` are not one per block.
         """
-        freezing = freeze_blocks(target.model, target.optimizer, self, seed=target.seed)
-        if isinstance(freezing, GuidedFreezing):
-            # The list alone: whoever reads the losses for an optimizer must not keep that optimizer alive.
-            observe, observers = freezing.observe, target.observers
-            observers.append(observe)
-            freezing.with_undo(lambda: observers.remove(observe))
-        return freezing
+        return freeze_blocks(target.model, target.optimizer, self, seed=target.seed)
 
     def schedule(self, costs: Sequence[float], *, seed: int = 0, prefixes: int | None = None) -> Callable[[int], int]:
-        """Return the number of frozen groups as a function of the update, for every pattern but the guided one.
+        """Return the number of frozen groups as a function of the update.
 
         Args:
             costs: Share of the computation in each group.
@@ -325,8 +221,6 @@ def freeze_blocks(
     prefixes = prefixes_of(blocks, starts)
     fast = _cached_prefix(model, settings) if settings.cache_mebibytes else None
     alike = {"seed": seed, "checksum of the settings": _fingerprint(settings)}
-    if settings.pattern == "guided":
-        return _guided(model, optimizer, settings, prefixes, fast, alike)
     shares = settings.costs or (1 / len(blocks),) * len(blocks)
     costs = [sum(shares[a:b]) for a, b in zip(starts, [*starts[1:], len(blocks)], strict=True)]
     limit = settings.prefixes or (compiled_prefixes() if is_compiled(model) else None)
@@ -361,37 +255,3 @@ def _cached_prefix(model: nn.Module, settings: BlockFreeze) -> FastPrefix:
     fast = fast_prefix(model, cache=cache)
     fast.with_undo(cache.close)
     return fast
-
-
-def _guided(
-    model: nn.Module,
-    optimizer: Optimizer,
-    settings: BlockFreeze,
-    prefixes: tuple[Prefix, ...],
-    fast: FastPrefix | None,
-    alike: Mapping[str, int],
-) -> GuidedFreezing:
-    limit = (settings.prefixes or (compiled_prefixes() if is_compiled(model) else len(prefixes))) - 1
-    most = min(limit, len(prefixes) - 1)
-    # Of all groups, the last one too: what changes less than the average is judged against them.
-    groups = [[p for p in after.parameters if p not in set(before.parameters)] for before, after in pairwise(prefixes)]
-    inside = {p for group in groups for p in group}
-    groups.append([p for p in model.parameters() if p not in inside])
-    start = round(settings.full_share * settings.total_steps)
-    # One group per window: the windows that are left reach the last group at the end of the run.
-    window = max(1, (settings.total_steps - start) // (len(prefixes) + 1))
-    plasticity = Plasticity(groups, threshold=settings.threshold, tolerance=settings.tolerance)
-    return GuidedFreezing(
-        model,
-        optimizer,
-        prefixes,
-        plasticity,
-        window=window,
-        start=start,
-        most=most,
-        norms=settings.norms,
-        fast=fast,
-        total_steps=None if settings.pattern == "fixed" else settings.total_steps,
-        alike=alike,
-        agree_within=settings.agree_within,
-    )

@@ -121,10 +121,10 @@ class Freezing(Attachment):
     (:class:`~torchboost.algorithms.freezing.replicas.Replicas`).
 
     Only parameters of the optimizer are frozen, and only while the user trains them: what the user freezes, before or
-    between, stays frozen, and what the user thaws stays thawed (:class:`~torchboost.algorithms.freezing.flags.HeldFlags`). The index
-    in force is the one of the schedule, or the largest one below it that leaves something to train
-    (:class:`~torchboost.algorithms.freezing.reach.Reach`). Freezing that an earlier attachment left on these parameters is undone
-    first.
+    between, stays frozen, and what the user thaws stays thawed
+    (:class:`~torchboost.algorithms.freezing.flags.HeldFlags`). The index in force is the one of the schedule, or the
+    largest one below it that leaves something to train (:class:`~torchboost.algorithms.freezing.reach.Reach`). Freezing
+    that an earlier attachment left on these parameters is undone first.
 
     Args:
         model: What the loop calls, wrapped or not (DDP may come later); None if only parameters are known, whose

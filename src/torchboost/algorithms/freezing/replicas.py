@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchboost.core.algorithm import Attachment
@@ -21,9 +21,6 @@ _HINT = (
     "Flags must change on all ranks at the same update: give all ranks the same settings, seed and checkpoint, and let "
     "all take or skip an update together."
 )
-
-_PATIENCE = 1800.0
-"""Seconds, torch's own default, that a guided decision waits where nothing else is compared."""
 
 
 def check_reducer(model: nn.Module) -> None:
@@ -118,23 +115,6 @@ class Replicas(Attachment):
         for module in _replicas_in(self._model) or [self._model]:
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
-    def total(self, figures: Tensor, *, of_job: bool = False) -> Tensor:
-        """Return the sum over the ranks that train together of a float64 tensor on the CPU; itself on one rank.
-
-        Args:
-            figures: What to sum.
-            of_job: Whether all ranks of the job train together, whatever the wrapping of the model says.
-
-        Raises:
-            RankDisagreementError: The ranks are not at the same update.
-        """
-        ranks = range(dist.get_world_size()) if of_job else self._together()
-        if len(ranks) < 2:
-            return figures
-        agreement = self._agreement_of(ranks)
-        agreement.check(self._figures(), hint=_HINT)
-        return agreement.total(figures)
-
     def release(self) -> None:
         """Build the reducers for the flags of now, and free the group; after the hooks are gone."""
         if dist.is_initialized():
@@ -171,18 +151,13 @@ class Replicas(Attachment):
             rebuild_reducer(ddp)
             self._built[ddp] = self._version()
 
-    def _together(self) -> Sequence[int]:
-        """The ranks that train the model together, asked outside of a pass."""
-        seen = _replicas_in(self._model) or list(self._built)
-        return self._ranks_of(seen[-1] if seen else None)
-
     def _ranks_of(self, ddp: DistributedDataParallel | None) -> Sequence[int]:
         return self._sharding() if ddp is None else dist.get_process_group_ranks(ddp.process_group)
 
     def _agreement_of(self, ranks: Sequence[int]) -> Agreement:
         key = tuple(ranks)
         if key not in self._agreements:
-            self._agreements[key] = Agreement(ranks, subject="freezing", timeout=self._within or _PATIENCE)
+            self._agreements[key] = Agreement(ranks, subject="freezing", timeout=self._within)
         return self._agreements[key]
 
     def _sharding(self) -> list[int]:

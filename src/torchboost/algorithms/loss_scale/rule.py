@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torchboost.core.arguments import check_number
+from torchboost.core.arguments import check_number, is_integer
 from torchboost.errors import ScaleCollapseWarning
 
 __all__ = ["Alarm", "ScaleRule", "ScaleState", "check_scale"]
@@ -66,7 +66,7 @@ class ScaleRule:
     def __post_init__(self) -> None:
         for name in ("window", "hysteresis"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_integer(value) or value < 1:
                 raise ValueError(f"{name}: found {value!r}; give an integer of 1 or more.")
         for name in ("growth", "shrink", "floor", "ceiling"):
             check_number(name, getattr(self, name), above=True)

@@ -8,4 +8,11 @@ from torchboost.algorithms.subspace.basis_sources import principal_basis
 from torchboost.algorithms.subspace.optimizer import SubspaceOptimizer
 from torchboost.algorithms.subspace.snapshots import CheckpointFiles, SnapshotBuffer
 
-__all__ = ["CheckpointFiles", "SnapshotBuffer", "SubspaceBasis", "SubspaceDescent", "SubspaceOptimizer", "principal_basis"]
+__all__ = [
+    "CheckpointFiles",
+    "SnapshotBuffer",
+    "SubspaceBasis",
+    "SubspaceDescent",
+    "SubspaceOptimizer",
+    "principal_basis",
+]

@@ -56,7 +56,7 @@ class SubspaceDescent(Algorithm):
         alpha: Step along that momentum.
         sigma: Share of the decrease promised by the slope that a trial must reach.
         trials: Forward passes per line search at most.
-        line_search: See :class:`~torchboost.optim.SubspaceOptimizer`.
+        line_search: See :class:`~torchboost.algorithms.SubspaceOptimizer`.
         pca_mat_path: An ``.npy`` file with a direction per row, as ``torchboost pca`` writes it.
         weight_load_dir: A folder with at least ``n_components`` checkpoints, safetensors or ``.pt`` with tensors only.
             If both are given, an existing file is read and the folder is not; if there is no file yet, it is written
@@ -71,7 +71,7 @@ class SubspaceDescent(Algorithm):
         tolerance: See ``patience``.
         memory_mebibytes: Budget of the basis on each rank; above it every direction covers one block of weights only.
         timeout: Seconds that ranks wait for the one that makes the basis.
-        native: See :class:`~torchboost.optim.SubspaceOptimizer`.
+        native: See :class:`~torchboost.algorithms.SubspaceOptimizer`.
     """
 
     name: ClassVar[str] = "dim_reduce"
@@ -223,7 +223,7 @@ class SubspaceRun(FrontOptimizer, ClosureOptimizer):  # pyright: ignore[reportIn
         """Update once and return the loss before it.
 
         Args:
-            closure: See :meth:`torchboost.optim.SubspaceOptimizer.step`.
+            closure: See :meth:`torchboost.algorithms.SubspaceOptimizer.step`.
 
         Raises:
             TypeError: No closure.

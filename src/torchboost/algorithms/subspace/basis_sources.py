@@ -166,7 +166,7 @@ def principal_basis(
 
     Example:
         >>> import torch
-        >>> from torchboost.optim import SnapshotBuffer, SubspaceOptimizer, principal_basis
+        >>> from torchboost.algorithms.subspace import SnapshotBuffer, SubspaceOptimizer, principal_basis
         >>> model = torch.nn.Linear(4, 2)
         >>> snapshots = SnapshotBuffer(model)
         >>> for _ in range(3):

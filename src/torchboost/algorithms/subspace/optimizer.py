@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchboost.algorithms.subspace.basis import SubspaceBasis
 from torchboost.algorithms.subspace.quasi_newton import InverseHessian
-from torchboost.core.arguments import check_number
+from torchboost.core.arguments import check_number, is_integer
 from torchboost.core.closure import ClosureOptimizer, Replay
 from torchboost.errors import IncompatibleError
 from torchboost.optim.tensor_lists import foreach
@@ -65,7 +65,7 @@ class SubspaceOptimizer(ClosureOptimizer):
 
     Example:
         >>> import torch
-        >>> from torchboost.optim import SubspaceBasis, SubspaceOptimizer
+        >>> from torchboost.algorithms.subspace import SubspaceBasis, SubspaceOptimizer
         >>> model = torch.nn.Linear(3, 1, bias=False)
         >>> optimizer = SubspaceOptimizer(model.parameters(), SubspaceBasis.of(torch.eye(2, 3)), lr=0.1)
         >>> x = torch.randn(8, 3)
@@ -329,7 +329,7 @@ def _check_settings(lr: float, rho: float, gamma: float, sigma: float, trials: i
         check_number(name, value, above=name != "gamma")
         if value >= 1:
             raise ValueError(f"{name}: found {value}; give a number below 1.")
-    if isinstance(trials, bool) or not isinstance(trials, int) or trials < 1:
+    if not is_integer(trials) or trials < 1:
         raise ValueError(f"trials: found {trials!r}; give an integer of 1 or more.")
     if line_search not in ("backtracking", "parabola"):
         raise ValueError(f"line_search={line_search!r}: allowed are 'backtracking' and 'parabola'.")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchboost.core.arguments import check_number
+from torchboost.core.arguments import check_number, is_number
 from torchboost.errors import IncompatibleError
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
@@ -93,7 +93,7 @@ class FTRL(UpdateRule):
             if 0 < lr < SMALLEST_LR:
                 raise ValueError(f"lr: found {float(lr)!r}; give a number, at least {SMALLEST_LR:g}, or 0.")
         power = group["lr_power"]
-        if isinstance(power, bool) or not isinstance(power, (int, float)):
+        if not is_number(power):
             raise TypeError(f"lr_power: found {power!r}; give a number from -1 to 0, such as -0.5.")
         if not -1 <= power <= 0:
             raise ValueError(f"lr_power: found {power!r}; give a number from -1 to 0, such as -0.5.")

@@ -1,0 +1,14 @@
+from .adasum import AdaSum as AdaSum
+from .auto_boost import AutoBoost as AutoBoost
+from .cells import BoostTrainOneStepCell as BoostTrainOneStepCell
+from .cells import WithLoss as WithLoss
+from .dim_reduce import DimReduce as DimReduce
+from .freeze import FreezeOpt as FreezeOpt
+from .freeze import GradientFreeze as GradientFreeze
+from .freeze import freeze_cell as freeze_cell
+from .loss_scale import BoostTrainOneStepWithLossScaleCell as BoostTrainOneStepWithLossScaleCell
+from .loss_scale import GroupLossScaleManager as GroupLossScaleManager
+from .process import OptimizerProcess as OptimizerProcess
+from .process import ParameterProcess as ParameterProcess
+from .wrappers import GradientAccumulation as GradientAccumulation
+from .wrappers import LessBN as LessBN

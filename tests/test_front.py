@@ -1,0 +1,244 @@
+"""The front door: one line, the loop as it was, and everything taken away again."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import torchboost
+from tests.support.conv_nets import vgg
+from torchboost import Boosted, ConfigError, IncompatibleError, NoEffectWarning, Target, boost, prepare
+from torchboost.front import boosted_of, fastest
+
+SCALED = {"boost": {"mode": "manual", "loss_scale_group": True}}
+EVERY_SECOND = {"extra": {"grad_accumulation": {"steps": 2}}}
+
+
+def small_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    block = [nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()]
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), *block, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    )
+
+
+def pair(make=small_net) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = make()
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(16, 3, 8, 8, generator=generator), torch.randint(0, 3, (16,), generator=generator)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    x, y = batch()
+    losses = []
+    for _ in range(steps):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def hooks(optimizer: torch.optim.Optimizer) -> int:
+    return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+
+
+def test_the_pair_trains_in_the_loop_that_was_there():
+    given, sgd = pair()
+    boosted = boost(given, sgd, total_steps=30)
+    model, optimizer = boosted
+    assert (model, optimizer) == (given, sgd)
+    losses = train(model, optimizer, 30)
+    assert losses[-1] < 0.9 * losses[0]
+    assert boosted.plan.level == "O1"
+    assert "level O1" in boosted.explain()
+    assert "fused_optimizer" in repr(boosted)
+    boosted.remove()
+    assert not hooks(optimizer)
+    assert not model._forward_pre_hooks
+    assert boosted_of(optimizer) is None
+
+
+def test_o0_changes_nothing():
+    model, optimizer = pair()
+    boosted = boost(model, optimizer, level="O0")
+    assert (len(boosted.attached), hooks(optimizer)) == (0, 0)
+    assert boosted.state_dict() == {"attached": {}}
+
+
+def test_a_missing_length_is_said_once_by_name():
+    with pytest.warns(
+        NoEffectWarning, match=r"^O1 runs without grad_freeze, which .* boost\(\.\.\., total_steps="
+    ) as seen:
+        boost(*pair())
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    boost(*pair(), config={"grad_freeze": {"total_steps": 100}})
+    boost(*pair(), config={"extra": {"grad_freeze": False}})
+    boost(*pair(), level="O0")
+
+
+def test_total_steps_reaches_freezing_and_auto_boost():
+    assert boost(*pair(), total_steps=100).plan.algorithms[-1].total_steps == 100  # pyright: ignore
+    booster = torchboost.AutoBoost("O1", total_steps=100)
+    booster.network_auto_process_train(*pair())
+    assert booster.plan.algorithms[-1].total_steps == 100  # pyright: ignore
+    with pytest.raises(ConfigError, match="found 9, and total_steps=100"):
+        boost(*pair(), total_steps=100, config={"grad_freeze": {"total_steps": 9}})
+
+
+def test_a_wrapped_model_is_told_which_line_to_move():
+    model, optimizer = pair()
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(
+        IncompatibleError, match=r"wrapped by torch\.compile.*move the line with torchboost\.boost.*bare model"
+    ):
+        boost(compiled, optimizer, total_steps=10)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(IncompatibleError, match="bare model"):
+        prepare(compiled, total_steps=10)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_prepared_model_is_attached_later():
+    model = vgg()
+    norms = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    plan = prepare(model, total_steps=10)
+    assert sum(isinstance(module, nn.BatchNorm2d) for module in model.modules()) < norms
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attached = plan.attach(Target(torch.compile(model, backend="eager"), optimizer))  # pyright: ignore
+    assert "less_bn" in attached
+
+
+@pytest.mark.parametrize("own_loop", [True, False])
+def test_gradients_accumulate_in_either_loop(own_loop):
+    model, sgd = pair()
+    boosted = boost(model, sgd, level="O0", config=EVERY_SECOND)
+    assert boosted.optimizer is not sgd
+    before = [copy.deepcopy(model[0].weight)]  # pyright: ignore[reportIndexIssue]
+    step = None if own_loop else boosted.step(F.cross_entropy)
+    for _ in range(4):
+        if step is None:
+            train(model, boosted.optimizer, 1)
+        else:
+            step(*batch())
+        before.append(copy.deepcopy(model[0].weight))  # pyright: ignore[reportIndexIssue]
+    assert [torch.equal(a, b) for a, b in pairwise(before)] == [True, False, True, False]
+
+
+def test_an_accumulating_step_says_when_it_updated():
+    step = boost(*pair(), level="O0", config=EVERY_SECOND).step(F.cross_entropy)
+    updated = []
+    for _ in range(5):
+        step(*batch())
+        updated.append(step.updated)
+    assert updated == [False, True, False, True, False]
+    assert step.flush() is not None
+
+
+def test_the_inner_optimizer_is_not_stepped_past_the_one_in_front():
+    model, sgd = pair()
+    boost(model, sgd, level="O0", config=EVERY_SECOND)
+    with pytest.raises(IncompatibleError, match=r"model, optimizer = torchboost\.boost"):
+        train(model, sgd, 1)
+
+
+def test_a_step_without_a_loss_takes_the_models_own():
+    network = torchboost.WithLoss(nn.Linear(4, 2), F.cross_entropy)
+    step = boost(network, torch.optim.SGD(network.parameters(), lr=0.1), level="O0").step()
+    assert step(torch.randn(8, 4), torch.randint(0, 2, (8,))).loss.ndim == 0
+
+
+def test_the_scaler_of_the_loop_and_one_that_is_brought():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    boosted = boost(*pair(), level="O0", scaler=scaler)
+    assert boosted.scaler is scaler
+    assert "scaler" not in boosted.state_dict()
+    assert boosted.step(F.cross_entropy)(*batch()).loss_scale == 8
+    with pytest.raises(IncompatibleError, match="the target has a scaler already, a GradScaler"):
+        boost(*pair(), level="O0", config=SCALED, scaler=torch.amp.GradScaler("cpu"))
+    brought = boost(*pair(), level="O0", config=SCALED)
+    assert brought.step(F.cross_entropy)(*batch()).loss_scale >= 2.0**16
+    again = boost(*pair(), level="O0", config=SCALED)
+    again.load_state_dict(copy.deepcopy(brought.state_dict()))
+    assert again.state_dict() == brought.state_dict()
+    with pytest.raises(ValueError, match=r"the checkpoint holds \['attached'\]"):
+        again.load_state_dict({"attached": {}})
+
+
+def test_resuming_in_mid_run_is_bit_identical():
+    model, optimizer = pair()
+    boosted = boost(model, optimizer, level="O2", total_steps=12)
+    train(model, optimizer, 6)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), boosted.state_dict()))
+    train(model, optimizer, 6)
+    again, again_optimizer = pair()
+    second = boost(again, again_optimizer, level="O2", total_steps=12)
+    for part, state in zip((again, again_optimizer, second), saved, strict=True):
+        part.load_state_dict(state)
+    train(again, again_optimizer, 6)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_a_second_boost_takes_the_first_one_away():
+    model, optimizer = pair()
+    first = boost(model, optimizer, total_steps=4)
+    train(model, optimizer, 4)
+    count = hooks(optimizer)
+    second = boost(model, optimizer, total_steps=4)
+    assert len(first.attached) == 0
+    assert hooks(optimizer) == count
+    assert boosted_of(optimizer) is second
+    other = torch.optim.SGD(model.parameters(), lr=0.05)
+    boost(model, other, total_steps=4)
+    assert hooks(optimizer) == 0
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_second_boost_finds_the_optimizer_behind_the_one_in_front():
+    model, sgd = pair()
+    first = boost(model, sgd, level="O0", config=EVERY_SECOND)
+    second = boost(model, first.optimizer, level="O0", config=EVERY_SECOND)
+    assert second.optimizer is not first.optimizer
+    assert getattr(second.optimizer, "opt", None) is sgd
+    assert boosted_of(sgd) is boosted_of(second.optimizer) is second
+
+
+def test_nothing_keeps_a_boosted_pair_alive():
+    model, optimizer = pair()
+    boosted = boost(model, optimizer, total_steps=10)
+    train(model, optimizer, 2)
+    gone = [weakref.ref(boosted), weakref.ref(optimizer)]
+    del boosted, optimizer
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+
+
+def test_the_copy_for_inference_computes_the_same():
+    model, optimizer = pair(vgg)
+    boosted = boost(model, optimizer, total_steps=10)
+    x = torch.randn(2, 3, 32, 32)
+    model(x)
+    copied = boosted.eval_model(x)
+    assert not copied.training
+    assert model.training
+    torch.testing.assert_close(copied(x), model.eval()(x), rtol=1e-4, atol=1e-5)
+
+
+def test_the_fastest_form_is_named():
+    wide = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    assert fastest({"wide": wide, "thin": nn.Linear(512, 1)}, torch.randn(8, 512)) == "thin"
+
+
+def test_it_is_a_boosted():
+    assert isinstance(boost(*pair(), level="O0"), Boosted)
