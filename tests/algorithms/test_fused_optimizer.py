@@ -499,7 +499,7 @@ def test_no_low_precision_model_moves_as_a_wrong_kernel_would_move_it(make, dtyp
     target, plain = pair(make, lambda: mlp().to(dtype))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoEffectWarning)
-        fuse(target.optimizer)
+        fuse_optimizer(target.optimizer)
     for _ in range(3):
         for p, q in zip(target.model.parameters(), plain.model.parameters(), strict=True):
             p.grad = torch.linspace(-1, 1, p.numel()).view_as(p).to(dtype)
@@ -513,7 +513,7 @@ def test_a_model_cast_later_is_not_given_to_a_wrong_kernel():
     if not miscomputes(torch.optim.SGD, torch.bfloat16, torch.device("cpu")):
         pytest.skip("this torch computes right steps in bfloat16")
     target, plain = pair(momentum)
-    fuse(target.optimizer)
+    fuse_optimizer(target.optimizer)
     step_on_equal_gradients(target, plain)
     for one in (target, plain):
         one.model.to(torch.bfloat16)
