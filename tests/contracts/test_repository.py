@@ -80,9 +80,9 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert re.search(r"^make test VENV=", script.read_text(), re.MULTILINE)
 
 
-def test_core_needs_four_packages_and_bounds_none_from_above():
+def test_core_needs_five_packages_and_bounds_none_from_above():
     core = requirements(PROJECT["dependencies"])
-    assert set(core) == {"torch", "pydantic", "numpy", "safetensors"}
+    assert set(core) == {"torch", "lazy-loader", "pydantic", "numpy", "safetensors"}
     extras = [Requirement(r) for group in PROJECT["optional-dependencies"].values() for r in group]
     bounded = [str(r) for r in [*core.values(), *extras] if any(s.operator not in (">=", "!=") for s in r.specifier)]
     assert not bounded

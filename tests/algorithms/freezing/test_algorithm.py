@@ -11,22 +11,20 @@ from tests.support.models import BottleneckNet, mlp
 from tests.support.ranks import run_ranks
 from tests.support.wrapped import all_weights, train_share, wrap
 from torchboost import (
-    Accumulation,
     AutoBoost,
-    BlockFreeze,
     ConfigError,
     Facts,
     IncompatibleError,
-    LessBatchNorm,
     NoEffectWarning,
     Plan,
     Target,
     TrainStep,
-    attach_all,
     freeze_blocks,
 )
+from torchboost.algorithms import Accumulation, BlockFreeze, LessBatchNorm
 from torchboost.algorithms.freezing.freezer import compiled_prefixes
 from torchboost.algorithms.freezing.schedule import Switches
+from torchboost.core import attach_all
 
 PATTERNS = ("continuous", "interval", "progressive")
 

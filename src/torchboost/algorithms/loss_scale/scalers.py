@@ -189,7 +189,7 @@ class FixedLossScale(LossScaler):
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> scaler = torchboost.FixedLossScale(128.0)
-        >>> step = torchboost.boost(model, optimizer, torch.nn.functional.cross_entropy, scaler=scaler)
+        >>> step = torchboost.boost(model, optimizer, level="O0", scaler=scaler).step(torch.nn.functional.cross_entropy)
     """
 
     def __init__(self, scale: float, *, agree: bool = True, process_group: Any = None) -> None:

@@ -23,7 +23,7 @@ def html_page(report: BenchReport) -> str:
     Args:
         report: What to show. Sections without data, such as training curves, are left out.
     """
-    style = importlib.resources.files("torchboost.tuner").joinpath("report.css").read_text(encoding="utf-8")
+    style = importlib.resources.files("torchboost.bench.report").joinpath("report.css").read_text(encoding="utf-8")
     sections = [
         _header(report),
         _results(report),
