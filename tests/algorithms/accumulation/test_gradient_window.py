@@ -22,7 +22,7 @@ def loss_and_grads(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, tup
     return loss, torch.autograd.grad(loss, list(model.parameters()))
 
 
-def test_a_ragged_window_updates_like_one_large_batch(self):
+def test_a_ragged_window_updates_like_one_large_batch():
     model, optimizer = model_and_optimizer()
     raw, plain = model_and_optimizer()
     accumulate = GradientWindow(3, optimizer)
@@ -41,7 +41,7 @@ def test_a_ragged_window_updates_like_one_large_batch(self):
     assert not accumulate.flush()
 
 
-def test_a_short_window_is_averaged_over_what_it_holds(self):
+def test_a_short_window_is_averaged_over_what_it_holds():
     model, optimizer = model_and_optimizer()
     raw, plain = model_and_optimizer()
     accumulate = GradientWindow(4, optimizer)
@@ -55,7 +55,7 @@ def test_a_short_window_is_averaged_over_what_it_holds(self):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
-def test_hooks_and_schedulers_follow_the_updates(self):
+def test_hooks_and_schedulers_follow_the_updates():
     model, optimizer = model_and_optimizer()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     steps = []
@@ -68,7 +68,7 @@ def test_hooks_and_schedulers_follow_the_updates(self):
     assert (len(steps), scheduler.last_epoch) == (2, 2)
 
 
-def test_gradients_may_be_missing(self):
+def test_gradients_may_be_missing():
     model, optimizer = model_and_optimizer()
     before = model.weight.detach().clone()
     accumulate = GradientWindow(2, optimizer)
@@ -81,7 +81,7 @@ def test_gradients_may_be_missing(self):
 
 
 @pytest.mark.parametrize("stop", range(1, 12))
-def test_resume_at_every_call_is_bit_identical(self, stop):
+def test_resume_at_every_call_is_bit_identical(stop):
     def run(model, optimizer, accumulate, batches):
         for x in batches:
             accumulate(*loss_and_grads(model, x), count=len(x))
@@ -99,7 +99,7 @@ def test_resume_at_every_call_is_bit_identical(self, stop):
     assert run(model, optimizer, accumulate, batches[stop:]) == run(again, other, resumed, batches[stop:])
 
 
-def test_bad_input_is_refused_and_changes_nothing(self):
+def test_bad_input_is_refused_and_changes_nothing():
     model, optimizer = model_and_optimizer()
     for steps in (0, True, 1.5, "2"):
         with pytest.raises(ValueError, match=f"steps: found {steps!r}"):

@@ -117,9 +117,7 @@ def test_a_compiled_model_gets_as_many_graphs_as_announced(pattern, backend):
     net = Net()
     net.compile(backend=backend)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    freezing = freeze_blocks(
-        net, optimizer, settings(pattern, groups=10, full_share=0.1, total_steps=24, threshold=10.0)
-    )
+    freezing = freeze_blocks(net, optimizer, settings(pattern, groups=10, full_share=0.1, total_steps=24))
     before = counters["stats"]["unique_graphs"]
     seen = set()
     for number in range(24):
@@ -256,7 +254,7 @@ def _trained(kind: str, pattern: str) -> tuple[list[float], int]:
             module.eval()
     wrapped = wrap(model, kind)  # pyright: ignore[reportArgumentType]
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
-    freezing = freeze_blocks(wrapped, optimizer, settings(pattern, total_steps=10, full_share=0.2, threshold=10.0))
+    freezing = freeze_blocks(wrapped, optimizer, settings(pattern, total_steps=10, full_share=0.2))
     train_share(Target(wrapped, optimizer), model, steps=8)
     return all_weights(wrapped), freezing.index
 
