@@ -82,12 +82,12 @@ def test_other_kinds_of_tensors_and_mixed_precision_are_never_remembered():
     grads = [torch.ones(2), torch.ones(2)]
     checked = Checked()
     checked.note(0, {}, params, grads)
-    assert not checked.holds(0, {}, params, grads)
+    assert checked.layout(0, {}, params, grads) is None
     checked.note(0, {}, params[1:], grads[1:])
-    assert checked.holds(0, {}, params[1:], grads[1:])
-    assert not checked.holds(1, {}, params[1:], grads[1:])
-    assert not checked.holds(0, {"fused": True}, params[1:], grads[1:])
-    assert not checked.holds(0, {}, params[1:], [torch.ones(2).half()])
+    assert checked.layout(0, {}, params[1:], grads[1:]) is not None
+    assert checked.layout(1, {}, params[1:], grads[1:]) is None
+    assert checked.layout(0, {"fused": True}, params[1:], grads[1:]) is None
+    assert checked.layout(0, {}, params[1:], [torch.ones(2).half()]) is None
     checked.note(0, {}, params[1:] * 2, [torch.ones(2), torch.ones(2).half()])
-    assert not checked.holds(0, {}, params[1:], grads[1:])
+    assert checked.layout(0, {}, params[1:], grads[1:]) is None
     assert strides([torch.ones(2, 3)]) == [(3, 1)]

@@ -12,7 +12,7 @@ from torch.optim.adam import adam as torch_adam
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import IN_CACHE, pieces
-from torchboost.optim.rules.native_adam import Pipeline, load, prepared
+from torchboost.optim.rules.native_adam import Pipeline, check_walkable, load, prepared
 from torchboost.optim.rules.options import check_capturable, check_fused
 from torchboost.optim.tensor_lists import foreach
 
@@ -140,6 +140,8 @@ class Adam(UpdateRule):
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
         """Refuse what torch's kernels refuse, before anything is changed."""
+        if self.native is not None:
+            check_walkable(param)
         super().check_grad(param, grad, group)
         check_fused(param, group, torch.optim.Adam)
         check_capturable(param, group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, Literal, Self
 
 import torch
@@ -55,11 +56,13 @@ class Batch:
         params: What is updated in place: the parameters, or their float32 masters.
         grads: Their gradients, in the precision of ``params``.
         states: Their state.
+        layout: Strides of ``params``, if they are known already.
     """
 
     params: list[Tensor]
     grads: list[Tensor]
     states: list[dict[str, Any]]
+    layout: list[tuple[int, ...]] | None = None
 
     def state(self, key: str) -> list[Tensor]:
         """Return one entry of all states."""
@@ -70,7 +73,7 @@ class Batch:
 
         Kernels that walk through memory in order would read them at the wrong places.
         """
-        wanted = strides(self.params)
+        wanted = strides(self.params) if self.layout is None else self.layout
         if strides(self.grads) != wanted:
             self.grads[:] = [aligned(grad, param) for grad, param in zip(self.grads, self.params, strict=True)]
         for key in keys:
@@ -378,7 +381,7 @@ class UpdateRule(Optimizer):
         params = [param for param in group["params"] if param.grad is not None]
         known: list[Any] = list(map(self.state.get, params))
         batch = Batch(params, [param.grad for param in params], known)
-        masters = group.get("master_weights")
+        masters = group.get("master_weights") and not set(LOW_PRECISION).isdisjoint(map(attrgetter("dtype"), params))
         for position, kept in enumerate(known):
             if not masters and kept is not None and keys <= kept.keys() and "master" not in kept:
                 continue  # as it is in most steps: a model may have thousands of small parameters
@@ -470,7 +473,8 @@ class UpdateRule(Optimizer):
         for number, (group, batch) in enumerate(zip(self.param_groups, work, strict=True)):
             own = grads[start : start + len(batch.params)]
             start += len(own)
-            if self._checked.holds(number, group, batch.params, own):
+            batch.layout = self._checked.layout(number, group, batch.params, own)
+            if batch.layout is not None:
                 continue
             for param, grad, state in zip(batch.params, own, batch.states, strict=True):
                 narrow = state.get("master") is param and grad.dtype in LOW_PRECISION and not grad.is_sparse

@@ -11,9 +11,9 @@ from torch import Tensor
 
 __all__ = ["Checked", "strides"]
 
-_DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
+_DTYPE, _LAYOUT, _DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter("device")
 
-_Record = tuple[list[Tensor], list[int], list[tuple[int, ...]], torch.dtype, list[Any]]
+_Record = tuple[list[Tensor], list[int], list[tuple[int, ...]], torch.dtype, torch.device, list[Any]]
 
 
 def strides(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
@@ -24,36 +24,41 @@ def strides(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
 class Checked:
     """Remembers, per group, for which parameters dense gradients of one precision were found usable.
 
-    It holds until the group has other parameters, one of them other strides, or a flag of the group changes. What can
-    differ from step to step is looked at in every one: precision and layout of the gradients.
+    It holds until the group has other parameters, one of them other strides or another device, or a flag of the group
+    changes. What can
+    differ from step to step is looked at in every one: precision and layout of the gradients, and the device.
     """
 
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}
 
-    def holds(self, number: int, group: Mapping[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-        """Whether the gradients are like those that were checked."""
+    def layout(
+        self, number: int, group: Mapping[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> list[tuple[int, ...]] | None:
+        """Return the strides of the parameters if the gradients are like those that were checked; None if not."""
         record = None if torch.compiler.is_compiling() else self._records.get(number)
         if record is None:
-            return False
-        _, ids, memory, dtype, flags = record
-        return (
+            return None
+        _, ids, memory, dtype, device, flags = record
+        holds = (
             ids == list(map(id, params))
             and _one(_DTYPE, grads) is dtype
+            and _one(_DEVICE, params) == device
             and _one(_LAYOUT, grads) is torch.strided
             and memory == strides(params)
             and flags == _flags(group)
         )
+        return memory if holds else None
 
     def note(self, number: int, group: Mapping[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Say that every one of these was looked at."""
         self._records.pop(number, None)
         if torch.compiler.is_compiling() or any(type(param) not in (Tensor, torch.nn.Parameter) for param in params):
             return  # other tensors may change what they hold in other ways
-        dtype = _one(_DTYPE, grads)
-        if dtype is not None and _one(_LAYOUT, grads) is torch.strided:
+        dtype, device = _one(_DTYPE, grads), _one(_DEVICE, params)
+        if dtype is not None and device is not None and _one(_LAYOUT, grads) is torch.strided:
             # The parameters are held, so that no other can get the identity of one.
-            self._records[number] = (list(params), list(map(id, params)), strides(params), dtype, _flags(group))
+            self._records[number] = (list(params), list(map(id, params)), strides(params), dtype, device, _flags(group))
 
 
 def _one(of: attrgetter[Any], tensors: Sequence[Tensor]) -> Any:

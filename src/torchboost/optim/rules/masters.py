@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,7 +74,9 @@ def pieces(batch: Batch, limit: int | None = None) -> Iterator[Batch]:
         limit: Entries of a part on the CPU, which may hold one tensor more; None makes parts only to widen gradients.
     """
     near = limit is not None and all(param.device.type == "cpu" for param in batch.params)
-    low = [s for s, g in zip(batch.states, batch.grads, strict=True) if g.dtype in LOW_PRECISION]
+    low = []
+    if not set(LOW_PRECISION).isdisjoint(map(attrgetter("dtype"), batch.grads)):
+        low = [s for s, g in zip(batch.states, batch.grads, strict=True) if g.dtype in LOW_PRECISION]
     if not near and not any("master" in state for state in low):
         yield batch
         return

@@ -24,7 +24,7 @@ from torchboost.optim.shares import Share, joint_norm
 from torchboost.optim.tensor_lists import foreach
 from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay, Unscale
 
-__all__ = ["Pipeline", "load", "prepared"]
+__all__ = ["Pipeline", "check_walkable", "load", "prepared"]
 
 ORDER = (Unscale, Decay, Centralize, ClipNorm, ClipValue)
 
@@ -118,7 +118,7 @@ def prepared(
         FloatingPointError, RuntimeError: The gradients are not finite and the settings ask for an error.
     """
     for group, batch in zip(groups, work, strict=True):
-        _settle(batch, ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())))
+        batch.align(("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())))
     blocks = _blocks(groups, work, pipeline, grad_scale)
     threads, clip = torch.get_num_threads(), 1.0
     if (len(blocks) or share is not None) and (pipeline.clip_norm is not None or nonfinite != "ignore"):
@@ -154,17 +154,19 @@ def _complain(pipeline: Pipeline, nonfinite: Nonfinite) -> None:
         raise RuntimeError("the norm of the gradients is not finite; the update was left out.")
 
 
-def _settle(batch: Batch, keys: Sequence[str]) -> None:
-    """Give gradients and moments the memory layout of their parameter; refuse what the kernel cannot walk through."""
-    for param in batch.params:
-        plain = type(param) in (Tensor, nn.Parameter)  # a sharded tensor has its numbers elsewhere
-        if not plain or param.dtype is not torch.float32 or param.device.type != "cpu" or not _walkable(param):
-            raise IncompatibleError(
-                f"native=True works on dense float32 parameters on the CPU (master_weights=True makes them float32), "
-                f"found a {type(param).__name__} of {param.dtype} on {param.device}, shape {tuple(param.shape)}, "
-                f"strides {param.stride()}. Leave native out."
-            )
-    batch.align(keys)
+def check_walkable(param: Tensor) -> None:
+    """Refuse a parameter, or its float32 master, that the kernel cannot walk through.
+
+    Raises:
+        IncompatibleError: Not a dense float32 tensor on the CPU.
+    """
+    plain = type(param) in (Tensor, nn.Parameter)  # a sharded tensor has its numbers elsewhere
+    if not plain or param.dtype is not torch.float32 or param.device.type != "cpu" or not _walkable(param):
+        raise IncompatibleError(
+            f"native=True works on dense float32 parameters on the CPU (master_weights=True makes them float32), "
+            f"found a {type(param).__name__} of {param.dtype} on {param.device}, shape {tuple(param.shape)}, "
+            f"strides {param.stride()}. Leave native out."
+        )
 
 
 def _walkable(param: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ from torchboost.optim.memory_layout import is_dense, same_layout
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.adam import Adam
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.rules.checked import strides
 from torchboost.optim.rules.masters import has_master, pieces
 from torchboost.optim.rules.staging import SMALLEST_CHUNK, Job, Staging, StreamTransfer, Transfer, split
 
 __all__ = ["AdamOffload", "OffloadPlan"]
+
+_DTYPE, _DEVICE, _HOST = attrgetter("dtype"), attrgetter("device"), torch.device("cpu")
 
 MEBIBYTE = 2**20
 
@@ -270,6 +274,9 @@ class AdamOffload(Adam):
         jobs: dict[torch.device, list[Job]] = {}
         for group, batch in zip(self.param_groups, work, strict=True):
             options = _host_options(group)
+            if self._settled(batch, group):
+                self.update(options, batch)
+                continue
             near = Batch([], [], [])
             for param, grad, state in zip(batch.params, batch.grads, batch.states, strict=True):
                 self._settle(param, state, group)
@@ -288,6 +295,20 @@ class AdamOffload(Adam):
                     self.update(options, part)
         for device, listed in jobs.items():
             self._staging(device).run(listed, self.update)
+
+    def _settled(self, batch: Batch, group: Mapping[str, Any]) -> bool:
+        """Whether all of a batch is on the host as the kernel takes it, at the speed of C."""
+        keys = self.state_keys(group)
+        steps, others = batch.state(keys[0]), [batch.grads, *map(batch.state, keys[1:])]
+        if not batch.params or any("master" in state for state in batch.states) or set(map(type, steps)) != {Tensor}:
+            return False
+        wanted, dtypes = strides(batch.params), list(map(_DTYPE, batch.params))
+        return (
+            all(set(map(_DEVICE, listed)) == {_HOST} for listed in (batch.params, steps, *others))
+            and set(map(_DTYPE, steps)) == {torch.float32}
+            and all(map(Tensor.is_contiguous, batch.params))
+            and all(strides(listed) == wanted and list(map(_DTYPE, listed)) == dtypes for listed in others)
+        )
 
     def _settle(self, param: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
         """Give the state the place, precision and memory order of what it is used with; mostly it has them."""
