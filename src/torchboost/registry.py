@@ -12,7 +12,7 @@ from torch import nn
 
 from torchboost.algorithms.accumulation.algorithm import Accumulation
 from torchboost.algorithms.adasum.algorithm import AdaptiveSum
-from torchboost.algorithms.autocast.algorithm import Autocast
+from torchboost.algorithms.autocast import Autocast
 from torchboost.algorithms.centralization import Centralization
 from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.algorithms.compile import Compile

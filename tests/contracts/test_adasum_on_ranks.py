@@ -17,7 +17,7 @@ from tests.support.nodes import batch_of, fresh, node_wrapped, simulated, tensor
 from tests.support.ranks import run_ranks
 from torchboost.algorithms.accumulation.algorithm import Accumulation, Accumulator
 from torchboost.algorithms.adasum.algorithm import AdaptiveSum, adasum
-from torchboost.algorithms.autocast.algorithm import Autocast
+from torchboost.algorithms.autocast import Autocast
 from torchboost.algorithms.centralization import Centralization
 from torchboost.algorithms.freezing.algorithm import BlockFreeze
 from torchboost.algorithms.loss_scale.scalers import DynamicLossScale

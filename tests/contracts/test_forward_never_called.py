@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchboost.algorithms.autocast.algorithm import Autocast
+from torchboost.algorithms.autocast import Autocast
 from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.core.algorithm import Algorithm, Target, attach_all
 from torchboost.errors import NoEffectWarning

@@ -15,7 +15,7 @@ from tests.support.models import BottleneckNet, batch_for
 from tests.support.ranks import run_ranks
 from tests.support.wrapped import Kind, all_weights, wrap
 from torchboost.algorithms.accumulation.algorithm import Accumulation
-from torchboost.algorithms.autocast.algorithm import Autocast
+from torchboost.algorithms.autocast import Autocast
 from torchboost.algorithms.freezing.algorithm import BlockFreeze
 from torchboost.algorithms.loss_scale.algorithm import GroupGradScaler
 from torchboost.algorithms.loss_scale.scalers import DynamicLossScale

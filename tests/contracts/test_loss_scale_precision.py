@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.models import BottleneckNet, TinyGPT, batch_for
-from torchboost.algorithms.autocast.algorithm import autocast_forward
+from torchboost.algorithms.autocast import autocast_forward
 from torchboost.algorithms.freezing.algorithm import BlockFreeze
 from torchboost.algorithms.loss_scale.algorithm import GroupGradScaler, GroupLossScale
 from torchboost.algorithms.loss_scale.scalers import DynamicLossScale

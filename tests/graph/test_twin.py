@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchboost import to_channels_last
-from torchboost.algorithms.autocast.algorithm import autocast_forward
+from torchboost.algorithms.autocast import autocast_forward
 from torchboost.graph.twin import twin
 
 

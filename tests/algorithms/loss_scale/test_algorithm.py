@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from tests.support.models import BottleneckNet, TinyGPT, batch_for, cnn, mlp
 from torchboost.algorithms.accumulation.algorithm import Accumulation
-from torchboost.algorithms.autocast.algorithm import Autocast, autocast_forward
+from torchboost.algorithms.autocast import Autocast, autocast_forward
 from torchboost.algorithms.centralization import Centralization
 from torchboost.algorithms.freezing.algorithm import BlockFreeze
 from torchboost.algorithms.less_bn import LessBatchNorm

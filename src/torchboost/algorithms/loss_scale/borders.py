@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchboost.algorithms.autocast.containers import with_tensors
+from torchboost.core.containers import with_tensors
 from torchboost.errors import IncompatibleError
 
 __all__ = ["Ratios", "ScaleBorders", "change_scale", "has_borders"]

@@ -28,7 +28,7 @@ from tests.support.frozen_nets import (
     step,
 )
 from tests.support.models import mlp
-from torchboost.algorithms.autocast.algorithm import autocast_forward
+from torchboost.algorithms.autocast import autocast_forward
 from torchboost.algorithms.freezing.prefix.activation_cache import ActivationCache
 from torchboost.algorithms.freezing.prefix.frozen_prefix import FastPrefix, fast_prefix
 from torchboost.core.covering import uncover_copy

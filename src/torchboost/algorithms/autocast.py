@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.autocast.containers import with_tensors
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
+from torchboost.core.containers import with_tensors
 from torchboost.core.covering import cover_forward
 from torchboost.core.forward_watch import ForwardWatch
 from torchboost.errors import IncompatibleError
@@ -25,7 +25,7 @@ _HALF = (torch.bfloat16, torch.float16)
 def autocast_forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Attachment:
     """Run every forward of ``model`` under ``torch.autocast`` and give its outputs back in float32.
 
-    Outputs keep their containers (see :func:`~torchboost.algorithms.autocast.containers.with_tensors`); tensors in an
+    Outputs keep their containers (see :func:`~torchboost.core.containers.with_tensors`); tensors in an
     object of another kind stay in the precision that autocast gave them.
 
     Matrix products and convolutions read ``dtype``; reductions that need it stay in float32; parameters,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchboost.algorithms.autocast.containers import with_tensors
+from torchboost.core.containers import with_tensors
 
 HALF = torch.ones(2, dtype=torch.bfloat16)
 Pair = namedtuple("Pair", ["first", "second"])

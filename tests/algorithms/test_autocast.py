@@ -20,7 +20,7 @@ from tests.support.models import BottleneckNet, TinyGPT, batch_for, cnn, mlp
 from tests.support.ranks import run_ranks
 from tests.support.trajectories import identical, train
 from tests.support.wrapped import Kind, all_weights, train_share, wrap
-from torchboost.algorithms.autocast.algorithm import Autocast, autocast_forward
+from torchboost.algorithms.autocast import Autocast, autocast_forward
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.core.covering import uncover_copy
 from torchboost.errors import IncompatibleError
