@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.conftest import ROOT
 from torchboost.bench.workloads.data import Images, Text, augment, cifar10, digits, synthetic_images, text
 
-SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+SHARED = ROOT.parent / "shared" / "data"
 
 
 def png(colour: tuple[int, int, int]) -> bytes:

@@ -1,19 +1,19 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.conftest import ROOT
 from tests.support.optimizers import RULES
 from torchboost.optim.rules.adam import Adam
 from torchboost.optim.rules.foreign_names import HERE
 from torchboost.optim.rules.sgd import SGD
 
-COMPAT = Path(__file__).parents[2] / "docs" / "compat.md"
+COMPAT = ROOT / "docs" / "compat.md"
 
 
 @pytest.mark.parametrize("name", HERE)

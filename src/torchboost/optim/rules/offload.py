@@ -300,7 +300,8 @@ class AdamOffload(Adam):
         """Whether all of a batch is on the host as the kernel takes it, at the speed of C."""
         keys = self.state_keys(group)
         steps, others = batch.state(keys[0]), [batch.grads, *map(batch.state, keys[1:])]
-        if not batch.params or any("master" in state for state in batch.states) or set(map(type, steps)) != {Tensor}:
+        masters = any("master" in state for state in batch.states)
+        if masters or any(map(self._far, batch.params)) or set(map(type, steps)) != {Tensor}:
             return False
         wanted, dtypes = strides(batch.params), list(map(_DTYPE, batch.params))
         return (
