@@ -14,7 +14,8 @@ from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.core.algorithm import Target
 from torchboost.measure.evidence import AlgorithmRow, BenchReport
 from torchboost.measure.stopwatch import compare, environment
-from torchboost.plan import Plan, boost
+from torchboost.front import boost
+from torchboost.plan import Plan
 
 Step = Callable[[], object]
 
