@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.core.algorithm import Target
+from torchboost.front import boost
 from torchboost.measure.evidence import AlgorithmRow, BenchReport
 from torchboost.measure.stopwatch import compare, environment
-from torchboost.front import boost
 from torchboost.plan import Plan
 
 Step = Callable[[], object]
