@@ -114,6 +114,7 @@ def test_examples_run_under_torchrun(name, said, tmp_path):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_two_nodes_learn_by_adasum():
     said, silent = torchrun((EXAMPLES / "adasum_two_nodes").with_suffix(".py"), nodes=2)
     assert "agreement" not in silent, "only rank 0 speaks"

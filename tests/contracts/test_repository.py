@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from typer.testing import CliRunner
 
 from tests.conftest import ROOT
+from torchboost.cli.app import app
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -63,10 +63,9 @@ def test_the_readme_names_its_two_commands():
 
 def test_commands_of_the_pages_exist():
     for name in sorted(commands("torchboost") | {"bench"}):
-        program = [sys.executable, "-c", "from torchboost.cli import main; main()", name, "--help"]
-        done = subprocess.run(program, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert "usage" in done.stdout.lower()
+        done = CliRunner().invoke(app, [name, "--help"])
+        assert done.exit_code == 0, done.output
+        assert "usage" in done.output.lower()
 
 
 def test_pre_commit_runs_make_targets():

@@ -15,9 +15,10 @@ from torchboost.distributed.teardown import part, shutdown
 
 @pytest.mark.dist
 @pytest.mark.parametrize("way", ["shutdown", "agreement"])
-def test_ranks_end_without_an_abort_right_after_a_collective(tmp_path, way):
+@pytest.mark.parametrize("jobs", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_ranks_end_without_an_abort_right_after_a_collective(tmp_path, way, jobs):
     """Of ten jobs 2 failed with ``destroy_process_group`` instead, 6 when a group for agreement stayed open."""
-    for job in range(3):
+    for job in range(jobs):
         folder = tmp_path / str(job)
         folder.mkdir()
         torchrun(ROOT / "tests" / "support" / "endings.py", folder, way, ranks=4, timeout=120)
