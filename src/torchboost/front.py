@@ -313,9 +313,9 @@ def _warn_of_missing_length(made: Boosted, config: ConfigSource | None, total_st
     if total_steps is not None:
         return
     facts = replace(Facts.measure(made.model, loop=loop), total_steps=_LONG_RUN)
-    with_length = Plan.of(made.plan.level, config, facts).fit(made.model, made._given)
-    running = {algorithm.name for algorithm in made.plan.algorithms}
-    missed = [algorithm.name for algorithm in with_length.algorithms if algorithm.name not in running]
+    inner, running = hookable(made._given), {algorithm.name for algorithm in made.plan.algorithms}
+    others = [a for a in Plan.of(made.plan.level, config, facts).algorithms if a.name not in running]
+    missed = [algorithm.name for algorithm in others if algorithm.idle(made.model, inner) is None]
     if missed:
         warnings.warn(
             f"{made.plan.level} runs without {' and '.join(missed)}, which must know the length of the run: "
