@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import NormalDist
 
 import numpy as np
 
@@ -105,7 +106,8 @@ def detectable_ratio(
     if logs.size < 3:
         return math.inf
     spread = float(np.std(_resampled_medians(logs, RESAMPLES, seed)))
-    return math.exp((_normal_quantile(0.5 + confidence / 2) + _normal_quantile(POWER)) * spread) - 1
+    normal = NormalDist()
+    return math.exp((normal.inv_cdf(0.5 + confidence / 2) + normal.inv_cdf(POWER)) * spread) - 1
 
 
 def paired_difference(baseline: Sequence[float], candidate: Sequence[float], *, confidence: float = 0.95) -> Interval:
@@ -190,14 +192,6 @@ def _t_cdf_at_angle(angle: float, freedom: int) -> float:
         term *= cosine * cosine * k / (k + 1)
     inner = 2 / math.pi * (angle + sine * total) if odd else sine * total
     return 0.5 + inner / 2
-
-
-def _normal_quantile(probability: float) -> float:
-    low, high = -10.0, 10.0
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if 0.5 * math.erfc(-middle / math.sqrt(2)) < probability else (low, middle)
-    return (low + high) / 2
 
 
 def _log_ratios(baseline: Sequence[float], contestant: Sequence[float]) -> list[float]:
