@@ -482,7 +482,7 @@ def test_optimizers_of_this_package_are_fused_too(name: str) -> None:
     ("options", "reason"),
     [
         ({"nesterov": True}, "nesterov: torch has no kernel"),
-        ({"native": True}, "native and fused are two ways"),
+        ({"native": True}, "native and fused exclude each other"),
     ],
 )
 def test_forms_torch_has_no_kernel_for_are_left_alone(options: dict[str, bool], reason: str) -> None:

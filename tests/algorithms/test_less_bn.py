@@ -211,7 +211,7 @@ def test_a_norm_held_beside_the_module_tree_stays():
     model.path = list(model)[:6]
     model.forward = lambda x: nn.Sequential(*model.path, *list(model)[6:])(x)
     report = remove_batch_norms(model, keep_every=9)
-    assert report.kept["4"] == "'path' of the model holds it too"
+    assert report.kept["4"] == "'path' of the model also holds it"
     assert report.removed
 
 

@@ -288,7 +288,7 @@ def test_a_list_that_is_used_up_says_so(rule):
     optimizer = RULES[rule](params, lr=[0.1, 0.05])
     train(optimizer, params, range(2))
     before = values(optimizer)
-    with pytest.raises(IndexError, match=r"ended at step 1, and step 2 was asked for.*Give one entry per update"):
+    with pytest.raises(IndexError, match=r"ended at step 1, and step 2 was requested.*Give one entry per update"):
         train(optimizer, params, [2])
     assert values(optimizer) == before
 
@@ -300,7 +300,7 @@ def test_groups_behind_the_back(rule):
     give_grads(params, 0)
     before = [frozen(param) for param in params]
     optimizer.param_groups.append({"params": params[2:], "lr": 0.1})
-    with pytest.raises(ValueError, match="add groups by add_param_group"):
+    with pytest.raises(ValueError, match="add groups with add_param_group"):
         optimizer.step()
     optimizer.param_groups.pop()
     del optimizer.param_groups[0]["weight_decay"]

@@ -101,7 +101,7 @@ def test_turning_masters_off_is_refused():
     train(optimizer, params, [0])
     optimizer.param_groups[0]["master_weights"] = False
     before = values(optimizer)
-    with pytest.raises(IncompatibleError, match="leave 'master_weights'"):
+    with pytest.raises(IncompatibleError, match="keep 'master_weights'"):
         train(optimizer, params, [1])
     assert values(optimizer) == before
 

@@ -59,7 +59,7 @@ def _late(who: int, how: str) -> tuple[str, float] | None:
     with pytest.raises(RankDisagreementError) as caught:
         everyone.check({"step": 7}, hint="")
     took = monotonic() - begun
-    with pytest.raises(RankDisagreementError, match="found apart before"):
+    with pytest.raises(RankDisagreementError, match="disagreed earlier"):
         everyone.check({"step": 7}, hint="")
     everyone.close()
     return str(caught.value), took
@@ -72,7 +72,7 @@ def test_a_rank_that_does_not_come_is_named_on_all_others_in_time(ranks: int, wh
     answers = run_ranks(_late, ranks, who, how, dying=[who] if how == "dies" else [])
     assert answers.pop(who) is None
     for text, took in answers:
-        assert f"rank {who} did not come (step 7 on rank" in text
+        assert f"rank {who} did not arrive (step 7 on rank" in text
         assert took < LIMIT, "a limit, not a speed"
 
 
@@ -86,4 +86,4 @@ def _absent_from_the_beginning() -> str:
 
 @pytest.mark.dist
 def test_a_rank_that_does_not_begin_is_an_error_on_the_others() -> None:
-    assert "not all of them began within 2 s" in run_ranks(_absent_from_the_beginning, 2)[0]
+    assert "not all of them started within 2 s" in run_ranks(_absent_from_the_beginning, 2)[0]

@@ -88,8 +88,8 @@ def test_a_rank_belongs_to_its_node_and_to_its_place_in_every_node(ranks, per_no
 @pytest.mark.dist
 def test_nodes_that_are_not_all_full_are_refused():
     wanted = (
-        "found 3 ranks in nodes of 2, so that the last node is not full; start the same number on every node, or set "
-        "common.device_number to how many there are."
+        "found 3 ranks in nodes of 2, so the last node is not full; start the same number of ranks on every node, or "
+        "set common.device_number to that number."
     )
     assert run_ranks(refused, 3, 2) == [wanted] * 3
 
@@ -106,12 +106,15 @@ def refused_by_the_launchers_numbers(sizes: list[int]) -> str:
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ([3, 3, 3, 1], "found nodes of 1 and 3 ranks (4 in all)"),
-        ([4, 4, 4, 4, 2, 2, 2, 2], "found nodes of 2 and 4 ranks (8 in all)"),
+        ([3, 3, 3, 1], "found nodes of 1 and 3 ranks (4 in total)"),
+        ([4, 4, 4, 4, 2, 2, 2, 2], "found nodes of 2 and 4 ranks (8 in total)"),
     ],
 )
 def test_nodes_of_different_size_are_refused_on_all_ranks(sizes, said):
-    wanted = f"{said}; start the same number on every node, or set common.device_number to one that divides them all."
+    wanted = (
+        f"{said}; start the same number of ranks on every node, or set common.device_number to a number that divides "
+        "them all."
+    )
     assert run_ranks(refused_by_the_launchers_numbers, len(sizes), sizes, timeout=20.0) == [wanted] * len(sizes)
 
 

@@ -364,7 +364,7 @@ def test_a_norm_that_a_plain_list_calls_stays_and_the_others_go():
     before = model(x)
     report = fold_batch_norms(model)
     assert report.folded == ("stem.norm",)
-    assert report.kept == dict.fromkeys(("norms.0", "norms.1"), "'order' of the model holds it too")
+    assert report.kept == dict.fromkeys(("norms.0", "norms.1"), "'order' of the model also holds it")
     torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
 
 
@@ -394,7 +394,7 @@ def test_puts_everything_back_where_the_trace_was_wrong():
     model = shaken(Fickle())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before, parameters = copy.deepcopy(model.state_dict()), list(model.parameters())
-    with pytest.raises(IncompatibleError, match="put back"):
+    with pytest.raises(IncompatibleError, match="restored"):
         fold_batch_norms(model, optimizer)
     assert isinstance(model.norm, nn.BatchNorm2d)
     assert not model.norm.training

@@ -58,7 +58,7 @@ def test_covers_and_hooks_of_ours_stay_behind_and_those_of_the_user_come_along()
 def test_what_cannot_be_copied_is_said():
     model = nn.Linear(2, 2)
     model.lock = threading.Lock()
-    with pytest.raises(TypeError, match=r"cannot be copied.*outside of the model"):
+    with pytest.raises(TypeError, match=r"cannot be copied.*outside the model"):
         twin(model)
 
 

@@ -57,5 +57,5 @@ def test_a_checkpoint_may_be_loaded_into_the_optimizer_behind() -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda front: pickle.loads(pickle.dumps(front))])
 def test_a_front_that_hangs_on_hooks_is_not_copied(copied) -> None:
     front = FrontOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
-    with pytest.raises(TypeError, match=r"FrontOptimizer cannot be copied or pickled.*copy that one"):
+    with pytest.raises(TypeError, match=r"FrontOptimizer cannot be copied or pickled.*Copy that optimizer"):
         copied(front)

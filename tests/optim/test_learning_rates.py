@@ -58,7 +58,7 @@ def test_a_list_gives_entry_t_at_update_t(entries):
         rate = resolve_lr(given_as(entries))
         assert rate is not None
         assert as_list(rate, len(entries)) == entries
-        with pytest.raises(IndexError, match=f"ended at step {len(entries) - 1}, and step {len(entries)} was asked"):
+        with pytest.raises(IndexError, match=f"ended at step {len(entries) - 1}, but step {len(entries)} was requ"):
             rate(len(entries))
 
 
@@ -181,7 +181,7 @@ def test_a_list_lasts_for_its_updates():
     scheduler = ScheduleLR(optimizer, Listed([0.3, 0.2]))
     train(optimizer, scheduler, range(2))
     assert rates_of(optimizer) == [0.2]
-    with pytest.raises(IndexError, match="ended at step 1, and step 3 was asked"):
+    with pytest.raises(IndexError, match="ended at step 1, but step 3 was requested"):
         scheduler.step()
 
 
@@ -212,7 +212,7 @@ def test_it_works_under_torchs_own_schedulers():
         (lambda: ScheduleLR(optimizer_of(), 0.1), TypeError, "schedule: found 0.1; give a function of the step"),
         (lambda: ScheduleLR(optimizer_of(), [0.1]), TypeError, r"schedule\[0\]: found 0.1; give .* or Listed"),
         (lambda: ScheduleLR(optimizer_of(), CosineDecay), TypeError, "schedule: found <class"),
-        (lambda: ScheduleLR(optimizer_of(2), [WARM]), ValueError, "1 schedules and 2 param groups; give one for each"),
+        (lambda: ScheduleLR(optimizer_of(2), [WARM]), ValueError, "1 schedules and 2 param groups; give one"),
         (lambda: ScheduleLR(optimizer_of(), WARM, -2), ValueError, "last_epoch: found -2"),
         (lambda: ScheduleLR(optimizer_of(), lambda step: -1.0), ValueError, "schedule at step 0: found -1.0"),
         (lambda: ScheduleLR(nn.Linear(1, 1), WARM), TypeError, "not an Optimizer"),

@@ -145,7 +145,7 @@ def test_subclasses_with_other_signatures():
     new = rebuilt(old, described_groups(old))
     assert new.trust == 0.4
     old = Losing(parameters(), clip=2.0)
-    with pytest.raises(IncompatibleError, match="Losing takes clip, which neither its 'defaults' nor its attributes"):
+    with pytest.raises(IncompatibleError, match="Losing takes clip, but neither its 'defaults' nor its attributes"):
         rebuilt(old, described_groups(old))
     old = Fixed(parameters())
     old.nonfinite = "skip"
@@ -167,7 +167,7 @@ def test_changes_are_applied_and_unknown_ones_refused():
 
 def test_a_front_is_refused():
     front = FrontOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
-    with pytest.raises(IncompatibleError, match="in front of an optimizer"):
+    with pytest.raises(IncompatibleError, match="wraps another optimizer"):
         rebuilt(front, described_groups(front))
 
 

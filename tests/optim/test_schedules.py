@@ -161,9 +161,9 @@ def test_a_factor_above_one_grows_and_too_much_is_refused(rate):
         (lambda: Constant(-0.1), ValueError, "lr: found -0.1"),
         (lambda: Constant(True), TypeError, "lr: found True"),
         (lambda: Constant("0.1"), TypeError, "lr: found '0.1'"),  # pyright: ignore[reportArgumentType]
-        (lambda: PiecewiseConstant((2, 2), (1, 1, 1)), ValueError, r"milestones: found \(2, 2\); give rising"),
+        (lambda: PiecewiseConstant((2, 2), (1, 1, 1)), ValueError, r"milestones: found \(2, 2\); give increasing"),
         (lambda: PiecewiseConstant((0,), (1, 1)), ValueError, r"milestones\[0\]: found 0; give a whole number, at l"),
-        (lambda: PiecewiseConstant((2,), (1,)), ValueError, "1 milestones and 1 rates; give one rate more"),
+        (lambda: PiecewiseConstant((2,), (1,)), ValueError, "1 milestones and 1 rates; give one more rate"),
         (lambda: PiecewiseConstant((2,), (1, -1)), ValueError, r"rates\[1\]: found -1"),
         (lambda: PiecewiseConstant("2", (1, 1)), TypeError, "milestones: found '2'; give a list"),
         (lambda: ExponentialDecay(1, decay_rate=-0.5, decay_steps=1), ValueError, "decay_rate: found -0.5"),

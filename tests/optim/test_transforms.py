@@ -166,7 +166,7 @@ def test_sparse_gradients_are_refused_where_they_have_no_meaning():
     table = nn.Embedding(6, 4, sparse=True)
     table(torch.tensor([1])).sum().backward()
     given = Gradients([table.weight], [table.weight.grad], [{}], [{}])
-    with pytest.raises(IncompatibleError, match=r"Decay works on dense gradients.*sparse=False"):
+    with pytest.raises(IncompatibleError, match=r"Decay needs dense gradients.*sparse=False"):
         check_chain([Decay(0.1)], given)
     assert check_chain([Coalesce(dense=True), Decay(0.1)], given)[0].layout is torch.strided
     entries = Gradients([table.weight], [torch.ones(6, 4).to_sparse()], [{}], [{}])

@@ -356,7 +356,7 @@ def _plan(model: nn.Module, settings: LessBatchNorm, sample: Any) -> _Plan:
     kept: dict[nn.Module, str] = {}
     removed: list[_BatchNorm] = []
     for norm in norms:
-        reason = f"{elsewhere[norm]} holds it too" if norm in elsewhere else _reason(flow, norm, reasons)
+        reason = f"{elsewhere[norm]} also holds it" if norm in elsewhere else _reason(flow, norm, reasons)
         found = folds.get(norm)
         reason = reason or (found if isinstance(found, str) else None)
         if reason is None and norm is not model:

@@ -57,7 +57,7 @@ class Agreement:
             group = dist.ProcessGroupGloo(self._store, position, len(ranks), timedelta(seconds=self._wait))
         except RuntimeError as error:
             raise RankDisagreementError(
-                f"{subject}: ranks {_listed(self._ranks)} train together, and not all of them began within "
+                f"{subject}: ranks {_listed(self._ranks)} train together, but not all of them started within "
                 f"{self._wait:.0f} s (this is rank {self._rank}); attach on all of them."
             ) from error
         self._groups.append(group)
@@ -91,7 +91,7 @@ class Agreement:
 
     def _together(self, collective: Callable[[Any], Any], figures: Mapping[str, int]) -> None:
         if not self._groups:
-            raise RankDisagreementError(f"{self._subject}: the ranks were found apart before; begin again.")
+            raise RankDisagreementError(f"{self._subject}: the ranks disagreed earlier; restart the job.")
         self._calls += 1
         started = monotonic()
         try:
@@ -116,13 +116,13 @@ class Agreement:
                 missing = [rank for rank in missing if not self._store.check([f"{self._calls}/{rank}"])]
                 sleep(_POLL)
         except RuntimeError:
-            who = "the process that holds the store (rank 0, unless a launcher does) is gone, perhaps others"
+            who = "the process that holds the store (rank 0, unless a launcher does) has ended, perhaps others too"
         else:
-            who = f"{_listed(missing, 'rank')} did not come" if missing else "the others gave up on this one"
+            who = f"{_listed(missing, 'rank')} did not arrive" if missing else "the others stopped waiting for this one"
         return (
             f"{self._subject}: {who} ({had} on rank {self._rank}; ranks {_listed(self._ranks)} train together, waited "
-            f"{monotonic() - started:.1f} s). Look at the first error of that rank; where one rank works alone for "
-            "longer, raise the time."
+            f"{monotonic() - started:.1f} s). Look at the first error of that rank; if one rank works alone for "
+            "longer, raise the timeout."
         )
 
 

@@ -42,8 +42,8 @@ def bucket_options(parameters: Sequence[Tensor], points: Sequence[int]) -> dict[
     kinds = sorted({f"{parameter.dtype} on {parameter.device}" for parameter in parameters})
     if len(kinds) > 1:
         raise IncompatibleError(
-            f"gradient_split_groups: the parameters are {', '.join(kinds)}, and DistributedDataParallel keeps buckets "
-            "for each of these; leave gradient_split_groups out."
+            f"gradient_split_groups: the parameters are {', '.join(kinds)}, and DistributedDataParallel keeps "
+            "separate buckets for each of these; leave gradient_split_groups out."
         )
     edges = [0, *(point for point in points if 0 < point < len(parameters)), len(parameters)]
     sizes = [sum(p.numel() * p.element_size() for p in parameters[start:stop]) for start, stop in pairwise(edges)]

@@ -49,13 +49,13 @@ class Topology:
         if len(set(sizes)) > 1:
             found = " and ".join(map(str, sorted(set(sizes))))
             raise IncompatibleError(
-                f"found nodes of {found} ranks ({self.world_size} in all); start the same number on every node, or set "
-                "common.device_number to one that divides them all."
+                f"found nodes of {found} ranks ({self.world_size} in total); start the same number of ranks on every "
+                "node, or set common.device_number to a number that divides them all."
             )
         if self.world_size % self.devices_per_node:
             raise IncompatibleError(
-                f"found {self.world_size} ranks in nodes of {self.devices_per_node}, so that the last node is not "
-                "full; start the same number on every node, or set common.device_number to how many there are."
+                f"found {self.world_size} ranks in nodes of {self.devices_per_node}, so the last node is not full; "
+                "start the same number of ranks on every node, or set common.device_number to that number."
             )
 
     @classmethod
@@ -99,7 +99,7 @@ class NodeGroups:
         )
         across, _ = dist.new_subgroups_by_enumeration([list(range(i, ranks, per_node)) for i in range(per_node)])
         if not (isinstance(inside, dist.ProcessGroup) and isinstance(across, dist.ProcessGroup)):
-            raise RuntimeError(f"rank {topology.rank} is in no group of {ranks} ranks.")
+            raise RuntimeError(f"rank {topology.rank} is not in any group of the {ranks} ranks.")
         return cls(inside, across)
 
     def destroy(self) -> None:

@@ -100,7 +100,7 @@ def block_costs(model: nn.Module, blocks: Sequence[Block], *inputs: Any) -> tupl
         inner = {child for module in block.modules for child in module.modules() if child is not module}
         totals.append(sum(operations(module) for module in block.modules if module not in inner))
     if not sum(totals):
-        raise ValueError("the forward pass holds no matrix product, convolution or attention to count.")
+        raise ValueError("the forward pass has no matrix product, convolution or attention to count.")
     return tuple(total / sum(totals) for total in totals)
 
 

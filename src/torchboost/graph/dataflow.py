@@ -46,7 +46,8 @@ def trace(model: nn.Module, *, sample: Any = None) -> Dataflow:
     lazy = next((n for n, t in [*model.named_parameters(), *model.named_buffers()] if is_lazy(t)), None)
     if lazy is not None:
         raise ValueError(
-            f"found '{lazy}' of a lazy module without a shape; run model.eval() on one batch first, then model.train()."
+            f"found '{lazy}' of a lazy module, which has no shape yet; call model.eval(), run the model on one batch, "
+            "then call model.train()."
         )
     for network in _networks(model):
         flow = trace_symbolically(network, sample if network is model else None)

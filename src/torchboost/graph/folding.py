@@ -168,7 +168,7 @@ def plan_folds(
     shared, elsewhere = shared_weights(model), held_elsewhere(model)
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     return {
-        norm: f"{elsewhere[norm]} holds it too" if norm in elsewhere else _settled_fold(proofs, norm, shared, behind)
+        norm: f"{elsewhere[norm]} also holds it" if norm in elsewhere else _settled_fold(proofs, norm, shared, behind)
         for norm in norms
     }
 
@@ -232,16 +232,16 @@ def _settled_fold(proofs: _Proofs, norm: _BatchNorm, shared: set[Tensor], behind
     region = next((region for region in proofs.regions if region.holds(found)), None)
     if region is None:
         return (
-            "a forward around it takes optional arguments or cannot be traced, so that other calls may take another "
-            "path; pass an input as sample="
+            "a forward around it takes optional arguments or cannot be traced, so other calls may take another path; "
+            "pass an input as sample="
         )
     paths = [path for path in region.paths if path.calls(norm) or path.calls(found.layer)]
     if any(_pair_in(path, norm, shared, behind) != found.pair for path in paths):
-        return "what is around it depends on values or shapes"
+        return "the data flow around it depends on values or shapes"
     for seen in proofs.seen:
         call = next(iter(seen.calls(norm)), -1)
         if _pair_in(seen, norm, shared, behind) != found.pair or region.module not in seen.nodes[call].running:
-            return "what is around it depends on how the model is called"
+            return "the data flow around it depends on how the model is called"
         if region.module not in seen.nodes[seen.calls(found.layer)[0]].running:
             return f"the {type(found.layer).__name__} next to it is called from elsewhere"
     if isinstance(found.layer, nn.Linear):
@@ -250,7 +250,7 @@ def _settled_fold(proofs: _Proofs, norm: _BatchNorm, shared: set[Tensor], behind
         if not certain and 2 not in shown:
             return (
                 "whether it normalises the features of the linear layer depends on the number of dimensions; flatten "
-                "in front of the layer, or pass an input as sample="
+                "the input of the layer, or pass an input as sample="
             )
     return found._replace(copies=any(may_collide(path, path.calls(norm)[0]) for path in (*paths, *proofs.seen)))
 
@@ -296,7 +296,7 @@ def fold_obstacle(flow: Dataflow, norm: _BatchNorm, shared: set[Tensor]) -> str 
     node = flow.nodes[flow.calls(norm)[0]]
     before = flow.nodes[node.inputs[0]] if len(node.inputs) == 1 else None
     if before is None or not isinstance(before.module, WEIGHTED):
-        return "no convolution or linear layer in front to fold it into"
+        return "no convolution or linear layer directly before it"
     if flow.consumers[before.index] != (node.index,):
         return f"the output of {before.label} is also used elsewhere"
     return _layer_obstacle(flow, before.module, norm.num_features, shared)
@@ -320,13 +320,13 @@ def _layer_obstacle(flow: Dataflow, layer: nn.Module, width: int, shared: set[Te
         return f"the {type(layer).__name__} next to it is used {len(flow.calls(layer))} times"
     weight = layer._parameters.get("weight")
     if not _computes_as_torch(layer) or weight is None:
-        return f"the {type(layer).__name__} next to it computes its weight anew or has its own forward"
+        return f"the {type(layer).__name__} next to it recomputes its weight or has its own forward"
     if is_customised(layer):
-        return f"the {type(layer).__name__} next to it has hooks or a forward of its own on the instance"
+        return f"the {type(layer).__name__} next to it has hooks, or a forward set on the instance"
     if weight in shared or layer._parameters.get("bias") in shared:
         return f"the {type(layer).__name__} next to it shares its weight with another layer"
     channels = layer.out_channels if isinstance(layer, _ConvNd) else layer.out_features
-    return None if channels == width else f"it normalises {width} channels, the layer in front has {channels}"
+    return None if channels == width else f"it normalises {width} channels, the layer before it has {channels}"
 
 
 def _computes_as_torch(layer: nn.Module) -> bool:
@@ -363,7 +363,7 @@ def fold_pairs(
     run = runnable(model, sample)
     before = evaluate(*run) if run is not None else []
     if any(bool(outputs.isnan().any()) for outputs in before) or (before and not any(map(_finite, before))):
-        raise ValueError("the model computes NaN or infinities, as one that diverged; BatchNorm was left as it is.")
+        raise ValueError("the model computes NaN or infinities, as after a divergence; no BatchNorm was changed.")
     layers = dict.fromkeys(fold.layer for fold in folds)
     held = [(layer, layer._parameters["weight"], layer._parameters["bias"]) for layer in layers]
     inside = set(model.parameters())
@@ -377,7 +377,7 @@ def fold_pairs(
         if difference is not None and not difference <= _tolerance(model):
             raise IncompatibleError(
                 f"folding BatchNorm changed the outputs by {difference:.1e} (relative), so the data flow is not what "
-                "the trace shows; the model was put back. Pass an input that takes the usual path as sample=."
+                "the trace shows; the model was restored. Pass an input that takes the usual path as sample=."
             )
         if optimizer is not None:
             added = [

@@ -150,20 +150,20 @@ def _gathered(value: Any) -> Any:
 def _check_exportable(model: nn.Module, keep_head: bool) -> None:
     if wrapper_of(model) == "FullyShardedDataParallel":
         raise IncompatibleError(
-            "found a model inside FullyShardedDataParallel (FSDP1), whose parameters have lost their shapes; use "
-            "fully_shard, or load a gathered state dict into a bare model that LessBN changed likewise."
+            "found a model inside FullyShardedDataParallel (FSDP1), whose parameters do not keep their shapes; use "
+            "fully_shard, or load a gathered state dict into a bare model with the same BatchNorm layers removed."
         )
     heads = [_visible(name) for name, module in model.named_modules() if isinstance(module, NormalizedLinear)]
     if heads and not keep_head:
         raise IncompatibleError(
-            f"'{heads[0]}' is a normalised head: it divides its inputs by their length, which no linear layer does, so "
-            "the original architecture cannot compute the same. Train with normalize_head=False (fn_flag=False), or "
+            f"'{heads[0]}' is a normalised head: it divides its inputs by their norm. A linear layer does not, so the "
+            "original architecture cannot compute the same. Train with normalize_head=False (fn_flag=False), or "
             "put a NormalizedLinear into the original architecture and call plain_state_dict(model, keep_head=True)."
         )
     behind = [_visible(name) for name, module in model.named_modules() if _is_lost(module)]
     if behind:
         raise IncompatibleError(
-            f"'{behind[0]}' was folded into the layer behind it, which got a bias that the original architecture "
+            f"'{behind[0]}' was folded into the layer after it, which got a bias that the original architecture "
             "does not have; take the state of the model before fold_batch_norms."
         )
 
@@ -245,11 +245,13 @@ def _absorb(place: _Place, values: dict[str, Any], own: Mapping[str, Any]) -> No
     if mean is None or variance is None:
         raise ValueError(
             f"state: found no statistics of '{name}', a BatchNorm that less_bn removed here, so this is not a state "
-            "dict of the original architecture. One of a model that was changed likewise goes into "
+            "dict of the original architecture. For the state of a model with the same layers removed, use "
             "model.load_state_dict(state)."
         )
     if mean.shape != (norm.num_features,):
-        raise ValueError(f"state: '{name}' has {tuple(mean.shape)} statistics, the model {norm.num_features} channels.")
+        raise ValueError(
+            f"state: '{name}' has statistics of shape {tuple(mean.shape)}, the model has {norm.num_features} channels."
+        )
     plain = nn.BatchNorm1d(norm.num_features, eps=norm.eps, device=mean.device, dtype=torch.float64)
     with torch.no_grad():
         plain.running_mean.copy_(mean)  # pyright: ignore[reportOptionalMemberAccess]
@@ -273,8 +275,8 @@ def _fold(place: _Place, plain: nn.Module, values: dict[str, Any], own: Mapping[
     weight = values.get(f"{prefixes[0]}weight") if prefixes else None
     if place.layer is None or place.norm.behind or weight is None:
         raise ValueError(
-            f"state: '{name}' scales and shifts, and no layer in front of it can take that over; load the state into "
-            "the original architecture and call remove_batch_norms on that, which keeps such a BatchNorm."
+            f"state: '{name}' scales and shifts, and no layer before it can do that instead; load the state into the "
+            "original architecture and call remove_batch_norms on it, which keeps such a BatchNorm."
         )
     layer = copy.deepcopy(place.layer)
     bias = values.get(f"{prefixes[0]}bias")
@@ -283,8 +285,8 @@ def _fold(place: _Place, plain: nn.Module, values: dict[str, Any], own: Mapping[
     fold_into_layer(plain, layer)
     if f"{prefixes[0]}bias" not in own:
         raise ValueError(
-            f"state: '{name}' shifts its values, and '{prefixes[0][:-1]}' in front of it has no bias to take that "
-            "over; load the state into the original architecture and call remove_batch_norms on that, which folds it."
+            f"state: '{name}' shifts its values, and '{prefixes[0][:-1]}' before it has no bias to do that instead; "
+            "load the state into the original architecture and call remove_batch_norms on it, which folds it."
         )
     for prefix in prefixes:
         values[f"{prefix}weight"] = layer._parameters["weight"]
@@ -294,10 +296,10 @@ def _fold(place: _Place, plain: nn.Module, values: dict[str, Any], own: Mapping[
 def _check_fit(own: Mapping[str, Any], values: Mapping[str, Any], strict: bool) -> None:
     missing, strange = [n for n in own if n not in values], [n for n in values if n not in own]
     if strict and (missing or strange):
-        head = " A normalised head has no counterpart in it." if any(n.endswith(".multiplier") for n in missing) else ""
+        head = " It cannot hold a normalised head." if any(n.endswith(".multiplier") for n in missing) else ""
         raise ValueError(
-            f"state: {len(missing)} names are missing ({', '.join(missing[:3]) or '-'}), {len(strange)} are not those "
-            f"of the model ({', '.join(strange[:3]) or '-'}); give the state dict of the original architecture.{head}"
+            f"state: {len(missing)} names are missing ({', '.join(missing[:3]) or '-'}), {len(strange)} are not in the "
+            f"model ({', '.join(strange[:3]) or '-'}); give the state dict of the original architecture.{head}"
         )
     for name in values:
         expected, found = own.get(name), values[name]

@@ -48,7 +48,7 @@ class RemovedNorm(nn.Module):
         super().__init__()
         tail = norm_tail(norm)
         if tail is None:
-            raise ValueError(f"this {type(norm).__name__} computes more than a BatchNorm, so it cannot be left out.")
+            raise ValueError(f"this {type(norm).__name__} computes more than a BatchNorm, so it cannot be removed.")
         own = vars(self).keys()
         vars(self).update({name: value for name, value in vars(norm).items() if name not in own})
         for name in dict.fromkeys((*tail, *norm._modules)):
@@ -84,7 +84,7 @@ class RemovedNorm(nn.Module):
         if name in NORM_TENSORS:
             raise AttributeError(
                 f"this BatchNorm over {vars(self).get('num_features')} channels was removed by less_bn, so it has no "
-                f"'{name}'; look for isinstance(module, nn.BatchNorm2d) first, or keep it (docs/algorithms/less_bn.md)."
+                f"'{name}'; check isinstance(module, nn.BatchNorm2d) first, or keep it (docs/algorithms/less_bn.md)."
             )
         return super().__getattr__(name)
 

@@ -205,7 +205,7 @@ def rebind_optimizer(
         if names and len(names) != len(parameters):
             raise ValueError(
                 f"optimizer: group {index} lists {len(names)} names for {len(parameters)} parameters; "
-                "make the optimizer of model.named_parameters(), or of model.parameters()."
+                "build the optimizer from model.named_parameters(), or from model.parameters()."
             )
     gone = set(removed)
     swaps = dict(replaced)

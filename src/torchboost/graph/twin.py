@@ -42,7 +42,7 @@ def twin(model: nn.Module, *, numbers: bool = True) -> nn.Module:
     except Exception as error:  # whatever the attributes of the user's modules raise
         raise TypeError(
             f"this {type(model).__name__} cannot be copied ({type(error).__name__}: {error}); keep what cannot be "
-            "copied outside of the model."
+            "copied outside the model."
         ) from error
     for hooks in _hooks(made):
         for key in [key for key, hook in hooks.items() if _is_ours(hook)]:

@@ -88,8 +88,8 @@ class FrontOptimizer(Optimizer):
 
     def _refuse_copy(self) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled, since what it does hangs on the optimizer behind it; "
-            "copy that one (its 'opt'), and build another front for the copy. Checkpoints go by state_dict()."
+            f"{type(self).__name__} cannot be copied or pickled, because it works through hooks on the optimizer that "
+            "it wraps. Copy that optimizer ('opt') and wrap the copy. For checkpoints use state_dict()."
         )
 
     def _behind(self, name: str) -> Any:

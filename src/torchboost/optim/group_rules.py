@@ -276,12 +276,12 @@ def _with_shapes(model: nn.Module) -> nn.Module:
     network = unwrap(model)
     if wrapper_of(network) == "FullyShardedDataParallel":
         raise IncompatibleError(
-            "the model is sharded by FullyShardedDataParallel (FSDP1), whose flat parameters have lost names and "
+            "the model is sharded by FullyShardedDataParallel (FSDP1), whose flat parameters do not keep names and "
             "shapes; use fully_shard (FSDP2)."
         )
     lazy = next((name for name, parameter in network.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:
-        raise ValueError(f"found '{lazy}' of a lazy module without a shape; run the model on one batch first.")
+        raise ValueError(f"found '{lazy}' of a lazy module, which has no shape yet; run the model on one batch first.")
     return network
 
 
@@ -317,7 +317,7 @@ def _checked(rules: Iterable[GroupRule]) -> tuple[GroupRule, ...]:
     found = tuple(rules)
     for index, rule in enumerate(found):
         if not isinstance(rule, GroupRule):
-            hint = "put a star before what returned them: [*no_decay()]." if isinstance(rule, tuple) else ""
+            hint = "Unpack the tuple with a star: [*no_decay()]." if isinstance(rule, tuple) else ""
             raise TypeError(f"rules[{index}]: found {rule!r}; give a GroupRule. {hint}".rstrip())
     return found
 
@@ -329,7 +329,7 @@ def _check_options(what: str, options: Any) -> None:
         if not isinstance(key, str):
             raise TypeError(f"{what}: found the key {key!r}; give names of options, such as 'lr'.")
         if key in _OWN_KEYS:
-            raise ValueError(f"{what}: found '{key}', which the group fills itself; leave it out.")
+            raise ValueError(f"{what}: found '{key}', which param_groups sets itself; leave it out.")
         if key in _NUMBERS and not callable(value) and not isinstance(value, (Tensor, list, tuple)):
             check_number(f"{what}: {key}", value)
         if key == CENTRALIZE and not isinstance(value, bool):
@@ -339,7 +339,8 @@ def _check_options(what: str, options: Any) -> None:
 def _check_criteria(rule: GroupRule) -> None:
     if rule.modules is None and rule.name is None and rule.when is None:
         raise ValueError(
-            "found no criterion; give modules, name or when. Options of all parameters are 'defaults' of param_groups."
+            "found no criterion; give modules, name or when. For options of all parameters use the 'defaults' of "
+            "param_groups."
         )
     if rule.modules is not None:
         _check_types("modules", rule.modules)
@@ -349,7 +350,7 @@ def _check_criteria(rule: GroupRule) -> None:
         try:
             re.compile(rule.name)
         except re.error as error:
-            raise ValueError(f"name: found {rule.name!r}, which is no regular expression: {error}.") from error
+            raise ValueError(f"name: found {rule.name!r}, which is not a valid regular expression: {error}.") from error
     if rule.when is not None and (not callable(rule.when) or isinstance(rule.when, type)):
         raise TypeError(f"when: found {rule.when!r}; give a function of name, parameter and module.")
     if not isinstance(rule.optional, bool):
@@ -358,7 +359,7 @@ def _check_criteria(rule: GroupRule) -> None:
 
 def _check_types(what: str, kinds: Any) -> None:
     if not all(isinstance(kind, type) for kind in _as_tuple(kinds)):
-        raise TypeError(f"{what}: found {kinds!r}; give a module type or a tuple of them, no instances and no list.")
+        raise TypeError(f"{what}: found {kinds!r}; give a module type or a tuple of types, not an instance or a list.")
 
 
 def _unmatched(index: int, rule: GroupRule, network: nn.Module, names: Collection[str]) -> str:
@@ -366,14 +367,14 @@ def _unmatched(index: int, rule: GroupRule, network: nn.Module, names: Collectio
     parts = [f"rules[{index}]: {rule!r} matches no parameter of {type(network).__name__}."]
     if rule.modules is not None:
         kinds = dict.fromkeys(type(m).__name__ for m in network.modules() if next(m.parameters(), None) is not None)
-        parts.append(f"Modules with parameters are {', '.join(kinds)}.")
+        parts.append(f"Its modules with parameters are of type {', '.join(kinds)}.")
     if rule.name is not None:
         plain = re.sub(r"\\[A-Za-z]|[^\w.]", "", str(_pattern(rule.name)))
         parts.append(nearest(plain, dict.fromkeys(part for name in names for part in (*name.split("."), name))))
     shown = ", ".join(f"'{name}'" for name in list(names)[:_SHOWN])
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    parts.append(f"There are {shown}{rest}." if names else "It has none.")
-    parts.append("Correct the rule, leave it out, or give it optional=True.")
+    parts.append(f"Its parameters are {shown}{rest}." if names else "It has none.")
+    parts.append("Correct the rule, remove it, or set optional=True.")
     return " ".join(part for part in parts if part)
 
 

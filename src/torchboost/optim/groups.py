@@ -38,7 +38,7 @@ class FusionIndex:
         if any(not is_integer(i) for i in self.indices):
             raise TypeError(f"indices: found {self.indices}; give whole numbers.")
         if any(i < 1 for i in self.indices):
-            raise ValueError(f"indices: found {self.indices}; give numbers from 1 on.")
+            raise ValueError(f"indices: found {self.indices}; give numbers of at least 1.")
 
     @classmethod
     def split(cls, count: int, points: Sequence[int], *, first: int = 1) -> FusionIndex:
@@ -56,7 +56,7 @@ class FusionIndex:
         if any(not is_integer(p) for p in points):
             raise TypeError(f"split points: found {list(points)}; give whole numbers.")
         if list(points) != sorted(set(points)) or any(not 0 <= p < count for p in points):
-            raise ValueError(f"split points: found {list(points)}; give rising positions from 0 to {count - 1}.")
+            raise ValueError(f"split points: found {list(points)}; give increasing positions from 0 to {count - 1}.")
         return cls(tuple(first + sum(p <= i for p in points) for i in range(count)))
 
     def segments(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -140,7 +140,7 @@ def without_order(params: Any) -> Any:
     if len(orders) > 1 or "params" in orders[0]:
         raise ValueError(
             f"{ORDER}: found {len(orders)} entries with the keys {sorted(set().union(*orders))}; give one entry, "
-            f"{{'{ORDER}': parameters}}, beside the groups."
+            f"{{'{ORDER}': parameters}}, in addition to the groups."
         )
     groups = [{**e, "params": listed(e["params"])} if isinstance(e, Mapping) and "params" in e else e for e in entries]
     groups = [group for group in groups if not (isinstance(group, Mapping) and ORDER in group)]
@@ -149,8 +149,8 @@ def without_order(params: Any) -> Any:
     if len(order) != len(held) or set(map(id, order)) != set(map(id, held)):
         missing, foreign = len(set(held) - set(order)), len(set(order) - set(held))
         raise ValueError(
-            f"{ORDER}: found {len(order)} parameters for the {len(held)} of the groups, {missing} of theirs missing "
-            f"and {foreign} of no group; give each once, in any order, or leave the entry out."
+            f"{ORDER}: found {len(order)} parameters, the groups hold {len(held)}: {missing} are missing and {foreign} "
+            "are in no group. List each parameter once, in any order, or leave the entry out."
         )
     return groups
 

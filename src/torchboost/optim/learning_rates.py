@@ -42,9 +42,9 @@ class Listed:
         """Return the learning rate at an update, counted from 0."""
         if whole("step", step, least=0) >= len(self.rates):
             raise IndexError(
-                f"the list of rates ended at step {len(self.rates) - 1}, and step {step} was asked for (counted from "
-                f"0; it has {len(self.rates)} entries). Give one entry per update, or a schedule; a number or a 0-d "
-                "tensor stays as it is."
+                f"the list of rates ended at step {len(self.rates) - 1}, but step {step} was requested (counted from "
+                f"0; the list has {len(self.rates)} entries). Give one entry per update, or a schedule. For a constant "
+                "rate give a number or a 0-d tensor."
             )
         return self.rates[step]
 
@@ -154,7 +154,9 @@ class ScheduleLR(LRScheduler):
         if not isinstance(self._schedules, tuple):
             return [_rate(self._schedules, self.last_epoch)] * groups
         if len(self._schedules) != groups:
-            raise ValueError(f"found {len(self._schedules)} schedules and {groups} param groups; give one for each.")
+            raise ValueError(
+                f"found {len(self._schedules)} schedules and {groups} param groups; give one schedule per group."
+            )
         return [_rate(schedule, self.last_epoch) for schedule in self._schedules]
 
     def state_dict(self) -> dict[str, Any]:
@@ -168,7 +170,7 @@ class ScheduleLR(LRScheduler):
             ValueError: No ``last_epoch`` in it, or one below 0.
         """
         if "last_epoch" not in state_dict:
-            raise ValueError(f"state_dict: found the keys {sorted(state_dict)}; give one with 'last_epoch'.")
+            raise ValueError(f"state_dict: found the keys {sorted(state_dict)}; it must have 'last_epoch'.")
         whole("last_epoch", state_dict["last_epoch"], least=0)
         super().load_state_dict({key: value for key, value in state_dict.items() if key in self.state_dict()})
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):

@@ -182,8 +182,8 @@ class PipelineAttachment(Attachment):
         """
         if state and list(state.get("transforms", ())) != self._names():
             raise ValueError(
-                f"the state was written by the transforms {list(state.get('transforms', ()))}, attached are "
-                f"{self._names()}; attach the same pipeline before loading."
+                f"the state was written by the transforms {list(state.get('transforms', ()))}, but the attached "
+                f"transforms are {self._names()}; attach the same pipeline before loading."
             )
         self._memory = self._copied(state)
 
@@ -195,8 +195,8 @@ class PipelineAttachment(Attachment):
         entries = {int(i): entry for i, entry in state.get("memory", {}).items()}
         if entries and max(entries) >= len(params):
             raise ValueError(
-                f"the pipeline's memory names parameter {max(entries)}, the optimizer has {len(params)}; "
-                "load it with the parameters it was written with."
+                f"the pipeline's memory has an entry for parameter {max(entries)}, but the optimizer has {len(params)} "
+                "parameters; load it into an optimizer of the same parameters."
             )
         found: Memories = {}
         for i, entry in entries.items():
@@ -241,8 +241,8 @@ class PipelineAttachment(Attachment):
         if not isinstance(closure, Replay) or closure.loss is None:
             names = ", ".join(self._names())
             raise IncompatibleError(
-                f"{type(optimizer).__name__}.step(closure) runs the backward pass itself, where {names} cannot reach "
-                "the gradients; let TrainStep run it, or remove the pipeline."
+                f"{type(optimizer).__name__}.step(closure) runs the backward pass itself, so {names} cannot reach the "
+                "gradients. Use TrainStep, or remove the pipeline."
             )
         self._apply()
 
@@ -298,8 +298,8 @@ class PipelineAttachment(Attachment):
             for name in ("grad_scale", "found_inf"):
                 delattr(optimizer, name)
         raise IncompatibleError(
-            f"{', '.join(bound)} needs true gradients, but {type(optimizer).__name__} is fused and GradScaler left the "
-            "loss scale in them. Call scaler.unscale_(optimizer) before scaler.step(optimizer)."
+            f"{', '.join(bound)} needs unscaled gradients, but {type(optimizer).__name__} is fused and GradScaler left "
+            "the loss scale in them. Call scaler.unscale_(optimizer) before scaler.step(optimizer)."
         )
 
 
@@ -314,7 +314,7 @@ def check_transforms(transforms: Iterable[GradientTransform]) -> None:
             raise TypeError(f"found the class {transform.__name__}; give an instance: {transform.__name__}(...).")
         if not callable(transform) or not isinstance(getattr(transform, "scale_free", None), bool):
             raise TypeError(
-                f"found {transform!r}; a transform is called with Gradients and has a boolean 'scale_free'."
+                f"found {transform!r}; a transform must be callable with Gradients and have a boolean 'scale_free'."
             )
 
 
@@ -385,8 +385,8 @@ def refuse_sparse(transform: object, gradients: Gradients) -> None:
     for param, grad in zip(gradients.params, gradients.grads, strict=True):
         if grad.layout is not torch.strided:
             raise IncompatibleError(
-                f"{type(transform).__name__} works on dense gradients, found layout {grad.layout} for a parameter of "
-                f"shape {tuple(param.shape)}. Use sparse=False, or give it an optimizer of its own."
+                f"{type(transform).__name__} needs dense gradients, found layout {grad.layout} for a parameter of "
+                f"shape {tuple(param.shape)}. Use sparse=False, or give the parameter a separate optimizer."
             )
 
 

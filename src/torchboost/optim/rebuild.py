@@ -41,8 +41,8 @@ def rebuilt(optimizer: Optimizer, groups: Sequence[ParamGroup], **changes: Any) 
     kind: Any = type(optimizer)
     if isinstance(optimizer, FrontOptimizer):
         raise IncompatibleError(
-            f"{kind.__name__} stands in front of an optimizer ({type(optimizer.opt).__name__}) and has no groups of "
-            f"its own. Rebuild that one, and put {kind.__name__} in front of the result."
+            f"{kind.__name__} wraps another optimizer ({type(optimizer.opt).__name__}) and has no groups of its own. "
+            f"Rebuild the wrapped optimizer, then wrap the result in {kind.__name__}."
         )
     own = optimizer.constructor_options() if isinstance(optimizer, UpdateRule) else {}
     known = {**_attributes(optimizer), **optimizer.defaults, **own, **changes}
@@ -53,14 +53,14 @@ def rebuilt(optimizer: Optimizer, groups: Sequence[ParamGroup], **changes: Any) 
     hidden = [name for name in taken if name not in known]
     if hidden:
         raise IncompatibleError(
-            f"{kind.__name__} takes {', '.join(hidden)}, which neither its 'defaults' nor its attributes hold, so it "
-            "cannot be rebuilt. Use centralize_gradients(optimizer), which keeps the optimizer."
+            f"{kind.__name__} takes {', '.join(hidden)}, but neither its 'defaults' nor its attributes hold the value, "
+            "so it cannot be rebuilt. Use centralize_gradients(optimizer), which keeps the optimizer."
         )
     try:
         made = kind([dict(group) for group in groups], **{name: known[name] for name in taken})
     except TypeError as error:
         raise IncompatibleError(
-            f"{kind.__name__} cannot be rebuilt: its constructor refuses what it says it takes ({error}). "
+            f"{kind.__name__} cannot be rebuilt: its constructor rejects arguments of its own signature ({error}). "
             "Use centralize_gradients(optimizer), which keeps the optimizer."
         ) from error
     _check_same(optimizer, made, changes)
@@ -97,5 +97,5 @@ def _check_same(old: Optimizer, new: Optimizer, changes: dict[str, Any]) -> None
     if other:
         raise IncompatibleError(
             f"the constructor of {type(old).__name__} does not take {', '.join(other)}, so it cannot be rebuilt with "
-            f"{other[0]}={before[other[0]]!r}. Give it that argument."
+            f"{other[0]}={before[other[0]]!r}. Add that argument to the constructor."
         )

@@ -97,11 +97,11 @@ class PiecewiseConstant(_Settings):
     def __post_init__(self) -> None:
         milestones, rates = each("milestones", self.milestones, whole), each("rates", self.rates, number)
         if any(a >= b for a, b in pairwise(milestones)):
-            raise ValueError(f"milestones: found {reprlib.repr(milestones)}; give rising updates.")
+            raise ValueError(f"milestones: found {reprlib.repr(milestones)}; give increasing updates.")
         if len(rates) != len(milestones) + 1:
             raise ValueError(
-                f"found {len(milestones)} milestones and {len(rates)} rates; give one rate more than milestones. "
-                "A last milestone that is the length of the run, as in MindSpore, is left out."
+                f"found {len(milestones)} milestones and {len(rates)} rates; give one more rate than milestones. "
+                "Leave out a last milestone that is the length of the run, as in MindSpore."
             )
         object.__setattr__(self, "milestones", milestones)
         object.__setattr__(self, "rates", rates)

@@ -55,8 +55,8 @@ class Share:
         refused = [str(rank) for rank, given in zip(ranks, gathered.tolist(), strict=True) if given == _REFUSED]
         if refused:
             raise RankDisagreementError(
-                f"rank {', '.join(refused)} raised an error before the ranks compared their gradients, so the update "
-                "was left out here too; its own message says what to do."
+                f"rank {', '.join(refused)} raised an error before the ranks compared their gradients, so this rank "
+                "skipped the update too. The message of that rank says what to do."
             )
         return gathered
 

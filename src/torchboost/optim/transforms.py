@@ -242,7 +242,7 @@ class ClipNorm:
         """Refuse gradients that are not finite, where that is asked for."""
         if self.error_if_nonfinite and not all_finite(gradients.grads, gradients.share):
             raise RuntimeError(
-                f"{self!r} found inf or nan in the gradients; look for the cause, or leave error_if_nonfinite out."
+                f"{self!r} found inf or nan in the gradients; find the cause, or set error_if_nonfinite=False."
             )
 
     def __call__(self, gradients: Gradients) -> None:
@@ -333,8 +333,8 @@ def _rows(grad: Tensor) -> Tensor:
     if grad.layout is not torch.strided:
         if grad.layout is not torch.sparse_coo or grad.sparse_dim() != 1:
             raise IncompatibleError(
-                f"Centralize got a gradient of layout {grad.layout} and shape {tuple(grad.shape)}; "
-                "dense ones and sparse rows can be centralised. Put the parameter into 'skip'."
+                f"Centralize needs dense gradients or sparse rows, found layout {grad.layout} and shape "
+                f"{tuple(grad.shape)}. Add the parameter to 'skip'."
             )
         # Centralising is linear, so duplicates of a row need not be merged first.
         return grad._values()

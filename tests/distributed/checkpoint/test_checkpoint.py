@@ -159,9 +159,9 @@ def test_what_lies_in_the_place_of_a_checkpoint_is_named(tmp_path):
     run = Run()
     (tmp_path / "00000005").write_text("notes")
     assert checkpoint.latest(tmp_path) is None
-    with pytest.raises(FileExistsError, match="00000005 is there already and is no checkpoint"):
+    with pytest.raises(FileExistsError, match="00000005 already exists and is not a checkpoint"):
         run.save(tmp_path, 5)
-    with pytest.raises(FileExistsError, match="00000005 is no folder"):
+    with pytest.raises(FileExistsError, match="00000005 is not a folder"):
         run.save(tmp_path / "00000005", 1)
     assert run.save(tmp_path, 6, keep=1) == checkpoint.latest(tmp_path)
 
@@ -169,7 +169,7 @@ def test_what_lies_in_the_place_of_a_checkpoint_is_named(tmp_path):
 def test_a_number_below_the_newest_is_refused_and_nothing_is_removed(tmp_path):
     run = Run()
     there = [run.save(tmp_path, number) for number in (50, 60)]
-    with pytest.raises(FileExistsError, match=r"00000060 is there already, and 10 would be older.* another folder"):
+    with pytest.raises(FileExistsError, match=r"00000060 already exists, .* 10 would be older.* another folder"):
         run.save(tmp_path, 10)
     with pytest.raises(FileExistsError, match="and 55 would be older"):
         run.save(tmp_path, 55)

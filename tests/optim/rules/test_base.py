@@ -128,7 +128,7 @@ def test_sparse_gradients_need_a_transform_that_makes_them_dense():
         if works:
             optimizer.step()
             continue
-        with pytest.raises(IncompatibleError, match=r"Adam works on dense gradients.*shape \(4, 2\).*LazyAdam"):
+        with pytest.raises(IncompatibleError, match=r"Adam needs dense gradients.*shape \(4, 2\).*LazyAdam"):
             optimizer.step()
         assert not optimizer.state
 
@@ -300,9 +300,9 @@ def test_the_order_of_parameters_is_taken_and_checked():
 def wrong_orders() -> list[tuple[str, Any]]:
     params = parameters()
     return [
-        ("1 of theirs missing and 0 of no group", [{"params": params}, {"order_params": params[1:]}]),
-        ("0 of theirs missing and 1 of no group", [{"params": params[1:]}, {"order_params": params}]),
-        ("found 6 parameters for the 5", [{"params": params}, {"order_params": [*params, params[0]]}]),
+        ("1 are missing and 0 are in no group", [{"params": params}, {"order_params": params[1:]}]),
+        ("0 are missing and 1 are in no group", [{"params": params[1:]}, {"order_params": params}]),
+        ("found 6 parameters, the groups hold 5", [{"params": params}, {"order_params": [*params, params[0]]}]),
         ("found 2 entries", [{"params": params}, {"order_params": params}, {"order_params": params}]),
         ("give one entry", [{"params": params, "order_params": params}]),
     ]

@@ -85,7 +85,7 @@ def test_sparse_gradients_are_refused():
     table = nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
     optimizer = LARS(table.parameters(), lr=0.1)
-    with pytest.raises(IncompatibleError, match="TrustRatio works on dense gradients"):
+    with pytest.raises(IncompatibleError, match="TrustRatio needs dense gradients"):
         optimizer.step()
     assert not optimizer.state
 

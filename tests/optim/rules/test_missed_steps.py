@@ -265,9 +265,9 @@ def test_bad_requests():
     pair = Pair()
     pair.step([1])
     weight = pair.lazy.weight
-    with pytest.raises(TypeError, match="parameter they belong to"):
+    with pytest.raises(TypeError, match="parameter that they belong to"):
         pair.optimizer.catch_up(rows=[1])
-    with pytest.raises(ValueError, match="not one of this optimizer"):
+    with pytest.raises(ValueError, match="does not hold the parameter"):
         pair.optimizer.catch_up(pair.dense.weight)
     with pytest.raises(TypeError, match="float"):
         pair.optimizer.catch_up(weight, [1.5])  # type: ignore[list-item]
@@ -276,7 +276,7 @@ def test_bad_requests():
             pair.optimizer.catch_up(weight, rows)
     with pytest.raises(TypeError, match="found Linear"):
         pair.optimizer.attach(nn.Linear(2, 2))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="not one of this optimizer"):
+    with pytest.raises(ValueError, match="does not hold the parameter"):
         pair.optimizer.attach(nn.Embedding(3, 2, sparse=True))
     with pytest.raises(IncompatibleError, match="sparse=False"):
         pair.optimizer.attach(pair.dense)

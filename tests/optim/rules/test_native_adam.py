@@ -217,8 +217,8 @@ def test_a_gradient_of_another_layout_is_taken_over():
 @pytest.mark.parametrize(
     ("transforms", "message"),
     [
-        ((Centralize(), Decay(0.1)), "found the transforms Centralize, Decay; the kernel knows Unscale, Decay"),
-        ((ClipNorm(1.0), ClipNorm(2.0)), "each once and in this order"),
+        ((Centralize(), Decay(0.1)), "found the transforms Centralize, Decay; the kernel takes Unscale, Decay"),
+        ((ClipNorm(1.0), ClipNorm(2.0)), "each at most once, in this order"),
         ((Coalesce(),), "found the transforms Coalesce"),
         ((ClipNorm(1.0, norm_type=3.0),), "norm_type=3.0"),
     ],

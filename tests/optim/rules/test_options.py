@@ -62,7 +62,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dampening": "x"}, ValueError, "dampening: found 'x'"),
     ({"foreach": 1}, TypeError, "foreach: found 1"),
     ({"fused": "yes"}, TypeError, "fused: found 'yes'"),
-    ({"foreach": True, "fused": True}, ValueError, "two ways to do the same"),
+    ({"foreach": True, "fused": True}, ValueError, "foreach and fused exclude each other"),
     ({"nesterov": True, "momentum": 0.0, "dampening": 0.0}, ValueError, "nesterov: needs"),
     ({"nesterov": True, "momentum": 0.9, "dampening": 0.1}, ValueError, "nesterov: needs"),
     ({"differentiable": True}, ValueError, "differentiable: found True"),

@@ -102,7 +102,7 @@ def test_sparse_gradients_without_momentum_equal_torch(form):
 )
 def test_sparse_gradients_where_the_rule_is_dense(options):
     table = embedding(torch.ones(5, 3))
-    with pytest.raises(IncompatibleError, match="SGD works on dense gradients"):
+    with pytest.raises(IncompatibleError, match="SGD needs dense gradients"):
         SGD(table.parameters(), lr=0.1, **options).step()
     assert torch.equal(table.weight, torch.ones(5, 3))
 

@@ -99,7 +99,7 @@ def save(
     """
     number, keep = _integer("number", number, 0), _integer("keep", keep, 1)
     if taken := OURS & set(parts):
-        raise ValueError(f"the name {sorted(taken)[0]!r} is used for what is saved of the optimizer; give another one.")
+        raise ValueError(f"the part name {sorted(taken)[0]!r} is reserved; give another name.")
     folder = Path(folder)
     path, unfinished = folders.places(folder, number)
     _check_newest(folder, number)
@@ -166,7 +166,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
     found = set(own) - OURS
     if found != set(parts):
         raise ValueError(
-            f"the checkpoint holds the parts {sorted(found)}, asked for are {sorted(parts)}; give the same."
+            f"the checkpoint holds the parts {sorted(found)}, but load got {sorted(parts)}; give the same parts."
         )
     key = _key("optimizer", own[COPY])
     room = {key: _template(metadata, key, names, optimizer)}
@@ -231,19 +231,19 @@ def _check_newest(folder: Path, number: int) -> None:
         _by_first(lambda: _check_place(folder, number))
         return
     if int(newest.name) == number:
-        raise FileExistsError(f"{newest} is there already; give a larger number, or remove it.")
+        raise FileExistsError(f"{newest} already exists; give a larger number, or remove it.")
     raise FileExistsError(
-        f"{newest} is there already, and {number} would be older, the first to go; save into another folder, or remove "
-        "the newer checkpoints."
+        f"{newest} already exists, and checkpoint {number} would be older, so it would be removed first; save into "
+        "another folder, or remove the newer checkpoints."
     )
 
 
 def _check_place(folder: Path, number: int) -> None:
     path, _ = folders.places(folder, number)
     if os.path.lexists(path):
-        raise FileExistsError(f"{path} is there already and is no checkpoint; move it away, or give another number.")
+        raise FileExistsError(f"{path} already exists and is not a checkpoint; move it, or give another number.")
     if os.path.lexists(folder) and not folder.is_dir():
-        raise FileExistsError(f"{folder} is no folder; give another one.")
+        raise FileExistsError(f"{folder} is not a folder; give another path.")
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:
@@ -273,8 +273,8 @@ def _check_model(metadata: Metadata, weights: Mapping[str, Any]) -> None:
         other = sorted(name for name in saved.keys() | here.keys() if saved.get(name) != here.get(name))
         raise ValueError(
             f"the checkpoint is of another model: {len(other)} entries differ, the first is '{other[0]}', of shape "
-            f"{saved.get(other[0], 'none')} in the checkpoint and {here.get(other[0], 'none')} here. Build the model "
-            "as it was, and transform it (plan.transform) before loading."
+            f"{saved.get(other[0], 'none')} in the checkpoint and {here.get(other[0], 'none')} here. Build the same "
+            "model, and transform it (plan.transform) before loading."
         )
 
 
@@ -349,8 +349,8 @@ def _match_groups(state: dict[str, Any], names: list[str], optimizer: Optimizer)
     saved = [group["params"] for group in state["param_groups"]]
     if [set(group) for group in here] != [set(group) for group in saved]:
         raise ValueError(
-            f"the checkpoint's optimizer has groups of {[len(g) for g in saved]} parameters, this one of "
-            f"{[len(g) for g in here]}, or others of the same number; build the groups as they were."
+            f"the param groups differ: the checkpoint's hold {[len(g) for g in saved]} parameters, this optimizer's "
+            f"{[len(g) for g in here]}; build the groups from the same parameters as before."
         )
     for group, order in zip(state["param_groups"], here, strict=True):
         group["params"] = order
@@ -368,15 +368,15 @@ def _common(by_rank: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any]:
     if len(holders) > 1:
         raise ValueError(
             f"the optimizer's state differs between ranks {', '.join(map(str, holders))} of the checkpoint, as with "
-            f"AdaSum on updates; it cannot be shared out among {_world_size()}. Resume on {len(by_rank)} ranks."
+            f"AdaSum on updates, so it cannot be loaded on {_world_size()} ranks. Resume on {len(by_rank)} ranks."
         )
     for other in others:
         for name, state in by_rank[first].items():
             if name not in (BUFFERS, GENERATORS) and not _same(state, by_rank[other][name]):
                 raise ValueError(
                     f"'{name}' differs between ranks {first} and {other} of the checkpoint, which {len(by_rank)} ranks "
-                    f"wrote; it cannot be shared out among {_world_size()}. Resume on {len(by_rank)} ranks, or save "
-                    "where it is the same on all, such as between two windows of accumulation."
+                    f"wrote, so it cannot be loaded on {_world_size()} ranks. Resume on {len(by_rank)} ranks, or save "
+                    "when it is the same on all ranks, such as between two accumulation windows."
                 )
     return by_rank[first]
 
@@ -395,7 +395,7 @@ def _same(a: Any, b: Any) -> bool:
 
 def _metadata(path: Path) -> Metadata:
     if not (path / folders.METADATA).is_file():
-        raise FileNotFoundError(f"{path} is no checkpoint: it has no '.metadata'; latest(folder) finds the newest.")
+        raise FileNotFoundError(f"{path} is not a checkpoint: it has no '.metadata'; latest(folder) finds the newest.")
     try:
         metadata = FileSystemReader(path).read_metadata()
         if not isinstance(metadata, Metadata):

@@ -133,7 +133,7 @@ class Adam(UpdateRule):
         """Refuse a form that torch has no kernel for."""
         other = [name for name in ("fused", "foreach", "capturable") if group.get(name)]
         if self.native is not None and other:
-            raise ValueError(f"native and {other[0]} are two ways to do the same; set one of them.")
+            raise ValueError(f"native and {other[0]} exclude each other; set one of them.")
         own = [name for name in ("nesterov", "eps_uncorrected") if group.get(name)]
         if own and (group.get("fused") or group.get("capturable")):
             raise ValueError(f"{own[0]}: torch has no kernel for it; leave out fused and capturable.")

@@ -193,7 +193,7 @@ class UpdateRule(Optimizer):
         """
         if grad.layout is not torch.strided:
             raise IncompatibleError(
-                f"{type(self).__name__} works on dense gradients, found layout {grad.layout} for a parameter of shape "
+                f"{type(self).__name__} needs dense gradients, found layout {grad.layout} for a parameter of shape "
                 f"{tuple(param.shape)}. Use LazyAdam, sparse=False, or transforms=(Coalesce(dense=True),)."
             )
         if grad.dtype != param.dtype:
@@ -347,22 +347,22 @@ class UpdateRule(Optimizer):
     def _check_options(self, group: Mapping[str, Any]) -> None:
         missing = self.defaults.keys() - group.keys()
         if missing:
-            raise ValueError(f"a param group has no {sorted(missing)[0]!r}; add groups by add_param_group.")
+            raise ValueError(f"a param group has no {sorted(missing)[0]!r}; add groups with add_param_group.")
         check_options(group)
         self.check_group(group)
 
     def _scheduled(self) -> list[dict[str, float]]:
         if len(self._schedules) != len(self.param_groups):
             raise ValueError(
-                f"found {len(self.param_groups)} param groups, {len(self._schedules)} were added; change the entries "
-                "of a group as you like, but add groups by add_param_group and take none away."
+                f"found {len(self.param_groups)} param groups, but {len(self._schedules)} were added. The entries of a "
+                "group may change; add groups with add_param_group, and do not remove any."
             )
         values = []
         for group, schedules in zip(self.param_groups, self._schedules, strict=True):
             if "lr" in schedules and "initial_lr" in group:
                 raise IncompatibleError(
-                    "a learning-rate scheduler is attached to a group whose lr is a list or a function itself; use one "
-                    "of the two. A trainer that makes its own scheduler takes yours in its place, for example "
+                    "a learning-rate scheduler is attached to a group whose lr is already a list or a function; use "
+                    "one of the two. A trainer that creates its own scheduler accepts yours instead, for example "
                     "transformers.Trainer(optimizers=(optimizer, torchboost.optim.ScheduleLR(optimizer, schedule)))."
                 )
             due = {key: rule(group["updates"]) for key, rule in schedules.items() if not _by_hand(group, key)}
@@ -401,7 +401,7 @@ class UpdateRule(Optimizer):
         wide = has_master(param, group)
         if not wide and "master" in state:
             raise IncompatibleError(
-                f"a parameter in {param.dtype} with float32 masters is to be updated without them; leave "
+                f"found float32 masters for a parameter in {param.dtype} that would now be updated without them; keep "
                 "'master_weights' and the precision of the model as they were."
             )
         if not wide:
@@ -486,7 +486,7 @@ class UpdateRule(Optimizer):
         if self.nonfinite == "ignore" or all_finite(grads, self._shared()):
             return True
         if self.nonfinite == "raise":
-            raise FloatingPointError("the gradients contain inf or nan; the update was left out.")
+            raise FloatingPointError("the gradients contain inf or nan; the update was skipped.")
         return False
 
     def _recall(

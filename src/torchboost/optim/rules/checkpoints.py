@@ -81,7 +81,7 @@ def paired(
             if isinstance(value, Tensor) and value.ndim and value.shape not in (param.shape, param.shape[:1]):
                 raise ValueError(
                     f"the checkpoint's {key!r} of parameter {position} has shape {tuple(value.shape)}, "
-                    f"the parameter has {tuple(param.shape)}; give the parameters in the order it was written with."
+                    f"the parameter has {tuple(param.shape)}; give the parameters in the order of the checkpoint."
                 )
         pairs.append(Pair(param, group, state))
     return pairs

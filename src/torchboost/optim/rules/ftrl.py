@@ -102,9 +102,7 @@ class FTRL(UpdateRule):
         """Refuse complex parameters too: the rule compares with ``l1``."""
         super().check_grad(param, grad, group)
         if param.is_complex():
-            raise IncompatibleError(
-                f"FTRL works on real parameters, found {param.dtype} of shape {tuple(param.shape)}."
-            )
+            raise IncompatibleError(f"FTRL needs real parameters, found {param.dtype} of shape {tuple(param.shape)}.")
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries of the state."""

@@ -147,7 +147,7 @@ class LazyAdam(Adam):
         if not isinstance(group["exact"], bool):
             raise TypeError(f"exact: found {group['exact']!r}; give True or False.")
         if group["exact"] and group["capturable"]:
-            raise ValueError("exact: the rows that lag differ from step to step; leave out capturable.")
+            raise ValueError("exact and capturable exclude each other: which rows lag changes at every step.")
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
         """Take dense gradients and sparse rows.
@@ -160,18 +160,16 @@ class LazyAdam(Adam):
             return
         found = f"found a gradient of layout {grad.layout} for a parameter of shape {tuple(param.shape)}"
         if grad.layout is not torch.sparse_coo:
-            raise IncompatibleError(
-                f"LazyAdam takes dense gradients and rows in torch.sparse_coo, {found}; convert it."
-            )
+            raise IncompatibleError(f"LazyAdam needs dense gradients or rows in torch.sparse_coo, {found}; convert it.")
         if grad.sparse_dim() != 1:
             raise IncompatibleError(
-                f"LazyAdam takes sparse rows (sparse_dim 1), {found} with sparse_dim {grad.sparse_dim()}. "
+                f"LazyAdam needs sparse rows (sparse_dim 1), {found} with sparse_dim {grad.sparse_dim()}. "
                 "Use transforms=(Coalesce(dense=True),)."
             )
         if group["capturable"]:
             raise IncompatibleError(
-                f"merging sparse rows cannot be captured, {found} in a group with capturable=True; "
-                "give the table a group with capturable=False."
+                f"capturable=True does not support sparse gradients, {found}; "
+                "put the table into a group with capturable=False."
             )
         narrow = param.dtype in LOW_PRECISION and not group["master_weights"]
         if group["exact"] and (narrow or param.is_complex()):
@@ -204,7 +202,7 @@ class LazyAdam(Adam):
         """
         if param is None:
             if rows is not None:
-                raise TypeError("rows: give the parameter they belong to as well.")
+                raise TypeError("rows: also give the parameter that they belong to.")
             for group in self.param_groups:
                 for each in group["params"]:
                     self._catch_up(each)
@@ -233,7 +231,7 @@ class LazyAdam(Adam):
             raise TypeError(f"module must be an Embedding or an EmbeddingBag, found {type(module).__name__}.")
         if not module.sparse:
             raise IncompatibleError(
-                "the embedding has sparse=False, so its gradients are dense and no row ever lags; use sparse=True."
+                "the embedding has sparse=False, so its gradients are dense and no row falls behind; use sparse=True."
             )
         weight = module.weight
         self._check_own(weight)
@@ -347,7 +345,7 @@ class LazyAdam(Adam):
     def _check_own(self, param: Tensor) -> None:
         if not any(param is own for group in self.param_groups for own in group["params"]):
             found = f"of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
-            raise ValueError(f"the parameter {found} is not one of this optimizer; give it a parameter it updates.")
+            raise ValueError(f"this optimizer does not hold the parameter {found}; give one of its parameters.")
 
 
 def _owners(group: Mapping[str, Any]) -> list[Tensor]:

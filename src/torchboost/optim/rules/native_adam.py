@@ -61,13 +61,13 @@ class Pipeline:
         places = [ORDER.index(kind) if kind in ORDER else -1 for kind in kinds]
         if -1 in places or any(a >= b for a, b in pairwise(places)):
             raise ValueError(
-                f"native=True: found the transforms {', '.join(kind.__name__ for kind in kinds)}; the kernel knows "
-                f"{', '.join(kind.__name__ for kind in ORDER)}, each once and in this order. Leave native out."
+                f"native=True: found the transforms {', '.join(kind.__name__ for kind in kinds)}; the kernel takes "
+                f"{', '.join(kind.__name__ for kind in ORDER)}, each at most once, in this order. Leave native out."
             )
         found: dict[type, Any] = dict(zip(kinds, transforms, strict=True))
         clip = found.get(ClipNorm)
         if clip is not None and clip.norm_type != 2:
-            raise ValueError(f"native=True: found ClipNorm with norm_type={clip.norm_type}; the kernel knows 2 only.")
+            raise ValueError(f"native=True: found ClipNorm with norm_type={clip.norm_type}; the kernel takes 2 only.")
         return cls(
             unscale=found.get(Unscale),
             decay=found.get(Decay),
@@ -149,9 +149,9 @@ def prepared(
 
 def _complain(pipeline: Pipeline, nonfinite: Nonfinite) -> None:
     if nonfinite == "raise":
-        raise FloatingPointError("the gradients contain inf or nan; the update was left out.")
+        raise FloatingPointError("the gradients contain inf or nan; the update was skipped.")
     if pipeline.clip_norm is not None and pipeline.clip_norm.error_if_nonfinite:
-        raise RuntimeError("the norm of the gradients is not finite; the update was left out.")
+        raise RuntimeError("the norm of the gradients is not finite; the update was skipped.")
 
 
 def check_walkable(param: Tensor) -> None:
@@ -163,7 +163,7 @@ def check_walkable(param: Tensor) -> None:
     plain = type(param) in (Tensor, nn.Parameter)  # a sharded tensor has its numbers elsewhere
     if not plain or param.dtype is not torch.float32 or param.device.type != "cpu" or not _walkable(param):
         raise IncompatibleError(
-            f"native=True works on dense float32 parameters on the CPU (master_weights=True makes them float32), "
+            f"native=True needs dense float32 parameters on the CPU (master_weights=True makes them float32), "
             f"found a {type(param).__name__} of {param.dtype} on {param.device}, shape {tuple(param.shape)}, "
             f"strides {param.stride()}. Leave native out."
         )

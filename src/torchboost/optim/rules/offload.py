@@ -188,7 +188,7 @@ class AdamOffload(Adam):
         """Refuse a choice of kernel: it is made here."""
         for name, refused in (("foreach", True), ("capturable", True), ("fused", False)):
             if group.get(name) is refused:
-                raise ValueError(f"{name}: found {refused}; {type(self).__name__} has its own kernel, leave it out.")
+                raise ValueError(f"{name}: found {refused}; {type(self).__name__} chooses its kernel; leave it out.")
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
         """Refuse what the host cannot take: sparse gradients, and DTensors on an accelerator."""

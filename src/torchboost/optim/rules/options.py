@@ -110,7 +110,7 @@ def check_capturable(param: Tensor, group: Mapping[str, Any]) -> None:
     devices = _get_capturable_supported_devices()
     if param.device.type not in devices:
         raise IncompatibleError(
-            f"capturable=True needs parameters on one of {devices}, found one on {param.device}; set it False."
+            f"capturable=True needs parameters on one of {devices}, found one on {param.device}; leave it False."
         )
 
 
@@ -119,13 +119,13 @@ def _check_form(options: Mapping[str, Any]) -> None:
         if not isinstance(options.get(name), (bool, NoneType)):
             raise TypeError(f"{name}: found {options[name]!r}; give True, False or None.")
     if options.get("foreach") and options.get("fused"):
-        raise ValueError("foreach and fused are two ways to do the same; set one of them.")
+        raise ValueError("foreach and fused exclude each other; set one of them.")
     if options.get("differentiable"):
-        raise ValueError("differentiable: found True; the update is not part of the graph here. Leave it False.")
+        raise ValueError("differentiable: found True; autograd does not record the updates here. Leave it False.")
     if options.get("foreach") and "capturable" in options and not options["capturable"]:
         tensors = [name for name in ("lr", "betas") if _has_tensor(options.get(name))]
         if tensors:
-            raise ValueError(f"{tensors[0]}: found a tensor, which foreach takes with capturable=True only.")
+            raise ValueError(f"{tensors[0]}: found a tensor; foreach supports it with capturable=True only.")
 
 
 def _check_scalar(name: str, value: object) -> None:
