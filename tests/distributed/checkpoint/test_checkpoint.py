@@ -115,7 +115,7 @@ def test_numbers_that_make_no_sense_are_refused(tmp_path):
     for number in ("5", 5.0, True):
         with pytest.raises(TypeError, match=f"number: found {number!r}; give an integer"):
             run.save(tmp_path, number)
-    with pytest.raises(ValueError, match=r"'torchboost\.copy' is used"):
+    with pytest.raises(ValueError, match=r"'torchboost\.copy' is reserved"):
         checkpoint.save(tmp_path, 1, run.model, run.optimizer, **{"torchboost.copy": run.step})
     path = run.save(tmp_path, 1)
     with pytest.raises(FileExistsError, match="give a larger number"):
@@ -171,7 +171,7 @@ def test_a_number_below_the_newest_is_refused_and_nothing_is_removed(tmp_path):
     there = [run.save(tmp_path, number) for number in (50, 60)]
     with pytest.raises(FileExistsError, match=r"00000060 already exists, .* 10 would be older.* another folder"):
         run.save(tmp_path, 10)
-    with pytest.raises(FileExistsError, match="and 55 would be older"):
+    with pytest.raises(FileExistsError, match="checkpoint 55 would be older"):
         run.save(tmp_path, 55)
     assert sorted(tmp_path.iterdir()) == there
     for path in there:
