@@ -1,15 +1,17 @@
-"""Write the tables of the documentation from the level table and the result files; ``--check`` only compares."""
+"""Write the tables and the figure of README and documentation from the registry and the result files."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import adasum_convergence
+import headline
 import subspace_recipe
 
 from torchboost.bench.report.table import Table, result_table
@@ -19,12 +21,14 @@ from torchboost.registry import LEVELS, REGISTRY
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+FIGURE = ROOT / "docs" / "results.svg"
 BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def pages() -> list[Path]:
     """Return the pages that show a table."""
-    return [path for path in sorted((ROOT / "docs").rglob("*.md")) if BLOCK.search(path.read_text(encoding="utf-8"))]
+    every = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [path for path in every if BLOCK.search(path.read_text(encoding="utf-8"))]
 
 
 def rows(table: Table) -> str:
@@ -32,17 +36,32 @@ def rows(table: Table) -> str:
     return "\n".join([*lines, *("| " + " | ".join(cell or " " for cell in row) + " |" for row in table.rows)])
 
 
-def levels() -> str:
+def levels(folder: str) -> str:
     def cell(level: str, name: str) -> str:
         if name not in LEVELS[level]:
             return ""
         return ", ".join(f"`{key}={value!r}`" for key, value in LEVELS[level][name].items()) or "on"
 
     body = [
-        (f"[{name}](algorithms/{name}.md)", entry.summary, *(cell(level, name) for level in LEVELS))
+        (f"[{name}]({folder}{name}.md)", entry.summary, *(cell(level, name) for level in LEVELS))
         for name, entry in REGISTRY.items()
+        if any(name in chosen for chosen in LEVELS.values())
     ]
     return rows(Table(headings=("algorithm", "what it does", *LEVELS), rows=tuple(body)))
+
+
+def results(folder: str) -> str:
+    table, said = headline.table()
+    return "\n\n".join([rows(table), *said])
+
+
+# What is made from the registry and several result files; each is told the way from its page to the cards.
+WHOLE: dict[str, Callable[[str], str]] = {
+    "levels": levels,
+    "results": results,
+    "algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=False)),
+    "measured_algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=True)),
+}
 
 
 def origin(report: BenchReport, path: Path) -> str:
@@ -254,26 +273,31 @@ MAKERS: dict[str, Callable[[Path], str]] = {
 }
 
 
-def block(name: str) -> str:
-    if name == "levels":
-        return levels()
+def block(name: str, shown_on: Path) -> str:
+    if name in WHOLE:
+        cards = Path(os.path.relpath(ROOT / "docs" / "algorithms", shown_on.parent)).as_posix()
+        return WHOLE[name]("" if cards == "." else f"{cards}/")
     path = RESULTS / f"{name}.json"
     if not path.exists():
         return "Not measured yet."
     return MAKERS[name.split("-")[0]](path)
 
 
-def page(text: str) -> str:
-    return BLOCK.sub(lambda match: f"{match[1]}{block(match['name'])}\n{match[3]}", text)
+def written() -> dict[Path, str]:
+    """Return what each page with a table, and the figure, should hold."""
+    made = {}
+    for path in pages():
+        text = path.read_text(encoding="utf-8")
+        made[path] = BLOCK.sub(lambda match, at=path: f"{match[1]}{block(match['name'], at)}\n{match[3]}", text)
+    return {**made, FIGURE: headline.figure()}
 
 
 if __name__ == "__main__":
     made = argparse.ArgumentParser(description=__doc__)
-    made.add_argument("--check", action="store_true", help="fail where the page and the results differ")
+    made.add_argument("--check", action="store_true", help="fail if a page or the figure differs from the results")
     check = made.parse_args().check
-    for path in pages():
-        before = path.read_text(encoding="utf-8")
-        after = page(before)
+    for path, after in written().items():
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
         if check and after != before:
             sys.exit(f"{path} does not show the results: run python benchmarks/tables.py")
         if not check:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.support.torchrun import loopback
+from torchboost.front import boosted_of
 from torchboost.registry import REGISTRY
 
 DOCS = ROOT / "docs"
@@ -55,7 +56,17 @@ def test_the_readme_has_a_snippet_that_trains_with_fewer_batch_norms():
     page = ROOT / "README.md"
     (snippet,) = snippets(page)
     assert "loss.backward()" in snippet
-    assert "less_bn" in [algorithm.name for algorithm in run(page, snippet)["booster"].plan.algorithms]
+    boosted = boosted_of(run(page, snippet)["optimizer"])
+    assert boosted is not None
+    assert "less_bn" in [algorithm.name for algorithm in boosted.plan.algorithms]
+
+
+def test_the_readme_begins_with_what_was_measured():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.*)", text, re.MULTILINE)
+    wanted = ["Results", "In your own loop", "When not to use it", "Algorithms", "Install", "Migrating from MindSpore"]
+    assert headings == wanted
+    assert re.findall(r"<!-- table: (\w+) -->", text) == ["results", "measured_algorithms"]
 
 
 MINDSPORE = (
