@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import fields
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.conftest import ROOT
 from tests.support.torchrun import loopback
@@ -17,8 +19,10 @@ from torchboost.front import boosted_of
 from torchboost.registry import REGISTRY
 
 DOCS = ROOT / "docs"
+SOURCE = ROOT / "src" / "torchboost"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+REFERENCED = re.compile(r"^::: (\S+)", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
@@ -101,6 +105,26 @@ def test_every_algorithm_has_a_card_that_names_its_settings(name):
 def test_every_card_belongs_to_an_algorithm():
     cards = {card.stem for card in (DOCS / "algorithms").glob("*.md")} - {"index"}
     assert cards <= set(REGISTRY)
+
+
+def navigation() -> list[dict[str, Any]]:
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    return runpy.run_path(str(DOCS / ".hooks" / "nav.py"))["expand"](settings["nav"], DOCS)
+
+
+def test_the_navigation_has_four_parts_and_every_page_once():
+    parts = {title: listed for part in navigation() for title, listed in part.items()}
+    assert list(parts) == ["Start", "Guides", "Algorithms", "Reference"]
+    assert parts["Algorithms"][0] == "algorithms/index.md"
+    pages = [page for listed in parts.values() for page in listed]
+    assert sorted(pages) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+
+
+def test_every_public_package_has_its_page_of_names():
+    stubs = {path.parent.relative_to(SOURCE) for path in SOURCE.rglob("__init__.pyi")}
+    packages = {".".join(("torchboost", *stub.parts)) for stub in stubs}
+    documented = {name for page in (DOCS / "api").glob("*.md") for name in REFERENCED.findall(page.read_text())}
+    assert packages <= documented
 
 
 def test_the_tables_show_the_results():
