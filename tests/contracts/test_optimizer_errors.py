@@ -288,7 +288,7 @@ def test_a_list_that_is_used_up_says_so(rule):
     optimizer = RULES[rule](params, lr=[0.1, 0.05])
     train(optimizer, params, range(2))
     before = values(optimizer)
-    with pytest.raises(IndexError, match=r"ended at step 1, and step 2 was requested.*Give one entry per update"):
+    with pytest.raises(IndexError, match=r"ended at step 1, but step 2 was requested.*Give one entry per update"):
         train(optimizer, params, [2])
     assert values(optimizer) == before
 

@@ -195,7 +195,8 @@ class Adam(UpdateRule):
             foreach._foreach_add_(steps, 1)
             if found_inf is not None:
                 foreach._foreach_sub_(steps, [found_inf.to(step.device) for step in steps])
-            steps = [step.new_full((), LATE) for step in steps]
+            late = {device: torch.full((), LATE, device=device) for device in {step.device for step in steps}}
+            steps = [late[step.device] for step in steps]
         torch_adam(
             batch.params,
             batch.grads,

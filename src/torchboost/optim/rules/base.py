@@ -269,9 +269,9 @@ class UpdateRule(Optimizer):
         try:
             if share is not None:
                 share.due = self.collectives()
-            for group, values in zip(self.param_groups, scheduled, strict=True):
+            for number, (group, values) in enumerate(zip(self.param_groups, scheduled, strict=True)):
                 group.update(values)
-                self._check_options(group)
+                self._checked.options(number, group, self._check_options)
             work = [self._gather(group, fresh) for group in self.param_groups]
             perform = self.prepare(work)
         except BaseException as error:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ __all__ = ["Checked", "strides"]
 
 _DTYPE, _LAYOUT, _DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter("device")
 
-_Record = tuple[list[Tensor], list[int], list[tuple[int, ...]], torch.dtype, torch.device, list[Any]]
+_Record = tuple[list[Tensor], list[int], list[tuple[int, ...]], torch.dtype, torch.device, list[Any], list[Any]]
 
 
 def strides(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
@@ -25,12 +25,22 @@ class Checked:
     """Remembers, per group, for which parameters dense gradients of one precision were found usable.
 
     It holds until the group has other parameters, one of them other strides or another device, or a flag of the group
-    changes. What can
-    differ from step to step is looked at in every one: precision and layout of the gradients, and the device.
+    changes. What can differ from step to step is looked at in every one: precision and layout of the gradients, and the
+    device. The options of a group count as checked while its entries are the same objects.
     """
 
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}
+        self._options: dict[int, list[Any]] = {}
+
+    def options(self, number: int, group: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]) -> None:
+        """Check the options of a group, unless they are those that were checked last."""
+        if torch.compiler.is_compiling():
+            check(group)
+        elif not _same(self._options.get(number, ()), group):
+            self._options.pop(number, None)
+            check(group)
+            self._options[number] = list(group.values())
 
     def layout(
         self, number: int, group: Mapping[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]
@@ -39,14 +49,14 @@ class Checked:
         record = None if torch.compiler.is_compiling() else self._records.get(number)
         if record is None:
             return None
-        _, ids, memory, dtype, device, flags = record
+        _, ids, memory, dtype, device, values, flags = record
         holds = (
             ids == list(map(id, params))
             and _one(_DTYPE, grads) is dtype
             and _one(_DEVICE, params) == device
             and _one(_LAYOUT, grads) is torch.strided
             and memory == strides(params)
-            and flags == _flags(group)
+            and (_same(values, group) or flags == _flags(group))
         )
         return memory if holds else None
 
@@ -58,7 +68,13 @@ class Checked:
         dtype, device = _one(_DTYPE, grads), _one(_DEVICE, params)
         if dtype is not None and device is not None and _one(_LAYOUT, grads) is torch.strided:
             # The parameters are held, so that no other can get the identity of one.
-            self._records[number] = (list(params), list(map(id, params)), strides(params), dtype, device, _flags(group))
+            now = list(group.values()), _flags(group)
+            self._records[number] = (list(params), list(map(id, params)), strides(params), dtype, device, *now)
+
+
+def _same(values: Sequence[Any], group: Mapping[str, Any]) -> bool:
+    """Whether the entries of a group are these objects, in this order."""
+    return len(values) == len(group) and all(map(is_, values, group.values()))
 
 
 def _one(of: attrgetter[Any], tensors: Sequence[Tensor]) -> Any:
