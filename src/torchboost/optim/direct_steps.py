@@ -1,4 +1,4 @@
-"""What stands in front of an optimizer must not be passed by: steps of the one behind it are refused."""
+"""Refuse direct steps of an optimizer that is wrapped by another one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["DirectSteps"]
 
 
 class DirectSteps:
-    """Refuses steps of an optimizer that somebody else than the one in front of it makes.
+    """Refuse steps of a wrapped optimizer unless the wrapping optimizer makes them.
 
-    The optimizer behind keeps this, and so the one in front, alive: whoever holds the one finds the other.
+    The wrapped optimizer keeps this object alive, and with it the wrapping one.
 
     Args:
-        behind: Whose steps are refused, or those of the optimizer that it wraps.
-        front: What is to be stepped in its place.
-        instead: The message: what was found, and what to do.
+        behind: The wrapped optimizer. If it wraps another optimizer itself, the steps of that one are refused.
+        front: The wrapping optimizer, which must be stepped instead.
+        instead: The error message: what was found, and what to do.
     """
 
     def __init__(self, behind: Optimizer, front: Optimizer, instead: str) -> None:
@@ -32,7 +32,7 @@ class DirectSteps:
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
-        """Return the context in which the optimizer behind may be stepped."""
+        """Allow steps of the wrapped optimizer inside the context."""
         before, self._allowed = self._allowed, True
         try:
             yield
@@ -40,7 +40,7 @@ class DirectSteps:
             self._allowed = before
 
     def remove(self) -> None:
-        """Let the optimizer behind be stepped by everyone again."""
+        """Allow direct steps of the wrapped optimizer again."""
         self._handle.remove()
 
     def _refuse(self, *_: Any) -> None:

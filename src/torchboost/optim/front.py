@@ -1,4 +1,4 @@
-"""Optimizers that stand in front of another one and share its groups and state."""
+"""Optimizers that wrap another one and share its groups and state."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ __all__ = ["FrontOptimizer"]
 
 
 class FrontOptimizer(Optimizer):
-    """An optimizer in front of ``opt``: the same parameter groups, the same state, one set of moments.
+    """An optimizer that wraps ``opt`` and shares its parameter groups and state.
 
-    Schedulers and scalers may drive either; groups may be added to either, and a checkpoint loaded into either.
+    Schedulers and scalers may drive either optimizer. Groups can be added to either, checkpoints loaded into either.
 
     Args:
-        opt: What updates the weights.
+        opt: The optimizer that updates the weights.
 
     Raises:
-        TypeError: ``opt`` is no optimizer.
+        TypeError: ``opt`` is not an optimizer.
     """
 
     copyable: bool = False
-    """Whether a copy or a pickle does what the original does. Effects that hang on ``opt`` by hooks stay behind."""
+    """Whether a copy or a pickle does what the original does. Hooks on ``opt`` are not copied."""
 
     def __init__(self, opt: Optimizer) -> None:
         check_optimizer(opt, "opt")
-        self._own: dict[str, Any] = {}  # groups and state while torch sets this one up
+        self._own: dict[str, Any] = {}  # groups and state while torch's constructor runs
         super().__init__(opt.param_groups, opt.defaults)
         self._own.clear()
         self.opt = opt
@@ -59,10 +59,10 @@ class FrontOptimizer(Optimizer):
         return self.opt.step(closure) if closure is not None else self.opt.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to ``opt``, whose groups these are.
+        """Add a group to ``opt``.
 
         Raises:
-            TypeError, ValueError: As ``opt`` raises; nothing was added.
+            TypeError, ValueError: As raised by ``opt``; nothing was added.
         """
         if "opt" in self.__dict__:
             self.opt.add_param_group(param_group)
@@ -70,11 +70,11 @@ class FrontOptimizer(Optimizer):
             super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of ``opt``, loadable by it, and under a key of its own what this class adds."""
+        """Return the state of ``opt``, which ``opt`` can load, plus the state of this class under a separate key."""
         return {**self.opt.state_dict(), "front": self._own_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint of this class, or of ``opt`` alone, beside which this class starts anew."""
+        """Load a checkpoint of this class, or of ``opt`` alone; this class then starts from its initial state."""
         rest = {key: value for key, value in state_dict.items() if key != "front"}
         if "front" in state_dict:
             self._load_own_state(state_dict["front"])
@@ -83,7 +83,7 @@ class FrontOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         if not self.copyable:
             self._refuse_copy()
-        # Hooks stay behind, as in torch; a learning-rate scheduler covers 'step'.
+        # Hooks are not copied, as in torch; a learning-rate scheduler replaces 'step' on the instance.
         return {key: value for key, value in self.__dict__.items() if key[:11] != "_optimizer_" and key != "step"}
 
     def _refuse_copy(self) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Whether a fused optimizer kernel of torch computes its rule: some do not, in some precisions."""
+"""Check that a fused optimizer kernel of torch computes its rule; some do not, in some precisions."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch.optim import Optimizer
 __all__ = ["miscomputes"]
 
 _ENTRIES = 67
-"""Some vectors of every processor, and a rest."""
+"""Several full vectors on every processor, and a remainder."""
 
 
 def miscomputes(kind: type[Optimizer], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether two fused steps move weights to another place than two ordinary ones.
+    """Whether two fused steps give other weights than two ordinary steps.
 
     torch 2.13's fused SGD does so in bfloat16 and float16 on the CPU: half of each vector gets the update of other
-    weights. So the kernel is tried, once per precision and device.
+    weights. So each kernel is tried once per precision and device.
 
     Args:
-        kind: Class of torch that takes ``fused``.
-        dtype: Precision of the weights, a floating-point one.
-        device: Where they are.
+        kind: An optimizer class of torch that takes ``fused``.
+        dtype: Floating-point precision of the weights.
+        device: Device of the weights.
 
     Returns:
-        False if the kernel is right or cannot be tried; torch then says why where it is used.
+        False if the kernel is right or cannot be tried; in the second case torch raises when it is used.
     """
     try:
         with torch.inference_mode(mode=False), torch.enable_grad():

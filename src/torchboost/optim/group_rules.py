@@ -1,4 +1,4 @@
-"""Param groups by rule: which parameters get which options, chosen by module type, name or a function."""
+"""Param groups by rule: options for parameters that are selected by module type, name or a function."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ _SHOWN = 3
 class GroupRule:
     r"""Options for the parameters that meet all of the given criteria.
 
-    Weights that are tied, or in a module that is used under several names, have several names and places: they meet
-    the criteria if one of the places does.
+    Tied weights, and weights of a module that has several names, have several names and places. They match if one of
+    these places meets all criteria.
 
     Args:
         options: Entries of the param group, such as ``lr``, ``weight_decay`` or ``grad_centralization``; copied. Any
-            key goes, as in torch, which keeps entries it does not know and does not say so.
-        modules: Module types, subclasses included: the parameters in such a module and in the modules inside it.
-        name: Regular expression that is searched for anywhere in the parameter's name (``re.search``), which is that
-            of ``named_parameters()`` of the bare model. Anchor it with ``^`` and ``$``, and write a dot as ``\.``.
-        when: Called with the name, the parameter and the module that holds it; true where the rule applies.
+            key is accepted, as in torch, which silently keeps unknown entries.
+        modules: Module types, subclasses included. Selects the parameters in such a module and in its submodules.
+        name: Regular expression that is searched for anywhere in the parameter's name (``re.search``), as given by
+            ``named_parameters()`` of the bare model. Anchor it with ``^`` and ``$``, and write a dot as ``\.``.
+        when: Called with the name, the parameter and the module that holds it; returns True if the rule applies.
         optional: Whether the rule may match nothing.
 
     Raises:
         TypeError: An argument, an option's key, a learning rate or a decay has the wrong type.
-        ValueError: No option, no criterion, a key that is the group's own (``params``, ``param_names``), no regular
+        ValueError: No option, no criterion, a reserved key (``params``, ``param_names``), an invalid regular
             expression, or a learning rate or decay that is negative or not finite.
 
     Example:
@@ -88,36 +88,36 @@ def param_groups(
     defaults: Mapping[str, Any] | None = None,
     include_frozen: bool = False,
 ) -> list[ParamGroup]:
-    """Sort the parameters of a model into groups with own options, for any ``torch.optim`` optimizer.
+    """Sort the parameters of a model into groups with separate options, for any ``torch.optim`` optimizer.
 
-    A parameter gets the options of **all** rules it matches; where two set the same option, the later rule wins, so
-    write the general ones first. Rules merge because they decide different things, such as the learning rate by depth
-    and the decay by kind of parameter: were only the first match to count, every combination would need a rule of its
-    own. The parameters that match the same rules form one group.
+    A parameter gets the options of **all** rules it matches. If two rules set the same option, the later one wins, so
+    write the general rules first. Rules merge because they decide different things, such as the learning rate by depth
+    and the decay by kind of parameter; if only the first match counted, every combination would need its own rule.
+    Parameters that match the same rules form one group.
 
-    Every trainable parameter is in exactly one group, tied weights once, under their first name. Groups are ordered
-    by the first rule they match, then by the next; parameters without a rule come last. Inside a group the order is
-    that of the model, so the same model and rules give the same groups on every rank and after a restart. Names go
-    along as ``param_names``, which torch saves with the optimizer's state.
+    Every trainable parameter is in exactly one group; tied weights appear once, under their first name. Groups are
+    ordered by the first rule they match, then by the next; parameters without a rule come last. Inside a group the
+    parameters keep the order of the model, so the same model and rules give the same groups on every rank and after a
+    restart. Names are stored as ``param_names``, which torch saves with the optimizer's state.
 
-    Cost: one pass over the parameters per rule, in Python. Nothing is changed on the model.
+    Cost: one pass over the parameters per rule, in Python. The model is not changed.
 
     Args:
-        model: Bare, inside DDP, ``DataParallel`` or ``torch.compile`` (their prefixes are no part of the names), or
+        model: Bare, inside DDP, ``DataParallel`` or ``torch.compile`` (whose prefixes are not part of the names), or
             after ``fully_shard``.
         rules: May be empty.
-        defaults: Options of every group, under those of the rules. What is in neither, the optimizer sets.
-        include_frozen: Whether parameters with ``requires_grad=False`` get a group, too. Set it where they are to be
-            unfrozen later, or where they are frozen in turns; torch skips them while they have no gradient.
+        defaults: Options of every group; rules override them. The optimizer sets what neither gives.
+        include_frozen: Whether parameters with ``requires_grad=False`` also get a group. Set it if they are unfrozen
+            later, or frozen in turns; torch skips them while they have no gradient.
 
     Returns:
-        Groups that ``torch.optim.AdamW(groups)`` takes as they are. None is empty.
+        Groups to pass to an optimizer, as in ``torch.optim.AdamW(groups)``. None is empty.
 
     Raises:
         TypeError: An argument has the wrong type, or a rule's ``when`` returned something other than a boolean.
-        ValueError: A rule matches no parameter, frozen ones included; the model has no parameter to train, or one of
-            a lazy module that has no shape yet.
-        IncompatibleError: The model is sharded by FSDP1, whose flat parameters have lost their shapes.
+        ValueError: A rule matches no parameter, frozen ones included; the model has no trainable parameter; or a
+            parameter of a lazy module has no shape yet.
+        IncompatibleError: The model is sharded by FSDP1, whose flat parameters do not keep their shapes.
 
     Example:
         >>> import torch
@@ -162,19 +162,19 @@ def param_groups(
 
 
 def no_decay(*, also: type | tuple[type, ...] = ()) -> tuple[GroupRule, ...]:
-    """Return rules that take weight decay off norms, biases and other vectors, found by structure.
+    """Return rules that disable weight decay for norms, biases and other vectors, found by structure.
 
     These are all parameters of at most one axis (biases, the scales and shifts of any norm, layer scales,
-    temperatures), and those of torch's norm layers whatever their shape. Names play no part. Weight decay is
-    meant for matrices and kernels; leaving it off vectors is common practice since BERT (Devlin et al., 2019).
-    Parameters of several axes in a norm of your own decay, unless its type is in ``also``.
+    temperatures), and all parameters of torch's norm layers. Names are not looked at. Weight decay is meant for
+    matrices and kernels; not applying it to vectors is common practice since BERT (Devlin et al., 2019).
+    Parameters of several axes in a custom norm still decay, unless its type is in ``also``.
 
-    Put these rules behind others that set ``weight_decay``: the later rule wins. A model without any such parameter is
-    fine. The coupled decay of a :class:`~torchboost.optim.transforms.Decay` is another option and stays.
+    Put these rules after others that set ``weight_decay``, because the later rule wins. The model need not have such
+    parameters. The coupled decay of :class:`~torchboost.optim.transforms.Decay` is a separate option and stays.
 
     Args:
-        also: Module types whose parameters do not decay either, such as ``nn.Embedding``. Must match something. A tied
-            embedding is one parameter: the head that shares it goes without decay, too.
+        also: More module types whose parameters do not decay, such as ``nn.Embedding``. Must match something. A tied
+            embedding is one parameter, so the head that shares it does not decay either.
 
     Raises:
         TypeError: ``also`` is not a type or a tuple of types.
@@ -196,11 +196,11 @@ def layer_wise_decay(model: nn.Module, base_lr: float, *, factor: float) -> tupl
     """Return one rule per block that lowers the learning rate from the head down, for fine-tuning.
 
     ``lr = base_lr * factor ** (number of blocks after this one)``: the last block, usually the head, learns with
-    ``base_lr``, the first with the least (ELECTRA, Clark et al., 2020; BEiT, Bao et al., 2022, with factors from 0.65
-    to 0.9). Blocks are those that freezing uses (:func:`torchboost.graph.blocks.blocks_of`): in the order in which they
-    run, a norm together with the layer before it. So a final norm learns at the rate of the last layer, and token and
-    position embeddings that are two modules of a model are two blocks; BEiT puts the norm with the head, and ELECTRA
-    all embeddings at one depth. Tied weights count once, at their last use: an embedding tied to the head learns with
+    ``base_lr``, the first block with the lowest rate (ELECTRA, Clark et al., 2020; BEiT, Bao et al., 2022, with factors
+    from 0.65 to 0.9). Blocks are those that freezing uses (:func:`torchboost.graph.blocks.blocks_of`): in the order in
+    which they run, a norm together with the layer before it. So a final norm learns at the rate of the last layer, and
+    token and position embeddings in two modules are two blocks; BEiT puts the norm with the head, and ELECTRA puts all
+    embeddings at one depth. Tied weights count once, at their last use: an embedding tied to the head learns with
     ``base_lr``.
 
     The rules name parameters, so they also fit a copy of the model. They set ``lr`` alone; add other rules to them.
@@ -214,7 +214,7 @@ def layer_wise_decay(model: nn.Module, base_lr: float, *, factor: float) -> tupl
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: A number is out of range, the model has no parameters, or one of a lazy module without a shape.
+        ValueError: A number is out of range, the model has no parameters, or a lazy module has no shape yet.
         IncompatibleError: The model is sharded by FSDP1.
 
     Example:

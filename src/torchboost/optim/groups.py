@@ -1,4 +1,4 @@
-"""Param groups: split one by structure, rebuild them over other parameters, number parameters for communication."""
+"""Param groups: split them, rebuild them over other parameters, number parameters for communication."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["FusionIndex", "ParamGroup", "rebuild_groups", "split_group"]
 ParamGroup = dict[str, Any]
 
 ORDER = "order_params"
-"""Key of an entry that carries no parameters of its own, only their order (MindSpore's convention)."""
+"""Key of an entry that gives only the order of the parameters (MindSpore's convention)."""
 
 CENTRALIZE = "grad_centralization"
-"""Key of a group that says whether its gradients are centralised: True, False, or nothing (MindSpore's convention)."""
+"""Key of a group that says whether its gradients are centralised: True, False, or absent (MindSpore's convention)."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusionIndex:
-    """One number per parameter: neighbours that share a number may travel in one collective.
+    """One number per parameter; parameters that share a number may be sent in one collective.
 
-    Kept beside the parameters, not on them. Communication code reads it through :meth:`segments`; by itself it
-    changes nothing.
+    The numbers are not stored on the parameters. Communication code reads them through :meth:`segments`; on its own
+    this object has no effect.
 
     Args:
         indices: One per parameter, at least 1.
@@ -42,16 +42,16 @@ class FusionIndex:
 
     @classmethod
     def split(cls, count: int, points: Sequence[int], *, first: int = 1) -> FusionIndex:
-        """Number ``count`` parameters from ``first``, one higher from each position in ``points`` on.
+        """Number ``count`` parameters from ``first``; the number grows by one at each position in ``points``.
 
         Args:
             count: Number of parameters.
-            points: Rising positions in ``[0, count)``.
-            first: Number of a parameter before the first point.
+            points: Increasing positions in ``[0, count)``.
+            first: Number of the parameters before the first point.
 
         Raises:
             TypeError: A point is not a whole number.
-            ValueError: Points fall, repeat or lie outside.
+            ValueError: The points are not increasing, or lie outside ``[0, count)``.
         """
         if any(not is_integer(p) for p in points):
             raise TypeError(f"split points: found {list(points)}; give whole numbers.")
@@ -60,10 +60,10 @@ class FusionIndex:
         return cls(tuple(first + sum(p <= i for p in points) for i in range(count)))
 
     def segments(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return the parameters with equal index together, in the order in which the indices appear.
+        """Return the parameters grouped by index, in the order in which the indices appear.
 
         Raises:
-            ValueError: Another number of parameters than indices.
+            ValueError: The number of parameters is not that of the indices.
         """
         if len(parameters) != len(self.indices):
             raise ValueError(f"found {len(parameters)} parameters for {len(self.indices)} indices; give one each.")
@@ -74,9 +74,9 @@ class FusionIndex:
 
 
 def split_group(group: Mapping[str, Any], chosen: Collection[Tensor], options: Mapping[str, Any]) -> list[ParamGroup]:
-    """Split a group into its parameters in ``chosen``, which get ``options``, and the rest, which loses these keys.
+    """Split a group in two: parameters in ``chosen`` get ``options``, and the rest loses these keys.
 
-    Both parts keep the other options of the group and the order of its parameters; an empty part is left out.
+    Both parts keep the other options of the group and the order of its parameters. An empty part is omitted.
     """
     params = listed(group["params"])
     inside = [param for param in params if param in chosen]
@@ -89,12 +89,12 @@ def split_group(group: Mapping[str, Any], chosen: Collection[Tensor], options: M
 def rebuild_groups(parameters: Sequence[Tensor], origin: Sequence[Tensor | Mapping[str, Any]]) -> list[ParamGroup]:
     """Build groups over ``parameters`` with the options of the groups in ``origin``.
 
-    Every origin group keeps its options and those of its parameters that are in ``parameters``, so groups may become
-    empty but keep their position. Parameters in no origin group form one more group, with the options of the origin
-    group that has the most. A plain list of parameters as ``origin`` gives one group without options.
+    Every origin group keeps its options and those of its parameters that are in ``parameters``. A group may become
+    empty but keeps its position. Parameters in no origin group form one more group, with the options of the origin
+    group that has the most. If ``origin`` is a plain list of parameters, the result is one group without options.
 
     Args:
-        parameters: The new list; replaces the order entry where ``origin`` has one.
+        parameters: The new list; replaces the order entry if ``origin`` has one.
         origin: Param groups, or a plain list of parameters.
     """
     groups = [entry for entry in origin if isinstance(entry, Mapping)]
@@ -123,13 +123,15 @@ def rebuild_groups(parameters: Sequence[Tensor], origin: Sequence[Tensor | Mappi
 
 
 def without_order(params: Any) -> Any:
-    """Return the groups without the entry ``{"order_params": parameters}`` (MindSpore's), checked.
+    """Check MindSpore's entry ``{"order_params": parameters}`` and return the groups without it.
 
-    It says in which order MindSpore keeps the parameters of all groups. No update depends on it here, and torch keeps
-    them by group, so the entry has no effect beyond the check. Whatever has no such entry is returned as it is.
+    The entry says in which order MindSpore keeps the parameters of all groups. No update depends on it here, and torch
+    keeps parameters by group, so the entry has no effect beyond the check. Without such an entry the groups are
+    returned unchanged.
 
     Raises:
-        ValueError: More than one such entry, one with parameters of its own, or not all parameters, each once.
+        ValueError: More than one such entry, an entry that also has ``params``, or one that does not list every
+            parameter once.
     """
     if isinstance(params, (Tensor, Mapping)) or not isinstance(params, Iterable):
         return params
@@ -165,7 +167,7 @@ def listed(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _names(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, str]:
-    """Names by parameter, where the groups were built from ``named_parameters()``."""
+    """Return the names by parameter, if the groups were built from ``named_parameters()``."""
     return {
         param: name
         for group in groups
@@ -175,7 +177,7 @@ def _names(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, str]:
 
 
 def _over(group: Mapping[str, Any], members: list[Tensor], names: Mapping[Tensor, str]) -> ParamGroup:
-    """Copy the group over other members; torch wants either all groups with names or none."""
+    """Copy the group over other members; torch requires names in all groups or in none."""
     options = {key: value for key, value in group.items() if key != "param_names"}
     named = {"param_names": [names[param] for param in members]} if names else {}
     return {**options, "params": members, **named}

@@ -1,4 +1,4 @@
-"""What may be given as ``lr``, and schedules under torch's ``LRScheduler``."""
+"""Accepted forms of ``lr``, and schedules as a ``LRScheduler`` of torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Listed", "ScheduleLR", "factor", "resolve_lr"]
 
 @dataclass(frozen=True)
 class Listed:
-    """Entry t at update t, counted from 0; asking beyond the end raises ``IndexError``.
+    """A list of learning rates, one per update, counted from 0; past the end it raises ``IndexError``.
 
     Args:
         rates: Learning rates, at least one.
@@ -65,17 +65,17 @@ class _Checked:
 
 
 def resolve_lr(value: Any, *, name: str = "lr") -> Schedule | None:
-    """Return what gives the learning rate at each update, or None where the value stays as it is.
+    """Return the schedule of a learning rate, or None if the value is constant.
 
     Args:
-        value: A number or a 0-d tensor: fixed, the result is None. A list, tuple, 1-d tensor or 1-d array: entry t at
-            update t. A function of the step: called at each update, and what it returns is checked.
-        name: What messages call it, such as ``"weight_decay"``.
+        value: A number or a 0-d tensor: constant, the result is None. A list, tuple, 1-d tensor or 1-d array: entry t
+            at update t. A function of the step: called at each update; its result is checked.
+        name: The name in error messages, such as ``"weight_decay"``.
 
     Raises:
-        TypeError: Nothing of these, or an entry is not a number.
+        TypeError: The value has another type, or an entry is not a number.
         ValueError: A number is negative or not finite, a list is empty, or a tensor has more than one axis. The result
-            raises it too when the function returns such a number, and ``IndexError`` past the end of a list.
+            also raises it if the function returns such a number, and ``IndexError`` past the end of a list.
 
     Example:
         >>> resolve_lr(1e-3) is None
@@ -111,20 +111,23 @@ def resolve_lr(value: Any, *, name: str = "lr") -> Schedule | None:
 class ScheduleLR(LRScheduler):
     """Set the learning rates of an optimizer from schedules, as absolute values.
 
-    Call :meth:`step` after each update that really happened. A tensor ``lr`` is filled in place, so that compiled,
-    capturable and fused optimizers see the change. The state holds numbers only: give the same schedules again and
-    load it, before or after the state of the optimizer; ``{"last_epoch": step}`` is enough.
+    Call :meth:`step` after each update that was not skipped. A tensor ``lr`` is filled in place, so compiled,
+    capturable and fused optimizers see the change. The state holds numbers only: to resume, construct the scheduler
+    with the same schedules and load the state, before or after that of the optimizer; ``{"last_epoch": step}`` is
+    enough.
 
     Args:
-        optimizer: Its groups get the rates.
-        schedule: One for all groups, also for those added later, or a list with one per group. It replaces what the
-            groups had; to scale their own rates, use torch's ``LambdaLR`` with :func:`factor`. After a list (see
-            :class:`Listed`) one more :meth:`step` is allowed, as loops end with it; the next raises ``IndexError``.
+        optimizer: The optimizer whose groups get the rates.
+        schedule: One for all groups, including those added later, or a list with one per group. It replaces the rates
+            of the groups; to scale them, use torch's ``LambdaLR`` with :func:`factor`. After the last entry of a list
+            (see :class:`Listed`) one more :meth:`step` is allowed, because loops end with it; the next raises
+            ``IndexError``.
         last_epoch: Updates done before, minus 1.
 
     Raises:
-        TypeError: Not an optimizer, or something that is not a schedule.
-        ValueError: Another number of schedules than groups, ``last_epoch`` below -1, or a rate out of range.
+        TypeError: Not an optimizer, or not a schedule.
+        ValueError: The number of schedules is not that of the groups, ``last_epoch`` is below -1, or a rate is out of
+            range.
 
     Example:
         >>> import torch
@@ -143,7 +146,7 @@ class ScheduleLR(LRScheduler):
         self._schedules = _one_or_each(schedule)
         whole("last_epoch", last_epoch, least=-1)
         if last_epoch >= 0 and isinstance(optimizer, Optimizer):
-            # torch wants this key then; a schedule of absolute values resumes without it.
+            # torch requires this key then; a schedule of absolute values resumes without it.
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", _copied(group["lr"]))
         super().__init__(optimizer, last_epoch)
@@ -160,14 +163,14 @@ class ScheduleLR(LRScheduler):
         return [_rate(schedule, self.last_epoch) for schedule in self._schedules]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the scheduler stands, without the schedules."""
+        """Return the state of the scheduler, without the schedules."""
         return {key: value for key, value in super().state_dict().items() if key != "_schedules"}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where another scheduler stood, and set the learning rates of that update.
+        """Resume from the state of another scheduler, and set the learning rates of that update.
 
         Raises:
-            ValueError: No ``last_epoch`` in it, or one below 0.
+            ValueError: ``last_epoch`` is missing or below 0.
         """
         if "last_epoch" not in state_dict:
             raise ValueError(f"state_dict: found the keys {sorted(state_dict)}; it must have 'last_epoch'.")
@@ -182,11 +185,11 @@ class ScheduleLR(LRScheduler):
 
 
 def factor(schedule: Schedule, *, base: float | None = None) -> Callable[[int], float]:
-    """Return a schedule as a factor of ``base``, for torch's ``LambdaLR``, which multiplies each group's own rate.
+    """Return a schedule as a factor of ``base``, for torch's ``LambdaLR``, which multiplies the rate of each group.
 
     Args:
-        schedule: Learning rates.
-        base: Learning rate that counts as 1, above 0; None takes that of update 0.
+        schedule: The learning rates.
+        base: Learning rate that corresponds to a factor of 1, above 0; None takes that of update 0.
 
     Raises:
         TypeError: Not a schedule, or not a number.
@@ -218,7 +221,7 @@ def _one_or_each(schedule: Any) -> Schedule | tuple[Schedule, ...]:
 
 
 def _rate(schedule: Schedule, step: int) -> float:
-    """Return the rate; after the last update of a list, where none may follow, the last one."""
+    """Return the rate; one step past the end of a list, return its last rate."""
     try:
         return schedule(step)
     except IndexError as ended:

@@ -1,7 +1,7 @@
-"""torch's learning-rate schedulers under the name that torch gives them, and :class:`ScheduleLR` with its schedules.
+"""torch's learning-rate schedulers under torch's module name, and :class:`ScheduleLR`.
 
-``from torchboost import optim`` in place of ``from torch import optim`` finds ``optim.lr_scheduler.OneCycleLR`` here;
-they are torch's own classes, which drive the optimizers of both packages.
+With ``from torchboost import optim`` in place of ``from torch import optim``, ``optim.lr_scheduler.OneCycleLR`` still
+resolves. These are torch's own classes, which work with the optimizers of both packages.
 """
 
 from __future__ import annotations

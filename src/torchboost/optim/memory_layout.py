@@ -1,4 +1,4 @@
-"""Tensors that walk through memory as another tensor does."""
+"""Memory layouts of tensors: compare them, match them, make a tensor writable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["aligned", "is_dense", "same_layout", "writable"]
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the numbers of a tensor fill a stretch of memory, in any order of the axes."""
+    """Whether a tensor fills its memory without gaps, in any order of the axes."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -21,7 +21,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def same_layout(value: Tensor, model: Tensor) -> bool:
-    """Whether both, of equal shape, have equal strides; those of axes of length one mean nothing."""
+    """Whether two tensors of equal shape have equal strides, axes of length one aside."""
     if value.stride() == model.stride():
         return True
     axes = zip(model.shape, value.stride(), model.stride(), strict=True)
@@ -29,9 +29,9 @@ def same_layout(value: Tensor, model: Tensor) -> bool:
 
 
 def aligned(value: Tensor, model: Tensor) -> Tensor:
-    """Return ``value``, or a copy of it, in the memory layout of ``model``, whose shape it has.
+    """Return ``value``, or a copy of it, in the memory layout of ``model``, which has the same shape.
 
-    Kernels that take lists of tensors walk through all of them in the order of the first: a gradient in another layout
+    Kernels that take lists of tensors read all of them in the memory order of the first. A gradient in another layout
     would be read at the wrong places.
     """
     if same_layout(value, model):
@@ -40,7 +40,7 @@ def aligned(value: Tensor, model: Tensor) -> Tensor:
 
 
 def writable(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, or a copy of one whose numbers share memory, as in gradients that ``autograd.grad`` expands.
+    """Return ``tensor``, or a copy if its entries share memory, as in gradients that ``autograd.grad`` expands.
 
     torch refuses to change such a tensor in place. Sparse tensors are returned as they are.
     """

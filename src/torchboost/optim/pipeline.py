@@ -1,7 +1,7 @@
-"""A chain of gradient transforms in front of any optimizer.
+"""A chain of gradient transforms that runs before each step of any optimizer.
 
-The chain hangs on the seams of ``torch.optim.Optimizer``: a step pre-hook changes the gradients, state-dict hooks
-carry what the transforms remember. The optimizer object, its groups and its state stay as they are.
+The chain uses the hooks of ``torch.optim.Optimizer``: a step pre-hook changes the gradients, and state-dict hooks save
+the memory of the transforms. The optimizer object, its groups and its state are not changed.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ __all__ = [
 STATE_KEY = "torchboost_gradient_pipelines"
 
 Memories = dict[str, dict[Tensor, dict[str, Any]]]
-"""What each transform keeps, by its namespace and by parameter."""
+"""Memory of each transform, by its namespace and by parameter."""
 
 
 @dataclass(slots=True)
 class Gradients:
-    """All gradients of one step, as parallel lists, so that a transform may look across groups.
+    """All gradients of one step, as parallel lists across all groups.
 
-    Parameters without a gradient are left out.
+    Parameters without a gradient are not included.
 
     Args:
         params: The parameters.
-        grads: Their gradients. Change an entry in place where the shape stays: it may be a view into a
+        grads: Their gradients. If the shape does not change, change an entry in place, because it may be a view into a
             communication bucket. An entry that is replaced becomes the parameter's ``.grad``.
         groups: The param group of each parameter.
-        memory: What this transform, and no other, keeps per parameter between steps: tensors and plain numbers under
-            string keys of its choice. Saved with the optimizer.
-        share: The ranks that share the parameters out, if these are one rank's share; for transforms that look
-            across parameters. One that calls ``share.exchange`` says in an attribute ``collectives`` how often a step
-            does so.
+        memory: What this transform keeps per parameter between steps: tensors and plain numbers under string keys of
+            its choice. Not shared with other transforms; saved with the optimizer.
+        share: If these are one rank's share of the parameters, the ranks that share them; for transforms that look
+            across parameters. A transform that calls ``share.exchange`` has an attribute ``collectives``, the number
+            of calls per step.
     """
 
     params: list[Tensor]
@@ -65,7 +65,7 @@ class Gradients:
 
 
 class _Recalled(Gradients):
-    """Gradients whose memory is looked up if a transform asks for it: most never do."""
+    """Gradients whose memory is looked up on first access; most transforms need none."""
 
     __slots__ = ("_recall",)
 
@@ -80,15 +80,15 @@ class _Recalled(Gradients):
 
 
 class GradientTransform(Protocol):
-    """One link of the chain: called once per step, under ``no_grad``.
+    """One transform of the chain, called once per step under ``no_grad``.
 
-    ``scale_free`` says whether it has the same effect with the loss scale still in the gradients: true for linear
-    maps of the gradient, false for anything that compares it with another quantity.
+    ``scale_free`` says whether the transform has the same effect if the gradients still contain the loss scale: True
+    for linear maps of the gradient, False if the gradient is compared with another quantity.
 
-    A transform may have a second method, ``check(gradients)``, which raises if the transform cannot do its work. The
-    checks of the whole chain run before the first transform, so that a step that raises leaves the gradients as they
-    were. A check changes no tensor; a transform that is going to change the layout of an entry puts a stand-in of
-    the new layout into the list there.
+    A transform may have a second method, ``check(gradients)``, which raises if the transform cannot be applied. All
+    checks run before the first transform, so a step that raises does not change the gradients. A check must not change
+    tensors. If the transform is going to change the layout of an entry, its check puts a stand-in of the new layout
+    into the list.
     """
 
     @property
@@ -104,11 +104,11 @@ class GradientTransform(Protocol):
 class GradientPipeline:
     """Apply transforms to the gradients right before each step of any optimizer, fused ones included.
 
-    Transforms run in the given order, once per step; with a closure, after each closure call that made new gradients
-    and never before, so that ``step(closure)`` equals ``closure(); step()``, with accumulation too. An optimizer that
-    uses gradients before it calls the closure, as some forms of SAM do, uses those as they are.
+    Transforms run in the given order, once per step. With a closure they run after each closure call that made new
+    gradients, and never before, so ``step(closure)`` equals ``closure(); step()``, with accumulation too. An optimizer
+    that uses gradients before it calls the closure, as some forms of SAM do, uses them untransformed.
     Cost: one pass over the parameter list in Python (about 0.2 microseconds per parameter) plus the transforms.
-    ``copy.deepcopy(optimizer)`` drops hooks, so attach again to a copy.
+    ``copy.deepcopy(optimizer)`` drops hooks, so attach the pipeline to the copy again.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -133,22 +133,22 @@ class GradientPipeline:
         return f"GradientPipeline({', '.join(map(repr, self.transforms))})"
 
     def attach(self, optimizer: Optimizer) -> PipelineAttachment:
-        """Put the chain in front of ``optimizer.step``; several chains run in the order in which they were attached.
+        """Run the chain before ``optimizer.step``; several chains run in the order in which they were attached.
 
         Raises:
             TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
-            IncompatibleError: It calls no hooks and wraps no other optimizer.
+            IncompatibleError: It neither calls step hooks nor wraps another optimizer.
         """
         check_optimizer(optimizer)
         return PipelineAttachment(hookable(optimizer), self.transforms)
 
 
 class PipelineAttachment(Attachment):
-    """A pipeline at work on one optimizer, with its memory.
+    """A pipeline attached to one optimizer, with its memory.
 
-    The memory rides in ``optimizer.state_dict()`` under one extra key, absent while it is empty; an optimizer without
-    the pipeline loads such a file, and a file without the key starts with an empty memory. Distributed checkpointing
-    drops the key: use this object's own ``state_dict`` there.
+    The memory is saved in ``optimizer.state_dict()`` under one extra key, which is absent while the memory is empty.
+    An optimizer without the pipeline can load such a file; from a file without the key the pipeline starts with an
+    empty memory. Distributed checkpointing drops the key: use the ``state_dict`` of this object there.
     """
 
     def __init__(self, optimizer: Optimizer, transforms: tuple[GradientTransform, ...]) -> None:
@@ -165,7 +165,7 @@ class PipelineAttachment(Attachment):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the memory by position of the parameter in the optimizer; empty while there is none."""
+        """Return the memory by position of the parameter in the optimizer; ``{}`` if there is none."""
         params = _params(self._optimizer)
         memory: dict[int, dict[str, Any]] = {}
         for name, kept in self._memory.items():
@@ -178,7 +178,7 @@ class PipelineAttachment(Attachment):
         """Continue from what :meth:`state_dict` returned; the tensors are copied.
 
         Raises:
-            ValueError: The state was written by other transforms or for more parameters; nothing was loaded.
+            ValueError: The state is of other transforms or of more parameters; nothing was loaded.
         """
         if state and list(state.get("transforms", ())) != self._names():
             raise ValueError(
@@ -214,7 +214,7 @@ class PipelineAttachment(Attachment):
             state_dict[STATE_KEY] = [*state_dict.get(STATE_KEY, ()), own]
 
     def _read(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Take this pipeline's entry; it counts only once the optimizer has accepted the rest (``_commit``)."""
+        """Take this pipeline's entry; ``_commit`` applies it after the optimizer has accepted the rest."""
         entries = list(state_dict.get(STATE_KEY, ()))
         names = self._names()
         mine = next((i for i, entry in enumerate(entries) if list(entry["transforms"]) == names), None)
@@ -227,9 +227,9 @@ class PipelineAttachment(Attachment):
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Run the chain. A closure makes its gradients inside ``step``, so there the chain runs after the closure.
+        """Run the chain, or, if ``step`` gets a closure, after the closure, which makes the gradients.
 
-        Not before it too: a closure that accumulates adds to the gradients that it finds.
+        It must not run before the closure as well: a closure that accumulates adds to existing gradients.
         """
         if isinstance(optimizer, ClosureOptimizer) and _has_closure(args, kwargs):
             self._apply_before(optimizer, kwargs.get("closure", args[-1]))
@@ -247,7 +247,7 @@ class PipelineAttachment(Attachment):
         self._apply()
 
     def _apply_if_new(self) -> None:
-        """Leave out gradients the chain has changed already: those of the last step, those a closure did not renew."""
+        """Run the chain unless it has changed these gradients already, as when a closure did not renew them."""
         grads = [p.grad for p in _params(self._optimizer) if p.grad is not None]
         same = len(grads) == len(self._seen) and all(
             seen() is grad and version == grad._version for grad, (seen, version) in zip(grads, self._seen, strict=True)
@@ -294,7 +294,7 @@ class PipelineAttachment(Attachment):
         if not bound:
             return
         if hasattr(optimizer, "found_inf"):
-            # GradScaler.step does not clean up after an exception, and would multiply a scale left here into the next.
+            # GradScaler.step does not clean up after an exception; the next step would multiply by a scale left here.
             for name in ("grad_scale", "found_inf"):
                 delattr(optimizer, name)
         raise IncompatibleError(
@@ -304,7 +304,7 @@ class PipelineAttachment(Attachment):
 
 
 def check_transforms(transforms: Iterable[GradientTransform]) -> None:
-    """Refuse what is no transform.
+    """Refuse objects that are not transforms.
 
     Raises:
         TypeError: Something is not a transform.
@@ -319,7 +319,7 @@ def check_transforms(transforms: Iterable[GradientTransform]) -> None:
 
 
 def namespaces(transforms: Iterable[GradientTransform]) -> list[str]:
-    """Name the memory of each transform, after its class; the second of a class is ``Name#2``."""
+    """Name the memory of each transform after its class; the second of a class is ``Name#2``."""
     names: list[str] = []
     for transform in transforms:
         name = type(transform).__name__
@@ -329,9 +329,9 @@ def namespaces(transforms: Iterable[GradientTransform]) -> list[str]:
 
 
 def by_namespace(entry: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Give each transform what a checkpoint holds for it, out of entries ``"Name.key"``.
+    """Split the entries ``"Name.key"`` of a checkpoint by transform.
 
-    Older checkpoints have ``"key"`` alone, which all transforms of a chain shared: each gets it.
+    Older checkpoints have ``"key"`` alone, which all transforms of a chain shared; each transform gets it.
     """
     found: dict[str, dict[str, Any]] = {}
     for key, value in entry.items():
@@ -343,10 +343,10 @@ def by_namespace(entry: Mapping[str, Any], names: Sequence[str]) -> dict[str, di
 
 
 def check_chain(transforms: Iterable[GradientTransform], gradients: Gradients) -> list[Tensor]:
-    """Let every transform that has a ``check`` refuse before any of them works.
+    """Run the ``check`` of every transform that has one, before any transform runs.
 
     Returns:
-        The gradients, with stand-ins where a transform is going to change the layout.
+        The gradients, with stand-ins for entries whose layout a transform is going to change.
     """
     expected = Gradients(gradients.params, list(gradients.grads), gradients.groups, [], gradients.share)
     for transform in transforms:
@@ -366,8 +366,7 @@ def run_chain(
     Args:
         transforms: The chain.
         gradients: Changed; their ``memory`` is not used.
-        recall: Returns what the transform of a namespace keeps of each parameter; what it puts into the dictionaries
-            is kept.
+        recall: Returns the memory of a namespace for each parameter; the transform writes into these dictionaries.
     """
     gradients.grads = [writable(grad) for grad in gradients.grads]
     for name, transform in zip(namespaces(transforms), transforms, strict=True):
@@ -380,7 +379,7 @@ def refuse_sparse(transform: object, gradients: Gradients) -> None:
     """Refuse sparse gradients before anything is changed.
 
     Raises:
-        IncompatibleError: There is one.
+        IncompatibleError: A gradient is sparse.
     """
     for param, grad in zip(gradients.params, gradients.grads, strict=True):
         if grad.layout is not torch.strided:

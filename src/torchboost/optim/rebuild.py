@@ -1,4 +1,4 @@
-"""The same optimizer over other param groups."""
+"""Rebuild an optimizer over other param groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["described_groups", "rebuilt"]
 
 
 def described_groups(optimizer: Optimizer) -> list[ParamGroup]:
-    """Return copies of the param groups that say all there is to know: schedules stand in place of their last value."""
+    """Return complete copies of the param groups, with schedules in place of their last value."""
     if isinstance(optimizer, UpdateRule):
         return optimizer.described_groups()
     return [dict(group) for group in optimizer.param_groups]
@@ -26,9 +26,9 @@ def described_groups(optimizer: Optimizer) -> list[ParamGroup]:
 def rebuilt(optimizer: Optimizer, groups: Sequence[ParamGroup], **changes: Any) -> Optimizer:
     """Construct an optimizer of the same class with the same arguments over other groups, without state.
 
-    What the constructor was given is read from ``defaults``, from attributes of the name of an argument, and for the
-    rules of this package from :meth:`~torchboost.optim.rules.base.UpdateRule.constructor_options`. Nothing is left to a
-    default of the class.
+    The constructor's arguments are read from ``defaults``, from attributes with the name of an argument, and for the
+    rules of this package from :meth:`~torchboost.optim.rules.base.UpdateRule.constructor_options`. Class defaults
+    are not used.
 
     Args:
         optimizer: Not changed.
@@ -36,7 +36,7 @@ def rebuilt(optimizer: Optimizer, groups: Sequence[ParamGroup], **changes: Any) 
         **changes: Arguments that get another value.
 
     Raises:
-        IncompatibleError: An optimizer in front of another one, or an argument whose value cannot be read.
+        IncompatibleError: The optimizer wraps another one, or the value of an argument cannot be read.
     """
     kind: Any = type(optimizer)
     if isinstance(optimizer, FrontOptimizer):
@@ -72,7 +72,7 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _arguments(kind: type) -> list[str]:
-    """Name what the constructor takes beside the parameters; through ``**options`` that of its base class too."""
+    """Name the constructor's arguments except the parameters; with ``**options``, those of the base class too."""
     names: list[str] = []
     for base in kind.__mro__:
         if "__init__" not in vars(base):
@@ -89,7 +89,7 @@ def _arguments(kind: type) -> list[str]:
 
 
 def _check_same(old: Optimizer, new: Optimizer, changes: dict[str, Any]) -> None:
-    """Refuse a constructor that sets what it does not take."""
+    """Refuse a constructor that sets options it does not take as arguments."""
     if not isinstance(old, UpdateRule) or not isinstance(new, UpdateRule):
         return
     before, after = old.constructor_options(), new.constructor_options()

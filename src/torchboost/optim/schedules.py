@@ -1,4 +1,4 @@
-"""Learning rates as pure functions of the update, counted from 0: a resumed run needs nothing but the step."""
+"""Learning rates as pure functions of the update, counted from 0; to resume, only the step is needed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 Schedule = Callable[[int], float]
-"""Any function from the update, counted from 0, to the learning rate. Those below are values: comparable, printable."""
+"""Any function from the update, counted from 0, to the learning rate. Those below can be compared and printed."""
 
 
 # No slots: torch's LambdaLR saves and loads the __dict__ of what it is given.
@@ -76,15 +76,15 @@ class PiecewiseConstant(_Settings):
     """``rates[k]`` until update ``milestones[k]``, the last rate from the last milestone on.
 
     As in K. He et al., "Deep Residual Learning for Image Recognition", arXiv 1512.03385. MindSpore gives as many
-    milestones as rates, because its last one is the length of the list; leave that one out here.
+    milestones as rates, because its last one is the length of the list; omit that one here.
 
     Args:
-        milestones: Updates from which the next rate holds, rising, at least 1.
+        milestones: Updates at which the next rate starts, increasing, at least 1.
         rates: Learning rates, one more than milestones.
 
     Raises:
         TypeError: Not sequences of whole numbers and of numbers.
-        ValueError: Milestones do not rise, a rate is out of range, or the lengths do not fit.
+        ValueError: Milestones do not increase, a rate is out of range, or the lengths do not match.
 
     Example:
         >>> as_list(PiecewiseConstant((2, 3), (0.1, 0.01, 0.001)), 5)
@@ -126,8 +126,8 @@ class _Decay(_Settings):
 class ExponentialDecay(_Decay):
     """``lr * decay_rate ** (step / decay_steps)``.
 
-    Z. Li and S. Arora, "An Exponential Learning Rate Schedule for Deep Learning", arXiv 1910.07454. A rate above 1
-    grows, as a learning-rate range test wants.
+    Z. Li and S. Arora, "An Exponential Learning Rate Schedule for Deep Learning", arXiv 1910.07454. With
+    ``decay_rate`` above 1 the rate grows, as in a learning-rate range test.
 
     Args:
         lr: Learning rate at update 0.
@@ -171,9 +171,9 @@ class InverseDecay(_Decay):
 class NaturalExponentialDecay(_Decay):
     """``lr * exp(-decay_rate * step / decay_steps)``, the published form.
 
-    TensorFlow's ``natural_exp_decay``, and what MindSpore documents. What MindSpore computes does not divide by
-    ``decay_steps``: with ``per_step`` it is ``lr * exp(-decay_rate * step)``, the step rounded down to a multiple
-    of ``decay_steps`` where ``staircase`` is set. Other settings and errors as in :class:`ExponentialDecay`.
+    TensorFlow's ``natural_exp_decay``, and what MindSpore documents. MindSpore's code does not divide by
+    ``decay_steps``: ``per_step=True`` gives ``lr * exp(-decay_rate * step)``, with the step rounded down to a multiple
+    of ``decay_steps`` if ``staircase`` is set. Other settings and errors as in :class:`ExponentialDecay`.
 
     Args:
         per_step: ``decay_rate`` is per update, not per ``decay_steps`` updates (MindSpore).
@@ -197,8 +197,8 @@ class NaturalExponentialDecay(_Decay):
 class PolynomialDecay(_Settings):
     """``end_lr + (lr - end_lr) * (1 - step / decay_steps) ** power``, then ``end_lr``.
 
-    The "poly" policy of L.-C. Chen et al., "DeepLab", arXiv 1606.00915. With ``cycle`` it never ends: at each
-    multiple of ``decay_steps`` the period grows by ``decay_steps``, so that the rate jumps up and decays again
+    The "poly" policy of L.-C. Chen et al., "DeepLab", arXiv 1606.00915. With ``cycle`` the decay repeats: at each
+    multiple of ``decay_steps`` the period grows by ``decay_steps``, so the rate jumps up and decays again
     (``cycle`` of TensorFlow's ``polynomial_decay``, ``update_decay_steps`` of MindSpore).
 
     Args:
@@ -244,7 +244,7 @@ class CosineDecay(_Settings):
 
     Args:
         max_lr: Learning rate at update 0.
-        min_lr: Learning rate from update ``decay_steps`` on, at most ``max_lr``.
+        min_lr: Learning rate at update ``decay_steps`` and after, at most ``max_lr``.
         decay_steps: Updates, at least 1.
 
     Raises:
@@ -273,17 +273,17 @@ class CosineDecay(_Settings):
 
 @dataclass(frozen=True)
 class Warmup(_Settings):
-    """Linear warm-up in front of a schedule: ``min(step, steps) / steps`` of its learning rate.
+    """Linear warm-up before a schedule: ``min(step, steps) / steps`` of its learning rate.
 
     Section 2.2 of P. Goyal et al., "Accurate, Large Minibatch SGD", arXiv 1706.02677. The default
-    ``start_factor`` of 0 is MindSpore's and leaves the weights where they are at update 0.
+    ``start_factor`` of 0 is MindSpore's; with it update 0 does not change the weights.
 
     Args:
-        schedule: Schedule to reach, or a fixed learning rate.
-        steps: Updates of warm-up, at least 1; update ``steps`` is the first with the whole rate.
-        start_factor: Share of the rate at update 0, from 0 to 1.
-        delay: The schedule starts when warm-up ends. If False it runs from update 0, so that its milestones count
-            from the start of the run, and warm-up takes its share of it.
+        schedule: Schedule after the warm-up, or a fixed learning rate.
+        steps: Updates of warm-up, at least 1; update ``steps`` is the first with the full rate.
+        start_factor: Fraction of the rate at update 0, from 0 to 1.
+        delay: Start the schedule when the warm-up ends. If False it starts at update 0, so its milestones count from
+            the start of the run, and the warm-up scales its first updates.
 
     Raises:
         TypeError: A setting has the wrong type.
@@ -360,7 +360,7 @@ def as_list(schedule: Schedule, steps: int) -> list[float]:
 
 
 def number(name: str, value: Any) -> float:
-    """Return a finite number that is at least 0 as a float; ``name`` is what the caller calls it."""
+    """Return a finite number that is at least 0 as a float; ``name`` is its name in messages."""
     if not is_number(value):
         raise TypeError(f"{name}: found {reprlib.repr(value)}; give a finite number, at least 0.")
     check_number(name, value)
@@ -384,7 +384,7 @@ def each(name: str, values: Any, check: Callable[[str, Any], Any]) -> tuple[Any,
 
 
 def function(name: str, value: Any) -> Any:
-    """Return a schedule; a class is not one, although it can be called."""
+    """Return the schedule if it is one; a class is callable but not a schedule."""
     if isinstance(value, type) or not callable(value):
         wanted = "a function of the step, such as Constant(0.1), or Listed([...]) for one rate per update"
         raise TypeError(f"{name}: found {reprlib.repr(value)}; give {wanted}.")

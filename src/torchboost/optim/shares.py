@@ -1,4 +1,4 @@
-"""What one rank must know of the others' gradients where an optimizer holds its share of the parameters only."""
+"""Figures of all ranks' gradients, for an optimizer that holds only one rank's share of the parameters."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = ["Share", "all_finite", "joint_norm", "merge_sparse", "share_of", "sta
 
 
 _REFUSED = -1.0
-"""What a rank gives in place of its number if it raises: no norm is negative."""
+"""Sent by a rank that raises, in place of its number; a norm is never negative."""
 
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """The ranks that share the parameters of one optimizer out.
+    """The ranks among which the parameters of one optimizer are divided.
 
     Args:
         group: Their process group.
-        device: Where small tensors of a collective must be.
-        due: How many collectives are still to come in this step, of all ranks alike.
+        device: Device for the small tensors of a collective.
+        due: Number of collectives still to come in this step, the same on all ranks.
     """
 
     group: Any
@@ -43,11 +43,11 @@ class Share:
         """Return the numbers of all ranks, in one all-gather. Cost: one read.
 
         Raises:
-            RankDisagreementError: A rank raised before it came here.
+            RankDisagreementError: A rank raised before this call.
         """
         own = number.to(self.device, torch.float32).contiguous()
         numbers = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
-        due, self.due = self.due - 1, 0  # after an error of the collective itself none is to follow
+        due, self.due = self.due - 1, 0  # after an error of the collective itself, none follows
         dist.all_gather(numbers, own, group=self.group)
         self.due = due
         gathered = torch.stack(numbers)
@@ -61,9 +61,9 @@ class Share:
         return gathered
 
     def excuse(self, error: BaseException) -> None:
-        """Tell the ranks that wait for this one that it raises; to be called with what it raises.
+        """Tell the ranks that wait for this one that it raises ``error``.
 
-        Nothing happens if no collective is to come, if the others raise as well (``RankDisagreementError``), or at an
+        Does nothing if no collective is due, if the other ranks raise as well (``RankDisagreementError``), or after an
         interrupt, which must not wait.
         """
         if self.due > 0 and isinstance(error, Exception) and not isinstance(error, RankDisagreementError):
@@ -72,15 +72,15 @@ class Share:
 
 
 def share_of(optimizer: Optimizer) -> Share | None:
-    """Return whom an optimizer shares the parameters with: the ranks of the ``ZeroRedundancyOptimizer`` that holds it.
+    """Return the ranks of the ``ZeroRedundancyOptimizer`` that holds an optimizer; None if there is none.
 
-    torch does not tell the optimizer inside. So the objects of this process are searched
-    (:func:`~torchboost.core.living.living`), once per optimizer: tens of milliseconds, and nothing in a run of one
-    process. FSDP2 needs none of it, since a DTensor knows its ranks.
+    torch gives the inner optimizer no reference to it. So the objects of this process are searched
+    (:func:`~torchboost.core.living.living`), once per optimizer. Cost: tens of milliseconds, nothing in a run of one
+    process. FSDP2 does not need this, because a DTensor knows its ranks.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
-    # Whoever made such an optimizer has imported its module, which warns about parts of itself.
+    # If there is such an optimizer, its module is imported already; importing it here would raise warnings.
     kind: Any = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
     if kind is None:
         return None
@@ -96,17 +96,17 @@ def _search(optimizer: Optimizer, kind: Any) -> Share | None:
 
 
 def total_norm(grads: Sequence[Tensor], order: float, share: Share | None) -> Tensor | None:
-    """Return the joint norm of gradients, over the ranks of a share too; None if there is nothing to look at.
+    """Return the joint norm of gradients, including those of the ranks of a share; None without gradients or share.
 
     Args:
-        grads: Dense, or the numbers of merged sparse ones. Tensors without entries count as 0.
-        order: Of the norm; ``math.inf`` for the largest magnitude.
-        share: All its ranks must call; one all-gather of one number.
+        grads: Dense, or the values of merged sparse ones. Tensors without entries count as 0.
+        order: Order of the norm; ``math.inf`` for the largest magnitude.
+        share: All its ranks must call this; one all-gather of one number.
 
     Returns:
-        Shape ``()``; a DTensor where the gradients are.
+        Shape ``()``; a DTensor if the gradients are DTensors.
     """
-    filled = [grad for grad in grads if grad.numel()]  # torch knows no maximum of nothing
+    filled = [grad for grad in grads if grad.numel()]  # torch raises for the maximum of an empty tensor
     own = get_total_norm(filled, order) if filled else None
     if share is None:
         return own
@@ -114,14 +114,14 @@ def total_norm(grads: Sequence[Tensor], order: float, share: Share | None) -> Te
 
 
 def joint_norm(own: Tensor, order: float, share: Share) -> Tensor:
-    """Return the norm over all ranks of a share, each of which gives that of its own gradients."""
+    """Return the norm over all ranks of a share; each rank passes the norm of its own gradients."""
     return torch.linalg.vector_norm(share.exchange(own), order)
 
 
 def all_finite(grads: Sequence[Tensor], share: Share | None) -> bool:
-    """Whether all gradients are finite, sparse ones and those of the other ranks of a share too.
+    """Whether all gradients are finite, including sparse ones and those of the other ranks of a share.
 
-    Cost: one read, and one wait per device.
+    Cost: one read, and one synchronisation per device.
     """
     norms: dict[torch.device, list[Tensor]] = {}
     filled = [values for grad in grads if (values := values_of(grad)).numel()]
@@ -134,17 +134,17 @@ def all_finite(grads: Sequence[Tensor], share: Share | None) -> bool:
 
 
 def values_of(grad: Tensor) -> Tensor:
-    """Return the numbers of a gradient: all of a dense one, those of the rows that a sparse one names."""
+    """Return the values of a gradient; of a sparse one, those of its stored rows."""
     return grad._values() if grad.layout is torch.sparse_coo else grad
 
 
 def merge_sparse(grads: list[Tensor]) -> None:
-    """Merge the rows that a sparse gradient names more than once; dense gradients are left alone."""
+    """Merge duplicate rows of sparse gradients; dense gradients are not changed."""
     for position, grad in enumerate(grads):
         if grad.layout is torch.sparse_coo:
             grads[position] = grad.coalesce()
 
 
 def stand_in(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a dense tensor of a shape and dtype, for checks: one number in memory, undefined."""
+    """Return a dense tensor with the shape of ``like``, for checks; it holds one undefined number in memory."""
     return torch.empty((), dtype=dtype, device=like.device).expand(like.shape)

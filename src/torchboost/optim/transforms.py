@@ -24,15 +24,15 @@ __all__ = ["Centralize", "ClipNorm", "ClipValue", "Coalesce", "Decay", "Unscale"
 class Centralize:
     """Give every filter's gradient zero mean: ``g -= mean(g over all axes but the first)``.
 
-    Parameters without rows are left alone (:func:`has_rows`): those of fewer than two axes, and those with one entry
-    per row, whose gradient would be zero. A param group decides by its key ``"grad_centralization"``: if False, its
-    parameters are left alone. Cost: one read and one write of the gradients. In place, in any memory format and dtype;
-    sparse gradients of embeddings are centralised row by row; a DTensor sharded over its rows is centralised locally.
+    Parameters without rows are skipped (:func:`has_rows`): those of fewer than two axes, and those with one entry
+    per row, whose gradient would be zero. If a param group has ``"grad_centralization": False``, its parameters are
+    skipped. Cost: one read and one write of the gradients. Works in place, in any memory format and dtype; sparse
+    gradients of embeddings are centralised row by row; a DTensor sharded over its rows is centralised locally.
 
     Args:
-        skip: Parameters that are left alone.
-        flag: Key in the param group that must be true; None centralises in every group that does not say False.
-        multiple_of: Centralise only where the size of axis 1 is a multiple of this (MindSpore: 16).
+        skip: Parameters to skip.
+        flag: Key in the param group that must be true; None centralises every group that does not say False.
+        multiple_of: Centralise only if the size of axis 1 is a multiple of this (MindSpore: 16).
 
     Raises:
         TypeError: ``skip`` holds something that is not a tensor, or a setting has the wrong type.
@@ -69,7 +69,7 @@ class Centralize:
         return self.flag is None or bool(group.get(self.flag))
 
     def check(self, gradients: Gradients) -> None:
-        """Refuse sparse gradients of single entries, and a group's word that is no boolean."""
+        """Refuse sparse gradients of single entries, and a group's setting that is not a boolean."""
         for param, grad, group in zip(gradients.params, gradients.grads, gradients.groups, strict=True):
             if self.applies(param, group) and grad.layout is not torch.strided:
                 _rows(grad)
@@ -80,7 +80,7 @@ class Centralize:
             if self.applies(param, group):
                 rows = grad if type(grad) is Tensor and grad.layout is torch.strided else _rows(grad)
                 # Tensor by tensor: the gradient is still in the cache when the mean is subtracted. Lists of
-                # tensors (foreach) are slower here, because they broadcast one by one and come back to cold memory.
+                # tensors (foreach) are slower here: they broadcast one by one and return to memory out of the cache.
                 rows.sub_(rows.mean(tuple(range(1, rows.ndim)), keepdim=True))
 
 
@@ -88,10 +88,10 @@ class Centralize:
 class Unscale:
     """Divide the gradients by a fixed loss scale: ``g *= 1 / scale``, sparse ones too.
 
-    For losses that are multiplied by hand; ``GradScaler`` does it by itself. Cost: a read and a write.
+    For losses that are multiplied by hand; ``GradScaler`` unscales itself. Cost: one read and one write.
 
     Args:
-        scale: What the loss was multiplied by, above 0.
+        scale: The factor of the loss, above 0.
 
     Raises:
         TypeError: Not a number.
@@ -115,12 +115,12 @@ class Unscale:
 
 @dataclass(frozen=True, kw_only=True)
 class Coalesce:
-    """Merge the rows a sparse gradient names more than once; dense gradients are left alone.
+    """Merge duplicate rows of sparse gradients; dense gradients are not changed.
 
-    Cost: sorts the row numbers; with ``dense`` a tensor of the parameter's size.
+    Cost: a sort of the row numbers; with ``dense`` a tensor of the parameter's size.
 
     Args:
-        dense: Make the sparse gradient a dense one, for optimizers and transforms that take no other.
+        dense: Convert sparse gradients to dense ones, for optimizers and transforms that need them.
 
     Raises:
         TypeError: ``dense`` is not a bool.
@@ -134,7 +134,7 @@ class Coalesce:
             raise TypeError(f"dense: found {self.dense!r}; give True or False.")
 
     def check(self, gradients: Gradients) -> None:
-        """Announce the layout to come."""
+        """Put stand-ins of the new layout into the list."""
         if self.dense:
             gradients.grads[:] = [
                 stand_in(grad, grad.dtype) if grad.layout is torch.sparse_coo else grad for grad in gradients.grads
@@ -152,8 +152,8 @@ class Coalesce:
 class Decay:
     """Add coupled (L2) weight decay to the gradients: ``g += weight_decay * w``.
 
-    For decay that must come before another transform, as in MindSpore, where it is centralised too. Give the optimizer
-    itself ``weight_decay=0``, or the weights decay twice. A param group may hold its own ``"coupled_weight_decay"``.
+    For decay that must come before another transform, as in MindSpore, which also centralises the decay. Set the
+    optimizer's ``weight_decay=0``, or the weights decay twice. A param group may set ``"coupled_weight_decay"``.
 
     Args:
         weight_decay: Factor, at least 0.
@@ -174,11 +174,11 @@ class Decay:
         factor = group.get("coupled_weight_decay", self.weight_decay)
         if factor is not self.weight_decay:
             check_number("coupled_weight_decay", factor)
-        # An optimizer with maximize=True goes along -g, where a decay must not grow the weights.
+        # An optimizer with maximize=True negates the gradient; the decay must still shrink the weights.
         return -factor if group.get("maximize") else factor
 
     def check(self, gradients: Gradients) -> None:
-        """Refuse sparse gradients, since all rows decay, and a group's factor that is none."""
+        """Refuse sparse gradients, because all rows decay, and an invalid factor of a group."""
         refuse_sparse(self, gradients)
         for group in gradients.groups:
             if "coupled_weight_decay" in group:
@@ -201,15 +201,15 @@ class Decay:
 class ClipNorm:
     """Scale all gradients down together so that their joint norm is at most ``max_norm``.
 
-    Equals ``torch.nn.utils.clip_grad_norm_`` over all parameters of the optimizer. The norm is global under FSDP2, and
-    inside an optimizer of this package under ``ZeroRedundancyOptimizer``, where each rank gives the others one number.
-    Sparse gradients count with the rows that they name twice merged, as if they were dense. Parameters without entries
-    count as 0.
+    Equals ``torch.nn.utils.clip_grad_norm_`` over all parameters of the optimizer. The norm is global under FSDP2. It
+    is also global in an optimizer of this package inside ``ZeroRedundancyOptimizer``: each rank sends one number.
+    Duplicate rows of sparse gradients are merged first, so they count as if they were dense. Parameters without
+    entries count as 0.
 
     Args:
         max_norm: Largest norm, above 0.
         norm_type: Order of the norm, above 0; ``math.inf`` for the largest magnitude.
-        error_if_nonfinite: Raise ``RuntimeError`` when the norm is not finite. Costs a device synchronisation.
+        error_if_nonfinite: Raise ``RuntimeError`` if the norm is not finite. Costs a device synchronisation.
 
     Raises:
         TypeError: A setting has the wrong type.
@@ -235,11 +235,11 @@ class ClipNorm:
 
     @property
     def collectives(self) -> int:
-        """How often a step asks the other ranks of a share."""
+        """Number of collectives per step among the ranks of a share."""
         return 1 + self.error_if_nonfinite
 
     def check(self, gradients: Gradients) -> None:
-        """Refuse gradients that are not finite, where that is asked for."""
+        """Refuse gradients that are not finite, if ``error_if_nonfinite`` is set."""
         if self.error_if_nonfinite and not all_finite(gradients.grads, gradients.share):
             raise RuntimeError(
                 f"{self!r} found inf or nan in the gradients; find the cause, or set error_if_nonfinite=False."
@@ -263,7 +263,7 @@ class ClipNorm:
 class ClipValue:
     """Limit every entry of every gradient to ``[-value, value]``, as ``torch.nn.utils.clip_grad_value_`` does.
 
-    The rows that a sparse gradient names twice are merged first, as if it were dense.
+    Duplicate rows of sparse gradients are merged first, as if they were dense.
 
     Args:
         value: Limit, above 0.
@@ -288,16 +288,16 @@ class ClipValue:
 
 
 def has_rows(param: Tensor) -> bool:
-    """Whether the rows of a parameter, one per index of its first axis, have a mean that may go.
+    """Whether the mean of each row of a parameter (one per index of its first axis) can be removed.
 
     False for fewer than two axes, and for one entry per row, such as ``(n, 1)``, ``(n, 1, 1)``, or the kernel of a
-    pointwise convolution of one channel: an entry minus the mean of its row is zero there, so it would never train.
+    pointwise convolution of one channel: an entry minus the mean of its row would be zero, so it would never train.
     """
     return param.ndim >= 2 and param.numel() > param.shape[0]
 
 
 def wish(group: Mapping[str, Any]) -> bool | None:
-    """Return what a param group says about centralisation, None if nothing.
+    """Return the ``"grad_centralization"`` of a param group, or None if it is not set.
 
     Raises:
         TypeError: Something other than a boolean.
@@ -311,9 +311,9 @@ def wish(group: Mapping[str, Any]) -> bool | None:
 def with_centralization(
     transforms: tuple[GradientTransform, ...], groups: Iterable[Mapping[str, Any]]
 ) -> tuple[GradientTransform, ...]:
-    """Return the transforms, with centralisation among them if a group asks for it and they leave it out.
+    """Return the transforms, with :class:`Centralize` added if a group requires it and it is missing.
 
-    It comes after the decay, as in MindSpore, and before everything else, such as clipping.
+    It is placed after the decay, as in MindSpore, and before everything else, such as clipping.
 
     Raises:
         TypeError: A group's ``"grad_centralization"`` is not a boolean.
@@ -336,7 +336,7 @@ def _rows(grad: Tensor) -> Tensor:
                 f"Centralize needs dense gradients or sparse rows, found layout {grad.layout} and shape "
                 f"{tuple(grad.shape)}. Add the parameter to 'skip'."
             )
-        # Centralising is linear, so duplicates of a row need not be merged first.
+        # Centralisation is linear, so duplicate rows need not be merged first.
         return grad._values()
     placements: Any = getattr(grad, "placements", None)
     if placements is not None and all(not p.is_shard() or p.dim == 0 for p in placements):
