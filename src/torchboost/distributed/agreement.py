@@ -1,4 +1,4 @@
-"""Make sure that ranks which train one model together are at the same place, and name those that are not."""
+"""Check that ranks which train one model together are at the same step, and name those that are not."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from torchboost.errors import RankDisagreementError
 __all__ = ["Agreement"]
 
 _POLL = 0.02
-"""Seconds between two looks at who came."""
+"""Seconds between two looks at which ranks arrived."""
 
 
 class Agreement:
-    """A few integers that must be alike on several ranks, compared over a gloo group of its own.
+    """Compare a few integers that must be equal on several ranks, over a separate gloo group.
 
-    The group works beside NCCL and never mixes with the collectives of the training. A rank that does not come is an
-    error after ``timeout`` seconds, long before the timeout of the training's group.
+    The group works alongside NCCL and never mixes with the collectives of the training. If a rank does not arrive, an
+    error is raised after ``timeout`` seconds, long before the timeout of the training's group.
 
     Args:
-        ranks: Global ranks, this one among them; each of them must build this, in the same order where there are
-            several.
-        subject: What is agreed on; begins the message of every error.
-        timeout: Seconds in which an error is raised on every rank that is alive.
+        ranks: Global ranks, this one included. Each of them must construct this object; if there are several, in the
+            same order.
+        subject: What is compared; every error message begins with it.
+        timeout: Seconds within which an error is raised on every rank that is alive.
 
     Raises:
         RankDisagreementError: Not all ranks built it in time.
@@ -43,10 +43,10 @@ class Agreement:
         self._ranks = sorted(ranks)
         self._subject = subject
         self._timeout = timeout
-        # The rest of the time is for finding out who is missing.
+        # The rest of the time is for finding out which ranks are missing.
         self._wait = timeout - min(5.0, timeout / 4)
         self._calls = 0
-        # Holds one ProcessGroupGloo, most of which torch's stubs leave out, until this is closed or the process exits:
+        # Holds one ProcessGroupGloo, which torch's stubs hardly cover, until this is closed or the process exits:
         # its threads must have dropped their tensors before the interpreter ends, see ``teardown.shutdown``.
         self._groups: list[Any] = []
         weakref.finalize(self, self._groups.clear)
@@ -63,14 +63,14 @@ class Agreement:
         self._groups.append(group)
 
     def check(self, figures: Mapping[str, int], *, hint: str) -> None:
-        """Compare ``figures`` with those of the other ranks; all of them must call this with the same names.
+        """Compare ``figures`` with those of the other ranks; all ranks must call this with the same names.
 
         Args:
             figures: Name -> value that fits into 64 bits.
-            hint: What to do where they differ.
+            hint: What to do if they differ.
 
         Raises:
-            RankDisagreementError: They differ, or a rank did not come; on every rank that is alive.
+            RankDisagreementError: They differ, or a rank did not arrive; raised on every rank that is alive.
         """
         mine = torch.tensor(list(figures.values()), dtype=torch.int64)
         rows = [torch.empty_like(mine) for _ in self._ranks]
@@ -85,7 +85,7 @@ class Agreement:
             raise RankDisagreementError(f"{self._subject}: the ranks disagree: {'; '.join(different)}{alike}. {hint}")
 
     def close(self) -> None:
-        """Free the group; all ranks must. A second call does nothing."""
+        """Free the group; all ranks must call this. A second call does nothing."""
         if self._groups:
             part(self._groups.pop(), min(5.0, self._wait))
 
@@ -101,11 +101,11 @@ class Agreement:
             raise RankDisagreementError(self._absent(figures, started)) from error
 
     def _abandon(self) -> None:
-        """Close the connections, so that ranks which wait for this one learn of it at once."""
+        """Close the connections, so that ranks which wait for this one fail at once."""
         self._groups.pop().abort()
 
     def _absent(self, figures: Mapping[str, int], started: float) -> str:
-        """Say who did not come: those who do not answer a roll call in the store."""
+        """Name the ranks that did not arrive: those that do not answer in the store."""
         missing = list(self._ranks)
         had = ", ".join(f"{name} {value}" for name, value in figures.items()) or "the same call"
         try:

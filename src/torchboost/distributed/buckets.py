@@ -1,4 +1,4 @@
-"""Where DistributedDataParallel divides the gradients: bucket sizes from positions in the list of parameters."""
+"""Bucket sizes for DistributedDataParallel from positions in the list of parameters."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _ARGUMENT = "bucket_cap_mb_list"
 
 
 def bucket_options(parameters: Sequence[Tensor], points: Sequence[int]) -> dict[str, Any]:
-    """Return the arguments with which ``DistributedDataParallel`` begins a new bucket at each position.
+    """Return arguments with which ``DistributedDataParallel`` starts a new bucket at each position.
 
-    DDP fills buckets in the order in which gradients come, which is the reverse of the parameters' own; a bucket is
-    closed when it holds the bytes of its part. The boundaries are exact from the second pass on, if gradients come in
-    that order.
+    DDP fills buckets in the order in which gradients become ready, which is the reverse order of the parameters. A
+    bucket is closed when it holds the bytes of its part. If gradients become ready in that order, the boundaries are
+    exact from the second pass on.
 
     Args:
-        parameters: What the model trains, in order of registration.
-        points: Rising positions of 1 or more; those behind the end divide nothing.
+        parameters: The trainable parameters of the model, in order of registration.
+        points: Increasing positions of 1 or more; positions past the end have no effect.
 
     Raises:
-        IncompatibleError: Parameters of several types or devices, for each of which DDP counts by itself; or a torch
-            whose DDP has no ``bucket_cap_mb_list``.
+        IncompatibleError: The parameters have several types or devices, for each of which DDP has separate buckets;
+            or DDP of this torch has no ``bucket_cap_mb_list``.
     """
     if _ARGUMENT not in inspect.signature(DistributedDataParallel).parameters:
         raise IncompatibleError(

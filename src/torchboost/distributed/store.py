@@ -1,4 +1,4 @@
-"""Room in the store through which the ranks of a job find each other."""
+"""Separate prefixes in the store through which the ranks of a job find each other."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["own_store"]
 
 
 def own_store(purpose: str, ranks: Sequence[int]) -> Any:
-    """Return a part of the job's store for one use by these ranks, whatever the other ranks of the job do.
+    """Return a store for a single use by these ranks; the other ranks of the job need not take part.
 
-    It counts how often each rank has asked for the same. ``dist.new_group`` must be called by all ranks of the job, or
-    takes the name of a group that was destroyed for another of the same ranks, whose members then find the old
+    The prefix counts how often each rank has called this. ``dist.new_group`` does not serve here: all ranks of the job
+    must call it, or it reuses the name of a destroyed group of the same ranks, whose members then find the old
     addresses in the store.
 
     Args:
         purpose: Keeps uses apart.
-        ranks: Global ranks, this one among them; each of them asks in the same order.
+        ranks: Global ranks, this one included; each of them must call this in the same order.
     """
     assert dist.group.WORLD is not None
     named = ".".join(map(str, ranks))

@@ -1,4 +1,4 @@
-"""Where this process stands among the ranks of a job."""
+"""Ranks and nodes of a job, and the place of this process among them."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Topology:
         return range(first, min(first + self.devices_per_node, self.world_size))
 
     def check_full(self) -> None:
-        """Raise :class:`IncompatibleError` on all ranks unless every node has the same number of them.
+        """Raise :class:`IncompatibleError` on all ranks unless every node has the same number of ranks.
 
-        A launcher tells each rank about its own node only, so the ranks ask each other: all of them call this together.
+        A launcher tells each rank about its own node only, so the ranks exchange the numbers: all must call this.
         """
         sizes = [self.devices_per_node]
         if dist.is_available() and dist.is_initialized():
@@ -60,11 +60,11 @@ class Topology:
 
     @classmethod
     def current(cls, devices_per_node: int | None = None) -> Topology:
-        """Read the default process group, or describe a single process where there is none.
+        """Read the default process group; without one, describe a single process.
 
         Args:
-            devices_per_node: Ranks per node; by default what the launcher says (``LOCAL_WORLD_SIZE``),
-                else all ranks are taken to share one node.
+            devices_per_node: Ranks per node. By default the launcher's number (``LOCAL_WORLD_SIZE``); without it all
+                ranks are assumed to be on one node.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
@@ -79,7 +79,7 @@ class NodeGroups:
 
     Args:
         inside: The ranks of this node.
-        across: The rank at this place in every node.
+        across: The ranks with the same position as this one, one per node.
     """
 
     inside: dist.ProcessGroup
@@ -87,7 +87,7 @@ class NodeGroups:
 
     @classmethod
     def of(cls, topology: Topology) -> NodeGroups:
-        """Create both groups; all ranks of the job must call this at the same place.
+        """Create both groups; all ranks of the job must call this at the same point.
 
         Raises:
             IncompatibleError: The nodes do not all have the same number of ranks.

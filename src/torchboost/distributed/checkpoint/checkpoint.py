@@ -1,8 +1,8 @@
-"""Checkpoints of a job on several ranks that resume on as many ranks or on others, and survive a crash while written.
+"""Checkpoints of a job on several ranks that resume on any number of ranks and survive a crash during a write.
 
-Sharding and resharding are those of ``torch.distributed.checkpoint`` (DCP). Added is what DCP leaves to its caller: a
-folder appears under its name only when it is complete, the optimizer is never stepped to find out what it holds, and
-what belongs to a rank (a training step, a scheduler, a sampler) goes back to that rank.
+Sharding and resharding are those of ``torch.distributed.checkpoint`` (DCP). This module adds what DCP leaves to its
+caller: a folder gets its name only when it is complete, the optimizer is never stepped to find out what it holds, and
+the state of each rank (a training step, a scheduler, a sampler) is restored on that rank.
 """
 
 from __future__ import annotations
@@ -40,62 +40,62 @@ from torchboost.distributed.checkpoint.generators import generator_states, set_g
 __all__ = ["Part", "latest", "load", "save"]
 
 OPTIMIZER = "torchboost.optimizer"
-"""Among the parts: what hooks added to the optimizer's state dict."""
+"""Part with the entries that hooks added to the optimizer's state dict."""
 
 COPY = "torchboost.copy"
-"""Among the parts: the lowest rank with the same state of the optimizer, which lies under its number."""
+"""Part with the lowest rank that holds the same optimizer state, which is saved under its number."""
 
 BUFFERS = "torchboost.buffers"
-"""Among the parts: the same for the model's buffers."""
+"""Part with the lowest rank that holds the same buffers of the model."""
 
 GENERATORS = "torchboost.generators"
-"""Among the parts: where the rank's random numbers stand."""
+"""Part with the states of the rank's random number generators."""
 
 OURS = {OPTIMIZER, COPY, BUFFERS, GENERATORS}
 
 
 class Part(Protocol):
-    """What has a state besides model and optimizer: a ``TrainStep``, ``Attached``, a scaler, a scheduler."""
+    """An object with a state besides model and optimizer: a ``TrainStep``, ``Attached``, a scaler, a scheduler."""
 
     def state_dict(self) -> Any:
-        """Return what a checkpoint needs."""
+        """Return the state for a checkpoint."""
         ...
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Continue from a checkpoint."""
+        """Restore the state from a checkpoint."""
         ...
 
 
 def save(
     folder: str | os.PathLike[str], number: int, model: nn.Module, optimizer: Optimizer, *, keep: int = 2, **parts: Part
 ) -> Path:
-    """Write the checkpoint ``folder/number``; all ranks call it together, with a folder that all of them see.
+    """Write the checkpoint ``folder/number``; all ranks must call this, with a folder that all of them can access.
 
-    The files are written and synced under another name, which is then changed: whatever ends the job, ``folder`` holds
-    complete checkpoints only. The layout of model and optimizer is that of ``get_model_state_dict`` and
-    ``get_optimizer_state_dict``. Where ranks hold copies, those of rank 0 are written, BatchNorm statistics too, which
-    DDP takes from rank 0 as well. Optimizer states that are not copies are all written, and so are the buffers of the
-    first rank of each DDP or FSDP2 group, where the job has several, as the nodes of AdaSum on updates; ranks with a
-    bare model are groups of one. The states of torch's generators are written for every rank.
+    The files are written and synced under a temporary name and then renamed, so ``folder`` holds complete checkpoints
+    only, even if the job is killed. The layout of model and optimizer is that of ``get_model_state_dict`` and
+    ``get_optimizer_state_dict``. If ranks hold copies, those of rank 0 are written, including BatchNorm statistics,
+    which DDP also takes from rank 0. Optimizer states that are not copies are all written. If the job has several DDP
+    or FSDP2 groups, such as the nodes of AdaSum on updates, the buffers of the first rank of each group are written;
+    ranks with a bare model are groups of one. The states of torch's generators are written for every rank.
 
     Args:
-        folder: Of this job's checkpoints.
-        number: Updates done, say; 0 or more.
+        folder: Folder of this job's checkpoints.
+        number: Number of the checkpoint, such as the updates done; 0 or more.
         model: As the loop calls it: bare, in DDP, or sharded by FSDP2.
-        optimizer: The one that is stepped (``target.optimizer`` where a plan may have exchanged it).
-        keep: How many checkpoints stay, the newest; 1 or more.
-        **parts: Whatever else has a state, by a name of your choice; each rank's own is kept.
+        optimizer: The optimizer that is stepped (``target.optimizer`` if a plan may have replaced it).
+        keep: How many of the newest checkpoints to keep; 1 or more.
+        **parts: Other objects with a state, by a name of your choice; each rank's state is saved.
 
     Returns:
         The path of the checkpoint.
 
     Raises:
         TypeError: ``number`` or ``keep`` is not an integer.
-        ValueError: One of them is too small, the optimizer is that of another model, or a part has a name of ours.
-        FileExistsError: There is a checkpoint of this number or of a larger one, or something else that has its name;
-            raised on all ranks, nothing was written.
+        ValueError: One of them is too small, the optimizer is that of another model, or a part has a reserved name.
+        FileExistsError: A checkpoint of this number or of a larger one exists, or another file has its name; raised
+            on all ranks, nothing was written.
         OSError: The folder cannot be written; raised on all ranks.
-        RuntimeError: A part cannot be written (pickled); raised on all ranks. Complete checkpoints are as they were.
+        RuntimeError: A part cannot be written (pickled); raised on all ranks. Complete checkpoints are not changed.
     """
     number, keep = _integer("number", number, 0), _integer("keep", keep, 1)
     if taken := OURS & set(parts):
@@ -134,23 +134,23 @@ def save(
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, **parts: Part) -> None:
-    """Continue from a checkpoint, on as many ranks as wrote it or on others; all ranks call it together.
+    """Resume from a checkpoint, on the same or another number of ranks; all ranks must call this.
 
-    Parts are loaded first, so that what refuses the checkpoint does so before weights are changed. On as many ranks
-    random numbers go on where they stood, and buffers are those of the rank's group; on another number of ranks
-    the generators are left alone, and buffers are those of rank 0.
+    Parts are loaded first, so a part that refuses the checkpoint does so before weights are changed. On the same number
+    of ranks the random number generators are restored, and buffers are those of the rank's group. On another number of
+    ranks the generators are not changed, and buffers are those of rank 0.
 
     Args:
-        path: What :func:`save` or :func:`latest` returned. DCP reads it with ``pickle``: load your own files only.
-        model: Built, transformed and wrapped as for the first update. DDP and FSDP2 may take the place of each other.
+        path: As returned by :func:`save` or :func:`latest`. DCP reads it with ``pickle``: load only files you trust.
+        model: Built, transformed and wrapped as for the first update. DDP and FSDP2 can be exchanged.
         optimizer: Over the same parameters in the same groups; it need not have been stepped.
         **parts: Under the names that :func:`save` was given.
 
     Raises:
         FileNotFoundError: There is no checkpoint, or one of its files is missing.
-        ValueError: Another model, other groups, other parts, or parts or optimizers that differ between the ranks (as
-            gradients in mid-window do) on another number of ranks, or a damaged file; nothing was loaded, unless the
-            weights, which are read last, are what is damaged. A part may raise errors of its own.
+        ValueError: The model, the groups or the parts differ; or, on another number of ranks, the parts or optimizer
+            states differ between the ranks (as gradients in mid-window do); or a file is damaged. Nothing was loaded,
+            unless the damage is in the weights, which are read last. A part may raise other errors.
     """
     path = Path(path)
     metadata = _metadata(path)
@@ -188,9 +188,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the newest complete checkpoint that :func:`save` left in a folder, None where there is none.
+    """Return the newest complete checkpoint in a folder of :func:`save`, or None if there is none.
 
-    All ranks call it together and get what rank 0 found.
+    All ranks must call this; all get what rank 0 found.
     """
     return _by_first(lambda: next(reversed(folders.complete(Path(folder))), None))
 
@@ -204,7 +204,7 @@ def _integer(name: str, value: Any, least: int) -> int:
 
 
 def _by_first(act: Callable[[], Any]) -> Any:
-    """Let rank 0 do something that all ranks wait for; its result or its error is that of all."""
+    """Call ``act`` on rank 0; all ranks wait for it and return its result or raise its error."""
     outcome: list[Any] = [None, None]
     if _rank() == 0:
         try:
@@ -219,13 +219,13 @@ def _by_first(act: Callable[[], Any]) -> Any:
 
 
 def _in_short(error: CheckpointException) -> str:
-    """The last line of what each rank that failed says."""
+    """Return the error of each rank that failed, in one line."""
     causes = {rank: cause for rank, (cause, _) in error.failures.items()}
     return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in sorted(causes.items()))
 
 
 def _check_newest(folder: Path, number: int) -> None:
-    """Refuse a number that is not the largest in the folder, as only the largest ones are kept."""
+    """Refuse a number that is not the largest in the folder, because only the largest are kept."""
     newest = latest(folder)
     if newest is None or int(newest.name) < number:
         _by_first(lambda: _check_place(folder, number))
@@ -251,9 +251,9 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _names(model: nn.Module, params: list[Tensor]) -> list[str]:
-    """Name parameters, in their order, as DCP does whatever wraps the model."""
+    """Return DCP's names of the parameters, in their order, independent of wrappers."""
     probe = torch.optim.SGD(params)
-    probe.state[params[0]] = {}  # of an optimizer without state, torch would make one by stepping it
+    probe.state[params[0]] = {}  # torch steps an optimizer without state to create one
     try:
         return get_optimizer_state_dict(model, probe)["param_groups"][0]["params"]  # pyright: ignore
     except KeyError as error:
@@ -285,16 +285,16 @@ def _buffers(weights: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def _source(model: nn.Module) -> int:
-    """Return the rank whose buffers count on this one: the first of those that average gradients with it.
+    """Return the rank whose buffers this rank uses: the first of those that average gradients with it.
 
-    DDP takes the buffers of that rank at every forward pass.
+    DDP copies the buffers of that rank at every forward pass.
     """
     ddp = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
     return min(_shards(model.parameters()) if ddp is None else dist.get_process_group_ranks(ddp.process_group))
 
 
 def _shards(params: Iterable[Tensor]) -> list[int]:
-    """Return the ranks over which parameters are sharded, this one alone where they are whole."""
+    """Return the ranks over which parameters are sharded; without sharding, only this rank."""
     meshes = [param.device_mesh.mesh for param in params if isinstance(param, DTensor)]
     return torch.cat([mesh.flatten() for mesh in meshes]).unique().tolist() if meshes else [_rank()]
 
@@ -305,12 +305,12 @@ def _holder(state: dict[str, Any], shards: Sequence[int]) -> int:
 
 
 def _key(what: str, holder: int) -> str:
-    """Name the place of a state; that of rank 0 is where DCP's own functions look for it."""
+    """Return the key of a state; for rank 0 it is the one that DCP's functions look for."""
     return f"{what}-{holder}" if holder else what
 
 
 def _template(metadata: Metadata, key: str, names: list[str], optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state dict with room for what the checkpoint holds, sharded as the parameters are."""
+    """Return the optimizer's state dict with empty tensors for the checkpoint, sharded as the parameters are."""
     params = dict(zip(names, _params(optimizer), strict=True))
     template: dict[str, Any] = {"state": {}, "param_groups": []}
     for name, entry in metadata.state_dict_metadata.items():
@@ -330,7 +330,7 @@ def _template(metadata: Metadata, key: str, names: list[str], optimizer: Optimiz
 
 
 def _put(tree: Any, place: tuple[Any, ...], value: Any) -> None:
-    """Write into nested dicts and lists (where a part of the place is an integer), which grow as needed."""
+    """Write into nested dicts and lists, which grow as needed; an integer in ``place`` indexes a list."""
     for part, following in zip(place, (*place[1:], None), strict=True):
         empty = value if following is None else [] if isinstance(following, int) else {}
         if isinstance(tree, list):
@@ -362,7 +362,7 @@ def _writers(metadata: Metadata) -> list[int]:
 
 
 def _common(by_rank: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the parts of one rank; those of several must be the same."""
+    """Return the parts of one rank; if there are several ranks, their parts must be equal."""
     first, *others = by_rank
     holders = sorted({parts[COPY] for parts in by_rank.values()})
     if len(holders) > 1:
@@ -417,7 +417,7 @@ def _read(path: Path, content: dict[str, Any]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """DCP warns a single process that it is one."""
+    """Suppress DCP's warning about a single process."""
     with warnings.catch_warnings():
         if not dist.is_initialized():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)

@@ -16,13 +16,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 def first_holder(state: Any, shards: Sequence[int]) -> int:
-    """Return the lowest rank that holds the same state as this one; all ranks call it together.
+    """Return the lowest rank that holds the same state as this one; all ranks must call this.
 
     Args:
         state: Nested dicts and sequences of tensors and numbers.
-        shards: The ranks over which one such state is sharded, in order; this rank alone where it is whole.
+        shards: The ranks over which one such state is sharded, in order; without sharding, only this rank.
 
-    Cost: one read of the state, and a gathering of 32 bytes per rank. Tensors are compared by the sum of their bits.
+    Cost: one read of the state, and an all-gather of 32 bytes per rank. Tensors are compared by the sum of their bits.
     """
     mine = hashlib.sha256()
     for part in _figures(state):
@@ -34,9 +34,9 @@ def first_holder(state: Any, shards: Sequence[int]) -> int:
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Return the sum of the bits of a tensor, of a sharded one those of this rank: int64, on its device.
+    """Return the sum of the bits of a tensor (of this rank's shard, if sharded) as int64 on its device.
 
-    Integers add up to the same in any order, so that the sum does not depend on threads or on the kind of device.
+    Integer addition is associative, so the sum does not depend on threads or on the kind of device.
     """
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore
     numbers = local.detach().contiguous().reshape(-1)
@@ -46,7 +46,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
 
 def _figures(value: Any) -> list[str]:
-    """Say what a state holds, its tensors by their shape and the sum of their bits."""
+    """Describe a state, with tensors given by their shape and the sum of their bits."""
     if isinstance(value, Tensor):
         local: Tensor = value.to_local() if hasattr(value, "to_local") else value  # pyright: ignore
         return [f"{local.dtype} {tuple(local.shape)} {int(bit_sum(local))}"]

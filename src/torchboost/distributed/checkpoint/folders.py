@@ -1,4 +1,4 @@
-"""A folder in which checkpoints appear and disappear whole: what ends a job in between leaves none by halves."""
+"""A folder in which checkpoints are added and removed atomically, so that a killed job leaves only complete ones."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ UNFINISHED = ".unfinished-"
 
 
 def places(folder: Path, number: int) -> tuple[Path, Path]:
-    """Return where a checkpoint will lie, and where it is written until it is complete."""
+    """Return the path of a checkpoint, and the temporary path under which it is written."""
     return folder / f"{number:08d}", folder / f"{UNFINISHED}{number:08d}"
 
 
 def complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints of a folder, which need not be there, by their numbers.
+    """Return the complete checkpoints of a folder, ordered by number; the folder need not exist.
 
-    What has such a name and is no checkpoint (a file, a folder of somebody else) does not count; a link to one does.
+    Other files and folders with such a name do not count; a link to a checkpoint does.
     """
     found = folder.iterdir() if folder.is_dir() else ()
     return sorted((path for path in found if _is_checkpoint(path)), key=lambda path: int(path.name))
@@ -34,10 +34,10 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Make the folder, without what an interrupted job left in it.
+    """Create the folder, and remove what an interrupted job left in it.
 
     Raises:
-        OSError: It cannot be made, or something in it not removed.
+        OSError: The folder cannot be created, or an entry cannot be removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(f"{UNFINISHED}*"):
@@ -45,17 +45,17 @@ def clear(folder: Path) -> None:
 
 
 def finish(unfinished: Path, path: Path, keep: int) -> None:
-    """Give a checkpoint that is complete its name, then remove all but those with the ``keep`` largest numbers."""
+    """Rename a complete checkpoint to its final name, then remove all but the ``keep`` largest numbers."""
     _sync(unfinished)
     unfinished.rename(path)
     _sync(path.parent)
     for old in complete(path.parent)[:-keep]:
-        if not old.is_symlink():  # where it leads was not written here
+        if not old.is_symlink():  # its target was not written here
             _discard(old)
 
 
 def _discard(path: Path) -> None:
-    """Remove a checkpoint, so that it never lies there by halves under its name."""
+    """Rename a checkpoint and remove it, so that an incomplete one never has the final name."""
     doomed = path.with_name(f"{UNFINISHED}{path.name}")
     path.rename(doomed)
     _remove(doomed)
@@ -69,7 +69,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Make a change of names last; DCP has synced the files."""
+    """Sync a folder after a rename; DCP has synced the files."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

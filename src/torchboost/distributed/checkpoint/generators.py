@@ -1,4 +1,4 @@
-"""Where the random numbers of this process stand."""
+"""States of the random number generators of this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["generator_states", "set_generator_states"]
 
 
 def generator_states(model: nn.Module) -> list[Tensor]:
-    """Return the states of torch's generators: the CPU's, then those of the accelerators that the model lies on."""
+    """Return the states of torch's generators: the CPU's, then those of the accelerators that hold the model."""
     states = [torch.get_rng_state()]
     for device in _accelerators(model):
         with torch.accelerator.device_index(device.index):
@@ -20,9 +20,9 @@ def generator_states(model: nn.Module) -> list[Tensor]:
 
 
 def set_generator_states(states: Sequence[Tensor], model: nn.Module) -> None:
-    """Go on with the random numbers where :func:`generator_states` found them, for as many accelerators as are here.
+    """Restore the states from :func:`generator_states`, for as many accelerators as this process has.
 
-    A state of another kind of device, which has another size, is left out.
+    A state of another kind of device, which has another size, is skipped.
     """
     torch.set_rng_state(states[0])
     for device, state in zip(_accelerators(model), states[1:], strict=False):

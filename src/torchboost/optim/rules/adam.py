@@ -1,4 +1,4 @@
-"""Adam with MindSpore's variants; if torch has a kernel for one, the kernel is torch's."""
+"""Adam with MindSpore's variants, on torch's kernels if torch has one for the variant."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ LATE = 1e30
 class Adam(UpdateRule):
     """Adam: ``w -= lr * m^ / (sqrt(v^) + eps)`` with moments corrected for their start at zero.
 
-    With the defaults it is ``torch.optim.Adam``, bit for bit in each of its forms (loop, ``foreach``, ``fused``), and
-    with ``decoupled_weight_decay=True`` ``torch.optim.AdamW``; checkpoints load both ways. State: ``step``,
-    ``exp_avg``, ``exp_avg_sq`` and with ``amsgrad`` ``max_exp_avg_sq``, so 8 (12) bytes per float32 weight.
+    With the defaults it equals ``torch.optim.Adam`` bit for bit in each of its forms (loop, ``foreach``, ``fused``),
+    and with ``decoupled_weight_decay=True`` ``torch.optim.AdamW``; checkpoints load both ways. State: ``step``,
+    ``exp_avg``, ``exp_avg_sq``, 8 bytes per float32 weight; with ``amsgrad`` also ``max_exp_avg_sq``, 12 bytes.
 
     Source: D. Kingma, J. Ba, "Adam: A Method for Stochastic Optimization", arXiv 1412.6980; S. Reddi et al., "On the
     Convergence of Adam and Beyond" (``amsgrad``); I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization".
@@ -35,29 +35,29 @@ class Adam(UpdateRule):
     Args:
         params: Parameters, named parameters or groups.
         lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
-        betas: Decay of both moments, each at least 0 and below 1.
+        betas: Decay rates of the moments, each at least 0 and below 1.
         eps: Added to the root of the second moment, at least 0.
-        weight_decay: At least 0; added to the gradient, or taken from the weights where ``decoupled_weight_decay``. A
-            list or function like ``lr``.
+        weight_decay: At least 0; added to the gradient or, with ``decoupled_weight_decay``, subtracted from the
+            weights. Also a list or function, as ``lr``.
         amsgrad: Use the largest second moment so far.
         nesterov: Use ``beta1 m + (1 - beta1) g`` in place of ``m`` (MindSpore's ``use_nesterov``).
         decoupled_weight_decay: ``w -= lr * weight_decay * w``, as in AdamW.
-        bias_correction: False leaves the correction of the moments out.
+        bias_correction: Correct the moments for their start at zero.
         eps_uncorrected: Add ``eps`` to the root of the second moment before it is corrected, as MindSpore does.
-        maximize: Go up instead of down.
+        maximize: Maximize the objective instead of minimizing it.
         foreach: Update lists of tensors; None chooses as torch does.
-        fused: One kernel per list of tensors, torch's.
+        fused: Use torch's fused kernel.
         capturable: Safe in a CUDA graph.
-        native: Transforms and update in two passes over memory, in a C kernel of this package that is compiled at
-            first use (under a second, once per machine): float32 on the CPU, transforms in the order ``Unscale``,
-            ``Decay``, ``Centralize``, ``ClipNorm``, ``ClipValue``. Equal to the other forms but for rounding; the
-            gradients themselves stay as they are.
+        native: Apply transforms and update in two passes over memory, in a C kernel of this package that is compiled
+            at first use (under a second, once per machine). For float32 on the CPU and transforms in the order
+            ``Unscale``, ``Decay``, ``Centralize``, ``ClipNorm``, ``ClipValue``. Equal to the other forms up to
+            rounding; the gradients are not changed.
         master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their moments in float32.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
     Raises:
-        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+        TypeError, ValueError: An option is invalid, or two exclude each other.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -114,23 +114,23 @@ class Adam(UpdateRule):
         return {**super().__getstate__(), "native": self.native}
 
     def constructor_options(self) -> dict[str, Any]:
-        """Return by name what the constructor was given and the param groups do not hold."""
+        """Return the constructor's arguments that the param groups do not hold, by name."""
         return {**super().constructor_options(), "native": self.native is not None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint of this rule or of torch's.
+        """Load a checkpoint of this rule or of torch's.
 
-        As in torch, options in the file replace those of the groups. A file of torch does not say that its rule
-        corrects the moments; it always does, so the groups get ``bias_correction=True``.
+        As in torch, options in the file replace those of the groups. Files of torch have no ``bias_correction``, but
+        torch always corrects the moments, so the groups get ``bias_correction=True``.
 
         Raises:
-            ValueError: Other groups, or a state whose shape is not that of its parameter; nothing was changed.
+            ValueError: The groups differ, or a state does not have the shape of its parameter; nothing was changed.
         """
         groups = [{"bias_correction": True, **group} for group in state_dict["param_groups"]]
         super().load_state_dict({**state_dict, "param_groups": groups})
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        """Refuse a form that torch has no kernel for."""
+        """Refuse forms for which torch has no kernel."""
         other = [name for name in ("fused", "foreach", "capturable") if group.get(name)]
         if self.native is not None and other:
             raise ValueError(f"native and {other[0]} exclude each other; set one of them.")
@@ -139,7 +139,7 @@ class Adam(UpdateRule):
             raise ValueError(f"{own[0]}: torch has no kernel for it; leave out fused and capturable.")
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Refuse what torch's kernels refuse, before anything is changed."""
+        """Refuse what torch's kernels would refuse, before anything is changed."""
         if self.native is not None:
             check_walkable(param)
         super().check_grad(param, grad, group)
@@ -162,7 +162,7 @@ class Adam(UpdateRule):
         return self.native is not None or super()._step_supports_amp_scaling
 
     def prepare(self, work: Sequence[Batch]) -> Callable[[], None] | None:
-        """Do all that can go wrong, and return what then does the update; None where it is to be left out."""
+        """Do everything that can fail and return a function that does the update; None if it must be skipped."""
         if self.native is None:
             return super().prepare(work)
         self.widen(work)
@@ -177,7 +177,7 @@ class Adam(UpdateRule):
         )
 
     def collectives(self) -> int:
-        """Return how often :meth:`prepare` asks the other ranks of a share."""
+        """Return the number of collectives of :meth:`prepare` among the ranks of a share."""
         return super().collectives() if self.native is None else min(1, super().collectives())
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
@@ -190,7 +190,7 @@ class Adam(UpdateRule):
             batch.align(self.state_keys(group)[1:])
         steps = batch.state("step")
         if not group["bias_correction"]:
-            # The kernels correct by 1 - beta**step, which is 1 when step is large; the steps are counted here.
+            # The kernels correct by 1 - beta**step, which is 1 if step is large; the real steps are counted here.
             found_inf = getattr(self, "found_inf", None)
             foreach._foreach_add_(steps, 1)
             if found_inf is not None:
@@ -222,32 +222,32 @@ class Adam(UpdateRule):
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay: ``torch.optim.AdamW``, with its defaults, bit for bit in each of its forms.
+    """Adam with decoupled weight decay, equal to ``torch.optim.AdamW`` bit for bit in each of its forms.
 
-    Checkpoints load both ways.
+    The defaults are those of torch. Checkpoints load both ways.
 
     Source: I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101.
 
     Args:
-        params: Parameters, named parameters or groups.
-        lr: Learning rate, in any form that :class:`Adam` takes.
-        betas: Decay of both moments.
-        eps: Added to the root of the second moment.
-        weight_decay: ``w -= lr * weight_decay * w``; at least 0, a list or function like ``lr``.
-        amsgrad: Use the largest second moment so far.
-        nesterov: Use ``beta1 m + (1 - beta1) g`` in place of ``m``.
-        eps_uncorrected: Add ``eps`` before the second moment is corrected.
-        maximize: Go up instead of down.
-        foreach: Update lists of tensors; None chooses as torch does.
-        fused: One kernel per list of tensors, torch's.
-        capturable: Safe in a CUDA graph.
+        params: See :class:`Adam`.
+        lr: See :class:`Adam`.
+        betas: See :class:`Adam`.
+        eps: See :class:`Adam`.
+        weight_decay: ``w -= lr * weight_decay * w``; at least 0, also a list or function, as ``lr``.
+        amsgrad: See :class:`Adam`.
+        nesterov: See :class:`Adam`.
+        eps_uncorrected: See :class:`Adam`.
+        maximize: See :class:`Adam`.
+        foreach: See :class:`Adam`.
+        fused: See :class:`Adam`.
+        capturable: See :class:`Adam`.
         native: See :class:`Adam`.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their moments in float32.
+        master_weights: See :class:`Adam`.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
     Raises:
-        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+        TypeError, ValueError: An option is invalid, or two exclude each other.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -298,33 +298,33 @@ class AdamW(Adam):
 class AdamWeightDecay(Adam):
     """Adam with decoupled weight decay and no bias correction: ``w -= lr * (m / (sqrt(v) + eps) + weight_decay * w)``.
 
-    MindSpore's ``AdamWeightDecay``. With bias correction it is :class:`AdamW`. A checkpoint of ``torch.optim.AdamW``
-    keeps its bias correction when it is loaded here.
+    MindSpore's ``AdamWeightDecay``. With bias correction it is :class:`AdamW`. If a checkpoint of
+    ``torch.optim.AdamW`` is loaded, bias correction is on.
 
     Source: I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101; the form without
     correction is that of BERT (J. Devlin et al., arXiv 1810.04805).
 
     Args:
-        params: Parameters, named parameters or groups.
-        lr: Learning rate, in any form that :class:`Adam` takes.
-        betas: Decay of both moments.
-        eps: Added to the root of the second moment.
-        weight_decay: At least 0; a list or function like ``lr``.
-        bias_correction: Correct the moments for their start at zero.
-        amsgrad: Use the largest second moment so far.
-        nesterov: Use ``beta1 m + (1 - beta1) g`` in place of ``m``.
-        eps_uncorrected: Add ``eps`` before the second moment is corrected.
-        maximize: Go up instead of down.
-        foreach: Update lists of tensors; None chooses as torch does.
-        fused: One kernel per list of tensors, torch's.
-        capturable: Safe in a CUDA graph.
+        params: See :class:`Adam`.
+        lr: See :class:`Adam`.
+        betas: See :class:`Adam`.
+        eps: See :class:`Adam`.
+        weight_decay: At least 0; also a list or function, as ``lr``.
+        bias_correction: See :class:`Adam`.
+        amsgrad: See :class:`Adam`.
+        nesterov: See :class:`Adam`.
+        eps_uncorrected: See :class:`Adam`.
+        maximize: See :class:`Adam`.
+        foreach: See :class:`Adam`.
+        fused: See :class:`Adam`.
+        capturable: See :class:`Adam`.
         native: See :class:`Adam`.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their moments in float32.
+        master_weights: See :class:`Adam`.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
     Raises:
-        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+        TypeError, ValueError: An option is invalid, or two exclude each other.
     """
 
     def __init__(
@@ -371,7 +371,7 @@ class AdamWeightDecay(Adam):
 
 
 def _variant(group: Mapping[str, Any], batch: Batch) -> None:
-    """The forms torch has no kernel for: Nesterov's numerator, epsilon before the correction."""
+    """Update with the variants that torch has no kernel for: Nesterov's numerator, epsilon before the correction."""
     beta1, beta2 = (float(beta) for beta in group["betas"])
     lr, decay = float(group["lr"]), float(group["weight_decay"])
     params, grads = ([torch.view_as_real(t) if t.is_complex() else t for t in ts] for ts in (batch.params, batch.grads))

@@ -1,4 +1,4 @@
-"""The base of all optimizers here: parameters, groups, learning rates, gradient transforms; a rule adds the update."""
+"""Base class of the optimizers: parameters, groups, learning rates, gradient transforms; a rule adds the update."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ SCHEDULED = ("lr", "weight_decay")
 """Options that may be a list or a function of the update."""
 
 SET_BY_SCHEDULE = "scheduled_"
-"""Before an option's name in a group: what the schedule wrote last. Another value in the option is one by hand."""
+"""Prefix of a group's key for the value a schedule wrote last; if the option differs, it was set by hand."""
 
 KEPT = ("transforms", "nonfinite", "_schedules", "_default_schedules")
-"""Attributes beside those of ``torch.optim.Optimizer`` that travel with a copy or a pickle."""
+"""Attributes that a copy or a pickle includes, in addition to those of ``torch.optim.Optimizer``."""
 
 
 @dataclass(slots=True)
@@ -53,10 +53,10 @@ class Batch:
     """The parameters of a group that have a gradient, as parallel lists.
 
     Args:
-        params: What is updated in place: the parameters, or their float32 masters.
+        params: The tensors to update in place: the parameters, or their float32 masters.
         grads: Their gradients, in the precision of ``params``.
-        states: Their state.
-        layout: Strides of ``params``, if they are known already.
+        states: Their states.
+        layout: Strides of ``params``, if already known.
     """
 
     params: list[Tensor]
@@ -71,7 +71,7 @@ class Batch:
     def align(self, keys: Sequence[str]) -> None:
         """Give gradients and the entries ``keys`` of the states the memory layout of their parameter.
 
-        Kernels that walk through memory in order would read them at the wrong places.
+        Kernels that read memory in order would read them at the wrong places.
         """
         wanted = strides(self.params) if self.layout is None else self.layout
         if strides(self.grads) != wanted:
@@ -87,34 +87,34 @@ class Batch:
 
 
 class UpdateRule(Optimizer):
-    """State handling, closures, gathering and dispatch. A rule adds :meth:`init_state` and :meth:`update`.
+    """Base class of the optimizers; a rule implements :meth:`init_state` and :meth:`update`.
 
-    Everything a user knows from ``torch.optim`` holds: ``param_groups`` is a plain list whose entries may be written
-    at any time, ``state_dict`` has torch's layout, hooks, schedulers, ``GradScaler``, ``deepcopy`` and pickling work.
+    It behaves like an optimizer of ``torch.optim``: ``param_groups`` is a plain list whose entries may be set at any
+    time, ``state_dict`` has torch's layout, and hooks, schedulers, ``GradScaler``, ``deepcopy`` and pickling work.
 
-    A step checks everything first and changes nothing when it raises.
+    A step checks everything first; if it raises, nothing was changed.
 
     Args:
         params: Parameters, named parameters or groups.
-        defaults: Options of a group that does not set its own. ``"lr"`` and ``"weight_decay"`` may be a float, a
-            list with an element per update, or a function of the update (counted from 0).
+        defaults: Options that a group does not set. ``"lr"`` and ``"weight_decay"`` may be a float, a list with an
+            element per update, or a function of the update (counted from 0).
         transforms: Applied to the gradients of all groups together before the update, in order, in place. A group with
-            ``"grad_centralization": True`` is centralised whether ``Centralize`` is among them or not.
-        nonfinite: What to do about inf and nan in the gradients: ``"ignore"`` them as torch does, ``"skip"`` the
-            update, or ``"raise"`` before it. The check is one more read of the gradients.
+            ``"grad_centralization": True`` is centralised even if ``Centralize`` is not among them.
+        nonfinite: Handling of inf and nan in the gradients: ``"ignore"`` as torch does, ``"skip"`` the update, or
+            ``"raise"`` before it. The check costs one more read of the gradients.
 
     Raises:
-        TypeError, ValueError: An option that makes no sense, or a transform that is none.
+        TypeError, ValueError: An option or a transform is invalid.
     """
 
     kernel_unscales: bool = False
-    """Whether the fused form of the update divides by ``grad_scale`` and heeds ``found_inf``."""
+    """Whether the fused form of the update divides by ``grad_scale`` and honours ``found_inf``."""
 
     in_pieces: bool = False
-    """Whether :meth:`update` gets parameters on the CPU a few at a time: for rules that go over their tensors often."""
+    """Whether :meth:`update` gets CPU parameters a few at a time, for rules that read their tensors many times."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse arguments under another library's name with ours, before Python says less."""
+        """Refuse MindSpore's argument names with a message that says more than Python's own."""
         check_names(cls, kwargs)
         return super().__new__(cls)
 
@@ -135,12 +135,12 @@ class UpdateRule(Optimizer):
         self._stamps = Stamps()
         self._checked = Checked()
         self._share: tuple[Share | None] | None = None
-        defaults.setdefault("differentiable", False)  # torch adds it to whatever was pickled
+        defaults.setdefault("differentiable", False)  # torch adds it when it unpickles
         self._default_schedules = _take_schedules(defaults)
         super().__init__(without_order(params), defaults)
 
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a parameter starts with; ``param`` is its float32 master where there is one."""
+        """Return the initial state of a parameter; ``param`` is its float32 master if there is one."""
         raise NotImplementedError
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
@@ -148,14 +148,14 @@ class UpdateRule(Optimizer):
         raise NotImplementedError
 
     def constructor_options(self) -> dict[str, Any]:
-        """Return by name what the constructor was given and the param groups do not hold."""
+        """Return the constructor's arguments that the param groups do not hold, by name."""
         schedules = dict(self._default_schedules)
         return {"transforms": self.transforms, "nonfinite": self.nonfinite, **schedules}
 
     def described_groups(self) -> list[dict[str, Any]]:
-        """Return copies of the param groups with schedules in place of the value of the last update.
+        """Return copies of the param groups with schedules in place of the values of the last update.
 
-        A value that was written by hand over a schedule stays, as a number.
+        A value that was set by hand over a schedule stays a number.
         """
         described = []
         for group, rules in zip(self.param_groups, self._schedules, strict=True):
@@ -176,14 +176,14 @@ class UpdateRule(Optimizer):
         return "\n".join([*lines, ")"])
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        """Refuse options that exclude each other under this rule.
+        """Refuse options that exclude each other in this rule.
 
         Raises:
-            ValueError: Such options.
+            ValueError: Two options exclude each other.
         """
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Refuse a gradient the rule cannot use; the default takes dense ones of the parameter's own precision.
+        """Refuse a gradient that the rule cannot use; by default only dense ones of the parameter's precision pass.
 
         Called after the transforms; ``param`` is the float32 master if there is one. Not called again for dense
         gradients of the same parameters and precision, until a flag of the group or the layout of a parameter changes.
@@ -204,24 +204,24 @@ class UpdateRule(Optimizer):
 
     @property
     def chain(self) -> tuple[GradientTransform, ...]:
-        """The transforms, with centralisation among them if a group says ``"grad_centralization": True``."""
+        """The transforms, including centralisation if a group has ``"grad_centralization": True``."""
         return with_centralization(self.transforms, self.param_groups)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler reads this name: True leaves unscaling and skipping to the fused kernel. Whatever must see true
-        # gradients, or know whether there was an update, has GradScaler unscale before the step and skip it.
+        # GradScaler reads this name: True leaves unscaling and skipping to the fused kernel. If something here needs
+        # unscaled gradients, or must know whether there was an update, GradScaler unscales and skips before the step.
         needs_truth = self.chain or self.nonfinite != "ignore" or any(self._schedules)
         return self.kernel_unscales and not needs_truth and all(group.get("fused") for group in self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; missing options are the defaults.
+        """Add a group; missing options get the defaults.
 
-        A schedule of the new group starts at the update that the others have reached; give ``"updates": 0`` in the
-        group for one that starts at its beginning.
+        A schedule of the new group starts at the update that the other groups have reached. To start it at its
+        beginning, give ``"updates": 0`` in the group.
 
         Raises:
-            TypeError, ValueError: An option that makes no sense; nothing was added.
+            TypeError, ValueError: An option is invalid; nothing was added.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group: found {type(param_group).__name__}; give a dict with the key 'params'.")
@@ -245,14 +245,14 @@ class UpdateRule(Optimizer):
         """Update all parameters that have a gradient.
 
         Args:
-            closure: Computes the loss and its gradients once more, and returns the loss.
+            closure: Reevaluates the loss and its gradients, and returns the loss.
 
         Raises:
-            IncompatibleError: A gradient the rule cannot use.
-            FloatingPointError: Inf or nan in the gradients where ``nonfinite="raise"``.
+            IncompatibleError: The rule cannot use a gradient.
+            FloatingPointError: The gradients contain inf or nan, and ``nonfinite="raise"``.
             RankDisagreementError: Inside ``ZeroRedundancyOptimizer``, another rank raised while this one waited for it.
-            IndexError: A list of learning rates is used up.
-            TypeError, ValueError: An option was set to something senseless, or is gone.
+            IndexError: A list of learning rates has no entry for this update.
+            TypeError, ValueError: An option in a group is invalid or was removed.
         """
         loss = None
         if closure is not None:
@@ -277,7 +277,7 @@ class UpdateRule(Optimizer):
         except BaseException as error:
             if share is not None:
                 share.excuse(error)
-            # GradScaler does not clean up after an exception; the next step would unscale by a scale left here.
+            # GradScaler does not clean up after an exception; the next step would use a scale that is left here.
             for name in ("grad_scale", "found_inf"):
                 self.__dict__.pop(name, None)
             raise
@@ -309,7 +309,7 @@ class UpdateRule(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._stamps, self._checked = Stamps(), Checked()  # what was loaded may be another model's
+        self._stamps, self._checked = Stamps(), Checked()  # the loaded state may be of another model
         self.__dict__.setdefault("_share", None)
         for group, schedules in zip(self.param_groups, self._schedules, strict=True):
             for key, value in self.defaults.items():
@@ -322,14 +322,14 @@ class UpdateRule(Optimizer):
                 group.setdefault("updates", max((int(entry.get("step", 0)) for entry in own), default=0))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint of this rule, or of torch's where the rule is the same.
+        """Load a checkpoint of this rule, or of torch's if the rule is the same.
 
-        Where both sides name their parameters, entries find theirs by name, otherwise by position as in torch. The
-        state of low-precision parameters with masters stays in float32. A file of torch's SGD does not say how many
-        updates were done: with a list or function as ``lr``, set ``"updates"`` in the groups after loading it.
+        If both sides name their parameters, states are matched by name, otherwise by position as in torch. The state
+        of low-precision parameters with masters stays in float32. A file of torch's SGD does not hold the number of
+        updates: with a list or function as ``lr``, set ``"updates"`` in the groups after loading it.
 
         Raises:
-            ValueError: Other groups, or a state whose shape is not that of its parameter; nothing was changed.
+            ValueError: The groups differ, or a state does not have the shape of its parameter; nothing was changed.
         """
         state_dict = with_memory_renamed(in_order(state_dict, self.param_groups), namespaces(self.transforms))
         pairs = paired(state_dict, self.param_groups, self.defaults, self.state_keys)
@@ -340,7 +340,7 @@ class UpdateRule(Optimizer):
                 own = self.state[param].get(key) if param in self.state else None
                 if not isinstance(own, Tensor) or not isinstance(value, Tensor) or own.dtype == value.dtype:
                     continue
-                # torch casts all but the step to the precision of the parameter: right for moments next to it only.
+                # torch casts all but the step to the precision of the parameter, which is right only without a master.
                 if key != "step" and (wide or key not in self.state_keys(group) or not value.is_floating_point()):
                     self.state[param][key] = value.detach().clone().to(own.device)
 
@@ -370,13 +370,13 @@ class UpdateRule(Optimizer):
         return values
 
     def _updates(self) -> int:
-        """Return how many updates were done, as far as groups and states say so."""
+        """Return the number of updates done, as recorded in groups and states."""
         steps = [state["step"] for state in self.state.values() if "step" in state]
         counted = [group["updates"] for group in self.param_groups if "updates" in group]
         return int(max(counted or steps, default=0))
 
     def _gather(self, group: dict[str, Any], fresh: list[tuple[Tensor, dict[str, Any]]]) -> Batch:
-        """Return what takes part; states that are new or get new entries are only listed in ``fresh``."""
+        """Return the batch of a group; states that are new or get new entries are only listed in ``fresh``."""
         keys = frozenset(self.state_keys(group))
         params = [param for param in group["params"] if param.grad is not None]
         known: list[Any] = list(map(self.state.get, params))
@@ -384,7 +384,7 @@ class UpdateRule(Optimizer):
         masters = group.get("master_weights") and not set(LOW_PRECISION).isdisjoint(map(attrgetter("dtype"), params))
         for position, kept in enumerate(known):
             if not masters and kept is not None and keys <= kept.keys() and "master" not in kept:
-                continue  # as it is in most steps: a model may have thousands of small parameters
+                continue  # the usual case, kept fast: a model may have thousands of small parameters
             param = params[position]
             worked, grad, state = self._worked(param, {} if kept is None else kept, group)
             if not keys <= state.keys():
@@ -397,7 +397,7 @@ class UpdateRule(Optimizer):
     def _worked(
         self, param: Tensor, state: dict[str, Any], group: Mapping[str, Any]
     ) -> tuple[Tensor, Any, dict[str, Any]]:
-        """Return what the update changes (the parameter or its master), the gradient for it, and the state to use."""
+        """Return the tensor to update (the parameter or its master), its gradient and its state."""
         wide = has_master(param, group)
         if not wide and "master" in state:
             raise IncompatibleError(
@@ -413,11 +413,11 @@ class UpdateRule(Optimizer):
         return state["master"], _rows_widened(param.grad), state
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Name the entries that :meth:`init_state` returns under these options."""
+        """Name the entries that :meth:`init_state` returns with these options."""
         raise NotImplementedError
 
     def prepare(self, work: Sequence[Batch]) -> Callable[[], None] | None:
-        """Do all that can go wrong, and return what then does the update; None where it is to be left out."""
+        """Do everything that can fail and return a function that does the update; None if it must be skipped."""
         chain = self.chain
         if not chain:
             grads = [grad for batch in work for grad in batch.grads]
@@ -441,12 +441,12 @@ class UpdateRule(Optimizer):
         return partial(self._perform, work, kept)
 
     def collectives(self) -> int:
-        """Return how often :meth:`prepare` asks the other ranks of a share."""
+        """Return the number of collectives of :meth:`prepare` among the ranks of a share."""
         looks = 0 if self.nonfinite == "ignore" else 1 + bool(self.chain)
         return looks + sum(getattr(transform, "collectives", 0) for transform in self.chain)
 
     def widen(self, work: Sequence[Batch]) -> None:
-        """Give masters gradients of their precision: all at once, as transforms look at all of them."""
+        """Cast the gradients of masters to their precision, all at once because transforms look at all of them."""
         for batch in work:
             batch.grads[:] = [
                 widened(grad) if "master" in state else grad
@@ -468,7 +468,7 @@ class UpdateRule(Optimizer):
         return self._share[0]
 
     def _check_grads(self, work: Sequence[Batch], grads: Sequence[Tensor]) -> None:
-        """Have the rule look at each gradient, as it is going to be; a master gets one of its precision."""
+        """Run :meth:`check_grad` on each gradient as it will be; a master gets one of its precision."""
         start = 0
         for number, (group, batch) in enumerate(zip(self.param_groups, work, strict=True)):
             own = grads[start : start + len(batch.params)]
@@ -482,7 +482,7 @@ class UpdateRule(Optimizer):
             self._checked.note(number, group, batch.params, own)
 
     def _usable(self, grads: Sequence[Tensor]) -> bool:
-        """Whether the gradients are as ``nonfinite`` asks for."""
+        """Whether ``nonfinite`` allows an update with these gradients."""
         if self.nonfinite == "ignore" or all_finite(grads, self._shared()):
             return True
         if self.nonfinite == "raise":
@@ -496,7 +496,7 @@ class UpdateRule(Optimizer):
         name: str,
         params: Sequence[Tensor],
     ) -> list[dict[str, Any]]:
-        """Return what a transform keeps, out of the states; ``_perform`` puts it back."""
+        """Return a transform's memory from the states; ``_perform`` writes it back."""
         prefix = f"{name}."
         states = [state for batch in work for state in batch.states]
         memory = [{k.removeprefix(prefix): v for k, v in s.items() if k.startswith(prefix)} for s in states]
@@ -526,12 +526,12 @@ class UpdateRule(Optimizer):
 
 
 def _take_schedules(options: dict[str, Any]) -> dict[str, Schedule]:
-    """Replace lists and functions in the options by their first value and return them."""
+    """Replace lists and functions in the options by their first value, and return them."""
     schedules: dict[str, Schedule] = {}
     for key in SCHEDULED:
         value = options.get(key)
         if isinstance(value, Tensor) and value.numel() == 1:
-            # One element is a rate on a device, as in torch, not a list of one.
+            # A tensor with one element is a rate on a device, as in torch, not a list.
             options[key] = value if key == "lr" else value.item()
         elif key in options and (schedule := resolve_lr(value, name=key)) is not None:
             schedules[key] = schedule
@@ -540,7 +540,7 @@ def _take_schedules(options: dict[str, Any]) -> dict[str, Schedule]:
 
 
 def _by_hand(group: Mapping[str, Any], key: str) -> bool:
-    """Whether another value stands in the group than the schedule has written there."""
+    """Whether the group's value differs from the one that the schedule wrote."""
     if SET_BY_SCHEDULE + key not in group:  # of an older checkpoint
         return False
     value = group[key]
@@ -548,7 +548,7 @@ def _by_hand(group: Mapping[str, Any], key: str) -> bool:
 
 
 def _rows_widened(grad: Tensor | None) -> Tensor | None:
-    """Return sparse rows in float32, which lose less when they are merged; dense gradients wait for their turn."""
+    """Return sparse rows in float32, so that merging them loses less; dense gradients are cast later."""
     return widened(grad) if grad is not None and grad.is_sparse else grad
 
 

@@ -1,4 +1,4 @@
-"""Which gradients a rule has to look at again: models may have thousands of small parameters."""
+"""Remember which gradients were checked, because models may have thousands of small parameters."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _Record = tuple[list[Tensor], list[int], list[tuple[int, ...]], torch.dtype, tor
 
 
 def strides(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """Return the strides of all, at the speed of C."""
+    """Return the strides of all tensors, without a Python loop."""
     return list(map(Tensor.stride, tensors))
 
 
 class Checked:
-    """Remembers, per group, for which parameters dense gradients of one precision were found usable.
+    """A record, per group, of the parameters whose dense gradients of one precision passed the checks.
 
-    It holds until the group has other parameters, one of them other strides or another device, or a flag of the group
-    changes. What can differ from step to step is looked at in every one: precision and layout of the gradients, and the
-    device. The options of a group count as checked while its entries are the same objects.
+    A record is valid until the parameters of the group, their strides or devices, or a flag of the group change. What
+    can differ from step to step is checked in every step: precision and layout of the gradients, and the device. The
+    options of a group count as checked while its entries are the same objects.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Checked:
     def layout(
         self, number: int, group: Mapping[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]
     ) -> list[tuple[int, ...]] | None:
-        """Return the strides of the parameters if the gradients are like those that were checked; None if not."""
+        """Return the strides of the parameters if the record covers these gradients, else None."""
         record = None if torch.compiler.is_compiling() else self._records.get(number)
         if record is None:
             return None
@@ -61,13 +61,13 @@ class Checked:
         return memory if holds else None
 
     def note(self, number: int, group: Mapping[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Say that every one of these was looked at."""
+        """Record that all of these gradients were checked."""
         self._records.pop(number, None)
         if torch.compiler.is_compiling() or any(type(param) not in (Tensor, torch.nn.Parameter) for param in params):
-            return  # other tensors may change what they hold in other ways
+            return  # tensor subclasses may change what they hold in other ways
         dtype, device = _one(_DTYPE, grads), _one(_DEVICE, params)
         if dtype is not None and device is not None and _one(_LAYOUT, grads) is torch.strided:
-            # The parameters are held, so that no other can get the identity of one.
+            # The record keeps the parameters alive, so that their ids are not reused.
             now = list(group.values()), _flags(group)
             self._records[number] = (list(params), list(map(id, params)), strides(params), dtype, device, *now)
 
@@ -78,13 +78,13 @@ def _same(values: Sequence[Any], group: Mapping[str, Any]) -> bool:
 
 
 def _one(of: attrgetter[Any], tensors: Sequence[Tensor]) -> Any:
-    """Return what all have in common, or None."""
+    """Return the value that all tensors have in common, or None."""
     found = set(map(of, tensors))
     return found.pop() if len(found) == 1 else None
 
 
 def _flags(group: Mapping[str, Any]) -> list[Any]:
-    """What may decide whether a gradient can be used; of numbers whether they are 0, and nothing of tensors."""
+    """Return the options that may decide whether a gradient is usable; for numbers, only whether they are 0."""
     return [
         (key, type(value), bool(value) if isinstance(value, (bool, int, float, type(None))) else None)
         for key, value in group.items()

@@ -1,4 +1,4 @@
-"""Which saved state belongs to which parameter: by name where both sides have names, otherwise by position."""
+"""Match saved states with parameters: by name if both sides have names, otherwise by position."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ RULE_KEYS = frozenset(
         *("square_avg", "grad_avg", "mean_square", "mean_grad", "moment", "master", "last_step", "past"),
     )
 )
-"""Entries of a state that belong to a rule, of this package or of torch."""
+"""State entries that belong to an update rule, of this package or of torch."""
 
 
 class Pair(NamedTuple):
-    """A parameter, the options it is about to get, and its saved state (empty where there is none)."""
+    """A parameter, the options it is about to get, and its saved state (empty if there is none)."""
 
     param: Tensor
     group: dict[str, Any]
@@ -27,13 +27,13 @@ class Pair(NamedTuple):
 
 
 def in_order(state_dict: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state dict with its parameters in the order of ``groups``, where the names on both sides are the same.
+    """Return the state dict with its parameters in the order of ``groups``, if both sides have the same names.
 
-    torch pairs by position only, so that a model whose layers were reordered would get the wrong moments.
+    torch pairs by position only, so a model whose layers were reordered would get the wrong moments.
 
     Args:
         state_dict: Of an optimizer; not changed.
-        groups: The param groups it is to be loaded into.
+        groups: The param groups to load it into.
     """
     wanted = [name for group in groups for name in group.get("param_names", ())]
     found: dict[str, int] = {}
@@ -57,16 +57,16 @@ def paired(
     defaults: Mapping[str, Any],
     keys: Callable[[Mapping[str, Any]], Sequence[str]],
 ) -> list[Pair]:
-    """Pair as torch does; nothing where torch is going to refuse the state dict.
+    """Pair parameters with saved states as torch does; return ``[]`` if torch is going to refuse the state dict.
 
     Args:
         state_dict: Of an optimizer.
-        groups: The param groups it is to be loaded into.
-        defaults: Options of a saved group that lacks them.
-        keys: Names the entries of a state under the options of a group; their shapes are checked.
+        groups: The param groups to load it into.
+        defaults: Options for saved groups that lack them.
+        keys: Returns the names of the state entries for the options of a group; their shapes are checked.
 
     Raises:
-        ValueError: An entry has neither the shape of its parameter, nor one value per row.
+        ValueError: An entry has neither the shape of its parameter nor one value per row.
     """
     saved = [index for group in state_dict["param_groups"] for index in group["params"]]
     places = [(param, place) for place, group in enumerate(groups) for param in group["params"]]
@@ -88,13 +88,13 @@ def paired(
 
 
 def with_memory_renamed(state_dict: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the state dict with what transforms keep under their namespaces.
+    """Return the state dict with the memory of transforms under their namespaces.
 
-    Older checkpoints have it under bare keys, which all transforms shared; each gets a copy.
+    Older checkpoints have bare keys, which all transforms shared; each transform gets a copy.
 
     Args:
         state_dict: Of an optimizer; not changed.
-        names: Namespaces of the transforms; without any the states stay as they are.
+        names: Namespaces of the transforms; if empty, the states are not changed.
     """
     if not names:
         return state_dict

@@ -1,4 +1,4 @@
-"""MindSpore's names of optimizer arguments, and what stands for them here."""
+"""MindSpore's names of optimizer arguments, and their equivalents here."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ HERE = {
 
 
 def check_names(kind: type, given: Iterable[str]) -> None:
-    """Refuse keyword arguments that a class does not take, with the name that it does take.
+    """Refuse unknown keyword arguments, and say which name the class takes instead.
 
     Args:
-        kind: The class about to be built.
+        kind: The class about to be constructed.
         given: Names of keyword arguments.
 
     Raises:
-        TypeError: A name that the class does not take.
+        TypeError: The class does not take one of the names.
     """
     taken = inspect.signature(kind).parameters.values()
     if any(argument.kind is argument.VAR_KEYWORD for argument in taken):
-        return  # it decides by itself, and its base class is asked again
+        return  # the class checks its options itself, and its base class is checked in turn
     names = [argument.name for argument in taken]
     for name in given:
         if name not in names:
@@ -47,14 +47,14 @@ def check_names(kind: type, given: Iterable[str]) -> None:
 
 
 def check_group_names(group: Iterable[str], taken: Collection[str]) -> None:
-    """Refuse MindSpore's names as keys of a param group, where torch would keep and ignore them.
+    """Refuse MindSpore's names as keys of a param group; torch would keep and ignore them.
 
     Args:
         group: Its keys.
         taken: Options of the rule.
 
     Raises:
-        TypeError: A key that is an argument of MindSpore and no option of the rule.
+        TypeError: A key is an argument of MindSpore and not an option of the rule.
     """
     for name in group:
         if name in HERE and name not in taken:

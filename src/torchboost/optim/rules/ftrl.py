@@ -17,38 +17,38 @@ from torchboost.optim.tensor_lists import foreach
 __all__ = ["FTRL"]
 
 SMALLEST_LR = 1e-30
-"""The rule divides by it; what comes of a smaller one does not fit into float32."""
+"""The rule divides by the learning rate; with a smaller one the result overflows float32."""
 
 
 class FTRL(UpdateRule):
     """Follow the regularised leader, per weight, with ``p = -lr_power``.
 
     ``n' = n + g^2``, ``z += g - (n'^p - n^p) / lr * w``, and then
-    ``w = 0`` where ``|z| <= l1``, elsewhere ``w = (sign(z) l1 - z) / (n'^p / lr + 2 l2)``.
+    ``w = 0`` if ``|z| <= l1``, else ``w = (sign(z) l1 - z) / (n'^p / lr + 2 l2)``.
 
-    Each update builds the weights anew from ``z``, which starts at 0: what they were before the first one counts
-    little, and a gradient of 0 there makes them 0. State: ``accumulator`` (``n``) and ``linear`` (``z``), 8 bytes per
-    float32 weight. Cost: two temporaries of the size of the parameters.
+    Each update recomputes the weights from ``z``, which starts at 0. So initial weights have little effect, and a
+    gradient of 0 in the first update sets a weight to 0. State: ``accumulator`` (``n``) and ``linear`` (``z``), 8 bytes
+    per float32 weight. Cost: two temporaries of the size of the parameters.
 
     Source: H. B. McMahan et al., "Ad Click Prediction: a View from the Trenches", KDD 2013, algorithm 1, whose
     ``lambda2`` is ``2 l2`` here, as in MindSpore and TensorFlow.
 
     Args:
-        params: Parameters, named parameters or groups; real ones.
-        lr: Learning rate, at least 1e-30, or 0, at which nothing moves: a float, a tensor with one element, a list with
-            one per update, or a function of the update.
-        lr_power: From -1 to 0; -0.5 gives rates that fall with the root of the sum of squares.
+        params: Parameters, named parameters or groups; not complex.
+        lr: Learning rate, at least 1e-30, or 0 for no change: a float, a tensor with one element, a list with one per
+            update, or a function of the update.
+        lr_power: From -1 to 0; with -0.5 rates decrease with the square root of the sum of squares.
         l1: Strength of the L1 term, at least 0.
         l2: Strength of the L2 term, at least 0.
-        weight_decay: Added to the gradient, at least 0; a list or function like ``lr``.
-        initial_accumulator_value: What ``n`` starts at, above 0.
-        maximize: Go up instead of down.
+        weight_decay: Factor of the weights added to the gradient, at least 0; also a list or function, as ``lr``.
+        initial_accumulator_value: Initial value of ``n``, above 0.
+        maximize: Maximize the objective instead of minimizing it.
         master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the state in float32.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
     Raises:
-        TypeError, ValueError: An option that makes no sense.
+        TypeError, ValueError: An option is invalid.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -99,7 +99,7 @@ class FTRL(UpdateRule):
             raise ValueError(f"lr_power: found {power!r}; give a number from -1 to 0, such as -0.5.")
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Refuse complex parameters too: the rule compares with ``l1``."""
+        """Also refuse complex parameters, because the rule compares with ``l1``."""
         super().check_grad(param, grad, group)
         if param.is_complex():
             raise IncompatibleError(f"FTRL needs real parameters, found {param.dtype} of shape {tuple(param.shape)}.")
@@ -116,7 +116,7 @@ class FTRL(UpdateRule):
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
         lr, power, l1 = float(group["lr"]), -float(group["lr_power"]), float(group["l1"])
-        if lr == 0:  # the rule divides by it; of other rules, too, nothing moves
+        if lr == 0:  # the rule divides by it; other rules do not move the weights either
             return
         params, grads = batch.params, batch.grads
         total, linear = batch.state("accumulator"), batch.state("linear")

@@ -19,27 +19,27 @@ __all__ = ["Lamb"]
 class Lamb(UpdateRule):
     """``u = m^ / (sqrt(v^) + eps) + weight_decay * w``, ``w -= lr * ratio * u`` with ``ratio = |w| / |u|`` per tensor.
 
-    The ratio is at most ``max_ratio``, and 1 where ``|w|`` or ``|u|`` is 0. State: ``step``, ``exp_avg``,
-    ``exp_avg_sq``: 8 bytes per float32 weight. Cost: three reads of the weights more than Adam.
+    The ratio is at most ``max_ratio``; if ``|w|`` or ``|u|`` is 0, it is 1. State: ``step``, ``exp_avg``,
+    ``exp_avg_sq``: 8 bytes per float32 weight. Cost: three more reads of the weights than Adam.
 
     Source: Y. You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv 1904.00962,
     algorithm 2.
 
     Args:
-        params: Parameters, named parameters or groups; one with ``adapt=False`` has ratio 1.
+        params: Parameters, named parameters or groups; a group with ``adapt=False`` has ratio 1.
         lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
-        betas: Decay of both moments, each at least 0 and below 1.
+        betas: Decay rates of the moments, each at least 0 and below 1.
         eps: Added to the root of the second moment.
-        weight_decay: At least 0.
+        weight_decay: At least 0; also a list or function, as ``lr``.
         max_ratio: Largest ratio.
         eps_in_root: Take the norm of ``m^ / sqrt(v^ + eps) + weight_decay * w`` for the ratio, as MindSpore does.
-        maximize: Go up instead of down.
+        maximize: Maximize the objective instead of minimizing it.
         master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their moments in float32.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
     Raises:
-        TypeError, ValueError: An option that makes no sense.
+        TypeError, ValueError: An option is invalid.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)

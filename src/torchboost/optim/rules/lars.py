@@ -23,21 +23,21 @@ __all__ = ["LARS", "TrustRatio"]
 class TrustRatio:
     """Replace each gradient by ``c (g + weight_decay w)``, ``c = coefficient |w| / (|g| + weight_decay |w| + eps)``.
 
-    Works in front of any optimizer, whose own weight decay must then be 0. ``c`` is 1 where ``|w|`` or ``|g|`` is 0.
-    Groups with ``adapt=False`` are left alone, decay and all.
-    Cost: one read of weights and gradients for the norms, one more of both and a write for the rest.
+    Works with any optimizer, whose own weight decay must then be 0. If ``|w|`` or ``|g|`` is 0, ``c`` is 1.
+    Groups with ``adapt=False`` are skipped, including the decay.
+    Cost: one read of weights and gradients for the norms, then one read of both and one write of the gradients.
 
     Source: Y. You, I. Gitman, B. Ginsburg, "Large Batch Training of Convolutional Networks", arXiv 1708.03888.
 
     Args:
-        coefficient: Trust in a layer's step, above 0.
+        coefficient: Trust coefficient, above 0.
         weight_decay: At least 0; None takes that of the param group.
         eps: Added to the denominator, at least 0.
         clip: Limit the rate of a layer, ``c * lr``, to that of the group: ``c = min(c / lr, 1)``.
-        vectors: Adapt parameters of one axis too (biases, norms); False leaves them alone, decay and all.
+        vectors: Also adapt parameters of one axis (biases, norms). If False they are skipped, including the decay.
 
     Raises:
-        TypeError, ValueError: A setting that is not a number in its range.
+        TypeError, ValueError: A setting has the wrong type or is out of range.
     """
 
     scale_free = False
@@ -76,7 +76,7 @@ class TrustRatio:
         factor = partial(self._factor, decay=decay, group=group)
         factors = together(factor, foreach._foreach_norm(params), foreach._foreach_norm(grads))
         if decay:
-            # An optimizer with maximize=True goes along -g, where a decay must not grow the weights.
+            # An optimizer with maximize=True negates the gradient; the decay must still shrink the weights.
             foreach._foreach_add_(grads, params, alpha=-decay if group.get("maximize") else decay)
         foreach._foreach_mul_(grads, factors)
 
@@ -88,27 +88,27 @@ class TrustRatio:
 
 
 class LARS(SGD):
-    """SGD with momentum behind :class:`TrustRatio`: layer-wise adaptive rates for large batches.
+    """SGD with momentum and :class:`TrustRatio`: layer-wise adaptive rates for large batches.
 
     Args:
         params: Parameters, named parameters or groups; a group may set ``adapt=False``.
-        lr: Learning rate, in any form that :class:`~torchboost.optim.rules.sgd.SGD` takes.
+        lr: See :class:`~torchboost.optim.rules.sgd.SGD`.
         momentum: At least 0.
-        weight_decay: At least 0.
-        coefficient: Trust in a layer's step, above 0.
-        eps: Added to the denominator.
-        clip: Limit the rate of a layer to that of the group.
-        vectors: Adapt biases and norms too.
-        nesterov: ``w -= lr * (g + momentum * a)``; needs a momentum.
-        maximize: Go up instead of down.
-        foreach: Update lists of tensors; None does so unless the learning rate is a tensor.
-        fused: One kernel per list of tensors, torch's.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the momentum in float32.
-        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`; they come before the trust ratio.
+        weight_decay: See :class:`TrustRatio`.
+        coefficient: See :class:`TrustRatio`.
+        eps: See :class:`TrustRatio`.
+        clip: See :class:`TrustRatio`.
+        vectors: See :class:`TrustRatio`.
+        nesterov: See :class:`~torchboost.optim.rules.sgd.SGD`.
+        maximize: See :class:`~torchboost.optim.rules.sgd.SGD`.
+        foreach: Update lists of tensors; by default True unless the learning rate is a tensor.
+        fused: See :class:`~torchboost.optim.rules.sgd.SGD`.
+        master_weights: See :class:`~torchboost.optim.rules.sgd.SGD`.
+        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`; they run before the trust ratio.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
     Raises:
-        TypeError, ValueError: An option that makes no sense.
+        TypeError, ValueError: An option is invalid.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -151,12 +151,12 @@ class LARS(SGD):
         )
 
     def constructor_options(self) -> dict[str, Any]:
-        """Return by name what the constructor was given and the param groups do not hold."""
+        """Return the constructor's arguments that the param groups do not hold, by name."""
         *transforms, ratio = self.transforms
         own = {key: getattr(ratio, key) for key in ("coefficient", "eps", "clip", "vectors")}
         return {**super().constructor_options(), "transforms": tuple(transforms), **own}
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
-        """Update in place; the decay is in the gradients already."""
+        """Update in place; the gradients already contain the decay."""
         lists = group["foreach"] is None and not group["fused"] and not isinstance(group["lr"], Tensor)
         super().update({**group, "weight_decay": 0.0, "foreach": True if lists else group["foreach"]}, batch)

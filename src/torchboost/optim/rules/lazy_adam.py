@@ -1,4 +1,4 @@
-"""Adam for tables of which a step uses few rows: embeddings with sparse gradients."""
+"""Adam for embeddings with sparse gradients, where a step uses few rows of a table."""
 
 from __future__ import annotations
 
@@ -22,56 +22,56 @@ __all__ = ["LazyAdam"]
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 BLOCK = 1 << 19
-"""Weights that are caught up at a time: bounds the memory of a catch-up of a whole table."""
+"""Weights that are caught up at a time; limits the memory for a whole table."""
 
 
 class LazyAdam(Adam):
-    """Adam that touches only the rows a sparse gradient names.
+    """Adam that updates only the rows of a sparse gradient.
 
-    Dense gradients get :class:`Adam`, with all of its options. Of a sparse gradient, as ``nn.Embedding(sparse=True)``
-    makes it, rows that are named more than once are merged first; then there are two modes.
+    Dense gradients are handled by :class:`Adam`, with all of its options. In a sparse gradient, as from
+    ``nn.Embedding(sparse=True)``, duplicate rows are merged first. There are two modes for the update.
 
-    - Classic (``exact=False``; MindSpore's and TensorFlow's lazy Adam): only the named rows change, in value and
-      moments; weight decay, once per step, takes only them too. The bias correction counts all steps. This is another
-      rule than Adam: the momentum of a row waits for its next gradient. ``eps_uncorrected=True`` makes it
-      ``torch.optim.SparseAdam``, whose checkpoints load.
-    - Exact (``exact=True``): equal to Adam with dense gradients, up to rounding. A row makes up for the steps it
-      missed, with the options of those steps, right before it is read: :meth:`attach` sees to it in front of every
-      forward pass, :meth:`catch_up` does it by hand. Before anything else reads the table (evaluation, saving, a tied
-      layer) call ``catch_up()``.
+    - Classic (``exact=False``; MindSpore's and TensorFlow's lazy Adam): only the rows of the gradient change, in value
+      and moments; weight decay, once per step, also applies to them only. The bias correction counts all steps. The
+      rule differs from Adam: the momentum of a row has no effect until its next gradient. With
+      ``eps_uncorrected=True`` it is ``torch.optim.SparseAdam``, whose checkpoints load.
+    - Exact (``exact=True``): equal to Adam with dense gradients, up to rounding. Right before a row is read, its missed
+      steps are replayed with the options of those steps. :meth:`attach` does so before every forward pass,
+      :meth:`catch_up` does it by hand. Call ``catch_up()`` before anything else reads the table (evaluation, saving, a
+      tied layer).
 
-    Cost of a sparse step: proportional to the named rows, and nothing as large as the table. Exact adds 4 bytes per
-    row, 150 bytes per step in which a number of the options changed (a schedule of the learning rate) until the next
-    ``catch_up()``, and for every row one pass per missed step until it rests, after some 250 with the default betas;
-    with coupled (L2) ``weight_decay`` rows never rest, so it is one pass for all missed steps.
+    Cost of a sparse step: proportional to the rows of the gradient; nothing is as large as the table. Exact mode adds 4
+    bytes per row, and until the next ``catch_up()`` 150 bytes per step in which a numeric option changed (such as a
+    scheduled learning rate). Catching up takes one pass over a row per missed step until it rests, after about 250
+    steps with the default betas; with coupled (L2) ``weight_decay`` rows never rest, so all missed steps are replayed.
 
-    State: that of :class:`Adam`; in exact mode also ``last_step``, the last step each row has made, and ``past``, the
-    options since, both only while rows may lag: after ``catch_up()`` the state is Adam's and loads into it.
+    State: that of :class:`Adam`. In exact mode also ``last_step``, the last step of each row, and ``past``, the options
+    since then; both exist only while rows may lag. After ``catch_up()`` the state is Adam's and loads into it.
 
     Sources: ``mindspore.nn.LazyAdam``; TensorFlow Addons, ``LazyAdam``; D. Kingma, J. Ba, arXiv 1412.6980.
 
     Args:
-        params: Parameters, named parameters or groups.
-        lr: Learning rate, in any form that :class:`Adam` takes.
-        betas: Decay of both moments, each at least 0 and below 1.
-        eps: Added to the root of the second moment, at least 0.
-        weight_decay: At least 0.
-        exact: Catch missed steps up, so that the result is dense Adam's. A group may have its own.
-        amsgrad: Use the largest second moment so far.
-        nesterov: Use ``beta1 m + (1 - beta1) g`` in place of ``m``.
-        decoupled_weight_decay: ``w -= lr * weight_decay * w``, as in AdamW.
-        bias_correction: False leaves the correction of the moments out.
-        eps_uncorrected: Add ``eps`` before the second moment is corrected.
-        maximize: Go up instead of down.
-        foreach: Update lists of tensors; None chooses as torch does.
-        fused: One kernel per list of tensors, torch's; ``GradScaler`` unscales before the step all the same.
-        capturable: Safe in a CUDA graph; sparse gradients are refused then.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their moments in float32.
+        params: See :class:`Adam`.
+        lr: See :class:`Adam`.
+        betas: See :class:`Adam`.
+        eps: See :class:`Adam`.
+        weight_decay: See :class:`Adam`.
+        exact: Replay missed steps, so that the result is that of dense Adam. A group may set its own value.
+        amsgrad: See :class:`Adam`.
+        nesterov: See :class:`Adam`.
+        decoupled_weight_decay: See :class:`Adam`.
+        bias_correction: See :class:`Adam`.
+        eps_uncorrected: See :class:`Adam`.
+        maximize: See :class:`Adam`.
+        foreach: See :class:`Adam`.
+        fused: See :class:`Adam`; ``GradScaler`` still unscales before the step.
+        capturable: See :class:`Adam`; sparse gradients are then refused.
+        master_weights: See :class:`Adam`.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
     Raises:
-        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+        TypeError, ValueError: An option is invalid, or two exclude each other.
 
     Example:
         >>> table = torch.nn.Embedding(10, 4, sparse=True)
@@ -128,21 +128,21 @@ class LazyAdam(Adam):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # A step that the fused kernel leaves out because of an overflow would not be known here.
+        # If the fused kernel skipped a step because of an overflow, this class would not know.
         return False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; missing options are the defaults.
+        """Add a group; missing options get the defaults.
 
         Raises:
-            TypeError, ValueError: An option that makes no sense; nothing was added.
+            TypeError, ValueError: An option is invalid; nothing was added.
         """
         if "exact" not in self.defaults:
             self.defaults["exact"] = self._exact
         super().add_param_group(param_group)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        """Refuse what :class:`Adam` refuses, and an ``exact`` that is not a bool or cannot be kept."""
+        """Refuse what :class:`Adam` refuses, and an ``exact`` that is not a bool or not supported."""
         super().check_group(group)
         if not isinstance(group["exact"], bool):
             raise TypeError(f"exact: found {group['exact']!r}; give True or False.")
@@ -150,10 +150,10 @@ class LazyAdam(Adam):
             raise ValueError("exact and capturable exclude each other: which rows lag changes at every step.")
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Take dense gradients and sparse rows.
+        """Accept dense gradients and sparse rows.
 
         Raises:
-            IncompatibleError: Another layout, entries instead of rows, or rows that this group cannot take.
+            IncompatibleError: Another layout, entries instead of rows, or rows that this group does not support.
         """
         if grad.layout is torch.strided:
             super().check_grad(param, grad, group)
@@ -180,19 +180,19 @@ class LazyAdam(Adam):
 
     @torch.no_grad()
     def catch_up(self, param: Tensor | None = None, rows: Tensor | Sequence[int] | None = None) -> None:
-        """Make up for missed steps: rows that are about to be read, or everything before evaluation or saving.
+        """Replay missed steps, for rows that are about to be read or for all rows before evaluation or saving.
 
-        Does nothing in classic mode and where nothing lags. Safe at any time: it does not change what training
-        computes. Cost: see the class. Memory: some 100 MB at most, however large the table.
+        Does nothing in classic mode or if no row lags. Safe at any time: it does not change what training computes.
+        Cost: see the class. Memory: about 100 MB at most, for any size of the table.
 
         Args:
-            param: A parameter of this optimizer; None takes all.
-            rows: Row numbers of ``param``, in any shape and order; None takes all, after which the state is Adam's.
+            param: A parameter of this optimizer; None for all.
+            rows: Row numbers of ``param``, in any shape and order; None for all, after which the state is Adam's.
 
         Raises:
-            TypeError: ``rows`` are not whole numbers, or given without ``param``.
-            ValueError: Another optimizer's parameter.
-            IndexError: A row that ``param`` does not have.
+            TypeError: ``rows`` are not whole numbers, or are given without ``param``.
+            ValueError: This optimizer does not hold the parameter.
+            IndexError: ``param`` does not have such a row.
 
         Example:
             >>> table = torch.nn.Embedding(10, 4, sparse=True)
@@ -211,21 +211,21 @@ class LazyAdam(Adam):
         self._catch_up(param, None if rows is None else _row_numbers(param, rows))
 
     def attach(self, module: nn.Embedding | nn.EmbeddingBag) -> Attachment:
-        """Catch rows up right before ``module`` reads them, in every forward pass, in evaluation too.
+        """Replay the missed steps of rows right before ``module`` reads them, in every forward pass, also in eval mode.
 
-        Cost: a look at ``last_step`` of the rows, and their missed steps. Needed in exact mode only; in classic mode
-        the hook finds nothing to do. A copy of the module is left alone.
+        Cost: one lookup of ``last_step`` for the rows, and their missed steps. Needed in exact mode only; in classic
+        mode the hook has nothing to do. Copies of the module are not affected.
 
         Args:
             module: An embedding with ``sparse=True``.
 
         Returns:
-            Its ``remove()`` takes the hook away and catches the whole table up.
+            The attachment. Its ``remove()`` removes the hook and catches the whole table up.
 
         Raises:
             TypeError: Not an embedding.
-            ValueError: Its weight is not this optimizer's.
-            IncompatibleError: An embedding with dense gradients.
+            ValueError: This optimizer does not hold the weight.
+            IncompatibleError: The embedding has dense gradients.
         """
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise TypeError(f"module must be an Embedding or an EmbeddingBag, found {type(module).__name__}.")
@@ -246,7 +246,7 @@ class LazyAdam(Adam):
         return Attachment(handle, undo=lambda: self.catch_up(weight))
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
-        """Update in place: sparse gradients as small dense ones of the rows they name."""
+        """Update in place; a sparse gradient is handled as a small dense one of its rows."""
         compact = Batch([], [], [])
         named: list[tuple[int, Tensor]] = []
         for i, (owner, grad, state) in enumerate(zip(_owners(group), batch.grads, batch.states, strict=True)):
@@ -278,13 +278,13 @@ class LazyAdam(Adam):
                 _made_step(group, state, rows)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint of this rule, of :class:`Adam`, or of ``torch.optim``'s Adam and SparseAdam.
+        """Load a checkpoint of this rule, of :class:`Adam`, or of ``torch.optim``'s Adam or SparseAdam.
 
         Rows of a checkpoint of another rule count as up to date. ``SparseAdam`` is classic mode with
         ``eps_uncorrected=True``.
 
         Raises:
-            ValueError: Other groups, or a state whose shape is not that of its parameter; nothing was changed.
+            ValueError: The groups differ, or a state does not have the shape of its parameter; nothing was changed.
         """
         super().load_state_dict(state_dict)
         for group in self.param_groups:
@@ -310,7 +310,7 @@ class LazyAdam(Adam):
         late = late[last[late].argsort()]
         moments = MOMENTS if state["past"]["form"][FORM.index("amsgrad")] else MOMENTS[:2]
         tables = {"weight": state.get("master", param)} | {key: state[key] for key in moments}
-        # Narrow rows count as 32 wide: their missed steps take room too, up to 32 at a time.
+        # Narrow rows count as 32 wide: their missed steps take memory too, up to 32 at a time.
         width = max(32, param.numel() // max(1, len(last)))
         for part in late.split(max(1, BLOCK // width)):
             values = {key: table.index_select(0, part) for key, table in tables.items()}
@@ -326,7 +326,7 @@ class LazyAdam(Adam):
             del state["last_step"], state["past"]
 
     def prepare(self, work: Sequence[Batch]) -> Callable[[], None] | None:
-        """Merge rows that are named more than once, then do what :class:`Adam` does."""
+        """Merge duplicate rows, then do what :class:`Adam` does."""
         for batch in work:
             batch.grads[:] = [grad.coalesce() if grad.is_sparse else grad for grad in batch.grads]
         return super().prepare(work)
@@ -354,7 +354,7 @@ def _owners(group: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _made_step(group: Mapping[str, Any], state: dict[str, Any], rows: Tensor) -> None:
-    """Note that the rows, and no others, made the step that the state counts."""
+    """Record that only these rows made the step that the state counts."""
     step = int(state["step"])
     if "past" not in state:
         table = state["exp_avg"]

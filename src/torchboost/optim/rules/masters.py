@@ -1,4 +1,4 @@
-"""Float32 copies of low-precision parameters: which parameters have one, and whether it is still theirs."""
+"""Float32 copies ("masters") of low-precision parameters: which parameters have one, and whether it is current."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["IN_CACHE", "LOW_PRECISION", "Stamps", "has_master", "pieces", "widen
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 IN_CACHE = 2**17
-"""Entries that are updated together on the CPU: half a megabyte of each tensor of the update stays in the cache."""
+"""Entries that are updated together on the CPU: half a megabyte per tensor of the update, which fits into the cache."""
 
 PIECE = 2**22
 """Entries whose gradients are widened together: 16 MiB, unless one tensor is larger."""
@@ -29,34 +29,34 @@ def has_master(param: Tensor, group: Mapping[str, Any]) -> bool:
 
 
 def widened(value: Any) -> Any:
-    """Return a low-precision tensor in float32, anything else as it is."""
+    """Return a low-precision tensor in float32, and any other value unchanged."""
     return value.float() if isinstance(value, Tensor) and value.dtype in LOW_PRECISION else value
 
 
 class Stamps:
-    """Notices that a parameter was written since its master was: by ``load_state_dict``, by a hand, by a broadcast.
+    """Detect writes to a parameter after its master was last updated: by ``load_state_dict``, by hand, by a broadcast.
 
-    torch counts the writes to a tensor, but not those through ``param.data``, which stay unnoticed until the state is
-    loaded or copied the next time.
+    torch counts the writes to a tensor, but not those through ``param.data``. These are not detected until the state is
+    next loaded or copied.
     """
 
     def __init__(self) -> None:
         self._seen: dict[Tensor, tuple[int, int]] = {}
 
     def note(self, param: Tensor) -> None:
-        """Say that parameter and master hold the same now."""
+        """Record that parameter and master now hold the same values."""
         if not torch.compiler.is_compiling():
             self._seen[param] = _stamp(param)
 
     def known(self, param: Tensor) -> bool:
-        """Whether the parameter is as it was when it was noted."""
+        """Whether the parameter has not changed since :meth:`note`."""
         return torch.compiler.is_compiling() or self._seen.get(param) == _stamp(param)
 
     def current(self, param: Tensor, master: Tensor) -> Tensor:
-        """Return the master, with the entries of the parameter where these are no longer the master, rounded.
+        """Return the master, with entries taken from the parameter if they are no longer the rounded master.
 
-        Entries that were not written keep the precision of the master. Cost: nothing where nothing was written,
-        otherwise a new master.
+        Entries that were not written keep the precision of the master. Cost: nothing if nothing was written, otherwise
+        a new master.
         """
         if self.known(param):
             return master
@@ -65,13 +65,13 @@ class Stamps:
 
 
 def pieces(batch: Batch, limit: int | None = None) -> Iterator[Batch]:
-    """Yield a batch in parts whose gradients have the precision of what is updated, widened one part at a time.
+    """Yield a batch in parts, with gradients cast to the precision of the updated tensors one part at a time.
 
-    A part is good until the next one is asked for.
+    A part is valid until the next one is requested.
 
     Args:
-        batch: What there is to update.
-        limit: Entries of a part on the CPU, which may hold one tensor more; None makes parts only to widen gradients.
+        batch: The tensors to update.
+        limit: Entries per part on the CPU; a part may exceed it by one tensor. None makes parts only to cast gradients.
     """
     near = limit is not None and all(param.device.type == "cpu" for param in batch.params)
     low = []

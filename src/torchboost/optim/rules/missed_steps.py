@@ -1,8 +1,8 @@
-"""What dense Adam does to a row in the steps in which it has no gradient, made up for later, all rows at once.
+"""Replay the steps of dense Adam that rows without a gradient have missed, for all rows at once.
 
-Momentum keeps moving the weight, both moments shrink, weight decay goes on. The sum of the moves has no closed form,
-because of epsilon, so the steps are repeated one by one; a row leaves the loop once no move can change its weight any
-more, and what is left of its moments and of decoupled weight decay is a product, taken in one operation.
+In such a step momentum still moves the weight, both moments shrink, and weight decay applies. Because of epsilon the
+sum of the moves has no closed form, so the steps are replayed one by one. A row leaves the loop once no further move
+can change its weight; the rest of its moments and of decoupled weight decay is a product, computed in one operation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORM = ("nesterov", "amsgrad", "decoupled_weight_decay", "bias_correction", "eps
 """Options that choose the formula."""
 
 CHUNK = 32
-"""Missed steps between two looks at which rows have come to rest."""
+"""Missed steps between two checks for rows that have come to rest."""
 
 
 def form_of(group: Mapping[str, Any]) -> tuple[bool, ...]:
@@ -36,12 +36,12 @@ def new_past(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def record(past: dict[str, Any], step: int, group: Mapping[str, Any]) -> None:
-    """Note the numbers used at a step; nothing is added while they stay the same.
+    """Record the options used at a step; nothing is added while they do not change.
 
-    Cost: about 150 bytes for each step that changes one.
+    Cost: about 150 bytes for each step with a change.
 
     Args:
-        past: What :func:`new_past` returned.
+        past: As returned by :func:`new_past`.
         step: Counted from 1.
         group: The options.
     """
@@ -52,20 +52,20 @@ def record(past: dict[str, Any], step: int, group: Mapping[str, Any]) -> None:
 
 
 def replay(rows: Mapping[str, Tensor], last: Tensor, step: int, past: Mapping[str, Any]) -> None:
-    """Bring rows to a step, in place, as dense Adam with a gradient of zero would have.
+    """Bring rows up to a step, in place, as dense Adam with a gradient of zero would.
 
-    Equal to it up to rounding. Cost: one pass over the rows per missed step until a row rests, which with
-    ``betas=(0.9, 0.999)`` it does after some 250 steps; coupled (L2) weight decay lets none rest, nor do
-    ``beta1 >= sqrt(beta2)`` and betas that changed meanwhile.
+    Equal to dense Adam up to rounding. Cost: one pass over the rows per missed step until a row rests, about 250 steps
+    with ``betas=(0.9, 0.999)``. Rows never rest with coupled (L2) weight decay, with ``beta1 >= sqrt(beta2)``, or if
+    the betas changed meanwhile.
 
     Args:
         rows: ``"weight"``, ``"exp_avg"``, ``"exp_avg_sq"`` and with ``amsgrad`` ``"max_exp_avg_sq"``: contiguous, in
             float32 or float64, the first axis counts rows.
-        last: For every row the last step it has made.
-        step: The step that all are to reach.
+        last: The last step of every row.
+        step: The step that all rows must reach.
         past: The options of all steps after the earliest of ``last``.
     """
-    # Oldest first: the rows that still have a step to make are then always the first ones.
+    # Oldest first: the rows that still have steps to make are then always the first ones.
     order = torch.argsort(last, stable=True)
     order = order[last[order] < step]
     if not len(order):
@@ -88,15 +88,15 @@ def replay(rows: Mapping[str, Tensor], last: Tensor, step: int, past: Mapping[st
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """The options of a range of steps, ready to be looked up by step.
+    """The options of a range of steps, for lookup by step.
 
     Args:
-        first: The step from which on each set of options holds.
+        first: The first step of each set of options.
         values: The sets, one per line: learning rate, weight decay, betas, epsilon.
-        faded: Logarithm of what decoupled decay leaves of a weight in one step, per set.
+        faded: Logarithm of the fraction of a weight that one step of decoupled decay leaves, per set.
         end: The last step.
-        dtype: That of the rows, whose rounding of factors is followed.
-        form: What :func:`form_of` returns.
+        dtype: That of the rows; factors are rounded to it.
+        form: As returned by :func:`form_of`.
     """
 
     first: Tensor
@@ -116,7 +116,7 @@ class _Steps:
         return cls(table[:, 0].contiguous(), values, faded, end, like.dtype, tuple(past["form"]))
 
     def at_rest(self, rows: Mapping[str, Tensor], begin: Tensor) -> Tensor:
-        """Say which rows no further step moves by as much as rounding would notice."""
+        """Return a mask of the rows that further steps move by less than rounding."""
         missing = self.end - begin
         _, _, decoupled, corrected, _ = self.form
         lr, decay, beta1, beta2, eps = self.values.unbind(1)
@@ -190,7 +190,7 @@ class _Steps:
         return (torch.searchsorted(self.first, steps, right=True) - 1).clamp_(min=0)
 
     def _left(self, begin: Tensor) -> Tensor:
-        """Return what decoupled decay leaves of a weight between a step and the end."""
+        """Return the fraction of a weight that decoupled decay leaves between a step and the end."""
         lengths = self.first.diff(append=self.first.new_full((1,), self.end + 1))
         before = (lengths * self.faded).cumsum(0) - lengths * self.faded
         index = self._index(begin)

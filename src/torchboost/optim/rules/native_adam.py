@@ -1,4 +1,4 @@
-"""Adam and its gradient transforms in two passes over memory, on the CPU: the Python side of ``adam_kernel.c``."""
+"""Adam and its gradient transforms in two passes over memory on the CPU; the Python side of ``adam_kernel.c``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["Pipeline", "check_walkable", "load", "prepared"]
 ORDER = (Unscale, Decay, Centralize, ClipNorm, ClipValue)
 
 BLOCK_ENTRIES = 2**17
-"""Entries per block: half a megabyte of each array, a few hundred blocks to share out for 25 million weights."""
+"""Entries per block: half a megabyte of each array, and a few hundred blocks for 25 million weights."""
 
 POINTERS = ("weight", "mean", "square", "largest", "grad")
 SIZES = ("rows", "columns", "centralize")
@@ -42,7 +42,7 @@ BLOCK = np.dtype([*((name, np.int64) for name in (*POINTERS, *SIZES)), *((name, 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """What the kernel makes of a sequence of transforms; None is left out."""
+    """A sequence of transforms as the kernel runs it; those that are None are skipped."""
 
     unscale: Unscale | None = None
     decay: Decay | None = None
@@ -55,7 +55,7 @@ class Pipeline:
         """Translate transforms that come in the kernel's order, each at most once.
 
         Raises:
-            ValueError: Another transform, another order, or a norm other than the Euclidean one.
+            ValueError: The kernel does not have the transform, the order differs, or the norm is not Euclidean.
         """
         kinds = [type(transform) for transform in transforms]
         places = [ORDER.index(kind) if kind in ORDER else -1 for kind in kinds]
@@ -100,22 +100,22 @@ def prepared(
     nonfinite: Nonfinite = "ignore",
     share: Share | None = None,
 ) -> Callable[[], None] | None:
-    """Read the gradients once, for their norm, and return what then updates everything in place.
+    """Read the gradients once for their norm, and return a function that updates everything in place.
 
     Args:
         groups: Param groups of Adam.
-        work: What they have to update: float32 tensors on the CPU. The gradients are only read.
-        pipeline: Before the update.
-        grad_scale: Loss scale that is still in the gradients.
-        nonfinite: As of :class:`~torchboost.optim.rules.base.UpdateRule`; a norm that overflows counts as not finite.
-        share: The ranks that share the parameters out; the norm is that of all of them.
+        work: Their batches: float32 tensors on the CPU. The gradients are only read.
+        pipeline: The transforms before the update.
+        grad_scale: Loss scale that the gradients still contain.
+        nonfinite: As in :class:`~torchboost.optim.rules.base.UpdateRule`; a norm that overflows counts as not finite.
+        share: The ranks among which the parameters are divided; the norm is that of all of them.
 
     Returns:
-        The update, or None where it is to be left out.
+        The update, or None if it must be skipped.
 
     Raises:
-        IncompatibleError: Tensors the kernel cannot take.
-        FloatingPointError, RuntimeError: The gradients are not finite and the settings ask for an error.
+        IncompatibleError: The kernel does not support a tensor.
+        FloatingPointError, RuntimeError: The gradients are not finite and the settings require an error.
     """
     for group, batch in zip(groups, work, strict=True):
         batch.align(("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())))
@@ -133,7 +133,7 @@ def prepared(
                 return None
             _complain(pipeline, nonfinite)
         if pipeline.clip_norm is not None:
-            # Not min(): a norm that is not a number must reach the weights, as it does in torch.
+            # Not min(): a NaN norm must reach the weights, as in torch.
             factor = pipeline.clip_norm.max_norm / (norm + 1e-6)
             clip = 1.0 if factor > 1 else factor
 
@@ -155,12 +155,12 @@ def _complain(pipeline: Pipeline, nonfinite: Nonfinite) -> None:
 
 
 def check_walkable(param: Tensor) -> None:
-    """Refuse a parameter, or its float32 master, that the kernel cannot walk through.
+    """Refuse a parameter, or its float32 master, whose memory layout the kernel does not support.
 
     Raises:
         IncompatibleError: Not a dense float32 tensor on the CPU.
     """
-    plain = type(param) in (Tensor, nn.Parameter)  # a sharded tensor has its numbers elsewhere
+    plain = type(param) in (Tensor, nn.Parameter)  # a sharded tensor keeps its data elsewhere
     if not plain or param.dtype is not torch.float32 or param.device.type != "cpu" or not _walkable(param):
         raise IncompatibleError(
             f"native=True needs dense float32 parameters on the CPU (master_weights=True makes them float32), "
@@ -170,7 +170,7 @@ def check_walkable(param: Tensor) -> None:
 
 
 def _walkable(param: Tensor) -> bool:
-    """Whether the numbers fill a stretch of memory, row after row."""
+    """Whether the tensor fills its memory without gaps, row after row."""
     rows = param.shape[0] if param.ndim > 1 else 1
     return is_dense(param) and (rows <= 1 or param.stride(0) * rows == param.numel())
 
@@ -225,7 +225,7 @@ def _blocks_of(group: Mapping[str, Any], batch: Batch, pipeline: Pipeline, grad_
 
 
 def _numbers(group: Mapping[str, Any], batch: Batch, pipeline: Pipeline, grad_scale: float) -> dict[str, Any]:
-    """Return the numbers of the update, one per parameter where they depend on its step."""
+    """Return the numbers of the update; those that depend on the step are arrays, one entry per parameter."""
     beta1, beta2 = (float(beta) for beta in group["betas"])
     lr, weight_decay, eps = float(group["lr"]), float(group["weight_decay"]), float(group["eps"])
     steps = torch.stack(batch.state("step")).double().numpy() + 1

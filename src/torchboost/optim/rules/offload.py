@@ -1,4 +1,4 @@
-"""Adam whose state and arithmetic are on the host, for parameters on a device without room for them."""
+"""Adam with its state and update on the host, for devices without memory for them."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _DTYPE, _DEVICE, _HOST = attrgetter("dtype"), attrgetter("device"), torch.device
 MEBIBYTE = 2**20
 
 ON_HOST = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
-"""State of this rule; what transforms keep beside it stays where they put it."""
+"""State entries of this rule; the memory of transforms stays on its device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPlan:
-    """What a step of :class:`AdamOffload` costs when every parameter has a gradient, in bytes.
+    """The cost of a step of :class:`AdamOffload` in bytes, if every parameter has a gradient.
 
-    Divided by the link's speed (PCIe 4.0 x16: about 25 GB/s each way) the bytes moved are a lower bound of the step's
-    time; the update on the host reads and writes the state beside the copies.
+    The bytes moved, divided by the speed of the link (PCIe 4.0 x16: about 25 GB/s each way), are a lower bound of the
+    step's time. The update on the host reads and writes the state in addition to the copies.
 
     Args:
         bytes_to_host: Gradients and weights copied to the host per step.
         bytes_to_device: New weights copied back per step.
         state_bytes: Moments, master weights and step counts on the host.
-        staging_bytes: Page-locked buffers the copies go through.
-        chunks: How many pieces a step is done in; with one, nothing overlaps.
+        staging_bytes: Page-locked buffers for the copies.
+        chunks: Number of chunks per step; with one, nothing overlaps.
     """
 
     bytes_to_host: int
@@ -53,31 +53,32 @@ class OffloadPlan:
 
 
 class AdamOffload(Adam):
-    """:class:`Adam` whose state is in host memory and whose update runs there, by torch's fused CPU kernel.
+    """:class:`Adam` with its state in host memory and its update on the host, by torch's fused CPU kernel.
 
-    For a parameter on an accelerator, gradient and weight are copied to a page-locked buffer, chunk by chunk; while the
-    host updates a chunk, the next comes down and the last goes up on streams of their own. The step returns when the
-    new weights are ordered before the current stream's further work. The weights are those of
-    ``torch.optim.Adam(fused=True)`` on the CPU, ``AdamW`` with ``decoupled_weight_decay``, bit for bit and for any
-    ``chunk_mebibytes``. A parameter on the CPU is updated in place.
+    For parameters on an accelerator, gradients and weights are copied to a page-locked buffer, chunk by chunk. While
+    the host updates a chunk, the next one is copied to the host and the last one to the device, on separate streams.
+    When the step returns, further work on the current stream is ordered after the new weights. The weights equal those
+    of ``torch.optim.Adam(fused=True)`` on the CPU (``AdamW`` with ``decoupled_weight_decay``) bit for bit, for any
+    ``chunk_mebibytes``. Parameters on the CPU are updated in place.
 
-    Cost: no device memory; per float32 weight 8 bytes on the host (12 with ``amsgrad``), 8 bytes copied down and 4 up
-    per step; with master weights 12, 2 and 2. :meth:`plan` adds it up. Checkpoints are torch's: they load into
-    ``torch.optim.AdamW`` on any device and back, and the state stays on the host. Transforms run where the gradients
-    are; with master weights they see float32 copies of the gradients, on the device, and the parameter, not the master.
+    Cost: no device memory. Per float32 weight 8 bytes on the host (12 with ``amsgrad``); per step 8 bytes copied to the
+    host and 4 to the device; with master weights 12, 2 and 2. :meth:`plan` returns the sums. Checkpoints have torch's
+    layout: they load into ``torch.optim.AdamW`` on any device and back, and the state stays on the host. Transforms run
+    on the device of the gradients; with master weights they see float32 copies of the gradients on the device, and the
+    parameter instead of the master.
 
-    Limits: dense gradients; no DTensor on an accelerator (FSDP2 has ``CPUOffloadPolicy``); one device after the other.
-    ``GradScaler`` unscales before the step.
+    Limits: dense gradients; no DTensor on an accelerator (FSDP2 has ``CPUOffloadPolicy``); several devices are
+    processed one after another. ``GradScaler`` unscales before the step.
 
-    Source: J. Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", arXiv 2101.06840; the reference's
+    Source: J. Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", arXiv 2101.06840; MindSpore's
     ``AdamOffload``, whose epsilon is ``eps_uncorrected``.
 
     Args:
-        params: Parameters, named parameters or groups.
-        lr: Learning rate, in any form that :class:`Adam` takes; a tensor on a device is waited for.
-        betas: Decay of both moments.
-        eps: Added to the root of the second moment.
-        weight_decay: At least 0.
+        params: See :class:`Adam`.
+        lr: See :class:`Adam`; a tensor on a device costs a synchronisation.
+        betas: See :class:`Adam`.
+        eps: See :class:`Adam`.
+        weight_decay: See :class:`Adam`.
         amsgrad: See :class:`Adam`.
         nesterov: See :class:`Adam`; torch has no fused kernel for it.
         decoupled_weight_decay: See :class:`Adam`.
@@ -86,13 +87,13 @@ class AdamOffload(Adam):
         maximize: See :class:`Adam`.
         master_weights: Keep a float32 copy of bfloat16 and float16 parameters on the host, and float32 moments.
         chunk_mebibytes: Size of each of the two buffers, in MiB, at least 1/128.
-        pin_memory: Page-lock the state of parameters on an accelerator too, so that it is never swapped out. The
-            buffers always are.
+        pin_memory: Also page-lock the state of parameters on an accelerator, so that it is never swapped out. The
+            buffers are always page-locked.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
     Raises:
-        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+        TypeError, ValueError: An option is invalid, or two exclude each other.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -148,12 +149,12 @@ class AdamOffload(Adam):
         )
 
     def constructor_options(self) -> dict[str, Any]:
-        """Return by name what the constructor was given and the param groups do not hold."""
+        """Return the constructor's arguments that the param groups do not hold, by name."""
         own = {"chunk_mebibytes": self.chunk_mebibytes, "pin_memory": self.pin_memory}
         return {**super().constructor_options(), **own}
 
     def plan(self) -> OffloadPlan:
-        """Return what a step costs, before there is a gradient or state."""
+        """Return the cost of a step; needs neither gradients nor state."""
         down = up = state = staging = chunks = 0
         sizes: dict[torch.device, list[tuple[int, tuple[int, ...]]]] = {}
         for group in self.param_groups:
@@ -181,17 +182,17 @@ class AdamOffload(Adam):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # The scale would reach the kernel as a tensor of the device; unscaled there, an overflow copies nothing.
+        # The scale would reach the kernel as a tensor on the device; if unscaled there, an overflow copies nothing.
         return False
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        """Refuse a choice of kernel: it is made here."""
+        """Refuse a choice of kernel, which this class makes itself."""
         for name, refused in (("foreach", True), ("capturable", True), ("fused", False)):
             if group.get(name) is refused:
                 raise ValueError(f"{name}: found {refused}; {type(self).__name__} chooses its kernel; leave it out.")
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Refuse what the host cannot take: sparse gradients, and DTensors on an accelerator."""
+        """Refuse sparse gradients, and DTensors on an accelerator."""
         if grad.layout is not torch.strided or not (self._far(param) and has_master(param, group)):
             UpdateRule.check_grad(self, param, grad, group)
         if self._far(param) and getattr(param, "placements", None) is not None:
@@ -213,12 +214,12 @@ class AdamOffload(Adam):
         super().update(_host_options(group), batch)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint of this rule, of :class:`Adam` or of torch's; the tensors are copied to the host.
+        """Load a checkpoint of this rule, of :class:`Adam` or of torch's; the tensors are copied to the host.
 
         Raises:
-            ValueError: Other groups, or a state whose shape is not that of its parameter; nothing was changed.
+            ValueError: The groups differ, or a state does not have the shape of its parameter; nothing was changed.
         """
-        # torch copies every tensor to its parameter's device, where there may be no room; what is no tensor it leaves.
+        # torch copies every tensor to its parameter's device, which may lack memory; other objects it does not copy.
         handle = self.register_load_state_dict_pre_hook(_hold)
         try:
             super().load_state_dict(state_dict)
@@ -243,7 +244,7 @@ class AdamOffload(Adam):
         return int(self.chunk_mebibytes * MEBIBYTE)
 
     def _far(self, param: Tensor) -> bool:
-        """Whether the parameter is on a device of its own."""
+        """Whether the parameter is on a device other than the CPU."""
         return param.device.type != "cpu"
 
     def _transfer(self, device: torch.device) -> Transfer:
@@ -259,7 +260,7 @@ class AdamOffload(Adam):
     def _worked(
         self, param: Tensor, state: dict[str, Any], group: Mapping[str, Any]
     ) -> tuple[Tensor, Any, dict[str, Any]]:
-        """Return the parameter itself where it is far: its master, on the host, is no match for the transforms."""
+        """Return the parameter itself if it is on a device, because transforms cannot use its master on the host."""
         wide = has_master(param, group)
         if not self._far(param) or not wide:
             return super()._worked(param, state, group)
@@ -270,7 +271,7 @@ class AdamOffload(Adam):
         return param, param.grad, state
 
     def _update_all(self, work: Sequence[Batch]) -> None:
-        """Update what the kernel can take in place, and the rest in one pass per device over all groups."""
+        """Update in place what the kernel supports, and the rest in one pass per device over all groups."""
         jobs: dict[torch.device, list[Job]] = {}
         for group, batch in zip(self.param_groups, work, strict=True):
             options = _host_options(group)
@@ -280,7 +281,7 @@ class AdamOffload(Adam):
             near = Batch([], [], [])
             for param, grad, state in zip(batch.params, batch.grads, batch.states, strict=True):
                 self._settle(param, state, group)
-                # torch's kernel goes through memory in order, whatever the strides say.
+                # torch's kernel reads memory in order and ignores the strides.
                 if self._far(param) or not is_dense(param) or not same_layout(param, grad):
                     moments = {key: state[key] for key in self.state_keys(group)[1:]}
                     master = state["master"] if has_master(param, group) else None
@@ -297,7 +298,7 @@ class AdamOffload(Adam):
             self._staging(device).run(listed, self.update)
 
     def _settled(self, batch: Batch, group: Mapping[str, Any]) -> bool:
-        """Whether all of a batch is on the host as the kernel takes it, at the speed of C."""
+        """Whether all of a batch is on the host in the kernel's layout; checked without a Python loop over tensors."""
         keys = self.state_keys(group)
         steps, others = batch.state(keys[0]), [batch.grads, *map(batch.state, keys[1:])]
         masters = any("master" in state for state in batch.states)
@@ -312,7 +313,7 @@ class AdamOffload(Adam):
         )
 
     def _settle(self, param: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
-        """Give the state the place, precision and memory order of what it is used with; mostly it has them."""
+        """Bring the state to the device, precision and memory layout of its use; usually nothing is copied."""
         wide = has_master(param, group)
         dtype = torch.float32 if wide else param.dtype
         model = param if is_dense(param) else torch.empty_like(param, device="meta")
@@ -331,7 +332,7 @@ class AdamOffload(Adam):
 
 
 class _Held:
-    """Hides a state's entry from ``Optimizer.load_state_dict``."""
+    """Hide a state's entry from ``Optimizer.load_state_dict``."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -346,7 +347,7 @@ def _hold(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[
 
 
 def _brought(value: Any, *, pinned: bool) -> Any:
-    """Return a state's entry on the host: a copy of a tensor that was given for loading."""
+    """Return a state's entry on the host, as a copy if it was given for loading."""
     if isinstance(value, _Held):
         value = value.value
         value = value.clone() if isinstance(value, Tensor) and value.device.type == "cpu" else value
@@ -361,7 +362,7 @@ def _pinnable(device: torch.device) -> bool:
 
 
 def _host_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with the host's kernel and numbers in place of tensors."""
+    """Return the options for the kernel on the host, with numbers in place of tensors."""
     own = group["nesterov"] or group["eps_uncorrected"]
     numbers = {key: float(group[key]) for key in ("lr", "weight_decay") if isinstance(group[key], Tensor)}
     betas = tuple(float(beta) for beta in group["betas"])

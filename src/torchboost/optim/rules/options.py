@@ -22,10 +22,10 @@ from torchboost.optim.schedules import whole
 __all__ = ["check_capturable", "check_fused", "check_options"]
 
 LARGEST = 1e30
-"""What comes of a larger one does not fit into float32, which torch's kernels refuse."""
+"""Results of a larger value overflow float32, which torch's kernels refuse."""
 
 LARGEST_WHOLE = 2**62
-"""Larger ones do not fit into what the kernels take either."""
+"""Larger integers overflow the kernels' arguments."""
 
 NOT_NEGATIVE = ("lr", "weight_decay", "eps", "momentum", "max_ratio", "l1", "l2")
 FLAGS = (
@@ -44,7 +44,7 @@ FLAGS = (
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse values no update can be right with. Tensors on a device are not looked at: that would wait for it.
+    """Refuse values that are never valid. Tensors on a device are not read, which would synchronise.
 
     Raises:
         TypeError: A value of another type.
@@ -69,15 +69,15 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_fused(param: Tensor, group: Mapping[str, Any], kind: type[Optimizer]) -> None:
-    """Refuse parameters that torch's fused kernels do not take, or for which they compute something else.
+    """Refuse parameters that torch's fused kernels do not support, or for which they compute wrong results.
 
     Args:
-        param: What is updated.
+        param: The tensor to update.
         group: Its options.
         kind: torch's class of the kernel.
 
     Raises:
-        IncompatibleError: Such a parameter in a group with ``fused=True``.
+        IncompatibleError: A group with ``fused=True`` has such a parameter.
     """
     if not group["fused"]:
         return
@@ -103,7 +103,7 @@ def check_capturable(param: Tensor, group: Mapping[str, Any]) -> None:
     """Refuse parameters whose update torch does not capture in a graph.
 
     Raises:
-        IncompatibleError: Such a parameter in a group with ``capturable=True``.
+        IncompatibleError: A group with ``capturable=True`` has such a parameter.
     """
     if not group["capturable"] or torch.compiler.is_compiling():
         return
@@ -143,7 +143,7 @@ def _check_scalar(name: str, value: object) -> None:
 
 
 def _check_kind(name: str, value: Any) -> None:
-    """Refuse numbers torch's kernels do not take, such as ``Fraction``: they would do so in the middle of an update."""
+    """Refuse numbers such as ``Fraction``, which torch's kernels would refuse in the middle of an update."""
     if not isinstance(value, (float, int, np.number)):
         raise TypeError(f"{name}: found {value!r}; give a float.")
     if value > (LARGEST if isinstance(value, float) else LARGEST_WHOLE):

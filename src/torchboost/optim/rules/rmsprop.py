@@ -1,4 +1,4 @@
-"""``RMSprop`` is torch's, ``RMSProp`` that of MindSpore and TensorFlow: they differ in more than the name."""
+"""``RMSprop`` is the rule of torch, ``RMSProp`` that of MindSpore and TensorFlow; the rules differ."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["RMSProp", "RMSprop"]
 class RMSprop(UpdateRule):
     """``torch.optim.RMSprop``: ``s = alpha s + (1 - alpha) g^2``, ``w -= lr g / (sqrt(s) + eps)``; ``s`` starts at 0.
 
-    Bit for bit in each of its forms, with torch's defaults; checkpoints load both ways. With ``momentum`` it is
-    ``b = momentum b + g / (sqrt(s) + eps)``, ``w -= lr b``; with ``centered``, ``s - m^2`` stands under the root, where
-    ``m`` is the mean of the gradients. State: ``step``, ``square_avg``, with ``momentum`` ``momentum_buffer``, with
-    ``centered`` ``grad_avg``, each 4 bytes per float32 weight.
+    Equal to torch's bit for bit, in each of its forms and with its defaults; checkpoints load both ways. With
+    ``momentum`` the rule is ``b = momentum b + g / (sqrt(s) + eps)``, ``w -= lr b``. With ``centered`` the root is that
+    of ``s - m^2``, and ``m`` is the mean of the gradients. State: ``step``, ``square_avg``, with ``momentum``
+    ``momentum_buffer``, with ``centered`` ``grad_avg``, each 4 bytes per float32 weight.
 
     Source: T. Tieleman, G. Hinton, Lecture 6.5, "Neural Networks for Machine Learning", 2012.
 
@@ -33,18 +33,18 @@ class RMSprop(UpdateRule):
         lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
         alpha: Decay of the averages, at least 0 and below 1.
         eps: Added to the root, at least 0.
-        weight_decay: Added to the gradient, at least 0; a list or function like ``lr``.
+        weight_decay: Factor of the weights added to the gradient, at least 0; also a list or function, as ``lr``.
         momentum: At least 0.
         centered: Divide by an estimate of the standard deviation, not of the root mean square.
         capturable: Safe in a CUDA graph.
         foreach: Update lists of tensors; None chooses as torch does.
-        maximize: Go up instead of down.
+        maximize: Maximize the objective instead of minimizing it.
         master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the averages in float32.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
     Raises:
-        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+        TypeError, ValueError: An option is invalid, or two exclude each other.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -87,7 +87,7 @@ class RMSprop(UpdateRule):
         _check_alpha(group)
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Refuse what torch's kernel refuses, before anything is changed."""
+        """Refuse what torch's kernel would refuse, before anything is changed."""
         super().check_grad(param, grad, group)
         check_capturable(param, group)
 
@@ -126,30 +126,30 @@ class RMSprop(UpdateRule):
 class RMSProp(UpdateRule):
     """``s = alpha s + (1 - alpha) g^2``, ``b = momentum b + lr g / sqrt(s + eps)``, ``w -= b``; ``s`` starts at 1.
 
-    MindSpore's and TensorFlow's form. :class:`RMSprop` starts ``s`` at 0, adds ``eps`` outside the root, and keeps the
-    learning rate out of ``b``; take it unless a run of those has to be matched. With ``centered``, ``s - m^2`` stands
-    under the root, where ``m`` is the mean of the gradients. State: ``square_avg``, with ``momentum``
-    ``momentum_buffer``, with ``centered`` ``grad_avg``, each 4 bytes per float32 weight. Cost: one temporary of the
-    size of the parameters, another for the weight decay.
+    The form of MindSpore and TensorFlow. :class:`RMSprop` starts ``s`` at 0, adds ``eps`` outside the root, and keeps
+    the learning rate out of ``b``; prefer it unless you must match a run of MindSpore or TensorFlow. With ``centered``
+    the root is taken of ``s - m^2 + eps``, and ``m`` is the mean of the gradients. State: ``square_avg``, with
+    ``momentum`` ``momentum_buffer``, with ``centered`` ``grad_avg``, each 4 bytes per float32 weight. Cost: one
+    temporary of the size of the parameters, another one for the weight decay.
 
     Source: T. Tieleman, G. Hinton, Lecture 6.5, "Neural Networks for Machine Learning", 2012; ``centered``: A. Graves,
     "Generating Sequences With Recurrent Neural Networks", arXiv 1308.0850, equations 38 to 45.
 
     Args:
-        params: Parameters, named parameters or groups.
-        lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
-        alpha: Decay of the averages, at least 0 and below 1.
+        params: See :class:`RMSprop`.
+        lr: See :class:`RMSprop`.
+        alpha: See :class:`RMSprop`.
         eps: Added under the root, above 0.
-        weight_decay: Added to the gradient, at least 0; a list or function like ``lr``.
-        momentum: At least 0.
-        centered: Divide by an estimate of the standard deviation, not of the root mean square.
-        maximize: Go up instead of down.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the averages in float32.
+        weight_decay: See :class:`RMSprop`.
+        momentum: See :class:`RMSprop`.
+        centered: See :class:`RMSprop`.
+        maximize: See :class:`RMSprop`.
+        master_weights: See :class:`RMSprop`.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
     Raises:
-        TypeError, ValueError: An option that makes no sense.
+        TypeError, ValueError: An option is invalid.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -195,8 +195,8 @@ class RMSProp(UpdateRule):
         return ("square_avg", *_optional_keys(group))
 
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a mean square of 1 and the rest 0."""
-        # Of a complex weight the real and the imaginary part are two weights.
+        """Return a mean square of 1 and zeros for the other entries."""
+        # The real and the imaginary part of a complex weight are two weights.
         real = torch.view_as_real(param) if param.is_complex() else param
         state = {key: torch.zeros_like(real, memory_format=torch.preserve_format) for key in self.state_keys(group)}
         state["square_avg"].fill_(1)

@@ -22,25 +22,25 @@ __all__ = ["SGD", "Momentum"]
 class SGD(UpdateRule):
     """``a = momentum * a + (1 - dampening) * g``, ``w -= lr * a``; the first ``a`` is ``g``.
 
-    It is ``torch.optim.SGD``, bit for bit in each of its forms, and checkpoints load both ways; MindSpore's ``SGD`` is
-    the same rule. State: ``momentum_buffer`` where ``momentum`` is above 0, 4 bytes per float32 weight.
+    Equal to ``torch.optim.SGD`` bit for bit, in each of its forms; checkpoints load both ways. MindSpore's ``SGD`` is
+    the same rule. State: ``momentum_buffer`` if ``momentum`` is above 0, 4 bytes per float32 weight.
 
     Args:
         params: Parameters, named parameters or groups.
         lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
         momentum: At least 0.
-        dampening: Taken from the gradient's share from the second update on.
-        weight_decay: Added to the gradient, at least 0; a list or function like ``lr``.
-        nesterov: ``w -= lr * (g + momentum * a)``; needs a momentum and no dampening.
-        maximize: Go up instead of down.
+        dampening: Reduces the weight of the gradient from the second update on.
+        weight_decay: Factor of the weights added to the gradient, at least 0; also a list or function, as ``lr``.
+        nesterov: ``w -= lr * (g + momentum * a)``; requires a momentum and no dampening.
+        maximize: Maximize the objective instead of minimizing it.
         foreach: Update lists of tensors; None chooses as torch does.
-        fused: One kernel per list of tensors, torch's.
+        fused: Use torch's fused kernel.
         master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the momentum in float32.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
     Raises:
-        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+        TypeError, ValueError: An option is invalid, or two exclude each other.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -80,7 +80,7 @@ class SGD(UpdateRule):
         super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Sparse gradients are welcome where there is nothing dense about the rule."""
+        """Accept sparse gradients if no option of the group makes the update dense."""
         dense = group["momentum"] or group["weight_decay"] or group["fused"] or group["foreach"]
         if dense or grad.layout is not torch.sparse_coo:
             super().check_grad(param, grad, group)
@@ -91,7 +91,7 @@ class SGD(UpdateRule):
         return ("momentum_buffer",) if group["momentum"] else ()
 
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return no buffer: the first gradient becomes it."""
+        """Return None as buffer; the first gradient becomes the buffer."""
         return dict.fromkeys(self.state_keys(group))
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
@@ -104,10 +104,10 @@ class SGD(UpdateRule):
         fused, scale, found_inf = group["fused"], getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         fresh = bool(group["momentum"]) and NoneType in set(map(type, buffers))
         if fused and fresh:
-            # torch's kernel leaves new buffers unwritten where it skips an overflow, ...
+            # torch's kernel leaves new buffers unwritten if it skips an overflow, ...
             if found_inf is not None and bool(found_inf):
                 return
-            # ... and takes buffers for all parameters or for none; some start late, as after freezing.
+            # ... and needs buffers for all parameters or for none; some may start late, as after freezing.
             if any(buffer is not None for buffer in buffers):
                 fused = False
                 batch.grads[:] = [grad if scale is None else grad / scale.to(grad.device) for grad in batch.grads]
@@ -136,23 +136,23 @@ class SGD(UpdateRule):
 class Momentum(SGD):
     """SGD with momentum: ``a = momentum * a + g``, ``w -= lr * a``; with ``nesterov`` ``w -= lr * (g + momentum * a)``.
 
-    MindSpore's ``Momentum`` is this rule; its ``use_nesterov`` is ignored on CPU there, and works here.
+    MindSpore's ``Momentum`` is this rule. MindSpore ignores its ``use_nesterov`` on CPU; here it works.
 
     Args:
-        params: Parameters, named parameters or groups.
-        lr: Learning rate, in any form that :class:`SGD` takes.
+        params: See :class:`SGD`.
+        lr: See :class:`SGD`.
         momentum: At least 0.
-        weight_decay: Added to the gradient, at least 0.
-        nesterov: See above.
-        maximize: Go up instead of down.
-        foreach: Update lists of tensors; None chooses as torch does.
-        fused: One kernel per list of tensors, torch's.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the momentum in float32.
+        weight_decay: See :class:`SGD`.
+        nesterov: See :class:`SGD`.
+        maximize: See :class:`SGD`.
+        foreach: See :class:`SGD`.
+        fused: See :class:`SGD`.
+        master_weights: See :class:`SGD`.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
     Raises:
-        TypeError, ValueError: An option that makes no sense, or two that exclude each other.
+        TypeError, ValueError: An option is invalid, or two exclude each other.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Weights and gradients of a device pass through two host buffers, chunk by chunk, while the host works on them."""
+"""Copy weights and gradients of a device through two host buffers, chunk by chunk, while the host updates them."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ __all__ = [
 ]
 
 GRAIN = 256
-"""A tensor is cut at multiples of this many numbers, so that vector kernels round every number as in the whole."""
+"""Tensors are cut at multiples of this many entries, so that vector kernels round as for the whole tensor."""
 
 ALIGNMENT = 64
 SMALLEST_CHUNK = 8192
-"""Bytes that hold a grain of the widest numbers."""
+"""Bytes that hold a grain of the widest type."""
 
 
 @dataclass(slots=True)
 class Job:
-    """A parameter to update; all its tensors have its shape, those on the host its memory order.
+    """A parameter to update. All tensors have its shape, and those on the host its memory order.
 
     Args:
         group: Options of the update.
         param: Read and written on its device.
         grad: On the same device.
-        step: Updates so far, on the host; raised by 1.
+        step: Updates so far, on the host; incremented by 1.
         moments: State of the update by name, on the host.
-        master: What the host works on in place of the parameter's value, if anything.
+        master: The tensor that the host updates in place of the parameter's value, if there is one.
     """
 
     group: Mapping[str, Any]
@@ -53,12 +53,12 @@ class Job:
     master: Tensor | None = None
 
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Return what a buffer holds of it: gradient, weight, and the gradient as the host wants it."""
+        """Return the types of its tensors in a buffer: gradient, weight, and the gradient cast for the host."""
         wanted = self.param.dtype if self.master is None else self.master.dtype
         return self.grad.dtype, self.param.dtype, *(() if self.grad.dtype == wanted else (wanted,))
 
     def itemsizes(self) -> tuple[int, ...]:
-        """Return the bytes per number of the same."""
+        """Return the bytes per entry of these types."""
         return tuple(dtype.itemsize for dtype in self.dtypes())
 
 
@@ -77,17 +77,17 @@ class Piece:
 
 
 class Transfer:
-    """Copies between a device and two host buffers ("slots"), here at once.
+    """Synchronous copies between a device and two host buffers ("slots").
 
-    A pass calls :meth:`begin`, then per chunk :meth:`to_host`, :meth:`wait` and :meth:`to_device` with its slot, where
-    the next chunk is sent for before the wait, and :meth:`end`.
+    A pass calls :meth:`begin`, then per chunk :meth:`to_host`, :meth:`wait` and :meth:`to_device` with its slot, and
+    finally :meth:`end`. The next chunk is requested before the wait.
     """
 
     def begin(self) -> None:
-        """Let the copies follow the work given to the device so far."""
+        """Order the copies after the work queued on the device so far."""
 
     def to_host(self, slot: int, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copy into a slot, after everything that was read from it before."""
+        """Copy into a slot, after all earlier reads from it."""
         self.copy(targets, sources)
 
     def wait(self, slot: int) -> None:
@@ -98,7 +98,7 @@ class Transfer:
         self.copy(targets, sources)
 
     def end(self) -> None:
-        """Let the device's further work follow the copies."""
+        """Order the device's further work after the copies."""
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Copy pair by pair."""
@@ -107,11 +107,11 @@ class Transfer:
 
 
 class StreamTransfer(Transfer):
-    """Copies on a stream per direction, so that both run beside each other and beside the host.
+    """Copies on one stream per direction, so that both overlap with each other and with the host.
 
     Args:
-        module: What makes streams and events, such as ``torch.cuda``.
-        device: Its device.
+        module: The module with streams and events, such as ``torch.cuda``.
+        device: The device.
     """
 
     def __init__(self, module: Any, device: torch.device) -> None:
@@ -122,13 +122,13 @@ class StreamTransfer(Transfer):
         self._emptied = (module.Event(), module.Event())
 
     def begin(self) -> None:
-        """Let both streams follow the current one."""
+        """Make both streams wait for the current one."""
         self._edge.record(self._module.current_stream(self._device))
         self._down.wait_event(self._edge)
         self._up.wait_event(self._edge)
 
     def to_host(self, slot: int, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copy down once the slot's last content is on the device."""
+        """Copy to the host once the slot's last content is on the device."""
         self._down.wait_event(self._emptied[slot])
         with self._module.stream(self._down):
             self.copy(targets, sources)
@@ -139,25 +139,25 @@ class StreamTransfer(Transfer):
         self._filled[slot].synchronize()
 
     def to_device(self, slot: int, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copy up, and remember when the slot is free again."""
+        """Copy to the device, and record when the slot is free again."""
         with self._module.stream(self._up):
             self.copy(targets, sources)
         self._emptied[slot].record(self._up)
 
     def end(self) -> None:
-        """Let the current stream follow the copies; the host does not wait."""
+        """Make the current stream wait for the copies; the host does not wait."""
         self._edge.record(self._up)
         self._module.current_stream(self._device).wait_event(self._edge)
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Ask for the copies on the current stream; the buffers are page-locked, so none is waited for."""
+        """Queue the copies on the current stream; the buffers are page-locked, so the calls return at once."""
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=True)
 
 
 @dataclass(slots=True)
 class _Loaded:
-    """The tensors of a piece: on the device, in the buffer, and what the host updates."""
+    """The tensors of a piece: on the device, in the buffer, and those that the host updates."""
 
     group: Mapping[str, Any]
     grad: Tensor
@@ -170,12 +170,12 @@ class _Loaded:
 
 
 class Staging:
-    """Two buffers of one device and the passes through them, at most ``2 * chunk_bytes`` of host memory.
+    """Two host buffers for one device, and the passes through them; at most ``2 * chunk_bytes`` of host memory.
 
     Args:
         transfer: Does the copies.
         chunk_bytes: Size of a buffer, at least :data:`SMALLEST_CHUNK`.
-        pinned: Page-lock the buffers, without which copies do not run beside the host.
+        pinned: Page-lock the buffers; otherwise copies do not overlap with the host.
     """
 
     def __init__(self, transfer: Transfer, chunk_bytes: int, *, pinned: bool) -> None:
@@ -188,11 +188,11 @@ class Staging:
         return sum(slot.numel() for slot in self._slots)
 
     def run(self, jobs: Sequence[Job], update: Callable[[Mapping[str, Any], Batch], None]) -> None:
-        """Update all jobs; returns when all copies are asked for and ordered before the device's further work.
+        """Update all jobs; return when all copies are queued and ordered before the device's further work.
 
         Args:
-            jobs: What to update.
-            update: Given options and tensors on the host; changes the tensors in place.
+            jobs: The parameters to update.
+            update: Called with options and tensors on the host; changes the tensors in place.
         """
         weights = [_dense(_real(job.param)) for job in jobs]
         flat = [_flattened(job, weight) for job, weight in zip(jobs, weights, strict=True)]
@@ -230,10 +230,10 @@ class Staging:
             self._slots = [torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned) for _ in range(wanted)]
 
     def _fetch(self, jobs: Sequence[Job], chunk: Sequence[Piece], slot: int) -> list[_Loaded]:
-        """Ask for the gradients and weights of a chunk."""
+        """Queue the copies of the gradients and weights of a chunk."""
         loaded = [_load(jobs[piece.job], piece, self._slots[slot]) for piece in chunk]
         targets, sources = [piece.staged_grad for piece in loaded], [piece.grad for piece in loaded]
-        # Where the host has a master, it needs no weight.
+        # If the host has a master, it does not need the weight.
         plain = [piece for piece in loaded if piece.weight is piece.staged_param]
         targets += [piece.staged_param for piece in plain]
         sources += [piece.param for piece in plain]
@@ -242,10 +242,10 @@ class Staging:
 
 
 def split(sizes: Sequence[tuple[int, tuple[int, ...]]], limit: int) -> Iterator[list[Piece]]:
-    """Pack tensors into chunks of at most ``limit`` bytes, cutting those that do not fit at multiples of a grain.
+    """Pack tensors into chunks of at most ``limit`` bytes; those that do not fit are cut at multiples of a grain.
 
     Args:
-        sizes: Per tensor how many numbers it has, and the bytes a number takes in each region of the buffer.
+        sizes: Per tensor the number of entries, and the bytes per entry in each region of the buffer.
         limit: Bytes, at least :data:`SMALLEST_CHUNK`.
     """
     chunk: list[Piece] = []
@@ -283,7 +283,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _flattened(job: Job, weight: Tensor) -> Job:
-    """Return the job with flat real tensors that agree on which number is which; most are views."""
+    """Return the job with flat real tensors in the same order of entries; most are views."""
     grad = _real(job.grad)
     if not same_layout(grad, weight):
         grad = torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
@@ -313,7 +313,7 @@ def _load(job: Job, piece: Piece, slot: Tensor) -> _Loaded:
         staged_param=regions[1],
         cast=regions[2] if len(regions) > 2 else None,
         weight=regions[1] if job.master is None else cut(job.master),
-        # The update counts in a copy: a parameter in several pieces counts once, at the end.
+        # The update increments a copy; a parameter in several pieces is counted once, at the end.
         state={key: cut(value) for key, value in job.moments.items()} | {"step": job.step.clone()},
     )
 
