@@ -1,1 +1,1 @@
-"""What looks at a model: data flow, blocks, surgery, norm roles, folding."""
+"""Analysis and surgery of models: data flow, blocks, replacement of modules, norm roles, folding."""

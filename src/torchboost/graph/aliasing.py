@@ -1,4 +1,4 @@
-"""Whether a step may be left out of a forward pass although something behind it writes to its output in place."""
+"""Check whether a normalisation can be removed although a later operation may write to its output in place."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _FRESH_CALLS = frozenset(
 
 
 def may_collide(flow: Dataflow, index: int, removed: Collection[int] = ()) -> bool:
-    """Say whether a normalisation that only handed its input on would share memory that something writes to.
+    """Return whether something may write in place to memory that a removed normalisation would share.
 
-    A normalisation returns a new tensor. One that is left out returns its input, so that an in-place ReLU or ``+=``
-    behind it overwrites what others still read (the skip path) or what autograd keeps for the backward pass. It is
-    safe if the input comes out of a convolution or linear layer and goes nowhere else, or if nothing that may share
-    the memory is written to. Whatever is not known to be harmless counts as writing.
+    A normalisation returns a new tensor. After removal its input is returned instead, so a later in-place ReLU or
+    ``+=`` overwrites what others still read (the skip path) or what autograd keeps for the backward pass. This is safe
+    if the input comes from a convolution or linear layer and is used nowhere else, or if nothing that may share the
+    memory is written to. Operations not known to be harmless count as writing.
 
     Args:
         flow: The data flow of the forward pass.
         index: Node of the normalisation.
-        removed: Other normalisations that hand their inputs on.
+        removed: Other normalisations that return their inputs.
     """
     node = flow.nodes[index]
     if flow.traced == "structure" or len(node.inputs) != 1:
@@ -45,7 +45,7 @@ def may_collide(flow: Dataflow, index: int, removed: Collection[int] = ()) -> bo
 
 
 def _keeps_nothing(node: Node) -> bool:
-    """Whether a layer returns a new tensor that nobody else, autograd included, holds on to."""
+    """Whether a layer returns a new tensor that nothing else, including autograd, keeps."""
     module = node.module
     if not isinstance(module, WEIGHTED) or is_customised(module):
         return False
@@ -53,7 +53,7 @@ def _keeps_nothing(node: Node) -> bool:
 
 
 def _sharing_before(flow: Dataflow, index: int, removed: Collection[int]) -> set[int]:
-    """The node and those before it whose outputs may be the same memory."""
+    """Return the node and those before it whose outputs may share memory."""
     found: set[int] = set()
     waiting = [index]
     while waiting:
@@ -65,7 +65,7 @@ def _sharing_before(flow: Dataflow, index: int, removed: Collection[int]) -> set
 
 
 def _is_written(flow: Dataflow, sharing: set[int], removed: Collection[int]) -> bool:
-    """Whether something writes to the memory of these nodes, or of those behind them that may share it."""
+    """Whether something writes to the memory of these nodes, or of later nodes that may share it."""
     waiting = list(sharing)
     while waiting:
         at = waiting.pop()
@@ -76,7 +76,7 @@ def _is_written(flow: Dataflow, sharing: set[int], removed: Collection[int]) -> 
             writes = _writes(node) and consumer not in removed
             if node.kind == "output" or (writes and node.inputs[0] == at):
                 return True
-            if writes:  # to something else, which is what it gives
+            if writes:  # to something else, which it returns
                 continue
             if consumer not in sharing and (consumer in removed or not _is_fresh(node)):
                 sharing.add(consumer)

@@ -1,4 +1,4 @@
-"""A model as an ordered list of blocks of parameters, from module structure and execution order."""
+"""Split a model into an ordered list of blocks of parameters, by module structure and execution order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Block", "block_costs", "blocks_of", "group_starts"]
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _STACK = 4
-"""A container of this many layers is a stack to be cut between layers; residual bodies have up to three."""
+"""A container of this many layers is a stack that is cut between layers; residual bodies have up to three."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -27,11 +27,11 @@ class Block:
     """Parameters that are frozen together.
 
     Args:
-        name: Of its first module in the model, for people.
+        name: Name of its first module in the model, for display.
         modules: All modules in it, containers included.
-        parameters: Each belongs to exactly one block of a model.
+        parameters: Each parameter belongs to exactly one block of a model.
         cut: Modules in it that use a parameter of a later block (tied weights). While this block is frozen their
-            outputs must be detached, or the backward pass would run through it to reach that parameter.
+            outputs must be detached, or the backward pass would run through the block to reach that parameter.
     """
 
     name: str
@@ -43,10 +43,10 @@ class Block:
 def blocks_of(model: nn.Module) -> tuple[Block, ...]:
     """Return the blocks of a model in the order in which they run; together they hold every parameter once.
 
-    A block is a module that calls no repeated blocks of its own (a residual block, a transformer layer), or a
-    single layer of a plain stack; normalisations join the layer before them. The order is that of the traced data
-    flow (:func:`torchboost.graph.dataflow.trace`), or of registration where the model can be neither traced nor run,
-    and under FSDP2. Tied weights belong to the block that uses them last.
+    A block is a module without repeated blocks inside (a residual block, a transformer layer), or a single layer of a
+    plain stack; normalisations join the layer before them. The order is that of the traced data flow
+    (:func:`torchboost.graph.dataflow.trace`). If the model can be neither traced nor run, and under FSDP2, it is the
+    order of registration. Tied weights belong to the block that uses them last.
 
     Args:
         model: Wrapped or not.
@@ -62,7 +62,7 @@ def blocks_of(model: nn.Module) -> tuple[Block, ...]:
 
 
 def group_starts(blocks: int, groups: int) -> tuple[int, ...]:
-    """Return the first block of each group: as even as possible, and no more groups than blocks.
+    """Return the first block of each group; groups are as even as possible, and at most as many as blocks.
 
     Example:
         >>> group_starts(8, 3)
@@ -73,15 +73,15 @@ def group_starts(blocks: int, groups: int) -> tuple[int, ...]:
 
 
 def block_costs(model: nn.Module, blocks: Sequence[Block], *inputs: Any) -> tuple[float, ...]:
-    """Return each block's share of the floating-point operations of one forward pass; they add up to 1.
+    """Return each block's share of the floating-point operations of one forward pass; the shares sum to 1.
 
     Args:
         model: Run once on ``inputs``, in eval mode and without gradients.
-        blocks: Of this model.
-        *inputs: What the model is called with.
+        blocks: The blocks of this model.
+        *inputs: The arguments of the model.
 
     Raises:
-        ValueError: The pass holds no operation that torch counts (matrix products, convolutions, attention).
+        ValueError: The pass has no operation that torch counts (matrix products, convolutions, attention).
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -115,7 +115,7 @@ class _Unit:
 
 
 def _core(model: nn.Module) -> nn.Module:
-    """Past losses and wrappers: the innermost module that still holds every parameter, if it has parts of its own."""
+    """Return the innermost module that still holds every parameter, if it has children: skips losses and wrappers."""
     while next(model.parameters(recurse=False), None) is None:
         holders = [child for child in model.children() if next(child.parameters(), None) is not None]
         if len(holders) != 1 or next(holders[0].children(), None) is None:
@@ -125,7 +125,7 @@ def _core(model: nn.Module) -> nn.Module:
 
 
 def _units(module: nn.Module) -> Iterator[_Unit]:
-    """Cut a module that is to be looked into into its children, and those of them likewise."""
+    """Split a module into its children, recursively for children that hold blocks."""
     direct = list(module.parameters(recurse=False))
     for child in module.children():
         if isinstance(child, _LISTS) or _holds_blocks(child):
@@ -141,7 +141,7 @@ def _units(module: nn.Module) -> Iterator[_Unit]:
 
 
 def _holds_blocks(module: nn.Module) -> bool:
-    """Whether a module is made of parts to be frozen one by one: a list of two or more blocks, or a stack of layers."""
+    """Whether a module has parts to freeze one by one: a list of two or more blocks, or a stack of layers."""
     for container in module.modules():
         if isinstance(container, _LISTS):
             children = list(container.children())
@@ -153,12 +153,12 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 
 def _layers(module: nn.Module) -> int:
-    """Number of weight matrices and kernels in a module."""
+    """Return the number of weight matrices and kernels in a module."""
     return sum(parameter.ndim > 1 for parameter in module.parameters())
 
 
 def _in_order(units: list[_Unit], flow: Dataflow) -> list[_Unit]:
-    """Sort by the last call of a module of each unit; units that were not seen stay behind their predecessor."""
+    """Sort units by the last call of any of their modules; units without a call stay after their predecessor."""
     keys, last = [], -1
     for unit in units:
         calls = [call for module in unit.modules() for call in flow.calls(module)]
@@ -168,7 +168,7 @@ def _in_order(units: list[_Unit], flow: Dataflow) -> list[_Unit]:
 
 
 def _joined(units: list[_Unit]) -> list[_Unit]:
-    """Let units of nothing but vectors (normalisations, scales) join the one before them."""
+    """Merge units that hold only vectors (normalisations, scales) into the unit before them."""
     joined: list[_Unit] = []
     for unit in units:
         if joined and all(parameter.ndim < 2 for parameter in unit.parameters):
@@ -180,7 +180,7 @@ def _joined(units: list[_Unit]) -> list[_Unit]:
 
 
 def _owned(units: list[_Unit], names: Mapping[nn.Module, str]) -> tuple[Block, ...]:
-    """Give tied parameters to the last unit that uses them, and note who uses them earlier."""
+    """Assign tied parameters to the last unit that uses them, and record the earlier users."""
     owner: dict[Tensor, int] = {p: index for index, unit in enumerate(units) for p in unit.parameters}
     blocks = []
     for index, unit in enumerate(units):

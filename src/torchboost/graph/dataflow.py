@@ -1,4 +1,4 @@
-"""Which module's output reaches which: a small graph of one forward pass, found without looking at names."""
+"""Trace which module outputs reach which modules: a small graph of one forward pass, found without names."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ __all__ = ["evaluate", "runnable", "trace", "trace_all_paths", "trace_run", "tra
 _SIDES = {1: (256, 1024), 2: (64, 32, 224, 28), 3: (16, 32)}
 _PATHS, _DECISIONS = 16, 12
 _TOO_LARGE = 2**30
-"""A model with so many bytes of parameters is not copied for a pass on a guessed input."""
+"""A model with more bytes of parameters is not copied for a pass on a guessed input."""
 
 
 def trace(model: nn.Module, *, sample: Any = None) -> Dataflow:
     """Find how the outputs of layers reach other layers.
 
-    Three attempts, the first that works counts: a symbolic trace; one forward pass on ``sample`` (or on noise of a
-    guessed shape) that is watched; an assumption from the module tree. ``Dataflow.traced`` says which it was:
-    ``"fx"``, ``"run"`` or ``"structure"``.
+    There are three attempts, and the first that works is used: a symbolic trace; one recorded forward pass on
+    ``sample`` (or on noise of a guessed shape); an assumption from the module tree. ``Dataflow.traced`` says which one
+    it was: ``"fx"``, ``"run"`` or ``"structure"``.
 
-    All of it happens to a deep copy in eval mode, without hooks, so that nothing of the model changes, its Python
-    attributes included; a model that cannot be copied is not traced. Nothing of torch is patched: other threads may
-    run other models meanwhile. The default generators are put back only if the forward draws from them.
+    The trace uses a deep copy in eval mode without hooks, so the model does not change, including its Python
+    attributes; a model that cannot be copied is not traced. Nothing of torch is patched, so other threads may run
+    other models meanwhile. The default generators are restored only if the forward draws from them.
 
     Args:
-        model: Any module; a network wrapped in its loss is looked into.
+        model: Any module; if it wraps a network and its loss, the network is traced.
         sample: Input of one forward pass: a tensor, a tuple of positional or a dict of keyword arguments.
 
     Raises:
-        ValueError: ``sample`` was needed and the model does not run on it, or a lazy module was never run.
+        ValueError: ``sample`` was needed and the model does not run on it, or a lazy module has no shape yet.
     """
     lazy = next((n for n, t in [*model.named_parameters(), *model.named_buffers()] if is_lazy(t)), None)
     if lazy is not None:
@@ -57,7 +57,7 @@ def trace(model: nn.Module, *, sample: Any = None) -> Dataflow:
 
 
 def trace_run(model: nn.Module, *, sample: Any = None) -> Dataflow | None:
-    """Return the data flow of one pass on ``sample`` or a guessed input; None if the model runs on no guess.
+    """Return the data flow of one pass on ``sample`` or a guessed input; None if the model does not run on a guess.
 
     Raises:
         ValueError: The model does not run on ``sample``.
@@ -73,7 +73,7 @@ def trace_run(model: nn.Module, *, sample: Any = None) -> Dataflow | None:
 
 
 def trace_symbolically(model: nn.Module, sample: Any = None) -> Dataflow | None:
-    """Return the data flow for all tensors, given the arguments of ``sample``; None where it may depend on them."""
+    """Return the data flow for all tensors, given the arguments of ``sample``; None if it may depend on the tensors."""
     try:
         with undisturbed(model, numbers=False) as copied:
             return record_symbols(copied, model, sample)
@@ -82,10 +82,10 @@ def trace_symbolically(model: nn.Module, sample: Any = None) -> Dataflow | None:
 
 
 def trace_all_paths(model: nn.Module, sample: Any = None) -> list[Dataflow] | None:
-    """Return the data flow of every path that ``forward`` may take by values and shapes, given which arguments it gets.
+    """Return the data flow of every path that ``forward`` may take by values and shapes, for given arguments.
 
     At every decision both outcomes are followed. Paths that end in an error of the forward (``ValueError``, a failed
-    assertion) do not count. None if some path cannot be traced, or if there are more than 16.
+    assertion) do not count. Returns None if a path cannot be traced, or if there are more than 16.
 
     Cost: one symbolic trace for each path.
     """
@@ -118,7 +118,7 @@ def trace_all_paths(model: nn.Module, sample: Any = None) -> list[Dataflow] | No
 
 
 def runnable(model: nn.Module, sample: Any = None) -> tuple[nn.Module, Any] | None:
-    """Return a network and an input it runs on: the model on ``sample``, or its core on a guessed input.
+    """Return a network and an input that it accepts: the model and ``sample``, or its core and a guessed input.
 
     Raises:
         ValueError: ``sample`` was given and the model does not run on it.
@@ -137,7 +137,7 @@ def runnable(model: nn.Module, sample: Any = None) -> tuple[nn.Module, Any] | No
 def evaluate(network: nn.Module, sample: Any) -> list[Tensor]:
     """Return all output tensors of one forward pass of a copy in eval mode, in the full precision of its types.
 
-    The inputs are copied. Those that autocast would have cast are brought to the precision of the parameters.
+    The inputs are copied. Inputs that autocast would cast are cast to the precision of the parameters.
     """
     kinds = [p.dtype for p in network.parameters() if p.is_floating_point()]
     device = next((p.device.type for p in network.parameters()), "cpu")
@@ -149,9 +149,9 @@ def evaluate(network: nn.Module, sample: Any) -> list[Tensor]:
 
 @contextmanager
 def undisturbed(model: nn.Module, *, numbers: bool = True) -> Iterator[nn.Module]:
-    """Give out a copy of a model in eval mode to run without gradients; see :func:`~torchboost.graph.twin.twin`.
+    """Yield a copy of a model in eval mode to run without gradients; see :func:`~torchboost.graph.twin.twin`.
 
-    Default generators that it draws from are put back (:func:`~torchboost.graph.drawing.generators_kept`).
+    Default generators that it draws from are restored (:func:`~torchboost.graph.drawing.generators_kept`).
     """
     copied = twin(model, numbers=numbers)
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
@@ -161,7 +161,7 @@ def undisturbed(model: nn.Module, *, numbers: bool = True) -> Iterator[nn.Module
 
 @contextmanager
 def full_precision(model: nn.Module) -> Iterator[None]:
-    """No autocast, and no TF32 or bfloat16 inside float32 products: two passes differ by what the networks differ."""
+    """Disable autocast, and TF32 and bfloat16 inside float32 products, so that two passes can be compared."""
     cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
     backends: list[Any] = [cudnn.conv, torch.backends.cuda.matmul, mkldnn.conv, mkldnn.matmul]
     before = [backend.fp32_precision for backend in backends]
@@ -187,7 +187,7 @@ def _copied(value: Any, cast: torch.dtype | None) -> Any:
 
 
 def _networks(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, then the one child that holds all of its layers, and so on inwards: past losses and wrappers."""
+    """Yield the model, then the child that holds all of its layers, and so on: skips losses and wrappers."""
     layers = {module for module in model.modules() if isinstance(module, LAYERS)}
     inner: nn.Module | None = model
     while inner is not None:
@@ -207,7 +207,7 @@ def _candidates(model: nn.Module, sample: Any) -> Iterator[tuple[nn.Module, Any]
 
 
 def _guesses(model: nn.Module) -> Iterator[Tensor]:
-    """Noise that fits the first layer: images of a few sizes, or rows for a linear layer."""
+    """Yield noise that fits the first layer: images of a few sizes, or rows for a linear layer."""
     first = next((m for m in model.modules() if isinstance(m, (_ConvNd, nn.Linear))), None)
     weight = None if first is None else next(first.parameters(), None)
     if first is None or weight is None:

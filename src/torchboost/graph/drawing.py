@@ -1,4 +1,4 @@
-"""Default generators of random numbers that are put back only if they were used."""
+"""Restore the default random number generators, but only if they were used."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["generators_kept"]
 
 @contextmanager
 def generators_kept(devices: Sequence[int] = ()) -> Iterator[None]:
-    """Put the default generators of torch and of ``random`` back at the end, if this thread has drawn from them.
+    """Restore the default generators of torch and of ``random`` at the end, if this thread has drawn from them.
 
-    ``torch.random.fork_rng`` always does, so that what other threads draw meanwhile, they draw again. Here that only
-    happens from the first draw of this thread on.
+    ``torch.random.fork_rng`` always restores them, so numbers that other threads draw meanwhile are drawn again. Here
+    this can only happen after the first draw of this thread.
 
     Args:
-        devices: Indices of CUDA devices besides the CPU.
+        devices: Indices of CUDA devices, in addition to the CPU.
     """
     python = random.getstate()
     with _Draws(devices) as draws:
@@ -35,7 +35,7 @@ def generators_kept(devices: Sequence[int] = ()) -> Iterator[None]:
 
 
 class _Draws(TorchDispatchMode):
-    """Remembers the state of the default generators before the first number that this thread draws."""
+    """Record the state of the default generators before the first draw of this thread."""
 
     def __init__(self, devices: Sequence[int]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The graph of one forward pass, and the questions that algorithms ask it."""
+"""The graph of one forward pass, with queries for the algorithms."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Node:
         index: Position in execution order.
         kind: A module call, an addition of two or more activations, or any other operation.
         label: Module or function name, for messages.
-        inputs: Nodes whose outputs it takes, each once.
+        inputs: Nodes whose outputs it uses, each listed once.
         module: The module of a ``"module"`` node.
         writes: Whether a function writes to the memory of its first input.
         running: Modules whose forward was running when this one was called, outermost first.
-        rank: Number of dimensions of its output, if known: for certain in a symbolic trace, of the sample in a run.
+        rank: Number of dimensions of its output, if known: of any output in a symbolic trace, of the sample in a run.
     """
 
     index: int
@@ -41,7 +41,7 @@ class Node:
 
 
 class Branches(NamedTuple):
-    """Two or more paths that part at ``fork`` and meet again; an identity shortcut is an empty path."""
+    """Two or more paths that split at ``fork`` and meet again; an identity shortcut is an empty path."""
 
     fork: int
     paths: tuple[frozenset[int], ...]
@@ -61,7 +61,7 @@ class Dataflow:
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
-        """For every node those that take its output."""
+        """For every node, the nodes that use its output."""
         lists: list[list[int]] = [[] for _ in self.nodes]
         for node in self.nodes:
             for source in node.inputs:
@@ -70,7 +70,7 @@ class Dataflow:
 
     @cached_property
     def _reach(self) -> tuple[int, ...]:
-        """For every node, as bits, itself and everything that it depends on."""
+        """For every node, as bits, the node itself and all nodes that it depends on."""
         masks: list[int] = []
         for node in self.nodes:
             mask = 1 << node.index
@@ -88,7 +88,7 @@ class Dataflow:
         return calls
 
     def calls(self, module: nn.Module) -> list[int]:
-        """Return the nodes that call ``module``: none where the pass does not reach it, several where it is shared."""
+        """Return the nodes that call ``module``: none if the pass does not reach it, several if it is shared."""
         return self._calls.get(module, [])
 
     def instances(self, kind: type | tuple[type, ...]) -> list[Node]:
@@ -96,9 +96,9 @@ class Dataflow:
         return [node for node in self.nodes if isinstance(node.module, kind)]
 
     def branches(self, index: int) -> Branches | None:
-        """Return the paths that meet in a node, or None where its inputs do not come from one fork alone.
+        """Return the paths that meet in a node, or None if its inputs do not come from a single fork.
 
-        The fork is the last node that all inputs depend on. Paths must not share nodes and must not take
+        The fork is the last node that all inputs depend on. Paths must not share nodes and must not use
         anything from before the fork.
         """
         ends = self.nodes[index].inputs
@@ -125,7 +125,7 @@ class Dataflow:
 
 
 class FlowBuilder:
-    """Collects nodes in execution order."""
+    """Collect nodes in execution order."""
 
     def __init__(self) -> None:
         self._nodes: list[Node] = []
@@ -147,7 +147,7 @@ class FlowBuilder:
         return index
 
     def operation(self, name: str, inputs: Sequence[int], additions: frozenset[str], *, writes: bool = False) -> int:
-        """Append a function call: an addition where it is named so and joins two activations."""
+        """Append a function call; it is an addition if its name says so and it joins two activations."""
         return self.add("add" if name in additions and len(inputs) > 1 else "other", name, inputs, writes=writes)
 
     def build(self, traced: Traced) -> Dataflow:

@@ -1,4 +1,4 @@
-"""Fold BatchNorm into the layer next to it, so that the network computes the same in eval mode with fewer steps."""
+"""Fold BatchNorm into the adjacent layer, so that the network computes the same in eval mode with fewer operations."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ _STOCK_FORWARDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldReport:
-    """What :func:`fold_batch_norms` did.
+    """Result of :func:`fold_batch_norms`.
 
     Args:
-        folded: Names of the BatchNorms that are gone.
-        kept: Name of every other BatchNorm -> why it stayed.
-        largest_difference: Of the outputs before and after in eval mode, relative to the largest output; None
-            where nothing was folded or the network could not be run on ``sample`` or a guessed input.
+        folded: Names of the BatchNorms that were folded.
+        kept: Name of every other BatchNorm -> the reason why it was kept.
+        largest_difference: Largest difference of the outputs before and after in eval mode, relative to the largest
+            output; None if nothing was folded or the network could not be run on ``sample`` or a guessed input.
         traced: How the data flow was found: ``"fx"``, ``"run"``, ``"structure"``, or ``"-"`` without BatchNorms.
     """
 
@@ -76,9 +76,9 @@ class FoldReport:
 
 
 class Fold(NamedTuple):
-    """A BatchNorm and the layer that takes it over: the one before it, or the one behind it.
+    """A BatchNorm and the layer to fold it into: the one before it, or with ``behind`` the one after it.
 
-    ``copies`` says whether what stands in its place must return a copy, see
+    ``copies`` says whether the module that replaces it must return a copy, see
     :func:`~torchboost.graph.aliasing.may_collide`.
     """
 
@@ -96,25 +96,26 @@ class Fold(NamedTuple):
 def fold_batch_norms(model: nn.Module, optimizer: Optimizer | None = None, *, sample: Any = None) -> FoldReport:
     """Fold every BatchNorm in eval mode into the convolution or linear layer next to it, exactly and in place.
 
-    A BatchNorm goes if it is certain that in every call it is all that a layer feeds; :func:`plan_folds` says when that
-    is so. Scale and shift are multiplied into the weight and added to the bias (``w' = w g / sqrt(v + eps)``,
-    ``b' = (b - m) g / sqrt(v + eps) + beta``, computed in float64). A BatchNorm directly in front of a layer goes into
-    that one if that is exact: not before zero padding. What a subclass of BatchNorm runs behind the normalisation, such
-    as a dropout and an activation, stays. The result is compared with the network before; if they differ by more than
-    rounding, everything is put back.
+    A BatchNorm is folded if it is certain that in every call it is the only consumer of a layer's output; see
+    :func:`plan_folds`. The scale is multiplied into the weight and the shift added to the bias
+    (``w' = w g / sqrt(v + eps)``, ``b' = (b - m) g / sqrt(v + eps) + beta``, computed in float64). A BatchNorm directly
+    before a layer is folded into that layer if this is exact, that is, without zero padding. What a subclass of
+    BatchNorm runs after the normalisation, such as a dropout and an activation, stays. The outputs before and after
+    are compared; if they differ by more than rounding, everything is restored.
 
-    Limits: arguments without a default count as tensors, and Python attributes that the forward reads as they are now.
+    Limits: arguments without a default are assumed to be tensors, and Python attributes that the forward reads are
+    assumed not to change.
 
     Args:
         model: Changed in place. BatchNorms in training mode stay.
-        optimizer: Forgets the parameters of folded layers; new biases join the group of their weight.
-        sample: Input to trace and compare with, of the kind that the model will be called with: which arguments are
-            given and how many dimensions they have. Without it only what holds for every kind is folded, and the
-            comparison takes a guessed input.
+        optimizer: The parameters of folded layers are removed from it; new biases join the group of their weight.
+        sample: Input for the trace and the comparison, of the kind that the model will be called with: the same
+            arguments with the same number of dimensions. Without it only folds that hold for every kind of input are
+            made, and the comparison uses a guessed input.
 
     Raises:
         TypeError: Not a module.
-        IncompatibleError: The model is wrapped or sharded, or folding changed its outputs (then undone).
+        IncompatibleError: The model is wrapped or sharded, or folding changed its outputs (the model is then restored).
         ValueError: The model does not run on ``sample``.
     """
     check_module(model)
@@ -139,24 +140,24 @@ def fold_batch_norms(model: nn.Module, optimizer: Optimizer | None = None, *, sa
 def plan_folds(
     model: nn.Module, *, flow: Dataflow | None = None, sample: Any = None, behind: bool = True
 ) -> dict[nn.Module, Fold | str]:
-    """Say for every BatchNorm which layer can take it over for certain, or why none can.
+    """Return for every BatchNorm the layer that it can be folded into with certainty, or why there is none.
 
-    It must be known that in every call the norm reads what the layer wrote, on the axis of the layer's channels, and
-    that nobody else reads it. A symbolic trace of a forward whose arguments have no defaults shows that for all
-    tensors, once every decision by a value or a shape was followed both ways. Such a forward is looked for from the
-    outside inwards: that of the model, else those of its parts, provided that the norm and the layer run inside it in
-    the pass that was traced. If the model runs on ``sample`` or on a guessed input, that pass must show the same pair.
-    Behind a linear layer, the number of dimensions must be certain too, or the channels might lie on another axis.
+    In every call the norm must read the layer's output on the axis of the layer's channels, and nothing else may read
+    it. A symbolic trace of a forward whose arguments have no defaults proves this for all tensors, if every decision by
+    a value or a shape was followed both ways. Such a forward is searched from the outside inwards: first that of the
+    model, then those of its parts, provided that the norm and the layer run inside it in the traced pass. If the model
+    runs on ``sample`` or on a guessed input, that pass must show the same pair. After a linear layer the number of
+    dimensions must also be certain, because the channels might be on another axis.
 
-    Refused are hooks, a ``forward`` set on an instance, parametrizations, shared weights, modules that run twice, and
-    norms that plain attributes hold beside the module tree.
+    Hooks, a ``forward`` set on an instance, parametrizations, shared weights, modules that run twice, and norms that
+    plain attributes outside the module tree hold are refused.
 
     Args:
-        model: Bare, in any mode: what its forward does in eval mode counts. Nothing in it changes.
-        flow: Its data flow, if it is known.
-        sample: Input of a forward pass: a tensor, a tuple or a dict. Which arguments it gives, and how many
-            dimensions they have, counts as the same in every call.
-        behind: Whether a layer behind the norm may take it over.
+        model: Bare, in any mode; its forward in eval mode is examined. It is not changed.
+        flow: Its data flow, if known.
+        sample: Input of a forward pass: a tensor, a tuple or a dict. Every call is assumed to give the same arguments
+            with the same number of dimensions.
+        behind: Whether a norm may be folded into the layer after it.
 
     Returns:
         A fold or a reason for every BatchNorm, in the order of registration.
@@ -182,12 +183,12 @@ class _Region(NamedTuple):
 
 
 class _Proofs(NamedTuple):
-    """What is known about the forward of a model.
+    """Known facts about the forward of a model.
 
     Args:
         seen: Passes of the whole model, traced or run.
-        regions: Modules whose forward was traced for all tensors, and its data flow on every path.
-        exemplary: Whether the number of dimensions in the passes that were run counts for every call.
+        regions: Modules whose forward was traced for all tensors, with the data flow of every path.
+        exemplary: Whether the number of dimensions in the recorded passes holds for every call.
     """
 
     seen: tuple[Dataflow, ...]
@@ -217,7 +218,7 @@ def _regions(module: nn.Module, flow: Dataflow, sample: Any) -> Iterator[_Region
 
 
 def _has_fixed_arguments(module: nn.Module) -> bool:
-    """Whether every call of a forward gives the same arguments, so that a trace of it is one of all calls."""
+    """Whether every call of a forward gives the same arguments, so that one trace covers all calls."""
     if own_forward(module) is not None:
         return False
     arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
@@ -261,7 +262,7 @@ def _pair_in(flow: Dataflow, norm: _BatchNorm, shared: set[Tensor], behind: bool
 
 
 def _find_fold(flow: Dataflow, norm: _BatchNorm, shared: set[Tensor], behind: bool) -> Fold | str:
-    """The layer that can take over a norm in one data flow, or why none can."""
+    """Return the layer that a norm can be folded into in one data flow, or why there is none."""
     obstacle = fold_obstacle(flow, norm, shared)
     if obstacle is None:
         before = flow.nodes[flow.nodes[flow.calls(norm)[0]].inputs[0]].module
@@ -278,18 +279,18 @@ def _find_fold(flow: Dataflow, norm: _BatchNorm, shared: set[Tensor], behind: bo
 
 
 def is_plain_norm(norm: nn.Module) -> bool:
-    """Whether a BatchNorm computes what torch's own does; subclasses may add an activation, for one."""
+    """Whether a BatchNorm computes the same as torch's; subclasses may add an activation, for example."""
     return norm_tail(norm) == ()
 
 
 def shared_weights(model: nn.Module) -> set[Tensor]:
-    """Return the parameters that stand in more than one module."""
+    """Return the parameters that more than one module holds."""
     owners = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
     return {parameter for parameter, count in owners.items() if count > 1}
 
 
 def fold_obstacle(flow: Dataflow, norm: _BatchNorm, shared: set[Tensor]) -> str | None:
-    """Say why a BatchNorm cannot be folded into the layer before it in this data flow; None if it can."""
+    """Return why a BatchNorm cannot be folded into the layer before it in this data flow; None if it can."""
     obstacle = _norm_obstacle(flow, norm)
     if obstacle is not None:
         return obstacle
@@ -351,13 +352,13 @@ def _takes_input_exactly(flow: Dataflow, layer: nn.Module, norm: _BatchNorm, sha
 def fold_pairs(
     model: nn.Module, folds: Sequence[Fold], *, optimizer: Optimizer | None = None, sample: Any = None
 ) -> float | None:
-    """Fold the given pairs, compare the outputs in eval mode, and put all back if they differ or anything raises.
+    """Fold the given pairs and compare the outputs in eval mode; restore everything if they differ or on an error.
 
     Returns:
-        The largest difference relative to the largest output, or None where the model could not be run.
+        The largest difference relative to the largest output, or None if the model could not be run.
 
     Raises:
-        IncompatibleError: The outputs differ by more than rounding; the model is as it was before.
+        IncompatibleError: The outputs differ by more than rounding; the model was restored.
         ValueError: The model does not run on ``sample``, or computes NaN or infinities.
     """
     run = runnable(model, sample)
@@ -390,7 +391,7 @@ def fold_pairs(
 
 
 def _scale_and_shift(norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """The affine map of a BatchNorm in eval mode, in float64 and with shape ``(channels,)``."""
+    """Return scale and shift of a BatchNorm in eval mode, in float64 and with shape ``(channels,)``."""
     assert isinstance(norm, _BatchNorm)
     assert norm.running_mean is not None
     assert norm.running_var is not None
@@ -411,7 +412,7 @@ def _fold_into_previous(fold: Fold) -> None:
     layer, (scale, shift) = fold.layer, _scale_and_shift(fold.norm)
     weight, bias = layer._parameters["weight"], layer._parameters["bias"]
     assert weight is not None
-    if isinstance(layer, _ConvTransposeNd):  # (in, out / groups, ...), channels of a group stand together
+    if isinstance(layer, _ConvTransposeNd):  # (in, out / groups, ...), channels of a group are adjacent
         grouped = weight.double().unflatten(0, (layer.groups, -1))
         factor = scale.view(layer.groups, 1, -1, *[1] * (weight.ndim - 2))
         scaled = (grouped * factor).flatten(0, 1)
@@ -433,7 +434,7 @@ def _fold_into_next(fold: Fold) -> None:
 
 
 def _set(layer: nn.Module, weight: Tensor, bias: Tensor) -> None:
-    """Write what was computed; nothing is changed if that failed."""
+    """Write the computed weight and bias; if a conversion fails, nothing is changed."""
     old_weight, old_bias = layer._parameters["weight"], layer._parameters["bias"]
     assert old_weight is not None
     if old_bias is None:
@@ -446,7 +447,7 @@ def _set(layer: nn.Module, weight: Tensor, bias: Tensor) -> None:
 def largest_difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
     """Return the largest change of an output, relative to the largest output; infinite if they cannot be compared.
 
-    Infinities, such as those of masks, must stay where they are.
+    Infinities, such as those of masks, must be at the same positions.
     """
     if [(a.shape, a.dtype) for a in before] != [(b.shape, b.dtype) for b in after]:
         return math.inf

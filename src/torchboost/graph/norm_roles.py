@@ -1,4 +1,4 @@
-"""What every BatchNorm is there for: its place among residual blocks and plain stacks of a data flow."""
+"""The role of every BatchNorm: its place in the residual blocks and plain stacks of a data flow."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Block:
         mains: For every main branch its convolution and linear nodes, in execution order.
         norms: For every main branch its BatchNorm nodes, in execution order.
         shortcut_norms: BatchNorm nodes of the shortcuts.
-        projects: Whether a shortcut changes what it carries, so that resolution or width may change here.
+        projects: Whether a shortcut changes its input, so that resolution or width may change here.
     """
 
     join: int
@@ -47,7 +47,7 @@ class Block:
 
 
 def was_trained(model: nn.Module) -> bool | None:
-    """Whether statistics or counter of some BatchNorm left their initial values; None where none keeps any.
+    """Whether any BatchNorm's statistics or counter differ from their initial values; None if none keeps statistics.
 
     One forward pass in training mode is enough. Values on the device ``meta`` and of lazy layers count as initial.
     """
@@ -66,9 +66,9 @@ def _moved(norm: _BatchNorm) -> bool:
 def residual_blocks(flow: Dataflow) -> list[Block]:
     """Return the innermost residual blocks in execution order.
 
-    A block is an addition whose inputs part at one fork and of which one branch computes. The branch with the most
-    weights is the main branch; another one counts as a shortcut where it has at most one layer with weights,
-    otherwise as a second main branch. An addition around a smaller block (a long skip) is no block.
+    A block is an addition whose inputs split at one fork, with at least one branch that has layers. The branch with the
+    most weights is the main branch. Another branch counts as a shortcut if it has at most one layer with weights,
+    otherwise as a second main branch. An addition around a smaller block (a long skip) is not a block.
     """
     blocks: list[Block] = []
     joins: set[int] = set()
@@ -110,7 +110,7 @@ def _weights(flow: Dataflow, index: int) -> int:
 
 
 def _carries(flow: Dataflow, path: frozenset[int]) -> bool:
-    """Whether a shortcut hands its input on unchanged."""
+    """Whether a shortcut returns its input unchanged."""
     return all(isinstance(flow.nodes[index].module, _TRANSPARENT) for index in path)
 
 
@@ -119,9 +119,9 @@ class Stack(NamedTuple):
 
     Args:
         layers: Their nodes in execution order.
-        norms: For every layer the BatchNorm node directly behind it, or None.
-        linear_end: Whether the last BatchNorm feeds a layer or an addition without an activation between, as at
-            the end of an inverted residual: the run is then one block.
+        norms: For every layer the BatchNorm node directly after it, or None.
+        linear_end: Whether the last BatchNorm feeds a layer or an addition without an activation in between, as at
+            the end of an inverted residual; the run is then one block.
     """
 
     layers: tuple[int, ...]
@@ -132,9 +132,9 @@ class Stack(NamedTuple):
 def plain_stacks(flow: Dataflow, blocks: list[Block]) -> list[Stack]:
     """Return the runs of layers with weights outside residual blocks.
 
-    Layers belong to one run where the output of one reaches only the next, through activations, pooling,
-    flattening and gates (squeeze-and-excitation). A run also ends behind a BatchNorm that no activation follows:
-    the end of an inverted residual without skip.
+    Layers belong to one run if the output of each reaches only the next, through activations, pooling, flattening and
+    gates (squeeze-and-excitation). A run also ends after a BatchNorm that no activation follows, which is the end of an
+    inverted residual without skip.
     """
     onwards = _onwards(flow)
     in_block = _inside(flow, blocks)
@@ -153,7 +153,7 @@ def plain_stacks(flow: Dataflow, blocks: list[Block]) -> list[Stack]:
 
 
 def _inside(flow: Dataflow, blocks: list[Block]) -> set[int]:
-    """Every node on a path of a block."""
+    """Return every node on a path of a block."""
     inside: set[int] = set()
     for block in blocks:
         branches = flow.branches(block.join)
@@ -163,7 +163,7 @@ def _inside(flow: Dataflow, blocks: list[Block]) -> set[int]:
 
 
 def _onwards(flow: Dataflow) -> list[int | None]:
-    """For every node the one that all of its output goes to; a gate around it is stepped over."""
+    """Return for every node the single node that uses its output; gates around it are skipped."""
     gates: dict[int, list[tuple[int, set[int]]]] = {}
     for node in flow.nodes:
         branches = flow.branches(node.index)
@@ -227,7 +227,7 @@ def _ends_linearly(flow: Dataflow, layer: int) -> bool:
 
 
 def _bends_nothing(node: Node) -> bool:
-    """Whether a node moves, pools or drops values; an activation bends them."""
+    """Whether a node only moves, pools or drops values, and is not an activation."""
     if node.module is None:
         return node.label in _LINEAR_CALLS
     return isinstance(node.module, (*_TRANSPARENT, *_RESHAPING, *_POOLING))
@@ -236,15 +236,15 @@ def _bends_nothing(node: Node) -> bool:
 def reasons_to_stay(
     flow: Dataflow, blocks: list[Block], *, keep: Keep, keep_shortcut: bool, keep_every: int, blocks_per_norm: int
 ) -> dict[int, str | None]:
-    """Say for every BatchNorm node with a place in a block or stack why it is needed; None where it is not.
+    """Return for every BatchNorm node in a block or stack why it is needed; None if it is not.
 
     Args:
         flow: The data flow.
         blocks: Its residual blocks.
-        keep: Which one of a residual branch stays: the last, or the one over the fewest channels (of several the last).
-        keep_shortcut: Whether shortcuts keep theirs.
+        keep: Which BatchNorm of a residual branch stays: the last, or the last of those over the fewest channels.
+        keep_shortcut: Whether shortcuts keep their BatchNorm.
         keep_every: Layers per BatchNorm in plain stacks.
-        blocks_per_norm: Blocks per BatchNorm where neither width nor resolution changes.
+        blocks_per_norm: Blocks per BatchNorm while neither width nor resolution changes.
     """
     reasons = _block_reasons(flow, blocks, keep, keep_shortcut, blocks_per_norm)
     first = next((node.index for node in flow.instances(_BatchNorm)), None)

@@ -1,4 +1,4 @@
-"""The fully normalised head: a linear layer of cosines. Stands in ``core`` because several algorithms recognise it."""
+"""The fully normalised head: a linear layer of cosines. It is in ``graph`` because several algorithms recognise it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["NormalizedLinear"]
 
 
 class NormalizedLinear(nn.Module):
-    """A last layer whose logits depend on directions only: ``multiplier * (x/|x| (w/|w|)^T + bias)``.
+    """A last layer whose logits depend only on directions: ``multiplier * (x/|x| (w/|w|)^T + bias)``.
 
     Input rows and weight rows are L2-normalised, so the logits are bounded and need no normalisation layer before them;
     ``multiplier`` is a trainable factor of shape ``(1,)`` (FSDP2 shards no scalars). Norms below 0.01 count as 0.01.
@@ -22,14 +22,14 @@ class NormalizedLinear(nn.Module):
         in_features: Size of an input row.
         out_features: Size of an output row.
         bias: Whether a bias is added before the multiplication.
-        device: Where the parameters live.
-        dtype: Their type.
+        device: Device of the parameters.
+        dtype: Type of the parameters.
     """
 
     __constants__ = ("smallest_norm",)
     smallest_norm = 1e-2
 
-    if TYPE_CHECKING:  # TorchScript reads the annotations of a class, and not as text
+    if TYPE_CHECKING:  # TorchScript reads class annotations and does not accept strings
         bias: nn.Parameter | None
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Weights of a network that lost BatchNorm layers, written for the architecture that has them, and read from it."""
+"""Convert weights between a network with BatchNorm layers removed and its original architecture."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from torchboost.graph.removed_norm import NORM_TENSORS, RemovedNorm
 __all__ = ["load_plain_state_dict", "plain_state_dict"]
 
 _INSERTED = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Modules that wrappers put into the tree and leave out of the names of a state dict."""
+"""Modules that wrappers add to the tree but omit from the names of a state dict."""
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.")
 
 
 def plain_state_dict(
     model: nn.Module, *, state: Mapping[str, Any] | None = None, keep_head: bool = False
 ) -> dict[str, Any]:
-    """Return the weights for the architecture as it was before ``LessBN`` took BatchNorm layers out.
+    """Return the weights for the architecture before ``LessBN`` removed BatchNorm layers.
 
-    The dict fits a model of the original class that torchboost never touched. In eval mode that model computes the
-    same: every layer that is gone comes back as a BatchNorm with mean 0, variance 1 and a weight of ``sqrt(1 + eps)``,
-    so that its scale is one; where folding gave the layer in front a bias, it becomes the bias of the BatchNorm. The
-    outputs are equal up to the rounding of one multiplication and addition for each such layer (on CPU mostly bit for
-    bit, 1e-6 relative in float32). Limit: training that model further differs, since its BatchNorms use
-    the statistics of the batch again.
+    The dict fits a model of the original class that torchboost never changed. In eval mode that model computes the
+    same. Every removed layer becomes a BatchNorm with mean 0, variance 1 and a weight of ``sqrt(1 + eps)``, so its
+    scale is one; if folding gave the layer before it a bias, this becomes the bias of the BatchNorm. The outputs are
+    equal up to the rounding of one multiplication and addition per such layer (on CPU mostly bit for bit, 1e-6
+    relative in float32). Limit: further training of that model differs, because its BatchNorms use batch statistics
+    again.
 
-    Names are those of the model inside DDP, ``DataParallel`` and ``torch.compile``. With FSDP2 the parts are gathered:
-    all ranks must call this, and each gets the whole. To spend less memory, gather the state dict yourself and hand it
-    over as ``state``.
+    Names are those of the model inside DDP, ``DataParallel`` and ``torch.compile``. With FSDP2 the shards are gathered:
+    all ranks must call this, and each gets the full dict. To use less memory, gather the state dict yourself and pass
+    it as ``state``.
 
     Args:
-        model: Any module; without removed layers its own state dict comes back.
-        state: A state dict of ``model``, if it is not to be asked for one; an empty one gives an empty dict, as on
-            ranks that gather nothing.
-        keep_head: Keep the entries of a normalised head (``normalize_head``, ``fn_flag``) as they are, for an
-            architecture in which that layer is a ``NormalizedLinear``.
+        model: Any module; if no layers were removed, the result is its own state dict.
+        state: A state dict of ``model`` to use instead of its own; an empty one gives an empty dict, as on ranks that
+            gather nothing.
+        keep_head: Keep the entries of a normalised head (``normalize_head``, ``fn_flag``), for an architecture in
+            which that layer is a ``NormalizedLinear``.
 
     Returns:
-        The tensors of the model themselves, as ``state_dict()`` gives them, and new ones for the layers that are gone.
+        The tensors of the model themselves, as from ``state_dict()``, and new ones for the removed layers.
 
     Raises:
         TypeError: Not a module.
-        IncompatibleError: The head is normalised, which no linear layer expresses, a layer was folded into the one
-            behind it, or FSDP1 holds the model.
+        IncompatibleError: The head is normalised, which a linear layer cannot express; a layer was folded into the one
+            after it; or the model is inside FSDP1.
 
     Example:
         >>> import torch, torchboost
@@ -81,19 +81,19 @@ def plain_state_dict(
 
 
 def load_plain_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """Load weights of the original architecture into a model that ``LessBN`` took BatchNorm layers out of.
+    """Load weights of the original architecture into a model whose BatchNorm layers ``LessBN`` removed.
 
-    What :func:`plain_state_dict` wrote comes back as it was. Other weights, trained by someone else for instance, are
-    folded: scale and shift of a layer that is gone go into the layer in front, which gives the same outputs in
-    eval mode. Where that layer has no bias to take the shift, or none is in front, this is refused.
+    The result of :func:`plain_state_dict` is restored exactly. Other weights, such as pretrained ones, are folded:
+    scale and shift of a removed layer go into the layer before it, which gives the same outputs in eval mode. If that
+    layer has no bias for the shift, or there is none, a ``ValueError`` is raised.
 
     Args:
-        model: With removed layers or without, bare, or inside DDP, ``DataParallel`` or ``torch.compile``.
+        model: With or without removed layers, bare, or inside DDP, ``DataParallel`` or ``torch.compile``.
         state: A state dict of the original architecture.
         strict: Whether all names must match, as in ``Module.load_state_dict``.
 
     Returns:
-        What ``load_state_dict`` of the model returns.
+        The result of ``load_state_dict`` of the model.
 
     Raises:
         TypeError: Not a module.
@@ -113,7 +113,7 @@ def load_plain_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict:
 
 
 class _Place(NamedTuple):
-    """One removed BatchNorm: the prefix of its names, and those of all names of the layer in front."""
+    """One removed BatchNorm: the prefix of its names, and the prefixes of all names of the layer before it."""
 
     norm: RemovedNorm
     prefix: str
@@ -134,7 +134,7 @@ def _visible(name: str) -> str:
 
 
 def _without_wrappers(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict under the names of the bare model, whose own one tells when they are reached."""
+    """Return a state dict under the names of the bare model, given the bare model's state dict."""
     values = dict(state)
     for prefix in (*_WRAPPER_PREFIXES, *_WRAPPER_PREFIXES):
         if not values.keys() & own.keys() and all(name.startswith(prefix) for name in values):
@@ -143,7 +143,7 @@ def _without_wrappers(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[
 
 
 def _gathered(value: Any) -> Any:
-    """The whole of a tensor that is spread over ranks."""
+    """Return the full tensor of one that is sharded over ranks."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
@@ -181,7 +181,7 @@ def _check_unsharded(model: nn.Module) -> None:
 
 
 def _entries(place: _Place, values: dict[str, Any]) -> dict[str, Any]:
-    """The tensors of one BatchNorm whose scale is one; takes the bias of the layer in front out of ``values``."""
+    """Return the tensors of one BatchNorm of scale one; moves the bias of the layer before it out of ``values``."""
     norm, width = place.norm, place.norm.num_features
     shift: Tensor | None = None
     if norm.adds_bias:
@@ -203,14 +203,14 @@ def _entries(place: _Place, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reference(place: _Place, values: Mapping[str, Any]) -> Tensor:
-    """A tensor of the device and type that the BatchNorm would have: those of its layer, else of any other."""
+    """Return a tensor with the device and type of the BatchNorm's layer, or else of any other layer."""
     own = [values.get(f"{prefix}weight") for prefix in place.layer_prefixes]
     floating = (v for v in [*own, *values.values()] if isinstance(v, Tensor) and v.is_floating_point())
     return next(floating, torch.empty(0))
 
 
 def _neutral(eps: float, dtype: torch.dtype, *, weight: bool) -> float:
-    """The weight (or, without one, the variance) with which ``batch_norm`` multiplies by one, rounding included."""
+    """Return the weight (or, without one, the variance) with which ``batch_norm`` scales by one, including rounding."""
     ideal = torch.tensor((1 + eps) ** 0.5 if weight else 1 - eps, dtype=dtype)
     candidates = [ideal]
     if dtype in (torch.float32, torch.float64):
@@ -226,7 +226,7 @@ def _neutral(eps: float, dtype: torch.dtype, *, weight: bool) -> float:
 
 
 def _in_order(model: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
-    """As ``state_dict()`` of the original architecture has them: by module, in order of registration."""
+    """Sort the values as ``state_dict()`` of the original architecture: by module, in order of registration."""
     places = {_visible(name): at for at, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
 
     def place(name: str) -> int:
@@ -238,7 +238,7 @@ def _in_order(model: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _absorb(place: _Place, values: dict[str, Any], own: Mapping[str, Any]) -> None:
-    """Take one BatchNorm out of ``values``; its scale and shift go into the layer in front."""
+    """Remove one BatchNorm from ``values`` and fold its scale and shift into the layer before it."""
     name, norm = place.prefix[:-1], place.norm
     tensors = {key: values.pop(place.prefix + key, None) for key in NORM_TENSORS}
     mean, variance = tensors["running_mean"], tensors["running_var"]

@@ -1,4 +1,4 @@
-"""How many dimensions a traced tensor has for certain, whatever the input."""
+"""The number of dimensions of a traced tensor, if it is the same for every input."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _REDUCING = frozenset({"mean", "sum", "amax", "amin"})
 
 
 def rank_of(node: fx.Node, module: nn.Module | None, ranks: Mapping[fx.Node, int | None]) -> int | None:
-    """Return the number of dimensions of what a node yields; None where it may depend on the input.
+    """Return the number of dimensions of a node's output; None if it may depend on the input.
 
     Args:
         node: Of a graph without shapes.
-        module: What it calls, for a node that calls a module.
-        ranks: Those of all nodes before it.
+        module: The module that it calls, if any.
+        ranks: The numbers of dimensions of all nodes before it.
     """
     before = {ranks.get(source) for source in node.all_input_nodes} - {None}
     shared = before.pop() if len(before) == 1 else None

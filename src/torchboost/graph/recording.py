@@ -1,4 +1,4 @@
-"""Recorders of one forward pass: by stand-ins for its tensors, or while it runs. Both work on a copy of the model."""
+"""Record one forward pass, with stand-ins for its tensors or while it runs, on a copy of the model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Forward = Callable[..., Any]
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Modules that become one node. Everything else is looked into."""
+    """Whether a module becomes one node; all others are traced inside."""
     if isinstance(module, LAYERS):
         return True
     plain = type(module).__module__.startswith("torch.nn.modules") and not isinstance(module, nn.Sequential)
@@ -53,7 +53,7 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 def function_name(target: Any) -> str:
-    """Return the name of what a traced node or a torch function calls."""
+    """Return the name of the function or method that a traced node calls."""
     return target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
 
 
@@ -87,17 +87,17 @@ def tensors_in(value: Any) -> list[Tensor]:
 def record_symbols(
     copied: nn.Module, model: nn.Module, sample: Any = None, *, decide: Callable[[], bool] | None = None
 ) -> Dataflow:
-    """Run the Python of ``forward`` on stand-ins for its tensors; nothing is computed.
+    """Run the Python code of ``forward`` on stand-ins for its tensors; nothing is computed.
 
-    The graph holds for all tensors, unless ``decide`` was asked: a decision by a value or a shape otherwise raises.
-    Limit: a stand-in is no tensor for ``isinstance``. Only the copy is touched, and nothing of torch: other threads may
-    run other models.
+    The graph holds for all tensors, unless ``decide`` was called; without ``decide``, a decision by a value or a shape
+    raises. Limit: a stand-in is not an instance of ``Tensor``. Only the copy is changed, and torch is not patched, so
+    other threads may run other models.
 
     Args:
-        copied: Used up: every forward in it is covered.
-        model: What it was copied from; the nodes hold its modules.
-        sample: Says which arguments are given. Without it those that have a default are left out.
-        decide: Gives the outcome of the next decision by a value or a shape.
+        copied: A copy that cannot be used afterwards, because every forward in it is replaced.
+        model: The original; the nodes hold its modules.
+        sample: Determines which arguments are given. Without it, arguments with a default are omitted.
+        decide: Returns the outcome of the next decision by a value or a shape.
 
     Raises:
         Exception: Of any class, if the forward cannot be recorded.
@@ -110,7 +110,7 @@ def record_symbols(
 
 
 def record_run(copied: nn.Module, model: nn.Module, sample: Any) -> Dataflow:
-    """Run ``forward`` on a sample and watch its tensors; ``copied`` and ``model`` as in :func:`record_symbols`."""
+    """Run ``forward`` on a sample and record its tensors; ``copied`` and ``model`` as in :func:`record_symbols`."""
     recorder = _Run()
     _cover_calls(copied, model, recorder)
     return recorder.run(copied, sample)
@@ -118,7 +118,7 @@ def record_run(copied: nn.Module, model: nn.Module, sample: Any) -> Dataflow:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A module in the copy, and what calling it does besides its forward."""
+    """A module in the copy, and what a call does in addition to its forward."""
 
     name: str
     module: nn.Module
@@ -130,7 +130,7 @@ class _Place:
 
 
 class _Recorder:
-    """What both recorders share: the modules that are running, and the marks of hooks."""
+    """Common part of both recorders: the modules that are running, and the marks of hooks."""
 
     def __init__(self) -> None:
         self.running: list[nn.Module] = []
@@ -153,7 +153,7 @@ class _Recorder:
 
 
 def _cover_calls(copied: nn.Module, model: nn.Module, recorder: _Recorder) -> None:
-    """Let every module of the copy report its calls. Hooks do not run: they become an operation of unknown effect."""
+    """Make every module of the copy report its calls. Hooks do not run; they become an operation of unknown effect."""
     originals = dict(model.named_modules())
     for name, module in copied.named_modules():
         own = own_forward(module)
@@ -175,7 +175,7 @@ def _cover_calls(copied: nn.Module, model: nn.Module, recorder: _Recorder) -> No
 
 
 def _marked(value: Any) -> Any:
-    """Put an operation behind every tensor of nested containers."""
+    """Add an operation after every tensor of nested containers."""
     if isinstance(value, (Tensor, fx.Proxy)):
         return value.clone()
     if type(value) is dict:
@@ -194,7 +194,7 @@ def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 class StandIn(fx.Proxy):
-    """Records ``x += y`` as what it is; torch's own stand-in takes it for ``x = x + y``."""
+    """Record ``x += y`` as an in-place operation; torch's own stand-in records ``x = x + y``."""
 
 
 def _in_place(operator: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,7 +209,7 @@ for _name in _OPERATORS:
 
 
 class _Symbols(_Recorder, fx.Tracer):
-    """Books what is done to stand-ins. ``fx.Tracer.trace`` is not used: it patches ``nn.Module`` for all threads."""
+    """Record operations on stand-ins. ``fx.Tracer.trace`` is not used: it patches ``nn.Module`` for all threads."""
 
     def __init__(self, copied: nn.Module, decide: Callable[[], bool] | None) -> None:
         _Recorder.__init__(self)
@@ -260,7 +260,7 @@ class _Symbols(_Recorder, fx.Tracer):
 
 
 def _opaque(*args: Any, **kwargs: Any) -> Any:
-    """Stands in a graph for a call that was not looked into."""
+    """Represent a call in a graph that was not traced inside."""
 
 
 def _flow(graph: fx.Graph, model: nn.Module) -> Dataflow:
@@ -282,7 +282,7 @@ def _flow(graph: fx.Graph, model: nn.Module) -> Dataflow:
             writes = _writes(node.target, node.args, node.kwargs)
             known[node] = builder.operation(function_name(node.target), inputs, _ADDITIONS, writes=writes)
             if writes and isinstance(node.args[0], fx.Node):
-                known[node.args[0]] = known[node]  # in place: whoever reads the tensor later reads the new value
+                known[node.args[0]] = known[node]  # in place: later reads of the tensor get the new value
     return builder.build("fx")
 
 
@@ -293,7 +293,7 @@ def _is_metadata(node: fx.Node) -> bool:
 
 
 def _writes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a traced call writes to its first argument: by name, as an operator, or as it is asked to."""
+    """Whether a traced call writes to its first argument: by its name, as an operator, or by an argument."""
     name = function_name(target)
     if (name.endswith("_") and not name.endswith("__")) or name in _WRITING or kwargs.get("out") is not None:
         return True
@@ -306,7 +306,7 @@ def _writes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
 
 
 class _Run(_Recorder, TorchFunctionMode):
-    """Books every tensor to the node that made it, by identity. Calls inside a leaf module are that module's."""
+    """Map every tensor to the node that made it, by identity. Calls inside a leaf module belong to that module."""
 
     def __init__(self) -> None:
         _Recorder.__init__(self)

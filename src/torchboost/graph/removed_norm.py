@@ -1,4 +1,4 @@
-"""What stands where a BatchNorm was: it hands its input on and remembers what it replaced."""
+"""The module in place of a removed BatchNorm: it returns its input and records what it replaced."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ NORM_TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tr
 
 
 class RemovedNorm(nn.Module):
-    """The identity in place of a BatchNorm; its type tells, also in a wrapped or sharded model, that one is gone.
+    """The identity in place of a BatchNorm; its type marks the removal, also in a wrapped or sharded model.
 
-    It answers the settings of the BatchNorm (``num_features``, ``eps``, ``momentum``, ``affine``,
-    ``track_running_stats`` and whatever else was set on it), but none of its tensors. What a subclass of BatchNorm
-    does behind the normalisation with modules of its own, such as an activation, it does as well, under the same names.
-    TorchScript, tracing and ``torch.export`` read it.
+    It has the settings of the BatchNorm (``num_features``, ``eps``, ``momentum``, ``affine``,
+    ``track_running_stats`` and any other attribute that was set), but none of its tensors. If a subclass of BatchNorm
+    runs modules after the normalisation, such as an activation, it runs them too, under the same names. It works with
+    TorchScript, tracing and ``torch.export``.
 
     Args:
-        norm: The BatchNorm; see :func:`~torchboost.graph.structure.norm_tail` for the kinds that can go.
+        norm: The BatchNorm; see :func:`~torchboost.graph.structure.norm_tail` for the kinds that can be removed.
         copies: Return a copy of the input. Needed if the input is used elsewhere and something may write to the output
             in place.
-        layer: The layer in front, if it feeds this BatchNorm only: what the BatchNorm did can be folded into it.
-        behind: ``layer`` is the one behind instead.
+        layer: The layer before it, if this BatchNorm is its only consumer; the BatchNorm can then be folded into it.
+        behind: ``layer`` is the one after it instead.
 
     Attributes:
         copies: As given.
         tail: Names of the modules that the input passes through; they are the first children, in this order.
         behind: As given.
-        adds_bias: Whether ``layer`` had no bias, so that one that it has now holds the shift of the BatchNorm.
-        batches: How many batches the BatchNorm had counted; None if it counted none.
+        adds_bias: Whether ``layer`` had no bias; if it has one now, that bias holds the shift of the BatchNorm.
+        batches: Number of batches that the BatchNorm had counted; None if it had no counter.
 
     Raises:
         ValueError: It is not known what the BatchNorm computes.
@@ -59,12 +59,12 @@ class RemovedNorm(nn.Module):
         self.behind = behind
         self.tail = tail
         self.adds_bias = layer is not None and layer._parameters.get("bias") is None
-        self._layer = () if layer is None else (layer,)  # in a tuple it is not registered as a part of this module
+        self._layer = () if layer is None else (layer,)  # in a tuple it is not registered as a submodule
         self.training = norm.training
 
     @property
     def layer(self) -> nn.Module | None:
-        """The layer in front, as given."""
+        """The adjacent layer, as given."""
         return self._layer[0] if self._layer else None
 
     @property
@@ -75,7 +75,7 @@ class RemovedNorm(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Return the input or a copy of it, passed through the tail."""
         output = input.clone() if self.copies else input
-        for at, child in enumerate(self.children()):  # TorchScript reads no other way to run modules by their number
+        for at, child in enumerate(self.children()):  # the only form of indexing modules that TorchScript accepts
             if at < len(self.tail):
                 output = child(output)
         return output

@@ -1,4 +1,4 @@
-"""What modules tell without a pass through the model: how a BatchNorm ends, and the data flow of a module tree."""
+"""Facts from the module tree without a forward pass: the modules inside a BatchNorm, and an assumed data flow."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _STATE = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"
 def norm_tail(norm: nn.Module) -> tuple[str, ...] | None:
     """Name the modules inside a BatchNorm that its normalised values pass through, in order.
 
-    ``()`` is torch's own BatchNorm. A subclass that adds, for instance, dropout and an activation as modules of its own
-    gives their names, found by watching its ``forward`` in both modes on a tensor without data. None means that what
-    it computes is not known: something else happens in its ``forward``, one of them twice for instance, or on the
-    instance (hooks, another ``forward``, parametrizations).
+    For torch's own BatchNorm the result is ``()``. For a subclass that adds modules, such as dropout and an activation,
+    it is their names, found by recording its ``forward`` in both modes on a tensor without data. None means that the
+    computation is not known: its ``forward`` does something else, such as running a module twice, or the instance is
+    customised (hooks, another ``forward``, parametrizations).
 
     Cost: nothing for torch's own classes, a few milliseconds for subclasses.
     """
@@ -42,7 +42,7 @@ def norm_tail(norm: nn.Module) -> tuple[str, ...] | None:
 
 
 def is_customised(module: nn.Module) -> bool:
-    """Whether a call does more than the ``forward`` of the class: hooks, one on the instance, parametrizations."""
+    """Whether a call does more than the class's ``forward``: hooks, an instance's ``forward``, parametrizations."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     watched = any(p is not None and p._backward_hooks for p in module._parameters.values())
     called = type(module).__call__ is not nn.Module.__call__
@@ -50,8 +50,8 @@ def is_customised(module: nn.Module) -> bool:
 
 
 def _watched_tail(norm: _BatchNorm, training: bool) -> tuple[str, ...] | None:
-    """Run the forward of a subclass with stand-ins for its children, on nothing, and see what is handed to whom."""
-    twin = norm.__new__(type(norm))  # shares the parameters; what the forward changes is its own
+    """Run the forward of a subclass with stand-ins for its children on an empty tensor, and record the calls."""
+    twin = norm.__new__(type(norm))  # shares the parameters, but not what the forward changes
     buffers = {name: None if buffer is None else buffer.clone() for name, buffer in norm._buffers.items()}
     for sides in (2, 1, 3, 0):
         source = torch.empty(2, norm.num_features, *[2] * sides, device="meta")
@@ -61,14 +61,14 @@ def _watched_tail(norm: _BatchNorm, training: bool) -> tuple[str, ...] | None:
         try:
             with torch.no_grad(), watch:
                 output = twin.forward(source)
-        except Exception:  # another number of dimensions, or whatever the forward of a subclass raises
+        except Exception:  # another number of dimensions, or any error from the forward of a subclass
             continue
         return tuple(watch.tail) if watch.normalised and output is watch.current and not watch.strange else None
     return None
 
 
 class _Watch(TorchFunctionMode):
-    """Follows one tensor: first into ``batch_norm``, which is not computed, then from child to child."""
+    """Follow one tensor: first into ``batch_norm``, which is not computed, then from child to child."""
 
     def __init__(self, norm: _BatchNorm, source: Tensor) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def _with_its_own(norm: _BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class _Step(nn.Module):
-    """Stands for a child of the watched module; hands on a tensor of its own."""
+    """Replace a child of the watched module; returns a new tensor."""
 
     def __init__(self, name: str, watch: _Watch) -> None:
         super().__init__()
@@ -116,11 +116,11 @@ class _Step(nn.Module):
 
 
 def assume(model: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> Dataflow:
-    """Assume that modules run in the order they were registered, and that blocks of fitting widths are residual.
+    """Assume that modules run in the order of registration, and that blocks of matching widths are residual.
 
-    A block is residual where its convolutions end with as many channels as they start with, at the same
-    resolution, or where one 1x1 convolution beside the others maps the block's input to its output. This is a
-    guess: right for the usual residual and plain networks, not proved for any. Nothing that must be exact may
+    A block counts as residual if its convolutions end with as many channels as they start with, at the same
+    resolution, or if one 1x1 convolution in addition to the others maps the block's input to its output. This is a
+    guess: right for the usual residual and plain networks, proved for none. Nothing that must be exact may
     rely on it.
 
     Args:
@@ -153,7 +153,7 @@ def _chain(modules: Sequence[nn.Module], builder: FlowBuilder, entry: int) -> in
 
 
 def _residual(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]] | None:
-    """Main branch and shortcut of a block, or None. Containers and whatever holds a residual block are none."""
+    """Return main branch and shortcut of a block; None for containers and modules that hold a residual block."""
     if isinstance(block, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
         return None
     inner = [m for m in block.modules() if m is not block]
@@ -176,7 +176,7 @@ def _split(inner: list[nn.Module], convolutions: Sequence[_ConvNd]) -> tuple[lis
 
 
 def _width_behind(modules: list[nn.Module], convolution: _ConvNd) -> int | None:
-    """Channels of the normalisation registered right behind a convolution, if there is one."""
+    """Return the channels of the normalisation registered right after a convolution, if there is one."""
     behind = modules[modules.index(convolution) + 1 :][:1]
     return getattr(behind[0], "num_features", None) if behind else None
 
@@ -193,7 +193,7 @@ def _projects(candidate: _ConvNd, others: Sequence[_ConvNd]) -> bool:
 
 
 def _without(modules: list[nn.Module], projection: _ConvNd) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Take a projection and the normalisation registered right behind it out of a block."""
+    """Remove a projection and the normalisation registered right after it from a block."""
     at = modules.index(projection)
     length = 2 if _width_behind(modules, projection) == projection.out_channels else 1
     return modules[:at] + modules[at + length :], modules[at : at + length]

@@ -1,4 +1,4 @@
-"""Exchange modules inside a model and let its optimizer follow, wholly or not at all."""
+"""Replace modules inside a model and update its optimizer accordingly, completely or not at all."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebinding:
-    """What :func:`rebind_optimizer` changed, in numbers of parameters.
+    """Numbers of parameters that :func:`rebind_optimizer` changed.
 
     Args:
-        removed: Left the groups; their state is gone.
-        replaced: Took the place of another one, without its state.
-        added: Joined the group of a parameter that was there before.
+        removed: Parameters removed from the groups, with their state.
+        replaced: Parameters that replaced another one, without its state.
+        added: Parameters added to the group of an existing parameter.
     """
 
     removed: int = 0
@@ -42,16 +42,16 @@ class Rebinding:
 
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> tuple[str, ...]:
-    """Put ``new`` wherever ``old`` stands in ``model``: under every name and in every parent that shares it.
+    """Replace ``old`` by ``new`` everywhere in ``model``: under every name and in every parent that shares it.
 
-    ``new`` takes over the training flag; parts of ``old`` inside ``new`` keep theirs. Parameters and hooks are not
-    copied.
+    ``new`` gets the training flag of ``old``; submodules of ``old`` inside ``new`` keep theirs. Parameters and hooks
+    are not copied.
 
     Returns:
-        Every qualified name under which ``old`` stood, in registration order.
+        Every qualified name of ``old``, in registration order.
 
     Raises:
-        ValueError: ``old`` is ``model`` itself, which nothing in place can replace, or is not part of it.
+        ValueError: ``old`` is ``model`` itself, which cannot be replaced in place, or is not part of it.
 
     Example:
         >>> import torch
@@ -83,16 +83,16 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> tuple[st
 def undone_on_error(
     model: nn.Module, optimizer: Optimizer | None = None, *, written: Iterable[Tensor] = ()
 ) -> Iterator[None]:
-    """Put everything back if the block raises or is interrupted.
+    """Restore everything if the block raises or is interrupted.
 
-    That is: which modules and parameters stand where, training flags, the parameters and the state that the optimizer
-    holds, and the numbers in ``written``. Objects keep their identity. Buffers, other attributes and what steps of the
-    optimizer change are not looked at.
+    This covers the places of modules and parameters, training flags, the parameters and the state of the optimizer,
+    and the values in ``written``. Objects keep their identity. Buffers, other attributes and the effects of optimizer
+    steps are not restored.
 
     Args:
         model: Changed in the block.
-        optimizer: Follows the changes.
-        written: Tensors whose numbers the block changes in place.
+        optimizer: The optimizer of the model, also changed in the block.
+        written: Tensors that the block changes in place.
 
     Cost: a copy of ``written``.
     """
@@ -124,13 +124,13 @@ def _lists(group: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def held_elsewhere(model: nn.Module) -> dict[nn.Module, str]:
-    """Find the modules that attributes hold beside the module tree, where :func:`replace_module` does not reach.
+    """Find modules that plain attributes hold outside the module tree, which :func:`replace_module` does not reach.
 
-    Looks through plain attributes of all modules: lists, tuples, sets, dicts, bound methods, partial functions and
-    modules in them that are not registered.
+    Searches the plain attributes of all modules: lists, tuples, sets, dicts, bound methods, partial functions and
+    unregistered modules in them.
 
     Returns:
-        Each such module and what holds it, such as ``"'path' of the model"``.
+        Each such module and its holder, such as ``"'path' of the model"``.
     """
     found: dict[nn.Module, str] = {}
     registered = set(model.modules())
@@ -181,24 +181,24 @@ def rebind_optimizer(
     replaced: Iterable[tuple[Parameter, Parameter]] = (),
     added: Iterable[tuple[Parameter, Parameter, str]] = (),
 ) -> Rebinding:
-    """Make the user's optimizer follow changed modules: same object, same group dictionaries, same number of groups.
+    """Update the user's optimizer after modules changed; the object, its group dicts and their number stay the same.
 
-    A group that loses its last parameter stays, empty, so that schedulers keep their list of learning rates.
-    Checkpoints of the optimizer written before do not fit afterwards, since parameters are stored by position.
+    A group that loses its last parameter stays as an empty group, so that schedulers keep their list of learning rates.
+    Earlier checkpoints of the optimizer no longer fit, because parameters are stored by position.
 
     Args:
         optimizer: Changed in place.
-        removed: Leave their group; their state is dropped.
-        replaced: Pairs ``(old, new)``: ``new`` takes the place of ``old``, whose state is dropped.
-        added: Triples ``(new, beside, label)``: ``new`` stands right after ``beside``, in the same group. Where the
-            optimizer does not hold ``beside``, it does not get ``new`` either. ``label``, such as ``"bias"``, is
-            for optimizers that list names.
+        removed: Removed from their group; their state is dropped.
+        replaced: Pairs ``(old, new)``: ``new`` replaces ``old``, whose state is dropped.
+        added: Triples ``(new, neighbour, label)``: ``new`` is inserted right after ``neighbour`` in the same group. If
+            the optimizer does not hold ``neighbour``, ``new`` is not added. ``label``, such as ``"bias"``, is for
+            optimizers that list names.
 
     Returns:
         How many parameters were removed, replaced and added.
 
     Raises:
-        ValueError: A group lists another number of names than of parameters; nothing was changed.
+        ValueError: In a group, the numbers of names and parameters differ; nothing was changed.
     """
     for index, group in enumerate(optimizer.param_groups):
         names, parameters = group.get("param_names"), group["params"]
@@ -227,7 +227,7 @@ def _rebind_group(
     joining: dict[Parameter, list[tuple[Parameter, str]]],
     counts: list[int],
 ) -> None:
-    """Edit the lists of one group in place; optimizers may hold on to them (LBFGS does)."""
+    """Edit the lists of one group in place, because optimizers may keep references to them (LBFGS does)."""
     old: list[Parameter] = group["params"]
     names = group.get("param_names") or [""] * len(old)
     entries: list[tuple[str, Parameter]] = []

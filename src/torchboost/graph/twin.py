@@ -1,4 +1,4 @@
-"""A copy of a model that may be traced, run and changed, so that nothing happens to the model itself."""
+"""Copy a model for tracing, so that the model itself is never run or changed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from torchboost.core.covering import uncover_copy
 __all__ = ["parameter_bytes", "twin"]
 
 _NUMBERS_ELSEWHERE = 2**30
-"""Above so many bytes of parameters a copy that is only traced gets none of its own."""
+"""Above this many bytes of parameters, a copy that is only traced has no parameter memory."""
 
 
 def twin(model: nn.Module, *, numbers: bool = True) -> nn.Module:
     """Return a deep copy in eval mode that computes what the forward of ``model`` itself computes.
 
-    Covers and hooks of this package and the mixed precision that Accelerate puts around ``forward`` are taken off the
-    copy, and it is not compiled. Activations that the model keeps as attributes are detached from their graph.
+    The copy is not compiled, and has neither the covers and hooks of this package nor Accelerate's mixed precision
+    around ``forward``. Activations that the model keeps as attributes are detached from their graph.
 
     Args:
-        model: A bare module; left as it is.
-        numbers: False lets the parameters of a large model (1 GiB) lie on the device ``meta`` in the copy.
+        model: A bare module; not changed.
+        numbers: If False, the copy of a large model (over 1 GiB) has its parameters on the device ``meta``.
 
     Raises:
-        TypeError: It holds something that cannot be copied.
+        TypeError: The model holds something that cannot be copied.
     """
     memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in _computed(model)}
     memo |= {id(hook): hook for hooks in _hooks(model) for hook in hooks.values() if _is_ours(hook)}
@@ -39,7 +39,7 @@ def twin(model: nn.Module, *, numbers: bool = True) -> nn.Module:
         memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in plain}
     try:
         made = copy.deepcopy(model, memo)
-    except Exception as error:  # whatever the attributes of the user's modules raise
+    except Exception as error:  # attributes of the user's modules may raise anything
         raise TypeError(
             f"this {type(model).__name__} cannot be copied ({type(error).__name__}: {error}); keep what cannot be "
             "copied outside the model."
@@ -50,7 +50,7 @@ def twin(model: nn.Module, *, numbers: bool = True) -> nn.Module:
     uncover_copy(made)
     for module in made.modules():
         if _uncast(module):
-            uncover_copy(module)  # what was attached before Accelerate prepared the model
+            uncover_copy(module)  # covers from before Accelerate prepared the model
     return made.eval()
 
 
@@ -71,7 +71,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _computed(model: nn.Module) -> Iterator[Tensor]:
-    """Tensors with a history that modules keep as attributes; torch refuses to copy those."""
+    """Yield tensors with an autograd history that modules keep as attributes; torch refuses to copy those."""
     for module in model.modules():
         for value in vars(module).values():
             yield from _with_history(value)
@@ -90,10 +90,10 @@ def _with_history(value: Any) -> Iterator[Tensor]:
 
 
 def _uncast(module: nn.Module) -> bool:
-    """Take Accelerate's mixed precision off the forward of a module in a copy; say whether there was one.
+    """Remove Accelerate's mixed precision from the forward of a module in a copy; return whether there was one.
 
-    Accelerate sets a ``forward`` on the instance that enters autocast and casts the outputs, and remembers the one
-    under it. Its own function for taking that off follows ``__wrapped__`` past everything that lies below.
+    Accelerate sets a ``forward`` on the instance that enters autocast and casts the outputs, and stores the original
+    one. Its own function for the removal follows ``__wrapped__`` through all inner wrappers too.
     """
     operations = sys.modules.get("accelerate.utils.operations")
     forward = vars(module).get("forward")

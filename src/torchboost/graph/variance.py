@@ -1,4 +1,4 @@
-"""The size of activations in an untrained network, followed through its data flow."""
+"""Estimate the size of activations in an untrained network along its data flow."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _ONE_SIDED = frozenset(
 
 @torch.no_grad()
 def rescale_layers(flow: Dataflow, targets: Mapping[int, float], removed: Collection[int] = ()) -> list[nn.Module]:
-    """Scale weights, by one number per layer, so that layers put out activations of a given mean square.
+    """Scale weights by one factor per layer, so that layer outputs have a given mean square.
 
-    Mean and variance are followed from the input, taken as 0 and 1: a layer gives mean 0 and its input's mean
-    square times ``mean_filter(sum w^2)`` (weights are drawn independently with mean zero), a BatchNorm those of its
-    scale and shift, an addition sums both, a one-sided activation such as ReLU gives those of a rectified normal
-    variable, anything else changes nothing. No data is needed, so all ranks get the same weights. Limits: an
-    estimate; correlations between branches are left out.
+    Mean and variance are propagated from the input, where they are 0 and 1. A layer gives mean 0 and its input's mean
+    square times ``mean_filter(sum w^2)`` (weights are drawn independently with mean zero). A BatchNorm gives those of
+    its scale and shift, an addition sums both, and a one-sided activation such as ReLU gives those of a rectified
+    normal variable; other operations change nothing. No data is needed, so all ranks get the same weights. Limits:
+    this is an estimate, and correlations between branches are ignored.
 
     Args:
         flow: The data flow.
-        targets: Node of a layer -> mean square that its output should have, biases aside.
+        targets: Node of a layer -> mean square of its output without the bias.
         removed: BatchNorm nodes that are about to become the identity.
 
     Returns:
@@ -80,7 +80,7 @@ def _joined(node: Node, incoming: list[_Moments]) -> _Moments:
 
 
 def _rectified(moments: _Moments) -> _Moments:
-    """Moments of ``max(x, 0)`` for a normal ``x``."""
+    """Return the moments of ``max(x, 0)`` for a normal ``x``."""
     mean, deviation = moments.mean, moments.variance**0.5
     if not deviation:
         return moments

@@ -94,14 +94,14 @@ class LARS(SGD):
         params: Parameters, named parameters or groups; a group may set ``adapt=False``.
         lr: See :class:`~torchboost.optim.rules.sgd.SGD`.
         momentum: At least 0.
-        weight_decay: See :class:`TrustRatio`.
+        weight_decay: At least 0.
         coefficient: See :class:`TrustRatio`.
         eps: See :class:`TrustRatio`.
         clip: See :class:`TrustRatio`.
         vectors: See :class:`TrustRatio`.
         nesterov: See :class:`~torchboost.optim.rules.sgd.SGD`.
         maximize: See :class:`~torchboost.optim.rules.sgd.SGD`.
-        foreach: Update lists of tensors; by default True unless the learning rate is a tensor.
+        foreach: Update lists of tensors; None does so unless the learning rate is a tensor.
         fused: See :class:`~torchboost.optim.rules.sgd.SGD`.
         master_weights: See :class:`~torchboost.optim.rules.sgd.SGD`.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`; they run before the trust ratio.

@@ -1,4 +1,4 @@
-"""Adam for embeddings with sparse gradients, where a step uses few rows of a table."""
+"""Adam for embeddings with sparse gradients, of which a step uses few rows."""
 
 from __future__ import annotations
 
