@@ -207,7 +207,7 @@ def _checkpoint_in_mid_window(kind: Kind) -> list[float] | str:
 
 
 def _checkpoints_on_ranks() -> list[float]:
-    with pytest.raises(IncompatibleError, match="save when a window has ended"):
+    with pytest.raises(IncompatibleError, match="save after a window has ended"):
         _checkpoint_in_mid_window("fsdp")
     return _checkpoint_in_mid_window("ddp")
 

@@ -202,7 +202,7 @@ def test_two_ranks_resume_on_two_on_four_and_in_the_other_wrapper(tmp_path):
 def _stop_in_mid_window(root: Path) -> list[float]:
     sharded = Run("fsdp", CASES["accumulation"])
     sharded.micro_step(0)
-    with pytest.raises(IncompatibleError, match="save when a window has ended"):
+    with pytest.raises(IncompatibleError, match="save after a window has ended"):
         sharded.save(root / "fsdp", 0)
     assert not (root / "fsdp").exists()
     run = Run("ddp", CASES["accumulation"])

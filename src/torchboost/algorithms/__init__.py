@@ -1,4 +1,4 @@
-"""The algorithms: of each a frozen settings value, and a function that applies it in a loop of your own.
+"""The algorithms: each has a frozen settings dataclass and a function that applies it in your own loop.
 
 The names are listed in ``__init__.pyi`` and load on first use.
 """

@@ -139,7 +139,7 @@ def test_a_step_of_the_optimizer_behind_is_refused():
     model, inner, optimizer = start()
     F.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(IncompatibleError, match="the optimizer that was boosted was stepped directly"):
+    with pytest.raises(IncompatibleError, match="the original optimizer was stepped directly"):
         inner.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     optimizer.direct.remove()

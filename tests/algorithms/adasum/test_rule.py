@@ -302,7 +302,7 @@ def test_one_rank_keeps_what_it_has():
 
 
 def test_combined_needs_vectors_and_copies_a_single_one():
-    with pytest.raises(ValueError, match=r"found no vectors; give the one of every rank\."):
+    with pytest.raises(ValueError, match=r"found no vectors; pass one per rank\."):
         combined([])
     vector = torch.arange(3.0, requires_grad=True)
     assert combined([vector]).data_ptr() != vector.data_ptr()

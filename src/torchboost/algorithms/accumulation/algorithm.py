@@ -24,7 +24,7 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 
 @dataclass(slots=True)
 class _Window:
-    """What one window holds: ``index`` micro-steps of ``length``, and ``weight``, which is ``length`` when full."""
+    """One window: ``index`` of ``length`` micro-steps are done; ``weight`` is their sum, ``length`` when full."""
 
     length: int = 1
     index: int = 0
@@ -34,37 +34,37 @@ class _Window:
 
 
 class Accumulator:
-    """Collects the gradients of ``steps`` backward passes; together they are the gradient of one large batch.
+    """Accumulates the gradients of ``steps`` backward passes into the gradient of one large batch.
 
-    With micro-batches ``i`` on all ranks, ``n_i`` the count of each and ``L_i`` its mean loss, the gradients are
+    For micro-batches ``i`` on all ranks, with counts ``n_i`` and mean losses ``L_i``, the gradients are
 
         sum(n_i * grad(L_i)) / sum(n_i)
 
-    :meth:`share` multiplies the loss by what it contributes. Count samples or, where losses are means over tokens,
-    tokens: any ragged split is then exact. Without counts all micro-batches weigh the same. The gradients are complete
-    when the last micro-step ends; ranks exchange no gradients before. Where an epoch ends inside a window, say so with
-    ``micro_step(last=True)``, or call :meth:`flush`: the average is then over what the window holds.
+    :meth:`share` multiplies the loss by its weight. Count samples or, if the losses are means over tokens, tokens: any
+    ragged split is then exact. Without counts, all micro-batches weigh the same. The gradients are complete when the
+    last micro-step ends; ranks exchange no gradients before that. If an epoch ends inside a window, pass
+    ``micro_step(last=True)`` or call :meth:`flush`: the average is then taken over what the window holds.
 
-    Cost: the gradients' memory between micro-steps (under FSDP2 that of whole gradients, not of shards). With counts, a
-    pass over the gradients per ragged window, and on several ranks one collective of a single number.
+    Cost: the gradients stay in memory between micro-steps (whole gradients under FSDP2, not shards). Counts cost one
+    pass over the gradients per ragged window and, on several ranks, one collective of a single number.
 
-    Limits: gradients of parameters outside ``model`` are not averaged over ragged or short windows; those of parameters
-    outside of a DDP that is inside ``model`` stay on their rank, as without accumulation. BatchNorm
-    normalises each micro-batch by itself, so a network with it does not see one large batch. An exception after
-    :meth:`share` may leave half a backward pass in the gradients: call :meth:`reset`. CUDA graphs overwrite gradients
-    that are kept; a model compiled with them is refused, but not one that is compiled after it was given here.
+    Limits: gradients of parameters outside ``model`` are not averaged over ragged or short windows. If ``model``
+    contains a DDP, gradients of parameters outside that DDP stay on their rank, as without accumulation. BatchNorm
+    normalises each micro-batch separately, so its statistics are not those of one large batch. An exception after
+    :meth:`share` may leave half a backward pass in the gradients: call :meth:`reset`. CUDA graphs overwrite accumulated
+    gradients: a model that is already compiled with them is refused; compiling it later is not detected.
 
     Args:
-        steps: Micro-steps per update, 1 or more. Setting the attribute changes windows that begin later.
-        model: What is trained, as the loop calls it. Set the attribute anew where the model is wrapped later.
+        steps: Micro-steps per update, 1 or more. Setting the attribute applies from the next window on.
+        model: The model as the loop calls it. If you wrap the model later, set the attribute again.
 
     Attributes:
-        ready: Whether the window is complete: step the optimizer, zero the gradients, step the scheduler.
+        ready: Whether the window is complete. If so, step the optimizer, zero the gradients and step the scheduler.
 
     Raises:
-        ValueError: ``steps`` is no integer of 1 or more.
-        IncompatibleError: The model is in DDP with ``static_graph=True``, holds several DDPs, is in FSDP1, or compiled
-            with CUDA graphs.
+        ValueError: ``steps`` is not an integer of 1 or more.
+        IncompatibleError: The model is wrapped by DDP with ``static_graph=True``, contains several DDPs, is wrapped by
+            FSDP1, or is compiled with CUDA graphs.
 
     Example:
         >>> import torch, torchboost
@@ -89,7 +89,7 @@ class Accumulator:
 
     @property
     def model(self) -> nn.Module:
-        """What is trained, as the loop calls it."""
+        """The model as the loop calls it."""
         return self._model
 
     @model.setter
@@ -100,13 +100,13 @@ class Accumulator:
 
     @contextmanager
     def micro_step(self, *, last: bool = False) -> Iterator[None]:
-        """Return the context of one forward and backward pass, in which the loss goes through :meth:`share`.
+        """Return the context of one forward and backward pass; pass the loss through :meth:`share` inside it.
 
         Args:
-            last: End the window with this pass although it is not full; all ranks must agree.
+            last: End the window with this pass even if it is not full; all ranks must agree.
 
         Raises:
-            RuntimeError: The pass before failed half-way, or this one shared no loss.
+            RuntimeError: The previous pass failed half-way, or this one never called :meth:`share`.
         """
         if self.ready:
             self.ready, self._window = False, _Window()
@@ -119,13 +119,13 @@ class Accumulator:
             with nullcontext() if closing else self._sync.suspended():
                 yield
         except BaseException:
-            # Before the loss was shared nothing was added to the gradients; after it, who knows how much.
+            # A failure before share() leaves the gradients untouched; after it, they may hold part of a pass.
             window.phase = "between" if window.phase == "open" else "broken"
             raise
         if window.phase == "open":
             window.phase = "broken"
             raise RuntimeError(
-                "the micro-step shared no loss, so it has no weight; call accumulator.share(loss).backward() in it."
+                "the micro-step ended without a call of share(); call accumulator.share(loss).backward() inside it."
             )
         window.phase = "between"
         window.index += 1
@@ -133,17 +133,17 @@ class Accumulator:
             self._complete()
 
     def share(self, loss: Tensor, count: float | Tensor | None = None, *, reduction: Reduction = "mean") -> Tensor:
-        """Return the part of the loss that this micro-batch contributes; once per micro-step.
+        """Return the loss times the weight of this micro-batch. Call it once per micro-step.
 
         Args:
             loss: Of shape ``()``.
-            count: Number of samples or tokens behind the loss, 0 or more; without it all micro-batches weigh the same.
-            reduction: Whether the loss is their mean or their sum.
+            count: Number of samples or tokens in the loss, 0 or more; without it, all micro-batches weigh the same.
+            reduction: Whether the loss is the mean or the sum over them.
 
         Raises:
-            ValueError: A count that is negative, not finite, or missing where one is needed; counts for some
-                micro-batches of a window and not for others; the mean over no samples, where that is not a number.
-            RuntimeError: Outside a micro-step, or a second loss in one.
+            ValueError: A count is negative, not finite or missing; only some micro-batches of a window have counts; or
+                the count is 0 and the mean loss is NaN.
+            RuntimeError: Called outside a micro-step, or twice in one.
         """
         window = self._in_phase("open")
         number = self._checked_count(count, reduction, loss)
@@ -152,24 +152,24 @@ class Accumulator:
             part = loss
         else:
             if self._nominal is None:
-                # A typical count, so that losses keep their size; any number would do, but the same on all ranks.
+                # A typical count keeps losses at their usual size. Any number works if it is the same on all ranks.
                 self._nominal = self._sync.largest(max(number, 1.0))
             window.weight += number / self._nominal
-            # The nominal count takes the path of a plain mean: equal batches give the same bits as without counts.
+            # The nominal count takes the path of a plain mean, so equal batches give the same bits as without counts.
             factor = (1.0 if reduction == "sum" else number) / self._nominal
             part = loss if factor == 1.0 else loss * factor
         window.counted, window.phase = number is not None, "shared"
         return part if window.length == 1 else part / window.length
 
     def flush(self) -> bool:
-        """End a window that is not full; update if this returns True: a rank held something.
+        """End a window that is not full; return whether any rank held gradients. If so, update.
 
-        All ranks must call this after windows that ended on all of them; their last windows may hold more or less, or
-        nothing.
+        All ranks must call this, after the same number of full windows. Their last windows may differ in length or be
+        empty.
 
         Raises:
-            IncompatibleError: FSDP2, which reduces gradients in backward passes only; or the windows of the ranks have
-                different lengths.
+            IncompatibleError: The model is sharded by FSDP2, which reduces gradients in backward passes only; or
+                ``steps`` differs between the ranks.
             RuntimeError: The last micro-step failed half-way.
         """
         window = _Window() if self.ready else self._in_phase("between")
@@ -184,36 +184,36 @@ class Accumulator:
         return True
 
     def reset(self) -> None:
-        """Drop the window and its gradients; on several ranks all must.
+        """Drop the window and its gradients. All ranks must call it.
 
         Raises:
-            IncompatibleError: FSDP2 in mid-window, which keeps the gradients to itself.
+            IncompatibleError: FSDP2 is in the middle of a window; unreduced gradients cannot be read.
         """
-        self._refuse_shards("dropped", "go back to the last checkpoint")
+        self._refuse_shards("dropped", "load the last checkpoint")
         self.ready, self._window = False, _Window()
         for parameter in self._model.parameters():
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs, in mid-window with this rank's gradients; after an update is cheapest.
+        """Return the state of the window, with this rank's gradients if it is not empty; cheapest after an update.
 
         Raises:
-            IncompatibleError: FSDP2 in mid-window, which keeps the gradients to itself.
+            IncompatibleError: FSDP2 is in the middle of a window; unreduced gradients cannot be read.
         """
         self._in_phase("between")
         if self.ready or not self._window.index:
             return {"nominal": self._nominal, "window": None}
-        self._refuse_shards("saved", "save when a window has ended")
+        self._refuse_shards("saved", "save after a window has ended")
         gradients = [None if p.grad is None else p.grad.detach().clone() for p in self._model.parameters()]
         return {"nominal": self._nominal, "window": asdict(self._window), "gradients": gradients}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned; gradients held before are dropped.
+        """Resume from what :meth:`state_dict` returned; gradients held before are dropped.
 
-        A window that was begun ends with the length it was begun with.
+        A window that has begun keeps its length.
 
         Raises:
-            ValueError: The gradients are those of another model; nothing was loaded.
+            ValueError: The gradients belong to another model; nothing was loaded.
         """
         parameters = list(self._model.parameters())
         gradients = state_dict.get("gradients", [None] * len(parameters))
@@ -221,7 +221,7 @@ class Accumulator:
         if len(gradients) != len(parameters) or not all(fit):
             raise ValueError(
                 f"the checkpoint's {len(gradients)} gradients do not fit the {len(parameters)} parameters of this "
-                "model; load it with the model it was written with."
+                "model; load it with the model that it was saved from."
             )
         self.ready, self._nominal = False, state_dict["nominal"]
         self._window = _Window(**(state_dict.get("window") or {}))
@@ -236,9 +236,9 @@ class Accumulator:
             phase = "open"
         raise RuntimeError(
             {
-                "between": "a loss was shared outside a micro-step; do so inside `with accumulator.micro_step():`.",
-                "open": "a micro-step is under way; end it first.",
-                "shared": "this micro-step has shared its loss already; add losses up and share their sum once.",
+                "between": "share() was called outside a micro-step; call it inside `with accumulator.micro_step():`.",
+                "open": "a micro-step is still open; end it first.",
+                "shared": "share() was already called in this micro-step; add the losses and share their sum once.",
                 "broken": "a micro-step failed half-way, so the gradients may hold a part of it; call reset(), which "
                 "drops the window, or load a checkpoint.",
             }[phase]
@@ -250,24 +250,24 @@ class Accumulator:
         if self._window.counted not in (None, count is not None):
             found, began = ("none", "with counts") if count is None else ("one", "without")
             raise ValueError(
-                f"count: found {found}, but the window began {began}; give one for each micro-batch or for none."
+                f"count: found {found}, but the window began {began}; pass one for each micro-batch or for none."
             )
         if count is None:
             if reduction == "sum":
-                raise ValueError("count: found none; give the number of samples or tokens, to average a sum by.")
+                raise ValueError("count: found none; pass the number of samples or tokens that the sum runs over.")
             return None
         number = float(count)
         if not 0 <= number < math.inf:
             raise ValueError(f"count: found {number}; allowed are finite numbers, 0 or more.")
         if number == 0 and not bool(torch.isfinite(loss)):
             raise ValueError(
-                f"count: found 0 for a loss of {loss.item()}; a mean over nothing is no number: give the sum "
+                f"count: found 0 for a loss of {loss.item()}; the mean over nothing is undefined: pass the sum "
                 "(reduction='sum'), or divide by at least 1."
             )
         return number
 
     def _complete(self) -> None:
-        """Scale the gradients so that they are averaged over what the window holds, on all ranks."""
+        """Scale the gradients to the average over what the window holds, on all ranks."""
         window = self._window
         held = window.weight
         if window.counted or window.index < window.length:
@@ -282,9 +282,9 @@ class Accumulator:
         self.ready = True
 
     def _longest(self, window: _Window) -> int:
-        """Return the length of the windows that hold something, on all ranks the same; 0 where none does."""
+        """Return the length of the windows that are not empty, the same on all ranks; 0 if all are empty."""
         held = window.index > 0
-        # A rank that has shared a count for the first time asks for the largest, of 1 or more; join it.
+        # A rank that has just shared its first count asks for the largest count, 1 or more; take part in that.
         while (shortest := -self._sync.largest(-window.length if held else -math.inf)) < 0:
             self._nominal = -shortest
         if shortest == math.inf:
@@ -293,25 +293,26 @@ class Accumulator:
         if longest != shortest:
             raise IncompatibleError(
                 f"flush() found windows of {shortest:g} micro-steps on one rank and of {longest:g} on another; set the "
-                "same steps on all ranks, and go back to the last checkpoint or call reset() on all."
+                "same steps on all ranks, then load the last checkpoint or call reset() on all of them."
             )
         return int(longest)
 
     def _refuse_shards(self, what: str, instead: str) -> None:
         if self._sync.sharded and self._window.index and not self.ready:
             raise IncompatibleError(
-                f"FSDP2 keeps the gradients of a window that is not full to itself, so it cannot be {what}; {instead}."
+                f"the unreduced gradients of FSDP2 cannot be read, so a window that is not full cannot be {what}; "
+                f"{instead}."
             )
 
 
 def _checked(steps: int) -> int:
     if not is_integer(steps) or steps < 1:
-        raise ValueError(f"steps: found {steps!r}; an integer of 1 or more says how many batches make an update.")
+        raise ValueError(f"steps: found {steps!r}; pass the number of batches per update, an integer of 1 or more.")
     return steps
 
 
 def _check_graphs(model: nn.Module) -> None:
-    """Refuse CUDA graphs, under which gradients that are kept go wrong, with an error or without."""
+    """Refuse CUDA graphs, which overwrite accumulated gradients, with or without an error."""
     if all(parameter.device.type == "cpu" for parameter in model.parameters()):
         return
     for module in model.modules():
@@ -320,16 +321,16 @@ def _check_graphs(model: nn.Module) -> None:
             config = getattr(compiled, "get_compiler_config", dict)() or {}
             if config.get("triton.cudagraphs"):
                 raise IncompatibleError(
-                    "grad_accumulation: the model is compiled with CUDA graphs, each run of which overwrites the "
-                    "gradients of the run before; compile it without mode 'reduce-overhead' or 'max-autotune' "
+                    "grad_accumulation: the model is compiled with CUDA graphs, and each run overwrites the gradients "
+                    "of the run before; compile it without mode 'reduce-overhead' or 'max-autotune' "
                     "('max-autotune-no-cudagraphs' works)."
                 )
 
 
 class Accumulating(Attachment):
-    """The accumulator of a target. After ``remove()`` it closes a window with every batch.
+    """The accumulator of a target. After ``remove()`` every batch is a full window.
 
-    Its state is the accumulator's own, which :class:`~torchboost.core.step.TrainStep` saves with the rest.
+    Its state is that of the accumulator; :class:`~torchboost.core.step.TrainStep` saves it with the rest.
     """
 
     def __init__(self, accumulator: Accumulator, target: Target) -> None:
@@ -344,9 +345,9 @@ class Accumulating(Attachment):
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulation(Algorithm):
-    """One update after several batches, through ``target.accumulator``, which the loop must use.
+    """One update after several batches. The loop must use ``target.accumulator``.
 
-    :class:`~torchboost.core.step.TrainStep` and the training cell do; a loop of your own takes three more lines, see
+    :class:`~torchboost.core.step.TrainStep` and the training cell do so; your own loop needs three more lines, see
     :class:`Accumulator`.
 
     Args:
@@ -354,7 +355,7 @@ class Accumulation(Algorithm):
     """
 
     name: ClassVar[str] = "grad_accumulation"
-    # After compilation, so that CUDA graphs are seen.
+    # After compilation, so that CUDA graphs are detected.
     traits: ClassVar[Traits] = Traits(order=95)
     steps: int = 1
 
@@ -362,20 +363,20 @@ class Accumulation(Algorithm):
         _checked(self.steps)
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
-        """Say that a window of one batch is no window."""
-        return "an update after every batch is what a loop does anyway (steps=1)" if self.steps == 1 else None
+        """Explain that a window of one batch changes nothing."""
+        return "the loop already updates after every batch (steps=1)" if self.steps == 1 else None
 
     def check(self, target: Target) -> None:
-        """Refuse what :meth:`attach` lists."""
+        """Raise the errors that :meth:`attach` lists."""
         if target.accumulator is not None:
-            raise IncompatibleError("grad_accumulation: the target has an accumulator already; remove that one first.")
+            raise IncompatibleError("grad_accumulation: the target already has an accumulator; remove that one first.")
         Accumulator(self.steps, target.model)
 
     def attach(self, target: Target) -> Accumulating:
         """Give the target its accumulator.
 
         Raises:
-            IncompatibleError: The target has one already, or the model cannot leave out a synchronisation.
+            IncompatibleError: The target already has one, or the model cannot skip a synchronisation.
         """
         self.check(target)
         accumulator = Accumulator(self.steps, target.model)

@@ -1,4 +1,4 @@
-"""Accumulation of gradients that are handed over, for loops and wrappers that hold them as tensors."""
+"""Accumulation of explicit gradients, for loops and wrappers that hold them as tensors."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Loss = TypeVar("Loss")
 
 
 class GradientWindow:
-    """Collects gradients that are handed over, and updates with their mean once ``steps`` are there.
+    """Accumulates the gradients passed to it and updates with their mean after ``steps`` calls.
 
-    Where the loop itself calls ``backward()``, :class:`~torchboost.Accumulator` does the same without a second copy of
-    the gradients and without exchanging them between ranks in every pass.
+    If the loop itself calls ``backward()``, use :class:`~torchboost.Accumulator`: it needs no second copy of the
+    gradients and does not exchange them between ranks in every pass.
 
     Args:
         steps: Calls per update, 1 or more.
-        optimizer: Steps once per window, so hooks and schedulers on it follow the updates.
+        optimizer: Steps once per window, so its hooks and schedulers follow the updates.
 
     Attributes:
-        updated: Whether the last call stepped the optimizer; step schedulers where it did.
+        updated: Whether the last call stepped the optimizer; if so, step the schedulers.
 
     Raises:
-        TypeError: ``optimizer`` is no optimizer.
-        ValueError: ``steps`` is no integer of 1 or more.
+        TypeError: ``optimizer`` is not an optimizer.
+        ValueError: ``steps`` is not an integer of 1 or more.
 
     Example:
         >>> import torch
@@ -48,12 +48,12 @@ class GradientWindow:
     """
 
     steps_name: ClassVar[str] = "steps"
-    """What the messages call the number of calls per update."""
+    """Name of ``steps`` in the messages."""
 
     def __init__(self, steps: int, optimizer: Optimizer) -> None:
         if not is_integer(steps) or steps < 1:
             raise ValueError(
-                f"{self.steps_name}: found {steps!r}; an integer of 1 or more says how many calls make an update."
+                f"{self.steps_name}: found {steps!r}; pass the number of calls per update, an integer of 1 or more."
             )
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, found {type(optimizer).__name__}.")
@@ -63,25 +63,28 @@ class GradientWindow:
         self._clear()
 
     def __call__(self, loss: Loss, grads: Sequence[Tensor | None], *, count: float | None = None) -> Loss:
-        """Add the gradients of one micro-batch; return the loss as it is.
+        """Add the gradients of one micro-batch; return the loss unchanged.
 
         Args:
-            loss: Not looked at.
-            grads: One gradient per parameter of the optimizer, in the order of its groups; None where there is none.
-            count: Number of samples or tokens behind gradients of a mean loss, above 0; without it all weigh the same.
+            loss: Not used.
+            grads: One gradient per parameter of the optimizer, in the order of its groups; None for a parameter without
+                one.
+            count: Number of samples or tokens that the loss is the mean of, above 0; without it all calls weigh the
+                same.
 
         Raises:
             TypeError: An entry is neither a tensor nor None.
-            ValueError: Wrong number or shapes of gradients, a bad count, or one in some calls of a window only.
+            ValueError: The number or shapes of the gradients are wrong, a count is not valid, or only some calls of a
+                window have one.
         """
         grads = self._checked(grads)
         if self._counted not in (None, count is not None):
-            raise ValueError(f"count: found {count}, but the window began otherwise; give one in each call or in none.")
+            raise ValueError(f"count: found {count}, but the window began otherwise; pass one in each call or in none.")
         if count is not None and not 0 < count < math.inf:
-            raise ValueError(f"count: found {count}; allowed are finite numbers above 0; leave empty batches out.")
+            raise ValueError(f"count: found {count}; allowed are finite numbers above 0; skip empty batches.")
         if not self._calls:
             self._clear()
-        self._held += [None] * (len(grads) - len(self._held))  # of a group that was added within the window
+        self._held += [None] * (len(grads) - len(self._held))  # for a group that was added within the window
         self._counted, weight = count is not None, 1.0 if count is None else float(count)
         for i, gradient in enumerate(grads):
             held = self._held[i]
@@ -95,7 +98,7 @@ class GradientWindow:
         return loss
 
     def flush(self) -> bool:
-        """Update with the mean of what a window holds that is not full; return whether there was anything."""
+        """Update with the mean of a window that is not full; return whether it held anything."""
         self.updated = self._calls > 0
         if self.updated:
             rest = self.steps / self._weight
@@ -108,20 +111,20 @@ class GradientWindow:
         return self.updated
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs, the gradients of a window that is not full included."""
+        """Return the state of the window, including the gradients of one that is not full."""
         held = [None if gradient is None else gradient.clone() for gradient in self._held]
         return {"calls": self._calls, "weight": self._weight, "counted": self._counted, "held": held}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned.
+        """Resume from what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: The window does not fit this optimizer or is longer; nothing was loaded.
+            ValueError: The window does not fit this optimizer or is too long; nothing was loaded.
         """
         if state["calls"] >= self.steps and state["calls"]:
             raise ValueError(
-                f"the checkpoint holds {state['calls']} calls, a window takes {self.steps}; build it "
-                f"with the {self.steps_name} it was written with."
+                f"the checkpoint holds {state['calls']} calls, but a window takes {self.steps}; build it with the "
+                f"{self.steps_name} it was saved with."
             )
         held = self._checked(state["held"])
         self._held = [
@@ -141,15 +144,15 @@ class GradientWindow:
         parameters = self._parameters()
         if len(grads) != len(parameters):
             raise ValueError(
-                f"grads: found {len(grads)}, the optimizer has {len(parameters)} parameters; give one gradient for "
-                "each, in the order of its groups, None where there is none."
+                f"grads: found {len(grads)}, the optimizer has {len(parameters)} parameters; pass one gradient for "
+                "each, in the order of its groups, or None."
             )
         for i, (gradient, parameter) in enumerate(zip(grads, parameters, strict=True)):
             if gradient is not None and not isinstance(gradient, torch.Tensor):
                 raise TypeError(f"grads[{i}] must be a tensor or None, found {type(gradient).__name__}.")
             if gradient is not None and gradient.shape != parameter.shape:
                 raise ValueError(
-                    f"grads[{i}] has shape {tuple(gradient.shape)}, its parameter {tuple(parameter.shape)}; give the "
-                    "gradients in the order of the optimizer's groups."
+                    f"grads[{i}] has shape {tuple(gradient.shape)}, but its parameter has {tuple(parameter.shape)}; "
+                    "pass the gradients in the order of the optimizer's groups."
                 )
         return grads

@@ -1,4 +1,4 @@
-"""The optimizer that stands in front of the user's own if gradients accumulate in a loop that stays as it was."""
+"""The optimizer that wraps the user's optimizer if gradients accumulate in an unchanged loop."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from torchboost.optim.front import FrontOptimizer
 __all__ = ["AccumulatingOptimizer"]
 
 _PASSED_BY = (
-    "grad_accumulation: the optimizer that was boosted was stepped directly, which would update after every batch; "
-    "step the one that boost returned: model, optimizer = torchboost.boost(model, optimizer, ...) or "
-    "network, optimizer = booster.network_auto_process_train(network, optimizer). BoostTrainOneStepCell takes either."
+    "grad_accumulation: the original optimizer was stepped directly, which would update after every batch; step the "
+    "one that boost returned: model, optimizer = torchboost.boost(model, optimizer, ...) or network, optimizer = "
+    "booster.network_auto_process_train(network, optimizer). BoostTrainOneStepCell accepts both."
 )
 
 
 class AccumulatingOptimizer(FrontOptimizer):
-    """Applies every k-th step, with the mean of k gradients, in a loop that stays as it was.
+    """Applies every k-th step with the mean of k gradients; the loop does not change.
 
-    Every ``step()`` takes the gradients away into a buffer of its own, so that clipping and loss scaling in the loop
-    act on each batch as they did, and ``zero_grad()`` loses nothing. A scheduler in such a loop still follows the
-    batches. Ranks exchange gradients for each batch; the training cell, which knows when a window begins, does not.
+    Every ``step()`` moves the gradients into a buffer. Clipping and loss scaling in the loop therefore act on each
+    batch as before, and ``zero_grad()`` loses nothing. A scheduler in such a loop still follows the batches. Ranks
+    exchange gradients for each batch; the training cell knows when a window begins and does not.
 
     Args:
-        opt: Stepped once per window, so that hooks on it follow the updates. A step of it that passes this by would
-            update with the gradients of one batch, and is refused.
-        accumulator: Says how many batches make an update.
+        opt: Stepped once per window, so its hooks follow the updates. Stepping it directly would update with the
+            gradients of one batch and raises an error.
+        accumulator: Its ``steps`` is the number of batches per update.
 
-    Copies and pickles go on with the window, on an optimizer of their own.
+    Copies and pickles keep the window and have their own optimizer.
 
     Attributes:
         updated: Whether the last ``step()`` updated the weights.
-        direct: Refuses steps of ``opt`` that pass this by.
+        direct: Refuses direct steps of ``opt``.
     """
 
     copyable = True
@@ -52,7 +52,7 @@ class AccumulatingOptimizer(FrontOptimizer):
         self.direct = DirectSteps(opt, self, _PASSED_BY)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Add the gradients to the window, and update where that fills it; return what the closure returns."""
+        """Add the gradients to the window and update if it is full; return what the closure returns."""
         returned = None
         if closure is not None:
             with torch.enable_grad():
@@ -67,7 +67,7 @@ class AccumulatingOptimizer(FrontOptimizer):
         return returned
 
     def flush(self) -> bool:
-        """Update with what a window holds that is not full; return whether there was anything."""
+        """Update with a window that is not full; return whether it held anything."""
         with self.direct.allowed():
             self.updated = self._given.flush()
         return self.updated
@@ -77,7 +77,7 @@ class AccumulatingOptimizer(FrontOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.direct = DirectSteps(self.opt, self, _PASSED_BY)  # hooks stay behind
+        self.direct = DirectSteps(self.opt, self, _PASSED_BY)  # hooks are not copied
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

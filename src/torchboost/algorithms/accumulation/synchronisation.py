@@ -1,4 +1,4 @@
-"""Switch off the exchange of gradients that DDP and FSDP2 do in every backward pass, and agree on numbers instead."""
+"""Suspend the gradient synchronisation of DDP and FSDP2, and reduce single numbers over their ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class GradientSync:
     """How the gradients of one model are averaged over the ranks: by DDP, by FSDP2, or not at all.
 
     Args:
-        model: As the loop calls it, with DDP around it or inside it, as in ``WithLoss(DDP(model))``, or compiled.
+        model: As the loop calls it: wrapped by DDP, containing one as in ``WithLoss(DDP(model))``, or compiled.
 
     Attributes:
-        ranks: Over how many ranks gradients are averaged; 1 for a bare model.
-        sharded: Whether FSDP2 shards the model; it keeps gradients that are not reduced yet to itself.
+        ranks: Number of ranks that gradients are averaged over; 1 for a bare model.
+        sharded: Whether FSDP2 shards the model; gradients that are not yet reduced cannot be read then.
 
     Raises:
         IncompatibleError: DDP with ``static_graph=True``, several DDPs, or FSDP1.
@@ -34,15 +34,15 @@ class GradientSync:
         outer = model.get_submodule("_orig_mod") if wrapper_of(model) == "torch.compile" else model
         if wrapper_of(outer) == "FullyShardedDataParallel":
             raise IncompatibleError(
-                "the model is sharded by FullyShardedDataParallel (FSDP1), which this does not know; "
-                "use fully_shard (FSDP2)."
+                "the model is sharded by FullyShardedDataParallel (FSDP1), which is not supported; use fully_shard "
+                "(FSDP2)."
             )
         self._model = model
         self._ddp = only_ddp(outer)
         if self._ddp is not None and self._ddp.static_graph:
             raise IncompatibleError(
-                "DistributedDataParallel was built with static_graph=True, under which torch fails when a backward "
-                "pass does not synchronise; build it without."
+                "DistributedDataParallel was built with static_graph=True, under which a backward pass without "
+                "synchronisation fails in torch; build it without static_graph."
             )
         self._shards = [module for module in outer.modules() if hasattr(module, "set_requires_gradient_sync")]
         self._group = self._ddp.process_group if self._ddp is not None else None
@@ -51,7 +51,7 @@ class GradientSync:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Return a context whose passes leave their gradients on their rank; the next pass outside adds them up."""
+        """Return a context in which gradients stay on their rank; the next pass outside it synchronises them."""
         if self._ddp is not None:
             with self._ddp.no_sync():
                 yield
@@ -63,19 +63,19 @@ class GradientSync:
             self._switch(True)
 
     def catch_up(self) -> None:
-        """Take part in what DDP exchanges at the beginning of passes, where other ranks made some and this one none.
+        """Take part in what DDP exchanges at the start of a pass, if other ranks ran a pass and this one did not.
 
-        On ranks that made such a pass it does nothing; all of them must call it.
+        It does nothing on ranks that ran the pass. All ranks must call it.
         """
         if self._ddp is not None:
-            # Orders of buckets and buffers, which torch exchanges in suspended passes too: all of a pass but the model.
+            # The order of the buckets and the buffers, which torch exchanges in suspended passes too.
             with torch.enable_grad(), self._ddp.no_sync():
                 self._ddp._post_forward(self._ddp._pre_forward(torch.zeros(())))
 
     def average(self) -> None:
-        """Average every gradient that any rank holds, after passes that left them on their rank; not under FSDP2.
+        """Average every gradient that any rank holds, after suspended passes. Not for FSDP2.
 
-        Parameters outside of DDP are left alone, as by DDP.
+        Parameters outside of DDP are left alone, as DDP does.
         """
         averaged = self._model if self._ddp is None else self._ddp
         parameters = [p for p in averaged.parameters() if p.requires_grad]

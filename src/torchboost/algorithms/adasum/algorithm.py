@@ -1,4 +1,4 @@
-"""AdaSum: between nodes, what they agree on is averaged and what they do not is added."""
+"""AdaSum: what the nodes agree on is averaged, what they disagree on is added."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ def adasum(
     split_groups: int | Sequence[int] | None = None,
     devices_per_node: int | None = None,
 ) -> AdaptiveSumming:
-    """Combine what the nodes learn by AdaSum, in a loop of your own; see :class:`AdaptiveSum` for what is what.
+    """Combine the updates or gradients of the nodes by AdaSum, in your own loop; see :class:`AdaptiveSum`.
 
-    Every rank calls this at the same place, after the model was wrapped. Call ``remove()`` to go back.
+    Every rank must call this at the same point, after wrapping the model. Call ``remove()`` to undo it.
 
     Args:
-        model: As the loop calls it.
-        optimizer: Steps on it.
-        on: The updates (``"delta"``) or the gradients.
-        split_groups: Where in the model's list of parameters a new pack of collectives begins.
-        devices_per_node: Ranks per node; None asks the launcher.
+        model: The model as the loop calls it.
+        optimizer: The optimizer of the model.
+        on: Combine the updates (``"delta"``) or the gradients (``"gradient"``).
+        split_groups: Positions in the model's list of parameters at which a new pack of collectives begins.
+        devices_per_node: Ranks per node; None takes it from the launcher.
 
     Raises:
         IncompatibleError, TypeError, ValueError: See :class:`AdaptiveSum`.
 
     Warns:
-        NoEffectWarning: There is one node only.
+        NoEffectWarning: There is only one node.
 
     Example:
         >>> import torch, torchboost
@@ -68,9 +68,9 @@ def adasum(
 
 
 class AdaptiveSumming(Attachment):
-    """AdaSum at work on one model. There is nothing to save: nothing is kept from one step to the next.
+    """AdaSum attached to one model. It has no state to save.
 
-    Under DDP the communication hook cannot be taken away; after :meth:`remove` it averages, as DDP without it does.
+    DDP's communication hook cannot be removed; after :meth:`remove` it averages, as DDP without a hook does.
 
     Attributes:
         on: ``"delta"`` or ``"gradient"``.
@@ -84,14 +84,14 @@ class AdaptiveSumming(Attachment):
 
     @property
     def active(self) -> bool:
-        """Whether nodes are combined: there are several, and nobody called :meth:`remove`."""
+        """Whether nodes are combined: there are several, and :meth:`remove` was not called."""
         return bool(self._handles)
 
     @property
     def cosines(self) -> dict[str, float]:
-        """By parameter the cosine between nodes at the last update, the mean over the pairs of the tree.
+        """The cosine between nodes per parameter at the last update, averaged over the pairs of the tree.
 
-        0 where a side did not move. Under FSDP2 on gradients: by unit. Reading waits for the device.
+        It is 0 if one side did not change. With FSDP2 on gradients, it is per unit. Reading it synchronises the device.
         """
         return {
             self._name(place): value
@@ -101,18 +101,18 @@ class AdaptiveSumming(Attachment):
 
     @property
     def agreement(self) -> float:
-        """The mean of :attr:`cosines`: 1 where all nodes say the same, 0 where they have nothing in common.
+        """The mean of :attr:`cosines`: 1 if all nodes agree, 0 if they are orthogonal.
 
-        NaN before the first update. Reading waits for the device.
+        NaN before the first update. Reading it synchronises the device.
         """
         found = self.cosines.values()
         return sum(found) / len(found) if found else float("nan")
 
     def check_scaler(self, scaler: Any) -> None:
-        """Refuse a loss scaler that could leave out the step on one node only, where the others would wait for it.
+        """Refuse a loss scaler that could skip the step on one node while the others wait for it.
 
         Raises:
-            IncompatibleError: The scaler does not ask all other ranks.
+            IncompatibleError: The scaler does not agree on overflows with all other ranks.
         """
         if self.active and self.on == "delta":
             _check_scaler(scaler)
@@ -134,31 +134,31 @@ class AdaptiveSumming(Attachment):
 class AdaptiveSum(Algorithm):
     """Mean inside a node, adaptive sum across nodes, parameter by parameter.
 
-    On updates (``on="delta"``) every node steps its own optimizer on its own gradients; the difference that the step
-    made is then combined, ``weights = old - combined(old - new)``. This is right for any optimizer. Gradients must be
-    averaged over the node alone: DDP built with ``process_group=NodeGroups.of(...).inside``, FSDP2 on the mesh of the
-    node, or a bare model, whose updates are averaged inside the node. Each node has an optimizer state of its own, so
-    that a checkpoint needs one of each node. Buffers, such as the statistics of BatchNorm, are left alone.
+    On updates (``on="delta"``) every node steps its own optimizer on its own gradients; the changes of the weights are
+    then combined, ``weights = old - combined(old - new)``. This is right for any optimizer. Gradients must be averaged
+    over the node alone: DDP built with ``process_group=NodeGroups.of(...).inside``, FSDP2 on the mesh of the node, or a
+    bare model, whose updates are averaged inside the node. Each node has its own optimizer state, so a checkpoint must
+    hold one per node. Buffers, such as the statistics of BatchNorm, are left alone.
 
     On gradients (``on="gradient"``) they are combined in the backward pass: under DDP over all ranks by its
     communication hook, under FSDP2 on the mesh of the node by its all-reduce hook, with one dot product per unit.
 
     Args:
         on: ``"delta"`` or ``"gradient"``.
-        split_groups: Positions in the model's list of parameters from which on a new pack, with collectives of its own,
-            begins; those behind the end split nothing. None makes one pack. Under FSDP2 on gradients the units are the
+        split_groups: Positions in the model's list of parameters at which a new pack, with its own collectives, begins;
+            positions past the end have no effect. None makes one pack. Under FSDP2 on gradients the units are the
             packs.
-        devices_per_node: Ranks per node; None takes what the launcher says.
+        devices_per_node: Ranks per node; None takes it from the launcher.
 
     Raises:
-        TypeError, ValueError: A setting that makes no sense.
+        TypeError, ValueError: A setting is not valid.
 
-    Cost: what :func:`~torchboost.algorithms.adasum.rule.hierarchical_adasum_` sends; on updates one more copy of the
-    weights, and while a pack is combined two copies of it. Nothing overlaps with the backward pass.
+    Cost: the traffic of :func:`~torchboost.algorithms.adasum.rule.hierarchical_adasum_`; on updates one more copy of
+    the weights, and two copies of a pack while it is combined. Communication does not overlap with the backward pass.
     """
 
     name: ClassVar[str] = "adasum"
-    # Its hook after the step must come before that of grad_freeze, which moves on to the next blocks.
+    # Its post-step hook must run before that of grad_freeze, which switches to the next blocks.
     traits: ClassVar[Traits] = Traits(order=93)
 
     on: On = "delta"
@@ -167,19 +167,19 @@ class AdaptiveSum(Algorithm):
 
     def __post_init__(self) -> None:
         if self.on not in ("delta", "gradient"):
-            raise ValueError(f"on: found {self.on!r}; give 'delta' or 'gradient'.")
+            raise ValueError(f"on: found {self.on!r}; pass 'delta' or 'gradient'.")
         per_node = self.devices_per_node
         if per_node is not None and (not is_integer(per_node) or per_node < 1):
-            raise ValueError(f"devices_per_node: found {per_node!r}; give an integer of 1 or more, or None.")
+            raise ValueError(f"devices_per_node: found {per_node!r}; pass an integer of 1 or more, or None.")
         if self.split_groups is not None:
             object.__setattr__(self, "split_groups", _points(self.split_groups))
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
-        """Say that there is one node only."""
+        """Explain that there is only one node."""
         return _one_node(Topology.current(self.devices_per_node))
 
     def check(self, target: Target) -> None:
-        """Refuse what :meth:`attach` lists."""
+        """Raise the errors that :meth:`attach` lists."""
         topology = self._topology(target)
         topology.check_full()
         if topology.nodes == 1:
@@ -192,24 +192,24 @@ class AdaptiveSum(Algorithm):
         if ddp is not None:
             node = f"torchboost.NodeGroups.of(torchboost.Topology.current({topology.devices_per_node})).inside"
             advice = (
-                "every node must average over its own ranks only, else all updates are equal and there is nothing to "
-                f"sum; build it with process_group={node}, or use on='gradient'."
+                "every node must average over its own ranks only; otherwise all updates are equal. Build it with "
+                f"process_group={node}, or use on='gradient'."
             )
             check_ranks(ddp, topology.node, advice)
         _check_optimizer(target.optimizer)
         _check_scaler(target.scaler)
 
     def attach(self, target: Target) -> AdaptiveSumming:
-        """Create the process groups and hook in; every rank must do so at the same place.
+        """Create the process groups and register the hooks. Every rank must call this at the same point.
 
         Raises:
-            IncompatibleError: Nodes of different size; gradients that are averaged over other ranks than the form
-                needs; FSDP1, native HSDP, another communication hook; on updates: an optimizer that keeps a second copy
-                of the weights, or a loss scaler that does not agree over all ranks. Nothing was changed.
+            IncompatibleError: The nodes differ in size; gradients are averaged over other ranks than ``on`` needs; the
+                model uses FSDP1, native HSDP or another communication hook; or, on updates, the optimizer keeps a
+                second copy of the weights, or the loss scaler does not agree over all ranks. Nothing was changed.
 
         Warns:
-            NoEffectWarning: There is one node only; nothing is hooked in. Or, at the first update: all nodes made the
-                same one.
+            NoEffectWarning: There is only one node, and no hook is registered; or, at the first update, all nodes made
+                the same one.
         """
         self.check(target)
         topology = self._topology(target)
@@ -263,9 +263,9 @@ def _hook_units(live: AdaptiveSumming, target: Target, groups: NodeGroups) -> Ad
 def _points(value: Any) -> tuple[int, ...]:
     points = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     if any(not is_integer(point) for point in points):
-        raise TypeError(f"split_groups: found {value!r}; give positions in the list of parameters, or None.")
+        raise TypeError(f"split_groups: found {value!r}; pass positions in the list of parameters, or None.")
     if not points or points[0] < 1 or list(points) != sorted(set(points)):
-        raise ValueError(f"split_groups: found {value!r}; give rising positions of 1 or more, or None.")
+        raise ValueError(f"split_groups: found {value!r}; pass rising positions of 1 or more, or None.")
     return points
 
 
@@ -274,28 +274,27 @@ def _one_node(topology: Topology) -> str | None:
         return None
     ranks = "1 rank" if topology.world_size == 1 else f"{topology.world_size} ranks"
     return (
-        f"one node of {ranks} has no other to combine with; start more nodes, or say with "
-        "devices_per_node how many ranks make one"
+        f"there is only one node, of {ranks}; start more nodes, or set devices_per_node to the number of ranks per node"
     )
 
 
 def _check_exchange(model: nn.Module, ddp: DistributedDataParallel | None, sharded: bool, topology: Topology) -> None:
-    """Refuse the form on gradients where there is no exchange of gradients that it can replace."""
+    """Refuse ``on="gradient"`` if there is no gradient exchange that it can replace."""
     if ddp is not None:
-        advice = "on='gradient' sums over the nodes itself; build it over all ranks, without process_group."
+        advice = "on='gradient' combines over the nodes itself; build it over all ranks, without process_group."
         check_ranks(ddp, range(topology.world_size), advice)
         check_no_hook(ddp)
         if getattr(ddp, "skip_all_reduce_unused_params", False):
             raise IncompatibleError(
-                "DistributedDataParallel was built with skip_all_reduce_unused_params=True, which leaves out buckets; "
-                "build it without, or use on='delta'."
+                "DistributedDataParallel was built with skip_all_reduce_unused_params=True, which skips buckets; build "
+                "it without that, or use on='delta'."
             )
     elif sharded:
         sharded_units(model)
     else:
         raise IncompatibleError(
-            "on='gradient' acts where ranks exchange gradients, and the model is bare; wrap it in "
-            "DistributedDataParallel first and attach then, or use on='delta'."
+            "on='gradient' acts on the gradients that ranks exchange, but the model is bare; wrap it in "
+            "DistributedDataParallel before attaching, or use on='delta'."
         )
 
 
@@ -305,7 +304,8 @@ def _check_parameters(target: Target) -> None:
     if len(devices) > 1 or not all(param.is_floating_point() for param in params):
         found = f"lie on {', '.join(sorted(devices))}" if len(devices) > 1 else "are not all real numbers"
         raise IncompatibleError(
-            f"the parameters {found}; AdaSum takes floating point parameters on one device per rank: leave it out here."
+            f"the parameters {found}; AdaSum needs real floating point parameters on one device per rank: leave it out "
+            "here."
         )
 
 
@@ -313,9 +313,9 @@ def _check_optimizer(optimizer: Optimizer) -> None:
     masters = any(has_master(p, group) for group in optimizer.param_groups for p in group["params"])
     late = isinstance(optimizer, LazyAdam) and any(group["exact"] for group in optimizer.param_groups)
     if masters or late:
-        what = "keeps float32 masters of the weights" if masters else "moves weights outside of its step (exact=True)"
+        what = "keeps float32 master weights" if masters else "changes weights outside of its step (exact=True)"
         raise IncompatibleError(
-            f"{type(optimizer).__name__} {what}, which would undo what the nodes combined; turn that off, or use "
+            f"{type(optimizer).__name__} {what}, which would undo the combined update; turn that off, or use "
             "on='gradient'."
         )
 
@@ -325,12 +325,12 @@ def _check_scaler(scaler: Any) -> None:
     if isinstance(scaler, LossScaler) and scaler.agree and scaler.ranks < world:
         raise IncompatibleError(
             f"{scaler.ranks} of {world} ranks agree on overflows in this {type(scaler).__name__}, so it may skip the "
-            "step on one node alone, and the others would wait for it; leave its process_group out, which makes all "
-            "ranks agree, or use on='gradient'."
+            "step on one node while the others wait for it; build it without process_group, so that all ranks agree, "
+            "or use on='gradient'."
         )
     deaf = not scaler.agree if isinstance(scaler, LossScaler) else isinstance(scaler, torch.amp.GradScaler)
     if deaf:
         raise IncompatibleError(
-            f"a {type(scaler).__name__} may skip the step on one node alone, and the others would wait for it; use "
+            f"a {type(scaler).__name__} may skip the step on one node while the others wait for it; use "
             "torchboost.DynamicLossScale(), whose ranks agree on overflows, or on='gradient'."
         )

@@ -1,4 +1,4 @@
-"""Adaptive sums of gradients where DDP would average them: one communication hook, packs of its own choice."""
+"""Adaptive sums of gradients in place of DDP's averages, by a communication hook with its own packs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["BucketPacks", "Packing", "bucket_packs", "check_no_hook"]
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Which gradients travel together, and between whom.
+    """Which gradients are combined together, and between which ranks.
 
     Args:
-        places: Parameter -> its place in the model; all ranks must agree.
-        pack: Place -> number of its pack; one set of collectives for each pack.
+        places: Parameter -> its position in the model; the same on all ranks.
+        pack: Position -> number of its pack; one set of collectives per pack.
         groups: Mean inside, adaptive sum across.
         begin: Called before the first bucket of a backward pass.
-        note: Told the places in a pack and their cosines.
+        note: Called with the positions in a pack and their cosines.
     """
 
     places: Mapping[Tensor, int]
@@ -47,16 +47,16 @@ class _Waiting:
 class BucketPacks:
     """The state of the hook: collects the buckets of a backward pass and combines a pack once it is complete.
 
-    What DDP puts into its buckets is not known to it in public, so the first pass learns which parameters there are
-    and combines at its last bucket. A bucket is given back when all packs of its parameters are done. The collectives
-    run inside the hook, so they do not overlap with the backward pass.
+    DDP has no public record of what is in its buckets, so the first pass collects the parameters and combines them at
+    the last bucket. A bucket is returned when all packs of its parameters are done. The collectives run inside the hook
+    and do not overlap with the backward pass.
 
     Args:
-        ddp: The model whose buckets come.
+        ddp: The model whose buckets are received.
     """
 
     follows_buckets = True
-    """Parameters may come and go between passes, as under freezing: the last bucket combines whatever is there."""
+    """The set of parameters may change between passes, as under freezing: the last bucket combines what has arrived."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.packing: Packing | None = None
@@ -67,14 +67,14 @@ class BucketPacks:
         self._waiting: list[_Waiting] = []
 
     def switch_off(self) -> None:
-        """Average from now on, as DDP without a hook does."""
+        """Average from now on, as DDP does without a hook."""
         self.packing = None
         self._arrived, self._waiting = {}, []
 
     def receive(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Take a bucket of DDP's (``torch.distributed.GradBucket``) and promise its combined gradients.
+        """Receive a bucket (``torch.distributed.GradBucket``) and return a future of its combined gradients.
 
-        Without a packing it is the mean.
+        Without a packing, the gradients are averaged.
         """
         buffer = bucket.buffer()
         packing = self.packing
@@ -103,7 +103,7 @@ class BucketPacks:
         return future
 
     def _combine(self, packing: Packing, pack: int) -> None:
-        # In the order of the model, so that the result does not depend on the buckets.
+        # In model order, so the result does not depend on the buckets.
         arrived = sorted(self._arrived.pop(pack), key=lambda entry: entry[0])
         cosines = hierarchical_adasum_([gradient for _, gradient in arrived], packing.groups)
         packing.note([place for place, _ in arrived], cosines)
@@ -116,9 +116,9 @@ class BucketPacks:
 
 
 def bucket_packs(ddp: DistributedDataParallel) -> BucketPacks:
-    """Return the state of our hook on ``ddp``; register the hook where there is none yet.
+    """Return the state of our hook on ``ddp``; register the hook if there is none yet.
 
-    DDP keeps a hook for good, so one that was switched off is found again here.
+    DDP never drops a hook, so one that was switched off is reused.
 
     Raises:
         IncompatibleError: DDP has another communication hook.
@@ -129,21 +129,21 @@ def bucket_packs(ddp: DistributedDataParallel) -> BucketPacks:
     check_no_hook(ddp)
     packs = BucketPacks(ddp)
     try:
-        # A lambda, because DDP compares annotations with classes, and those of this module are strings.
+        # A lambda: DDP compares annotations with classes, and the annotations of this module are strings.
         ddp.register_comm_hook(packs, lambda state, bucket: state.receive(bucket))
-    except RuntimeError as error:  # a built-in hook, which only the reducer knows of
+    except RuntimeError as error:  # a built-in hook, which only the reducer knows
         ddp._comm_hooks.pop()
         raise IncompatibleError(_ONE_HOOK) from error
     return packs
 
 
 def check_no_hook(ddp: DistributedDataParallel) -> None:
-    """Raise :class:`IncompatibleError` where ``ddp`` has a communication hook that is not ours."""
+    """Raise :class:`IncompatibleError` if ``ddp`` has a communication hook that is not ours."""
     if any(not isinstance(state, BucketPacks) for _, state in ddp._comm_hooks):
         raise IncompatibleError(_ONE_HOOK)
 
 
 _ONE_HOOK = (
-    "DistributedDataParallel has a communication hook already, such as gradient compression, and takes one only; build "
-    "it without that hook, or use on='delta', which needs none."
+    "DistributedDataParallel already has a communication hook, such as gradient compression, and accepts only one; "
+    "build it without that hook, or use on='delta', which needs none."
 )

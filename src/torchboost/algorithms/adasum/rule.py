@@ -1,9 +1,9 @@
-"""AdaSum: what the ranks agree on is averaged, what they do not is added.
+"""AdaSum: what the ranks agree on is averaged, what they disagree on is added.
 
-Two vectors become ``(1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b``: orthogonal ones are added, parallel ones averaged
-(Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021). More than two are combined along a
-binary tree of ranks, per tensor. The vectors are halved on the way up and gathered at its end, so that a rank sends
-``2 (1 - 1/n)`` times its vector for any number n of ranks, as an all-reduce does, and a few dot products.
+Two vectors become ``(1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b``: orthogonal vectors are added, parallel ones
+averaged (Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021). More than two are combined
+along a binary tree of ranks, per tensor. The vectors are halved at each level and gathered at the end, so a rank sends
+``2 (1 - 1/n)`` times its vector for any number n of ranks, as in an all-reduce, and a few dot products.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torchboost.distributed.topology import NodeGroups
 __all__ = ["adasum_", "combined", "hierarchical_adasum_", "pair_weights"]
 
 _Bounds = tuple[int, tuple[int, int]]
-_CHUNK = 1 << 18  # numbers that are converted to float64 at a time: 2 MiB, which stays in the cache
+_CHUNK = 1 << 18  # numbers converted to float64 at a time: 2 MiB, which fits in the cache
 
 
 def pair_weights(dots: Tensor, left: int = 1, right: int = 1) -> tuple[Tensor, Tensor]:
     """Return the weights of a and b in their adaptive sum.
 
-    Where the sides stand for different numbers of ranks, as in a tree over three, the share of each side takes the
-    place of the published 1/2, so that parallel vectors are averaged over all ranks alike.
+    If the sides stand for different numbers of ranks, as in a tree over three, the share of each side replaces the
+    published 1/2, so that parallel vectors are averaged over all ranks with equal weight.
 
     Args:
         dots: ``a.a``, ``a.b`` and ``b.b`` in the last dimension, shape ``(..., 3)``.
@@ -49,16 +49,16 @@ def pair_weights(dots: Tensor, left: int = 1, right: int = 1) -> tuple[Tensor, T
 
 
 def combined(vectors: Sequence[Tensor]) -> Tensor:
-    """Return in one process what :func:`adasum_` gives to ranks that hold these vectors.
+    """Compute in one process what :func:`adasum_` returns to ranks that hold these vectors.
 
     Args:
-        vectors: One per rank, of one shape and dtype; left alone.
+        vectors: One per rank, of the same shape and dtype; not changed.
 
     Raises:
         ValueError: No vectors.
     """
     if not vectors:
-        raise ValueError("found no vectors; give the one of every rank.")
+        raise ValueError("found no vectors; pass one per rank.")
     if len(vectors) == 1:
         return vectors[0].detach().clone()
     middle = _middle(len(vectors))
@@ -71,25 +71,25 @@ def combined(vectors: Sequence[Tensor]) -> Tensor:
 def adasum_(
     tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None, *, shards: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Replace every tensor by the adaptive sum of what the ranks of a group hold; all ranks get the same bits.
+    """Replace every tensor by its adaptive sum over the ranks of a group; all ranks get the same bits.
 
     Args:
         tensors: Floating point, dense, on one device, of the same shapes and dtypes in the same order on all ranks.
-        group: Ranks to combine, any number of them; the default group where None.
+        group: Ranks to combine, any number; None is the default group.
         shards: Ranks that hold the other parts of the same tensors, as under FSDP2: dot products are summed over them.
 
     Returns:
-        The cosine between the two sides of each pair of the tree, leaves first, for each tensor: shape
-        ``(ranks - 1, tensors)``, on the device of the tensors; 0 where a side is zero.
+        The cosine between the two sides of each pair of the tree, leaves first, for each tensor, of shape
+        ``(ranks - 1, tensors)``, on the device of the tensors; 0 if a side is zero.
 
     Raises:
         TypeError: A tensor is not dense floating point.
         ValueError: The tensors lie on several devices.
 
     Cost: each rank sends ``2 (1 - 1/n)`` times its bytes in ``log2 n`` exchanges and one with all others, and takes
-    part in ``log2 n`` all-reduces of at most ``12 n`` bytes per tensor; all this for each dtype. It takes half
-    a copy of the tensors, and a whole one beside it unless they lie end to end in memory, as those of a DDP bucket do.
-    Half precision is added in float32 and rounded at every level of the tree.
+    part in ``log2 n`` all-reduces of at most ``12 n`` bytes per tensor; all this for each dtype. Memory: half a copy of
+    the tensors, plus a whole copy unless they are contiguous in memory, as in a DDP bucket. Half precision is added in
+    float32 and rounded at every level of the tree.
     """
     tensors = list(tensors)
     ranks = dist.get_world_size(group)
@@ -107,16 +107,16 @@ def adasum_(
 def hierarchical_adasum_(tensors: Iterable[Tensor], groups: NodeGroups) -> Tensor:
     """Replace every tensor by its mean over the ranks of a node, adaptively summed over the nodes.
 
-    Inside a node the tensors are reduced and scattered, so that each rank carries only its share between nodes. It
-    sends ``2 (1 - 1/m)`` times its bytes inside a node of m ranks; half as much again with gloo, which scatters no
-    sums but reduces all to all ranks.
+    Inside a node the tensors are reduce-scattered, so each rank sends only its share between nodes. It sends
+    ``2 (1 - 1/m)`` times its bytes inside a node of m ranks, and half as much again with gloo, which has no
+    reduce-scatter and uses an all-reduce.
 
     Args:
         tensors: See :func:`adasum_`.
-        groups: Ranks of this node, and ranks at this place in the other nodes.
+        groups: The ranks of this node, and the ranks at this position in the other nodes.
 
     Returns:
-        As :func:`adasum_`, with nodes for ranks.
+        As :func:`adasum_`, with nodes in place of ranks.
 
     Raises:
         TypeError: A tensor is not dense floating point.
@@ -150,13 +150,13 @@ class _Side(NamedTuple):
     ranks: int
 
     def pieces(self, length: int) -> dict[int, tuple[int, int]]:
-        """Return where in the vector the piece of each rank lies."""
+        """Return the range of each rank's piece in the vector."""
         bounds = [length * place // self.ranks for place in range(self.ranks + 1)]
         return dict(zip([self.first + rank for rank in _places(self.ranks)], pairwise(bounds), strict=True))
 
 
 class _Part(NamedTuple):
-    """What this rank combines of one tensor: its own numbers and those of the other side."""
+    """The part of one tensor that this rank combines: its own numbers and those of the other side."""
 
     tensor: int
     own: Tensor
@@ -168,9 +168,9 @@ def _middle(ranks: int) -> int:
 
 
 def _places(ranks: int) -> list[int]:
-    """Return who holds the first piece, the second, ...: the ranks of both sides in turn.
+    """Return the ranks in the order of the pieces they hold; the two sides alternate.
 
-    So every piece lies within the piece that its holder had before the sides were combined.
+    Each piece then lies within the piece that its rank held before the sides were combined.
     """
     if ranks == 1:
         return [0]
@@ -182,7 +182,7 @@ def _places(ranks: int) -> list[int]:
 
 
 def _levels(ranks: int) -> list[list[tuple[_Side, _Side]]]:
-    """Return the pairs of the tree, leaves first; those of one level are combined at the same time."""
+    """Return the pairs of the tree, leaves first; the pairs of one level are combined at the same time."""
     levels, sides = [], [_Side(0, ranks)]
     while any(side.ranks > 1 for side in sides):
         split = [side for side in sides if side.ranks > 1]
@@ -198,16 +198,16 @@ def _levels(ranks: int) -> list[list[tuple[_Side, _Side]]]:
 def _combine(
     flat: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None, shards: dist.ProcessGroup | None
 ) -> Tensor:
-    """Combine flat vectors in place; ``sizes`` are the lengths of the tensors in them. Return the cosines."""
+    """Combine flat vectors in place and return the cosines; ``sizes`` are the lengths of the tensors in them."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     exact = _exact(flat.device)
     if ranks & (ranks - 1):
-        # Some ranks sit out the first exchange; NCCL wants all of them in the first call of a group.
+        # Some ranks skip the first exchange, but NCCL needs all of them in the first call of a group.
         dist.all_reduce(torch.zeros(1, device=flat.device), group=group)
     cosines = [torch.zeros(0, len(sizes), dtype=exact, device=flat.device)]
     for pairs in _levels(ranks):
         dots = torch.zeros(len(pairs), len(sizes), 3, dtype=exact, device=flat.device)
-        # A rank without a pair at this level takes part in the sums only.
+        # A rank without a pair at this level only takes part in the sums.
         mine = next((i for i, (left, right) in enumerate(pairs) if left.first <= rank < right.first + right.ranks), 0)
         left, right = pairs[mine]
         parts = _exchanged(flat, sizes, left, right, rank, group)
@@ -230,7 +230,7 @@ def _combine(
 def _exchanged(
     flat: Tensor, sizes: Sequence[int], left: _Side, right: _Side, rank: int, group: dist.ProcessGroup | None
 ) -> list[_Part]:
-    """Swap pieces with the other side; return what this rank goes on with, nothing where it belongs to neither."""
+    """Swap pieces with the other side; return this rank's next part, empty if it belongs to neither."""
     length = flat.numel()
     both = _Side(left.first, left.ranks + right.ranks).pieces(length)
     if rank not in both:
@@ -251,7 +251,7 @@ def _exchanged(
 def _transfer(
     source: tuple[Tensor, Iterable[_Bounds]], target: tuple[Tensor, Iterable[_Bounds]], group: dist.ProcessGroup | None
 ) -> None:
-    """Send parts of one vector and receive parts of another, for each peer where they begin and end."""
+    """Send parts of one vector and receive parts of another; each peer maps to their start and end."""
     calls = [
         dist.P2POp(way, vector[low:high], group=group, group_peer=peer)
         for way, (vector, parts) in ((dist.isend, source), (dist.irecv, target))
@@ -263,7 +263,7 @@ def _transfer(
 
 
 def _gather(flat: Tensor, pieces: dict[int, tuple[int, int]], group: dist.ProcessGroup | None) -> None:
-    """Give every rank the pieces of all: as many bytes as an all-gather sends, but straight into place."""
+    """Give every rank all pieces: the bytes of an all-gather, received directly in place."""
     own = pieces.pop(dist.get_rank(group))
     _transfer((flat, [(peer, own) for peer in pieces]), (flat, pieces.items()), group)
 
@@ -273,7 +273,7 @@ def _overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
 
 
 def _segments(sizes: Sequence[int], low: int, high: int) -> Iterator[tuple[int, int, int]]:
-    """Return which tensors lie in a piece, and where in it; what is behind the last one is padding."""
+    """Return which tensors lie in a piece and their range in it; the rest after the last one is padding."""
     for i, (begin, end) in enumerate(pairwise(accumulate(sizes, initial=0))):
         begin, end = _overlap((begin, end), (low, high))
         if begin < end:
@@ -290,10 +290,10 @@ def _dots(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _weights(dots: Tensor, left: int, right: int, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
-    """Return the weights of both sides for each tensor, in the dtype that tensors of ``dtype`` are added in.
+    """Return the weights of both sides for each tensor, in the dtype in which ``dtype`` is added.
 
-    A side may be so short against the other that its weight is too large for that dtype: the largest number then lies
-    between what is right for a vector and what is right for zero.
+    If one side is very short, its weight may overflow that dtype. It is then clamped to the largest number, which lies
+    between the weight for a nonzero vector and the weight for zero.
     """
     adding = _adding(dtype)
     most = torch.finfo(adding).max
@@ -312,7 +312,7 @@ def _add_(a: Tensor, b: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
 
 
 def _exact(device: torch.device) -> torch.dtype:
-    """Return the dtype of dot products: float64 where the device has it."""
+    """Return the dtype of dot products: float64 if the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -331,7 +331,7 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Return the positions of the tensors of each dtype, in the same order on every rank."""
     for i, tensor in enumerate(tensors):
         if tensor.layout != torch.strided or not tensor.is_floating_point():
-            raise TypeError(f"tensors[{i}]: found {tensor.layout} {tensor.dtype}; give dense floating point tensors.")
+            raise TypeError(f"tensors[{i}]: found {tensor.layout} {tensor.dtype}; pass dense floating point tensors.")
         if tensor.device != tensors[0].device:
             raise ValueError(f"tensors[{i}]: found {tensor.device} after {tensors[0].device}; call once per device.")
     kinds = dict.fromkeys(tensor.dtype for tensor in tensors)
@@ -339,7 +339,7 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return one flat view of tensors that lie end to end in memory, as those of a DDP bucket do; None for others."""
+    """Return one flat view of tensors that are contiguous in memory, as in a DDP bucket; otherwise None."""
     storage, start = tensors[0].untyped_storage().data_ptr(), tensors[0].storage_offset()
     at = start
     for tensor in tensors:
@@ -354,7 +354,7 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def _flattened(tensors: Sequence[Tensor], multiple: int = 1) -> Tensor:
-    """Return all tensors in one flat copy, with zeros behind up to a multiple of so many numbers."""
+    """Return all tensors in one flat copy, padded with zeros to a multiple of ``multiple`` numbers."""
     length = sum(tensor.numel() for tensor in tensors)
     padding = tensors[0].new_zeros(-length % multiple)
     return torch.cat([*(tensor.detach().reshape(-1) for tensor in tensors), padding])

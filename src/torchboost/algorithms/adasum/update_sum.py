@@ -1,4 +1,4 @@
-"""AdaSum of what the optimizer's step made of the weights, for any optimizer."""
+"""AdaSum of the weight updates, for any optimizer."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ __all__ = ["UpdateSum", "before_first_step", "held"]
 
 
 class UpdateSum:
-    """Keeps the weights before each step, and after it sets them to ``old - combined(old - new)``.
+    """Saves the weights before each step and sets them to ``old - combined(old - new)`` after it.
 
     Parameters that FSDP2 shards are combined shard by shard, with dot products over whole parameters. Parameters that
-    are frozen at a step do not travel.
+    are frozen at a step are not sent.
 
     Args:
         optimizer: Gets a hook before and one after its ``step``.
-        places: Parameter -> its place in the model; all ranks must agree.
-        pack: Place -> number of its pack; one set of collectives for each pack.
+        places: Parameter -> its position in the model; the same on all ranks.
+        pack: Position -> number of its pack; one set of collectives per pack.
         groups: Mean inside, adaptive sum across.
         begin: Called after each step, before ``note``.
-        note: Told the places in a pack and their cosines.
+        note: Called with the positions in a pack and their cosines.
 
     Raises:
-        IncompatibleError: At the first step, where the weights differ between the ranks; nothing was changed.
+        IncompatibleError: At the first step, if the weights differ between the ranks; nothing was changed.
 
-    Cost: one copy of the weights, kept; two more of the pack that is under way.
+    Cost: one lasting copy of the weights, and two more of the pack being combined.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class UpdateSum:
         ]
 
     def remove(self) -> None:
-        """Take the hooks and the copy of the weights away."""
+        """Remove the hooks and the copy of the weights."""
         for handle in self._handles:
             handle.remove()
         self._old, self._moving = {}, []
@@ -95,7 +95,7 @@ class UpdateSum:
             _warn_if_equal(torch.cat(noted, dim=1), [param.numel() for param in self._moving])
 
     def _place(self, param: Tensor) -> int:
-        return self._places.setdefault(param, len(self._places))  # of a group that was added later
+        return self._places.setdefault(param, len(self._places))  # for a group that was added later
 
 
 def held(optimizer: Optimizer) -> list[Tensor]:
@@ -106,13 +106,13 @@ def held(optimizer: Optimizer) -> list[Tensor]:
 def before_first_step(optimizer: Optimizer, groups: NodeGroups) -> Any:
     """Compare the weights of all ranks once, before the first step; return the handle of the hook.
 
-    Nodes whose gradients are averaged over the node alone do not notice otherwise that they began differently.
+    Nodes that average gradients over the node alone would not notice that they started differently.
     """
     return optimizer.register_step_pre_hook(_FirstStep(groups))
 
 
 class _FirstStep:
-    """A hook of an optimizer; a class, so that others recognise it."""
+    """A hook of an optimizer; a class, so that other code can recognise it."""
 
     def __init__(self, groups: NodeGroups) -> None:
         self._groups = groups
@@ -146,12 +146,12 @@ def _check_equal(params: Sequence[Tensor], groups: NodeGroups) -> None:
 
 
 def _warn_if_equal(cosines: Tensor, sizes: Sequence[int]) -> None:
-    """Say so where all nodes made the same update; vectors of one number are parallel anyway."""
+    """Warn if all nodes made the same update; vectors of one number are always parallel."""
     cosines = cosines[:, torch.tensor(sizes, device=cosines.device) > 1]
     if bool((cosines != 0).any()) and bool(((cosines > 1 - 1e-12) | (cosines == 0)).all()):
         warnings.warn(
-            "adasum: all nodes made the same update, which AdaSum leaves as it is. So it goes where the nodes read the "
-            "same data, or where gradients are averaged over all ranks: average them over the node alone, "
+            "adasum: all nodes made the same update, so AdaSum has no effect. This happens if the nodes read the same "
+            "data, or if gradients are averaged over all ranks: average them over the node alone, "
             "DistributedDataParallel(model, process_group=NodeGroups.of(Topology.current()).inside).",
             NoEffectWarning,
             stacklevel=2,
@@ -159,10 +159,10 @@ def _warn_if_equal(cosines: Tensor, sizes: Sequence[int]) -> None:
 
 
 def _local(param: Any) -> Tensor:
-    """Return the numbers of this rank."""
+    """Return the part of a parameter that this rank holds."""
     return param.to_local() if hasattr(param, "to_local") else param
 
 
 def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
-    """Keep the compiler out of collectives, where the step around them is compiled."""
+    """Keep the compiler out of the collectives if the step around them is compiled."""
     return torch.compiler.disable(hook)  # pyright: ignore[reportReturnType]
