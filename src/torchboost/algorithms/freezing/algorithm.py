@@ -35,42 +35,43 @@ Pattern = Literal["continuous", "interval", "progressive", "fixed"]
 class BlockFreeze(Algorithm):
     """Train only the blocks from the k-th group on, with k changing from update to update.
 
-    The reference's ``freeze_p`` is ``full_share`` here: the share of updates that train everything. Patterns:
+    ``full_share``, MindSpore's ``freeze_p``, is the share of updates that train everything. Patterns:
 
-    - ``"continuous"`` (type 0): a stretch of full training, then 1, 2, ... groups frozen, over and over.
-    - ``"interval"`` (type 1): at random updates a random number of groups, small numbers likeliest.
-    - ``"progressive"`` (type 2): full training first, then groups are frozen for good from the front, on FreezeOut's
-      cubic schedule, at the few moments that save most.
-    - ``"fixed"``: the first ``frozen`` groups from beginning to end, for fine-tuning.
+    - ``"continuous"`` (type 0): full training, then 1, 2, ... groups frozen, repeated.
+    - ``"interval"`` (type 1): a random number of groups at random updates; small numbers are the most likely.
+    - ``"progressive"`` (type 2): full training first, then groups are frozen permanently from the input on, by
+      FreezeOut's cubic schedule, at the few steps that save most.
+    - ``"fixed"``: the first ``frozen`` groups for the whole run, for fine-tuning.
 
-    Where forward : backward is 1 : 2, freezing blocks worth the share f of a step saves at most 2 f / 3 of it.
+    If a backward pass costs two forward passes, freezing blocks that take the share f of a step saves at most 2 f / 3
+    of it.
 
     Args:
-        groups: Number of groups the blocks are divided into; at most one per block.
+        groups: Number of groups of blocks; at most one per block.
         pattern: See above.
         full_share: Share of updates that train everything, 0 or more and below 1.
-        total_steps: Updates of the whole run.
-        norms: Whether BatchNorms of frozen blocks go on updating their statistics (``"update"``, as in the reference)
-            or run in eval mode (``"eval"``).
-        prefixes: Most different numbers of frozen groups, full training included; each is one graph of a compiled
-            model. By default 3 for a compiled model, 7 for a progressive pattern, else no limit.
+        total_steps: Number of updates of the whole run.
+        norms: Whether BatchNorms of frozen blocks keep updating their statistics (``"update"``, as in MindSpore) or run
+            in eval mode (``"eval"``).
+        prefixes: Maximum number of different numbers of frozen groups, full training included; each is one graph of a
+            compiled model. The default is 3 for a compiled model, 7 for the progressive pattern, otherwise unlimited.
         costs: Share of the computation in each block, for the progressive pattern; equal by default. See
             :func:`torchboost.graph.blocks.block_costs`.
-        step_seconds: Time of a full step, and
-        recompile_seconds: of a compilation: the progressive pattern leaves out moments that do not repay one.
-        frozen: Fixed: how many groups are frozen.
-        cache_mebibytes: Budget for what the frozen part gives for each sample, which then is computed once; 0 keeps
-            nothing. The loop names its samples: ``with attached["grad_freeze"].fast.samples(ids): ...``. Right only
-            if a sample is the same tensor in every epoch. Needs ``norms="eval"`` and a model that is not compiled; see
-            :func:`torchboost.algorithms.freezing.prefix.frozen_prefix.fast_prefix`.
-        cache_path: Folder for a memory-mapped file that holds them; None holds them in memory.
-        agree_within: On several ranks that train one model: seconds after which a rank that does not come to the next
-            pass is a :class:`torchboost.errors.RankDisagreementError` on all others. Raise it where one rank evaluates
-            or saves alone for longer; 0 compares nothing.
+        step_seconds: Time of a full step.
+        recompile_seconds: Time of a compilation; the progressive pattern skips switches that do not repay one.
+        frozen: Number of frozen groups, for the fixed pattern.
+        cache_mebibytes: Budget for caching the output of the frozen part per sample, which is then computed once; 0
+            disables the cache. The loop names its samples: ``with attached["grad_freeze"].fast.samples(ids): ...``. The
+            cache is correct only if a sample is the same tensor in every epoch. It needs ``norms="eval"`` and a model
+            that is not compiled; see :func:`torchboost.algorithms.freezing.prefix.frozen_prefix.fast_prefix`.
+        cache_path: Folder for a memory-mapped cache file; None keeps the cache in memory.
+        agree_within: Seconds that the ranks of one model wait for each other before a pass; if a rank does not arrive,
+            all others raise :class:`torchboost.errors.RankDisagreementError`. Increase it if one rank evaluates or
+            saves alone for longer; 0 disables the comparison.
     """
 
     name: ClassVar[str] = "grad_freeze"
-    # After compilation, which it must know about; its hook comes after all others that look at gradients.
+    # After compilation, which it must detect; its hook runs after all others that read gradients.
     traits: ClassVar[Traits] = Traits(order=95)
 
     groups: int = 10
@@ -94,56 +95,56 @@ class BlockFreeze(Algorithm):
             raise ValueError(f"norms={self.norms!r}: allowed are 'update' and 'eval'.")
         if not 0 <= self.full_share < 1:
             raise ValueError(
-                f"full_share={self.full_share}: a share of updates that train everything, 0 or more and below 1; "
-                "1 would never freeze: leave the algorithm out instead."
+                f"full_share={self.full_share}: the share of updates that train everything must be 0 or more and below "
+                "1; 1 never freezes, so leave the algorithm out instead."
             )
         for name in ("groups", "total_steps"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: an integer of 1 or more.")
+                raise ValueError(f"{name}={getattr(self, name)}: pass an integer of 1 or more.")
         if self.total_steps > freeze_schedule.MOST_STEPS:
-            raise ValueError("total_steps: found more than 2**53; give the number of updates of the run.")
+            raise ValueError("total_steps: found more than 2**53; pass the number of updates of the run.")
         if self.prefixes is not None and self.prefixes < 2:
-            raise ValueError(f"prefixes={self.prefixes}: 2 or more (full training and one other), or None.")
+            raise ValueError(f"prefixes={self.prefixes}: pass 2 or more (full training and one other), or None.")
         if not 0 <= self.frozen < self.groups:
-            raise ValueError(f"frozen={self.frozen}: 0 or more and below the number of groups, {self.groups}.")
+            raise ValueError(f"frozen={self.frozen}: pass 0 or more and less than the number of groups, {self.groups}.")
         if self.agree_within < 0:
-            raise ValueError(f"agree_within={self.agree_within}: seconds, or 0 to compare nothing.")
+            raise ValueError(f"agree_within={self.agree_within}: pass seconds, or 0 to disable the comparison.")
         if self.frozen and self.pattern != "fixed":
             raise ValueError(f"frozen={self.frozen} with pattern={self.pattern!r}: only 'fixed' reads it.")
         if self.cache_mebibytes < 0:
-            raise ValueError(f"cache_mebibytes={self.cache_mebibytes}: 0 or more.")
+            raise ValueError(f"cache_mebibytes={self.cache_mebibytes}: pass 0 or more.")
         if self.cache_mebibytes and self.norms != "eval":
             raise ValueError(
-                "cache_mebibytes with norms='update': BatchNorms that go on updating give a sample another result in "
+                "cache_mebibytes with norms='update': BatchNorms that keep updating change the result of a sample in "
                 "each epoch; use norms='eval'."
             )
         if self.costs is not None:
             object.__setattr__(self, "costs", tuple(self.costs))
             if not all(cost >= 0 for cost in self.costs) or not sum(self.costs):
-                raise ValueError(f"costs={self.costs}: one number of 0 or more for each block, not all 0.")
+                raise ValueError(f"costs={self.costs}: pass one number of 0 or more for each block, not all 0.")
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
-        """Say so where there is one block only, which can never be frozen."""
+        """Explain that a single block can never be frozen."""
         return "the model is a single block, which always trains" if len(blocks_of(model)) < 2 else None
 
     def check(self, target: Target) -> None:
-        """Refuse wrappers and compilers that cannot follow, and settings that do not fit the model."""
+        """Refuse wrappers and compilers that do not support freezing, and settings that do not fit the model."""
         check_freezable(target.model, target.optimizer)
         if self.costs is not None:
             _check_costs(self.costs, blocks_of(target.model))
         wrapper = wrapper_of(target.model)
         if self.cache_mebibytes and wrapper is not None:
             raise IncompatibleError(
-                f"grad_freeze: found a model wrapped by {wrapper}, whose forward the cache cannot cover; attach to "
+                f"grad_freeze: found a model wrapped by {wrapper}, whose forward the cache cannot replace; attach to "
                 "the bare model and wrap it in DDP afterwards, or set cache_mebibytes=0."
             )
 
     def attach(self, target: Target) -> Attachment:
-        """Freeze what the schedule says for the first update, and follow it from then on.
+        """Freeze the groups of the first update and follow the schedule from then on.
 
         Raises:
-            IncompatibleError: The wrapper or the compiler of the model cannot follow.
-            ValueError: ``costs`` are not one per block.
+            IncompatibleError: The wrapper or the compiler of the model does not support changing ``requires_grad``.
+            ValueError: The length of ``costs`` is not the number of blocks.
         """
         return freeze_blocks(target.model, target.optimizer, self, seed=target.seed)
 
@@ -151,9 +152,9 @@ class BlockFreeze(Algorithm):
         """Return the number of frozen groups as a function of the update.
 
         Args:
-            costs: Share of the computation in each group.
-            seed: Of the interval pattern; the same on all ranks.
-            prefixes: Most different numbers, 0 included; None is no limit.
+            costs: Share of the computation per group.
+            seed: Seed of the interval pattern; the same on all ranks.
+            prefixes: Maximum number of different values, 0 included; None is unlimited.
         """
         if self.pattern == "progressive":
             return freeze_schedule.progressive(
@@ -178,21 +179,21 @@ class BlockFreeze(Algorithm):
 def freeze_blocks(
     model: nn.Module, optimizer: Optimizer, settings: BlockFreeze | None = None, *, seed: int = 0
 ) -> Freezing:
-    """Freeze leading blocks of a network in a loop of your own, which stays as it is.
+    """Freeze the leading blocks of a network in your own loop, which does not change.
 
     Args:
-        model: What the loop calls, wrapped in DDP before or after this. Compile it before.
-        optimizer: Over the parameters of the model.
+        model: The model as the loop calls it, wrapped in DDP before or after this. Compile it before.
+        optimizer: The optimizer of the model.
         settings: See :class:`BlockFreeze`.
-        seed: Of the random pattern; the same on all ranks.
+        seed: Seed of the interval pattern; the same on all ranks.
 
     Returns:
-        The live effect: ``step``, ``index``, ``frozen``; ``state_dict()`` belongs into the checkpoint, ``remove()``
-        trains everything again.
+        The live effect: ``step``, ``index``, ``frozen``; save ``state_dict()`` in the checkpoint; ``remove()`` trains
+            everything again.
 
     Raises:
-        IncompatibleError: The wrapper or the compiler of the model cannot follow.
-        ValueError: ``costs`` are not one per block.
+        IncompatibleError: The wrapper or the compiler of the model does not support changing ``requires_grad``.
+        ValueError: The length of ``costs`` is not the number of blocks.
 
     Example:
         >>> import torch
@@ -207,13 +208,11 @@ def freeze_blocks(
         _check_costs(settings.costs, blocks)
     starts = group_starts(len(blocks), settings.groups)
     if len(starts) < min(2, settings.groups):
-        warnings.warn(
-            "grad_freeze: the model is a single block, nothing will be frozen.", NoEffectWarning, stacklevel=2
-        )
+        warnings.warn("grad_freeze: the model is a single block, so nothing is frozen.", NoEffectWarning, stacklevel=2)
     elif len(starts) < settings.groups and settings.pattern in ("continuous", "interval"):
         warnings.warn(
-            f"grad_freeze: {settings.groups} groups were asked for, the model has {len(blocks)} blocks; there are "
-            f"{len(starts)} groups.",
+            f"grad_freeze: found groups={settings.groups}, but the model has {len(blocks)} blocks; {len(starts)} "
+            "groups are used.",
             NoEffectWarning,
             stacklevel=2,
         )
@@ -238,7 +237,7 @@ def freeze_blocks(
 
 
 def _fingerprint(settings: BlockFreeze) -> int:
-    """A number that differs between ranks whose flags might; where and how much a rank caches is its own affair."""
+    """A number that differs between ranks whose flags may differ; cache settings may differ per rank."""
     return crc32(repr(replace(settings, cache_mebibytes=0, cache_path=None)).encode())
 
 
@@ -246,7 +245,7 @@ def _check_costs(costs: Sequence[float], blocks: Sequence[Block]) -> None:
     if len(costs) != len(blocks):
         raise ValueError(
             f"costs: found {len(costs)}, the model has {len(blocks)} blocks "
-            f"({', '.join(block.name for block in blocks)}); give one for each."
+            f"({', '.join(block.name for block in blocks)}); pass one per block."
         )
 
 

@@ -1,4 +1,4 @@
-"""``requires_grad`` of parameters that are frozen for a while, given back as it was found."""
+"""Clear ``requires_grad`` of parameters and restore it later."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Owner = Callable[[], Any]
 class HeldFlags:
     """The parameters whose flags were cleared here, and only those.
 
-    A parameter that somebody else has frozen is not held and never thawed. One that somebody else thaws while it is
-    held is left to them from then on. What cannot be seen: a second ``requires_grad_(False)`` on a parameter that is
-    held; it is thawed with the others.
+    A parameter that other code has frozen is not held and never thawed. If other code thaws a held parameter, it is no
+    longer held. A second ``requires_grad_(False)`` on a held parameter cannot be detected; it is thawed with the
+    others.
 
     Args:
-        owner: Has ``remove()``; called where another owner takes the same parameters over. Held weakly.
-        parameters: That may be held.
+        owner: Has ``remove()``, which is called if another owner takes over the same parameters. Held weakly.
+        parameters: Parameters that may be held.
     """
 
     def __init__(self, owner: Any, parameters: Iterable[Tensor]) -> None:
@@ -42,10 +42,10 @@ class HeldFlags:
                 _RECORDS[parameter] = self._record
 
     def change(self, wanted: Iterable[Tensor]) -> None:
-        """Hold exactly those of ``wanted`` that train now, and give all others back."""
+        """Hold exactly those of ``wanted`` that train now, and release all others."""
         after = {id(parameter): parameter for parameter in wanted}
         for key, parameter in list(self.held.items()):
-            if parameter.requires_grad:  # thawed by somebody else
+            if parameter.requires_grad:  # thawed by other code
                 self._left.add(key)
             elif key not in after:
                 parameter.requires_grad_(True)
@@ -62,7 +62,7 @@ class HeldFlags:
                 self._record.held.add(key)
 
     def may_train(self, parameter: Tensor) -> bool:
-        """Whether a parameter trains but for what is held here."""
+        """Whether a parameter would train if nothing were held here."""
         return parameter.requires_grad or id(parameter) in self.held
 
 
@@ -73,23 +73,23 @@ class SettledNorms:
         self._ours: set[_BatchNorm] = set()
 
     def settle(self, norms: Iterable[_BatchNorm]) -> None:
-        """Put norms into eval mode; those that are in it already stay somebody else's."""
+        """Put norms into eval mode; those already in eval mode are not tracked."""
         for norm in norms:
             if norm.training:
                 norm.training = False
                 self._ours.add(norm)
 
     def give_back(self, norms: Iterable[_BatchNorm], model: nn.Module) -> None:
-        """Give those that were put into eval mode here the mode of the model again."""
+        """Restore the model's mode for the norms that were put into eval mode here."""
         for norm in self._ours.intersection(norms):
             norm.training = model.training
             self._ours.discard(norm)
 
 
 def release_others(parameters: Iterable[Tensor]) -> None:
-    """Take parameters over from an earlier owner: it is removed, and what it left frozen is thawed.
+    """Take over parameters from an earlier owner: remove it and thaw what it left frozen.
 
-    An owner goes with its optimizer, and then nobody else would give the flags back.
+    An owner dies with its optimizer; nothing else would then restore the flags.
     """
     for parameter in parameters:
         record = _RECORDS.pop(parameter, None)
@@ -103,13 +103,13 @@ def release_others(parameters: Iterable[Tensor]) -> None:
 
 
 class _Record:
-    """What is known of an owner for as long as its parameters live, which may be longer than it does."""
+    """Record of an owner that lives as long as its parameters, even if the owner does not."""
 
     def __init__(self, owner: Owner) -> None:
         self.owner = owner
-        self.held: set[int] = set()  # ids of parameters that lead here and so live
+        self.held: set[int] = set()  # ids of parameters that map to this record, so they are alive
 
 
-# Flags outlive whoever cleared them: nothing else tells a parameter that freezing left behind from one that the user
-# froze. An entry goes when its parameter goes.
+# Flags outlive their owner. Only this table tells a parameter that freezing left frozen from one that the user froze.
+# An entry is dropped with its parameter.
 _RECORDS: Any = WeakIdKeyDictionary()

@@ -1,4 +1,4 @@
-"""Freeze a changing set of parameters in a running loop: ``requires_grad``, the modules that go with it, and back."""
+"""Freeze a changing set of parameters, and the modules that belong to them, in a running loop."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEY
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Prefix:
-    """What is frozen together at one index of a schedule.
+    """The part of a model that is frozen at one index of a schedule.
 
     Args:
-        parameters: Get no gradient and keep their bytes.
-        norms: BatchNorms that belong to them.
-        cut: Modules whose outputs are detached because they use a parameter that still trains elsewhere.
+        parameters: Parameters that get no gradient and do not change.
+        norms: The BatchNorms that hold some of them.
+        cut: Modules whose outputs are detached, because a parameter they use still trains elsewhere.
     """
 
     parameters: tuple[nn.Parameter, ...] = ()
@@ -47,7 +47,7 @@ class Prefix:
 
 
 def prefixes_of(blocks: Sequence[Block], starts: Sequence[int]) -> tuple[Prefix, ...]:
-    """Return for each group what is frozen while it is the first that trains: all blocks before its start."""
+    """Return for each group the prefix before it, that is all blocks frozen while it is the first to train."""
     return tuple(
         Prefix(
             parameters=tuple(p for block in blocks[:start] for p in block.parameters),
@@ -59,7 +59,7 @@ def prefixes_of(blocks: Sequence[Block], starts: Sequence[int]) -> tuple[Prefix,
 
 
 def _without(prefix: Prefix, left: Collection[int]) -> Prefix:
-    """Leave out parameters by ``id``, and the modules that hold some of them."""
+    """Exclude parameters by ``id``, and the modules that hold some of them."""
     if not left:
         return prefix
 
@@ -74,35 +74,35 @@ def _without(prefix: Prefix, left: Collection[int]) -> Prefix:
 
 
 def check_freezable(model: nn.Module | None, optimizer: Optimizer) -> None:
-    """Refuse a model whose wrapper or compiler cannot follow a change of ``requires_grad``, and an optimizer.
+    """Refuse models and optimizers that do not support changing ``requires_grad``.
 
     Raises:
-        IncompatibleError: DDP with ``static_graph=True``, or with a communication hook that keeps a state or is built
-            into the reducer; a compiled model under a torch that goes on using the graph of the old flags; an
-            optimizer whose ``step`` needs a closure, such as LBFGS, which moves parameters without a gradient.
+        IncompatibleError: The model is wrapped by DDP with ``static_graph=True``, or with a communication hook that has
+            a state or is built into the reducer; the model is compiled and this torch keeps using the graph of the old
+            flags; or the ``step`` of the optimizer needs a closure, as that of LBFGS, which moves parameters without a
+            gradient.
     """
     if model is not None:
         check_reducer(model)
         if is_compiled(model) and not _compiler_follows_flags():
             raise IncompatibleError(
-                f"freezing: torch.compile of torch {torch.__version__} goes on using the old graph when requires_grad "
+                f"freezing: torch.compile of torch {torch.__version__} keeps using the old graph when requires_grad "
                 "changes (pytorch#139476), so unfrozen layers would never train; update torch, or do not compile."
             )
     closure = list(inspect.signature(type(optimizer).step).parameters.values())[1:2]
     if closure and closure[0].default is inspect.Parameter.empty and closure[0].kind in _NAMED:
         raise IncompatibleError(
-            f"freezing: {type(optimizer).__name__}.step needs a closure; such an optimizer, as LBFGS, takes one "
-            "step in all of its parameters and moves those without a gradient too. Use an optimizer that skips those, "
-            "or leave freezing out."
+            f"freezing: {type(optimizer).__name__}.step needs a closure; such an optimizer, for example LBFGS, also "
+            "moves parameters without a gradient. Use an optimizer that skips them, or leave freezing out."
         )
 
 
 def compiled_prefixes() -> int:
-    """Return how many different prefixes a compiled model can afford: 3 at torch's limit of 8 graphs.
+    """Return the maximum number of prefixes of a compiled model: 3 at torch's limit of 8 graphs.
 
-    Each set of flags is one graph for training and, as guards look at ``requires_grad`` under ``no_grad`` too, one for
-    evaluation; a last batch of another size adds one to each kind. Past ``torch._dynamo.config.recompile_limit`` torch
-    falls back to eager for good.
+    Each set of flags costs one graph for training and one for evaluation, since guards check ``requires_grad`` under
+    ``no_grad`` too; a last batch of another size adds one of each. Past ``torch._dynamo.config.recompile_limit``, torch
+    falls back to eager permanently.
     """
     from torch._dynamo import config
 
@@ -110,37 +110,37 @@ def compiled_prefixes() -> int:
 
 
 class Freezing(Attachment):
-    """A frozen prefix that moves with the updates of an optimizer.
+    """A frozen prefix that changes with the updates of an optimizer.
 
-    Frozen parameters have ``requires_grad=False`` and no gradient: the backward pass stops at their border, nothing in
-    front of it is stored, and the optimizer skips them, so that weights and moments keep their bytes under any decay
-    or momentum. There is one optimizer with one set of moments; parameter groups are never touched. The flags change
-    in a post-hook of ``optimizer.step``, that is once per update: inside an accumulation window, and if a
-    ``GradScaler`` skips an update, they stay. On several ranks the reducer of DDP is built again before the next pass,
-    so that nothing of the frozen part is sent, and the ranks compare where they are
+    Frozen parameters have ``requires_grad=False`` and no gradient: the backward pass stops at their border, no
+    activations before it are stored, and the optimizer skips them, so weights and moments do not change, whatever the
+    decay or momentum. There is one optimizer with one set of moments; parameter groups are never changed. The flags
+    change in a post-hook of ``optimizer.step``, that is once per update: they stay inside an accumulation window, and
+    if a ``GradScaler`` skips an update. On several ranks the reducer of DDP is rebuilt before the next pass, so that
+    nothing of the frozen part is sent, and the ranks compare their state
     (:class:`~torchboost.algorithms.freezing.replicas.Replicas`).
 
-    Only parameters of the optimizer are frozen, and only while the user trains them: what the user freezes, before or
-    between, stays frozen, and what the user thaws stays thawed
-    (:class:`~torchboost.algorithms.freezing.flags.HeldFlags`). The index in force is the one of the schedule, or the
-    largest one below it that leaves something to train (:class:`~torchboost.algorithms.freezing.reach.Reach`). Freezing
-    that an earlier attachment left on these parameters is undone first.
+    Only parameters of the optimizer are frozen, and only while the user trains them: what the user freezes stays
+    frozen, and what the user thaws stays thawed (:class:`~torchboost.algorithms.freezing.flags.HeldFlags`). The index
+    in use is that of the schedule, or the largest index below it that leaves something to train
+    (:class:`~torchboost.algorithms.freezing.reach.Reach`). Freezing that an earlier attachment left on these parameters
+    is undone first.
 
     Args:
-        model: What the loop calls, wrapped or not (DDP may come later); None if only parameters are known, whose
-            BatchNorms then go on updating, and whose DDP is not seen.
-        optimizer: Its updates are counted. Held weakly.
-        prefixes: What is frozen at index 0, 1, ...
+        model: The model as the loop calls it, wrapped or not (DDP may follow later). None if only parameters are known;
+            their BatchNorms then keep updating, and a DDP is not detected.
+        optimizer: The optimizer whose updates are counted. Held weakly.
+        prefixes: The frozen part at index 0, 1, ...
         schedule: Index for each update, counted from 0.
-        norms: Whether BatchNorms in the frozen part go on updating their statistics or run in eval mode.
-        fast: Runs the frozen part; it sees by itself what is frozen, and goes when this goes.
-        total_steps: After so many updates everything is thawed, and later ones warn once; None never ends.
-        alike: Further numbers that must be alike on all ranks, such as the seed of the schedule.
-        agree_within: Seconds after which a rank that does not come to a pass is an error; 0 compares nothing.
+        norms: Whether BatchNorms in the frozen part keep updating their statistics or run in eval mode.
+        fast: Runs the frozen part; it detects what is frozen, and is removed with this.
+        total_steps: Number of updates after which everything is thawed; later updates warn once. None never ends.
+        alike: Further numbers that must be equal on all ranks, such as the seed of the schedule.
+        agree_within: Seconds to wait for a rank before a pass; then an error is raised. 0 disables the comparison.
 
     Attributes:
-        step: Updates seen.
-        index: The index in force.
+        step: Number of updates so far.
+        index: The index in use.
         fast: As given; ``with freezing.fast.samples(ids):`` names the samples of a batch for its cache.
 
     Raises:
@@ -184,7 +184,7 @@ class Freezing(Attachment):
         self._settled = SettledNorms()
         self._cuts = {m: _Cut() for prefix in prefixes for m in prefix.cut}
         self.fast = fast
-        self._counted = model is None or is_compiled(model)  # who attached it knew of the compiler
+        self._counted = model is None or is_compiled(model)  # the caller knew of the compiler
         self._alike = dict(alike or {})
         self._freezable = len({id(p) for prefix in prefixes for p in prefix.parameters if p.requires_grad})
         self._flips = 0
@@ -207,38 +207,38 @@ class Freezing(Attachment):
             handles.append(self._replicas)
         super().__init__(*handles, undo=self._thaw)
         self._apply(self._scheduled(0))
-        # The trace of the fast path refuses checkpointing, and takes modules with hooks for unknown.
+        # The trace of the fast path refuses checkpointing, and treats modules with hooks as opaque.
         if self._lost is not None and self.index == 0 and self.graphs > 1 and fast is None:
             self._lost.look(ahead=True)
         self._watch()
 
     def freeze(self, index: int) -> None:
-        """Make another index the one in force until the next update.
+        """Use another index until the next update.
 
         Raises:
             ValueError: There is no such index.
         """
         if not 0 <= index < len(self._prefixes):
-            raise ValueError(f"index: found {index}; there are {len(self._prefixes)} groups, counted from 0.")
+            raise ValueError(f"index: found {index}; pass 0 to {len(self._prefixes) - 1}.")
         self._apply(index)
 
     @property
     def frozen(self) -> tuple[nn.Parameter, ...]:
-        """The parameters that are frozen now by this attachment."""
+        """The parameters that this attachment freezes now."""
         return tuple(p for p in self._in_force.parameters if id(p) in self._flags.held)
 
     @property
     def graphs(self) -> int:
-        """How many different prefixes the schedule has: so many graphs a compiled model needs for training."""
+        """Number of different prefixes of the schedule, and of training graphs of a compiled model."""
         return getattr(self._schedule, "prefixes", len(self._prefixes))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of updates, which indices turned out unusable, and as a check what is to be frozen now."""
+        """Return the number of updates, the unusable indices, and, as a check, the frozen parameters."""
         index = self._reach.usable(self._scheduled(self.step))
         return {"step": self.step, "frozen": len(self._prefixes[index].parameters), **self._reach.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint. Flags follow as in training: what the user of this process froze stays frozen.
+        """Resume from a checkpoint. Flags follow as in training: what the user froze in this process stays frozen.
 
         Raises:
             ValueError: These settings freeze another part of the network at that step; nothing was changed.
@@ -253,8 +253,8 @@ class Freezing(Attachment):
         frozen = len(self._prefixes[index].parameters)
         if frozen != state["frozen"]:
             raise ValueError(
-                f"the checkpoint froze {state['frozen']} parameters at update {state['step']}, these settings freeze "
-                f"{frozen}; attach with the settings, seed and model that the checkpoint was written with."
+                f"the checkpoint froze {state['frozen']} parameters at update {state['step']}, but these settings "
+                f"freeze {frozen}; attach with the settings, seed and model that the checkpoint was saved with."
             )
         return index
 
@@ -287,9 +287,9 @@ class Freezing(Attachment):
         if not told:
             self._reach.close()
             warnings.warn(
-                "freezing: found gradients that no backward pass accumulated, as torch.autograd.grad(loss, parameters) "
-                "gives them, which refuses parameters that are frozen; so nothing is frozen. Call loss.backward() "
-                "instead, or leave freezing out.",
+                "freezing: found gradients that no backward pass accumulated, such as those of "
+                "torch.autograd.grad(loss, parameters), which fails for frozen parameters; nothing is frozen. Call "
+                "loss.backward() instead, or leave freezing out.",
                 NoEffectWarning,
                 stacklevel=2,
             )
@@ -302,25 +302,25 @@ class Freezing(Attachment):
         self._overran = True
         warnings.warn(
             f"freezing: update {self.step} comes after the end of the run, total_steps={self._total}; everything "
-            "trains from there on. Set total_steps to the number of updates of the whole run.",
+            "trains from then on. Set total_steps to the number of updates of the whole run.",
             NoEffectWarning,
             stacklevel=2,
         )
 
     def _figures(self) -> dict[str, int]:
-        """What must be alike on all ranks before a pass."""
+        """The numbers that must be equal on all ranks before a pass."""
         frozen = {"frozen groups": self.index, "parameters not reached yet": len(self._spared)}
         return {"updates": self.step, **frozen, "parameters": self._freezable, **self._alike}
 
     def _watch(self) -> None:
-        """Look for other ranks, which may have come after this was attached."""
+        """Look for other ranks; they may have been set up after this was attached."""
         if self._replicas is not None:
             self._replicas.watch()
         elif not self._warned and several_ranks():
             self._warned = True
             warnings.warn(
-                "freezing: found several ranks and no model, only parameters, so DistributedDataParallel cannot be "
-                "told which of them train; build it before with find_unused_parameters=True, or use freeze_blocks or "
+                "freezing: found several ranks and only parameters, no model, so DistributedDataParallel cannot learn "
+                "which of them train; build it with find_unused_parameters=True first, or use freeze_blocks or "
                 "GradientFreeze, which take the model.",
                 RuntimeWarning,
                 stacklevel=2,
@@ -332,7 +332,7 @@ class Freezing(Attachment):
             self._replicas.release()
 
     def _apply(self, index: int) -> None:
-        """Make the usable index up to ``index`` the one in force; changes only what differs."""
+        """Apply the largest usable index up to ``index``; change only what differs."""
         index = self._reach.usable(index)
         spared = self._reach.spared(index)
         if index == self.index and spared == self._spared:
@@ -353,31 +353,31 @@ class Freezing(Attachment):
             self._settle_norms()
 
     def _of_the_optimizer(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Those that it updates now; others belong to other optimizers, or to none."""
+        """Return those that the optimizer updates now; others belong to other optimizers, or to none."""
         known = set(map(id, self._reach.known))
         return [p for p in parameters if id(p) in known]
 
     def _check_graphs(self) -> None:
-        """Warn once if the model was compiled since, and the schedule needs more graphs than torch will make."""
+        """Warn once if the model was compiled later and the schedule needs more graphs than torch allows."""
         if self._counted or self._model is None or not is_compiled(self._model):
             return
         self._counted = True
         if self.graphs > compiled_prefixes():
             warnings.warn(
                 f"freezing: the model was compiled after freezing was attached, and this schedule needs {self.graphs} "
-                f"graphs for training and as many for evaluation; past torch._dynamo.config.recompile_limit torch runs "
-                f"eagerly for good. Compile first, or set prefixes={compiled_prefixes()}.",
+                "graphs for training and as many for evaluation; past torch._dynamo.config.recompile_limit, torch "
+                f"runs eagerly permanently. Compile first, or set prefixes={compiled_prefixes()}.",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     def _settle_norms(self, *_: Any) -> None:
-        """``model.train()`` in the loop sets every module to training; frozen norms go back to eval mode."""
+        """Put frozen norms back into eval mode, since ``model.train()`` in the loop sets every module to training."""
         self._settled.settle(self._in_force.norms)
 
 
 def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
-    """Keep the compiler out of a hook that is no tensor work, where the step or the forward around it is compiled."""
+    """Keep the compiler out of a hook if the step or the forward around it is compiled."""
     return torch.compiler.disable(hook)  # pyright: ignore[reportReturnType]
 
 
@@ -395,7 +395,7 @@ class _Cut:
 
 @cache
 def _compiler_follows_flags() -> bool:
-    """Compile a one-parameter module, flip its flag and look whether the gradient follows (pytorch#139476)."""
+    """Compile a one-parameter module, flip its flag and check whether the gradient follows (pytorch#139476)."""
     layer = nn.Linear(1, 1, bias=False)
     compiled = torch.compile(lambda x: layer(x), backend="aot_eager")
     seen = []

@@ -1,4 +1,4 @@
-"""What a loop does with gradients that freezing cannot follow: ``autograd.grad``, and reentrant checkpointing."""
+"""Detect uses of gradients that freezing does not support: ``autograd.grad`` and reentrant checkpointing."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ __all__ = ["Accumulated", "LostGradients"]
 
 
 class Accumulated(Attachment):
-    """Notes whether a backward pass accumulates gradients into parameters, or the loop sets ``.grad`` by itself.
+    """Records whether a backward pass accumulates gradients into parameters, or the loop sets ``.grad`` itself.
 
-    A loop that sets it, by ``torch.autograd.grad(loss, parameters)`` or ``torch.func.grad``, names the parameters in
-    each update, and autograd refuses those that are frozen.
+    A loop that sets it from ``torch.autograd.grad(loss, parameters)`` or ``torch.func.grad`` names the parameters in
+    each update, and autograd raises an error for frozen ones.
 
     Args:
-        parameters: A hook is registered on each that trains, until :meth:`remove`.
+        parameters: The parameters; each one that trains has a hook until :meth:`remove`.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._hooked = [parameter for parameter in parameters if parameter.requires_grad]
-        self._stale = self._any()  # gradients from before tell nothing
+        self._stale = self._any()  # older gradients carry no information
         self._seen = False
         super().__init__(*(p.register_post_accumulate_grad_hook(self._note) for p in self._hooked))
 
     def observe(self) -> bool | None:
-        """Look at an update: True if a backward pass made its gradients, False if not, None if that cannot be told."""
+        """Check an update: True if a backward pass made its gradients, False if not, None if unknown."""
         stale, self._stale = self._stale, False
         return None if stale or not self._any() else self._seen
 
@@ -48,19 +48,19 @@ class Accumulated(Attachment):
 
 
 class LostGradients:
-    """Finds blocks that get no gradient behind a frozen prefix because reentrant checkpointing runs them.
+    """Finds blocks that get no gradient after a frozen prefix because reentrant checkpointing runs them.
 
     ``torch.utils.checkpoint`` with ``use_reentrant=True`` gives gradients only if an input of the checkpointed part
-    requires one, and behind a frozen prefix none does, unless the model sees to that by itself. Such a part runs under
-    ``no_grad`` inside a pass that records gradients. It is refused after the first update that trains everything, if
-    the graph of its pass says that its inputs hang on nothing but what will be frozen; and after an update with a
-    frozen prefix, if it has no gradients then and had some before. Blocks that a pass leaves out at random, and parts
-    that never have gradients, are not taken for it.
+    requires one. After a frozen prefix none does, unless the model ensures it. Such a part runs under ``no_grad``
+    inside a pass that records gradients. It is refused after the first update that trains everything, if the graph
+    shows that its inputs depend only on what will be frozen; and after an update with a frozen prefix, if it has no
+    gradients then but had some before. Blocks that a pass skips at random, and parts that never have gradients, are not
+    refused.
 
     Args:
-        model: What the loop calls.
-        parameters: That may train.
-        prefixes: What is frozen at index 0, 1, ...
+        model: The model as the loop calls it.
+        parameters: Parameters that may train.
+        prefixes: The frozen parameters at index 0, 1, ...
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[Tensor], prefixes: Iterable[Iterable[Tensor]]) -> None:
@@ -77,10 +77,10 @@ class LostGradients:
         self._ahead = False
 
     def look(self, *, ahead: bool = False) -> None:
-        """Watch the next pass of the model; to be called after a change of the flags.
+        """Watch the next pass of the model. Call it after the flags change.
 
         Args:
-            ahead: Whether everything trains in it, so that only its graph tells what will be lost.
+            ahead: Whether everything trains in that pass, so that only its graph shows what will be lost.
         """
         self.remove()
         self._ahead = ahead
@@ -91,10 +91,10 @@ class LostGradients:
         ]
 
     def observe(self, frozen: bool) -> None:
-        """Look at the gradients of an update; to be called after it, while the flags are those of its pass.
+        """Check the gradients of an update. Call it after the update, before the flags change.
 
         Raises:
-            IncompatibleError: A part behind the frozen prefix has lost its gradients, or will.
+            IncompatibleError: A part after the frozen prefix has lost its gradients, or will.
         """
         if not frozen and self._never != []:
             self._never = [p for p in self._never or self._parameters if p.grad is None]
@@ -107,13 +107,13 @@ class LostGradients:
                 verb = ("are", "got none in this update") if not self._ahead else ("will be", "would get none then")
                 raise IncompatibleError(
                     f"freezing: '{name}' runs without gradients inside a pass that records them, as under "
-                    f"torch.utils.checkpoint with use_reentrant=True. While the blocks in front {verb[0]} frozen its "
+                    f"torch.utils.checkpoint with use_reentrant=True. While the blocks before it {verb[0]} frozen, its "
                     f"inputs require no gradient, so it {verb[1]}. Pass use_reentrant=False to the checkpointing, or "
                     "leave freezing out."
                 )
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self._end_pass()
         while self._handles:
             self._handles.pop().remove()
@@ -122,7 +122,7 @@ class LostGradients:
         if torch.compiler.is_compiling() or self._inner or not (torch.is_grad_enabled() and module.training):
             return
         if is_compiled(self._model):
-            self.remove()  # no hook sees the parts of a compiled pass
+            self.remove()  # hooks do not see the parts of a compiled pass
             return
         for name, part in self._model.named_modules():
             trained = [p for p in part.parameters(recurse=False) if p.requires_grad]
@@ -150,7 +150,7 @@ class LostGradients:
             self.remove()
 
     def _end_pass(self) -> bool:
-        """Leave the parts of the model alone again; return whether the pass asked for gradients of an inner value."""
+        """Remove the hooks from the parts; return whether the pass asked for gradients of an inner value."""
         while self._inner:
             self._inner.pop().remove()
         asks, self._asks = self._asks, None
@@ -159,7 +159,7 @@ class LostGradients:
         return asks is not None and asks.asked
 
     def _will_lose(self, output: Any) -> bool:
-        """Whether a suspect still trains when all that some checkpointed part hangs on is frozen."""
+        """Whether a suspect still trains once all inputs of some checkpointed part are frozen."""
         trained = {id(p) for parameters in self._suspects.values() for p in parameters}
         later = [frozen for frozen in self._frozen if not trained <= frozen]
         nodes = _above([tensor.grad_fn for tensor in tensors_in(output)])
@@ -172,7 +172,7 @@ class LostGradients:
 
 
 class _AsksForGradients(TorchFunctionMode):
-    """Notes whether a forward asks for the gradient of a tensor that it made, as is done in front of checkpointing."""
+    """Records whether a forward asks for the gradient of a tensor it made, as models do before checkpointing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ _ASKING = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # pyright: igno
 
 
 def _above(nodes: Iterable[Any]) -> set[Any]:
-    """The nodes of an autograd graph, and all that they hang on."""
+    """The nodes of an autograd graph and all nodes they depend on."""
     found, waiting = set[Any](), [node for node in nodes if node is not None]
     while waiting:
         node = waiting.pop()

@@ -1,4 +1,4 @@
-"""How far the updates of a loop reach: which frozen prefixes leave something to train, and what no update reached."""
+"""Which frozen prefixes leave something to train, and which parameters no update has reached."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _NEVER = 1 << 62
 
 
 class Reach:
-    """Knows for each index of a schedule whether something trains there, by the gradients of the updates so far.
+    """Records for each index of a schedule whether something trains there, from the gradients so far.
 
-    An index is usable if the optimizer has a parameter behind its prefix that the user trains, and if every update
-    that could tell gave one of those a gradient. What the forward pass does not use, what lies in no loss, and a head
-    that only some batches go through therefore never become the last part that trains.
+    An index is usable if the optimizer has a parameter after its prefix that the user trains, and if every informative
+    update gave one of those a gradient. A module that the forward pass does not use, one that no loss depends on, and a
+    head that only some batches use therefore never become the last part that trains.
 
-    Later updates may go through what none has reached yet, such as a head that is used by turns: that must stay
-    trainable whatever the index (:meth:`spared`). As long as it has no gradients, that costs nothing.
+    Later updates may reach parameters that none has reached yet, such as a head that is used in turns. These stay
+    trainable at every index (:meth:`spared`). This costs nothing while they have no gradients.
 
-    A gradient of zeros that ``zero_grad(set_to_none=False)`` left behind is none; to see that, the loop waits for the
-    device once in an update, and on several ranks it is not looked at.
+    A gradient of zeros left by ``zero_grad(set_to_none=False)`` does not count. Checking this synchronises the device
+    once per update; on several ranks it is not checked.
 
     Args:
-        optimizer: Whose parameters count; held weakly.
+        optimizer: The optimizer whose parameters count. Held weakly.
         frozen: The parameters of the prefix of each index.
         cut: The modules whose outputs are detached at each index, see :class:`torchboost.graph.blocks.Block`.
         may_train: Whether the user trains a parameter.
-        values: Whether the values of gradients may be looked at.
+        values: Whether the values of gradients may be read.
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class Reach:
         self._versions: dict[int, int] = {}
         self._closed: set[int] = set()
         self._doubtful: set[int] = set()
-        self._unreached = frozenset[int]()  # could have been
-        self._pending: list[Tensor] = []  # not reached yet, whether they could have been or not
+        self._unreached = frozenset[int]()  # could have been reached
+        self._pending: list[Tensor] = []  # not reached yet, whether or not they could have been
         self._trained()
 
     def usable(self, index: int, state: Mapping[str, Any] | None = None) -> int:
         """Return the largest usable index up to ``index``; 0 always is.
 
         Args:
-            index: Wanted.
-            state: Of a checkpoint, in the place of what was seen here.
+            index: The wanted index.
+            state: The state of a checkpoint, used instead of what was recorded here.
         """
         behind, seen = self._trained(), self.state_dict() if state is None else state
         while index and (index in seen["closed"] or index in seen["doubtful"] or not self._trains(behind[index])):
@@ -73,7 +73,7 @@ class Reach:
         return index
 
     def spared(self, index: int) -> frozenset[int]:
-        """Return by ``id`` what is not to be frozen at ``index``: it could have got a gradient, and never did."""
+        """Return the ``id`` of what stays trainable at ``index``: it could have had a gradient but never did."""
         return self._frozen[index] & self._unreached
 
     def _trains(self, parameters: list[Tensor]) -> bool:
@@ -85,9 +85,9 @@ class Reach:
         return self._trained()[0]
 
     def observe(self, index: int) -> bool:
-        """Look at the gradients of an update that was made at ``index``; return whether there were any.
+        """Record the gradients of an update made at ``index``; return whether there were any.
 
-        Cost: microseconds; for each index the parameters from the last one to the first that has a gradient.
+        Cost: microseconds; each index reads the parameters from the last one back to one with a gradient.
         """
         behind, seen = self._trained(), dict[int, bool]()
         if not any(p.grad is not None and p.requires_grad for p in behind[0]):
@@ -110,7 +110,7 @@ class Reach:
         self._unreached = frozenset(id(p) for p in self._pending if p.requires_grad)
 
     def close(self) -> None:
-        """Let nothing be frozen any more."""
+        """Freeze nothing from now on."""
         self._closed.update(range(1, len(self._frozen)))
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class Reach:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
+        """Resume from :meth:`state_dict`."""
         self._closed, self._doubtful = set(state["closed"]), set(state["doubtful"])
         forward = self._trained()[0][::-1]
         pending, unreached = set(state.get("pending", ())), set(state.get("unreached", ()))
@@ -133,9 +133,9 @@ class Reach:
         self._unreached = frozenset(id(p) for place, p in enumerate(forward) if place in unreached)
 
     def _trained(self) -> list[list[Tensor]]:
-        """For each index the parameters of the optimizer behind its prefix, the last one first.
+        """Return for each index the parameters of the optimizer after its prefix, last one first.
 
-        Where the optimizer is gone, those of its end.
+        If the optimizer is gone, return its last known ones.
         """
         optimizer = self._optimizer()
         if optimizer is None:
@@ -156,7 +156,7 @@ class Reach:
         cut_now: frozenset[nn.Module],
         seen: dict[int, bool],
     ) -> bool | None:
-        """Whether one of them got a gradient; None where it may have come through a use that will be cut."""
+        """Whether one of them got a gradient; None if it may have come through a use that will be cut."""
         unsure = False
         for parameter in parameters:
             key = id(parameter)
@@ -172,7 +172,7 @@ class Reach:
         grad = parameter.grad
         if grad is None:
             return False
-        # A tensor that stays from update to update is written to in place each time; a new one starts over.
+        # A gradient tensor that is kept is written in place at each update; a new one starts again.
         before = self._versions.get(id(parameter), _NEVER)
         self._versions[id(parameter)] = grad._version
         if grad._version <= before or grad.layout is not torch.strided or not self._values():

@@ -1,4 +1,4 @@
-"""Flags that change on several ranks: the reducers of DDP follow them, and the ranks agree on them."""
+"""Flags that change on several ranks: rebuild the reducers of DDP and check that the ranks agree."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from torchboost.errors import IncompatibleError
 __all__ = ["Replicas", "check_reducer", "rebuild_reducer", "several_ranks"]
 
 _HINT = (
-    "Flags must change on all ranks at the same update: give all ranks the same settings, seed and checkpoint, and let "
-    "all take or skip an update together."
+    "Flags must change on all ranks at the same update: use the same settings, seed and checkpoint on all ranks, and "
+    "let all of them take or skip an update together."
 )
 
 
 def check_reducer(model: nn.Module) -> None:
-    """Refuse a DDP, as the model or inside it, whose reducer cannot be built again.
+    """Refuse a DDP, as the model or inside it, whose reducer cannot be rebuilt.
 
-    A state that copes with other buckets at any pass says so in an attribute ``follows_buckets``.
+    A hook state that supports changing buckets has an attribute ``follows_buckets``.
 
     Raises:
-        IncompatibleError: ``static_graph=True``, a communication hook with a state of its own, or one of those built
-            into the reducer.
+        IncompatibleError: DDP has ``static_graph=True``, a communication hook with its own state, or one built into the
+            reducer.
     """
     for ddp in _replicas_in(model):
         if ddp.static_graph:
@@ -38,32 +38,32 @@ def check_reducer(model: nn.Module) -> None:
                 "freezing: DistributedDataParallel was built with static_graph=True, and freezing changes the graph; "
                 "build it with static_graph=False."
             )
-        # Only the reducer holds such a hook, but DDP logs its name.
+        # Only the reducer holds such a hook; DDP logs its name.
         built_in = None if _hooks_of(ddp) else ddp._get_ddp_logging_data().get("comm_hook")
         if built_in:
             raise IncompatibleError(
                 f"freezing: DistributedDataParallel has the built-in communication hook {built_in}, which cannot be "
-                "given to another reducer; register one from torch.distributed.algorithms.ddp_comm_hooks, such as "
+                "moved to another reducer; register one from torch.distributed.algorithms.ddp_comm_hooks, such as "
                 "fp16_compress_hook."
             )
         for hook, state in _hooks_of(ddp):
             if not (state is None or isinstance(state, dist.ProcessGroup) or getattr(state, "follows_buckets", False)):
                 raise IncompatibleError(
                     f"freezing: DistributedDataParallel has the communication hook {hook.__qualname__} with a state "
-                    f"({type(state).__name__}), which may hold figures of each bucket, and freezing changes the "
-                    "buckets; use a hook whose state is None or a process group, such as fp16_compress_hook."
+                    f"({type(state).__name__}), which may hold data per bucket, and freezing changes the buckets; use "
+                    "a hook whose state is None or a process group, such as fp16_compress_hook."
                 )
 
 
 def rebuild_reducer(ddp: DistributedDataParallel) -> None:
-    """Let DDP reduce exactly the parameters that require a gradient now; nothing of the others is sent any more.
+    """Rebuild the reducer of DDP for exactly the parameters that require a gradient now.
 
-    This is what DDP does when it is unpickled, in place: hooks of the old reducer go with it, gradients stay, the
-    process group is the same, and communication hooks are registered again. To be called where no backward pass is
-    due, on all ranks with the same flags.
+    DDP does the same when it is unpickled. Hooks of the old reducer are dropped, gradients and the process group stay,
+    and communication hooks are registered again. Call it on all ranks with the same flags, when no backward pass is
+    pending.
 
-    Cost: milliseconds and a second set of buckets for a moment; the next pass but one puts the buckets into the order
-    of the gradients, as after construction, which is one small broadcast.
+    Cost: milliseconds, and briefly a second set of buckets. The second pass after this reorders the buckets by the
+    order of the gradients, as after construction, with one small broadcast.
     """
     state = dict(vars(ddp))  # with the process group, which ``__getstate__`` leaves out
     hooks, state["_comm_hooks"] = _hooks_of(ddp), []
@@ -75,19 +75,19 @@ def rebuild_reducer(ddp: DistributedDataParallel) -> None:
 class Replicas(Attachment):
     """The ranks that train a model together, seen from its forward passes.
 
-    Before a pass with gradients, the reducer of each DDP (the model itself, inside it, or around it) is built again if
-    flags have changed since, and all ranks compare ``figures``. DDP around a bare model may come later: the model asks
-    at each pass whether it runs inside one. A pass in eval mode is compared while updates come from such passes; after
-    one in training mode it is taken for an evaluation, which a rank may make alone.
+    Before a pass with gradients, the reducer of each DDP (the model itself, inside it, or around it) is rebuilt if
+    flags have changed, and all ranks compare ``figures``. The model may be wrapped in DDP later: it checks at each pass
+    whether it runs inside one. A pass in eval mode is compared only while updates come from such passes; after a pass
+    in training mode it counts as an evaluation, which a rank may run alone.
 
     Args:
-        model: What the loop calls, or what is wrapped later.
+        model: The model as the loop calls it, or as it is wrapped later.
         version: A number that grows with each change of flags.
-        figures: What must be alike on all ranks before a pass.
-        within: Seconds in which a rank that does not come is an error; 0 compares nothing.
+        figures: Numbers that must be equal on all ranks before a pass.
+        within: Seconds to wait for a rank before an error is raised; 0 disables the comparison.
 
     Raises:
-        IncompatibleError: See :func:`check_reducer`; from a pass, where DDP came later.
+        IncompatibleError: See :func:`check_reducer`; raised from a pass if the model was wrapped later.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Replicas(Attachment):
         self.watch()
 
     def watch(self) -> None:
-        """Hook into the passes once there is a process group; to be called after each update."""
+        """Register the hook once there is a process group. Call it after each update."""
         self._trains_in_eval, self._trained = not self._trained, False
         if self._watching or not _grouped():
             return
@@ -116,7 +116,7 @@ class Replicas(Attachment):
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def release(self) -> None:
-        """Build the reducers for the flags of now, and free the group; after the hooks are gone."""
+        """Rebuild the reducers for the current flags and free the group, after the hooks are removed."""
         if dist.is_initialized():
             for ddp in list(self._built):
                 self._follow(ddp)
@@ -129,7 +129,7 @@ class Replicas(Attachment):
         ddp = module if isinstance(module, DistributedDataParallel) else self._around()
         if module.training:
             self._trained, self._trains_in_eval = True, False
-        # A pass that sends gradients is made by all ranks at once; others need not be.
+        # All ranks run a pass that sends gradients together; other passes may run on one rank.
         trains = module.training or self._trains_in_eval
         if self._within and trains and (ddp is None or ddp.require_backward_grad_sync):
             ranks = self._ranks_of(ddp)
@@ -139,14 +139,14 @@ class Replicas(Attachment):
             self._follow(ddp)
 
     def _around(self) -> DistributedDataParallel | None:
-        """The DDP in whose forward pass this is, as it tells the compiler."""
+        """The DDP whose forward pass is running, as it tells the compiler."""
         ddp = DistributedDataParallel._get_active_ddp_module()
         if ddp is not None and ddp not in self._built:
             check_reducer(ddp)
         return ddp
 
     def _follow(self, ddp: DistributedDataParallel) -> None:
-        # One that was seen for the first time may have been built under other flags.
+        # A DDP that is seen for the first time may have been built with other flags.
         if self._built.get(ddp) != self._version():
             rebuild_reducer(ddp)
             self._built[ddp] = self._version()
@@ -161,7 +161,7 @@ class Replicas(Attachment):
         return self._agreements[key]
 
     def _sharding(self) -> list[int]:
-        """The ranks that FSDP2 spreads the parameters over; none where nothing is sharded."""
+        """The ranks that FSDP2 shards the parameters over; empty if nothing is sharded."""
         if self._sharded_over is not None:
             return self._sharded_over
         meshes = (getattr(parameter, "device_mesh", None) for parameter in self._model.parameters())
@@ -171,7 +171,7 @@ class Replicas(Attachment):
 
 
 def several_ranks() -> bool:
-    """Whether this process is one of several ranks, which need not train one model."""
+    """Whether this process is one of several ranks; they need not train one model."""
     return _grouped() and dist.get_world_size() > 1
 
 

@@ -1,4 +1,4 @@
-"""Which blocks are frozen at which update: pure functions of settings, so that a resumed run needs only the step."""
+"""Freezing schedules: pure functions of the settings, so a resumed run needs only the step."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = [
 ]
 
 Schedule = Callable[[int], int]
-"""How many groups are frozen at an update, counted from 0."""
+"""Maps an update, counted from 0, to the number of frozen groups."""
 
 MOST_STEPS = 2**53
-"""The longest run: beyond it, shares of the run are not exact in float64."""
+"""The longest run; beyond it, shares of the run are not exact in float64."""
 
 BACKWARD_SHARE = 2 / 3
-"""Of a training step: a backward pass costs two forward passes."""
+"""Share of the backward pass in a training step: it costs two forward passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switches:
-    """A monotone schedule: from ``steps[i]`` on the first ``indices[i]`` groups are frozen.
+    """A monotone schedule: from ``steps[i]`` on, the first ``indices[i]`` groups are frozen.
 
     Args:
         steps: Updates before which each switch happens, ascending.
@@ -45,18 +45,18 @@ class Switches:
 
     @property
     def prefixes(self) -> int:
-        """How many different numbers of frozen groups there are, 0 included."""
+        """Number of different values of the schedule, 0 included."""
         return len(self.indices) + 1
 
     def __call__(self, step: int) -> int:
-        """Return how many groups are frozen at an update, counted from 0."""
+        """Return the number of frozen groups at an update, counted from 0."""
         at = bisect_right(self.steps, step)
         return self.indices[at - 1] if at else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """A list of indices, one per update, that begins again when it is used up.
+    """A list of indices, one per update, that repeats.
 
     Args:
         indices: At least one.
@@ -66,21 +66,21 @@ class Repeated:
 
     @property
     def prefixes(self) -> int:
-        """How many different numbers of frozen groups there are."""
+        """Number of different values of the schedule."""
         return len(set(self.indices))
 
     def __call__(self, step: int) -> int:
-        """Return how many groups are frozen at an update, counted from 0."""
+        """Return the number of frozen groups at an update, counted from 0."""
         return self.indices[step % len(self.indices)]
 
 
 @dataclass(frozen=True, slots=True)
 class Continuous:
-    """MindSpore's type 0: a stretch that trains everything, then 1, 2, ... groups frozen, over and over.
+    """MindSpore's type 0: full training, then 1, 2, ... groups frozen, repeated.
 
     Args:
         groups: Number of groups; index k freezes the first k, at most ``groups - 1``.
-        full_share: Share p of steps that train everything; a period has ``int(p (n-1) // (1-p) + 0.5)`` of them.
+        full_share: Share p of steps that train everything; a period has ``int(p (n-1) // (1-p) + 0.5)`` of these.
 
     Example:
         >>> schedule = Continuous(3, 0.5)
@@ -98,34 +98,34 @@ class Continuous:
 
     @property
     def period(self) -> int:
-        """Steps until it begins again, at least 1."""
+        """Length of a period in steps, at least 1."""
         return max(1, self.full + self.groups - 1)
 
     @property
     def prefixes(self) -> int:
-        """How many different numbers of frozen groups there are."""
+        """Number of different values of the schedule."""
         return self.groups - (self.full == 0 and self.groups > 1)
 
     def __call__(self, step: int) -> int:
-        """Return how many groups are frozen at an update, counted from 0."""
+        """Return the number of frozen groups at an update, counted from 0."""
         return max(0, step % self.period - self.full + 1) if self.groups > 1 else 0
 
 
 class Interval:
-    """MindSpore's type 1: random indices, the frozen share of the steps so far kept near ``1 - full_share``.
+    """MindSpore's type 1: random indices that keep the share of frozen steps near ``1 - full_share``.
 
     The first step trains everything. At each later one, if the share of frozen steps so far is below
-    ``1 - full_share``, index k is drawn with a probability proportional to ``groups - k``, else it is 0. The numbers
-    are those that MindSpore draws from NumPy's global generator under ``np.random.seed(seed)``; it begins again after
-    ``length`` steps.
+    ``1 - full_share``, index k is drawn with a probability proportional to ``groups - k``, otherwise it is 0. The
+    numbers are those that MindSpore draws from NumPy's global generator after ``np.random.seed(seed)``. The schedule
+    repeats after ``length`` steps.
 
     Args:
         groups: Number of groups.
         full_share: Share of steps that train everything.
         length: See :func:`length_of`.
-        seed: Of the generator, 0 or more and below 2**32.
+        seed: Seed of the generator, 0 or more and below 2**32.
 
-    Cost: entries are made when they are asked for, about 0.2 seconds for a million, and kept in two bytes each.
+    Cost: entries are made on demand, about 0.2 seconds per million, and take two bytes each.
     """
 
     _CHUNK = 8192
@@ -135,7 +135,7 @@ class Interval:
         self._share, self._length = 1 - full_share, max(1, length)
         self._random = np.random.RandomState(seed)
         weights = np.arange(1, groups)
-        # As RandomState.choice does it with the probabilities of MindSpore; it draws one number for each.
+        # The same as RandomState.choice with the probabilities of MindSpore; it draws one number per entry.
         shares = (weights / weights.sum()).cumsum() if groups > 1 else np.ones(1)
         self._shares = shares / shares[-1]
         self._chunks: list[np.ndarray] = []
@@ -143,11 +143,11 @@ class Interval:
 
     @property
     def prefixes(self) -> int:
-        """How many different numbers of frozen groups there may be."""
+        """Maximum number of different values of the schedule."""
         return self.groups
 
     def __call__(self, step: int) -> int:
-        """Return how many groups are frozen at an update, counted from 0."""
+        """Return the number of frozen groups at an update, counted from 0."""
         if self.groups <= 1:
             return 0
         chunk, place = divmod(step % self._length, self._CHUNK)
@@ -171,12 +171,12 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Snapped:
-    """Another schedule rounded down, so that at most ``most`` different indices are left, evenly spread, 0 among them.
+    """Another schedule, rounded down to at most ``most`` evenly spread indices, 0 included.
 
     Args:
-        schedule: To be rounded.
+        schedule: The schedule to round.
         groups: Its number of groups.
-        most: At least 2.
+        most: Maximum number of indices, at least 2.
 
     Example:
         >>> schedule = Snapped(Repeated((0, 1, 2, 3, 4, 5)), 6, 3)
@@ -190,27 +190,27 @@ class Snapped:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The indices that are left."""
+        """The indices that remain."""
         count = min(self.most, self.groups)
         return tuple(place * self.groups // count for place in range(count))
 
     @property
     def prefixes(self) -> int:
-        """How many different numbers of frozen groups there are."""
+        """Number of different values of the schedule."""
         return len(self.kept)
 
     def __call__(self, step: int) -> int:
-        """Return how many groups are frozen at an update, counted from 0."""
+        """Return the number of frozen groups at an update, counted from 0."""
         return self.kept[bisect_right(self.kept, self.schedule(step)) - 1]
 
 
 def length_of(steps: int) -> int:
-    """Return how many entries MindSpore's sequences have for a run of so many steps, 1 % more than the run."""
+    """Return the length of MindSpore's sequences for a run of ``steps`` steps, 1 % more than the run."""
     return int(steps * 1.01)
 
 
 def earliest(groups: int, full_share: float, steps: int) -> list[int]:
-    """Return for each index the step from which FreezeOut's cubic schedule allows it.
+    """Return for each index the first step at which FreezeOut's cubic schedule allows it.
 
     Group i of n may be frozen from the share ``(t0 + (1 - t0) i / (n - 1))^3`` of the run on, with ``t0^3`` the share
     of steps that train everything (A. Brock et al., "FreezeOut: Accelerate Training by Progressively Freezing
@@ -230,17 +230,16 @@ def progressive(
     step_seconds: float = 0.0,
     recompile_seconds: float = 0.0,
 ) -> Switches:
-    """Choose at most ``switches`` moments of :func:`earliest` to freeze at, so that most time is saved.
+    """Choose at most ``switches`` steps of :func:`earliest` to freeze at, to save the most time.
 
-    Freezing the first k groups saves two thirds of their share of a step, for all steps until the next switch; each
-    switch costs one more compilation. The best selection is found exactly (dynamic programming), never earlier than
-    the cubic schedule allows.
+    Freezing the first k groups saves two thirds of their share of a step until the next switch; each switch costs one
+    compilation. Dynamic programming finds the optimal selection; no switch is earlier than the cubic schedule allows.
 
     Args:
         costs: Share of the computation in each group.
         full_share: Share of steps that train everything.
         steps: Length of the run.
-        switches: Most switches.
+        switches: Maximum number of switches.
         step_seconds: Time of a step, to weigh against ``recompile_seconds``.
         recompile_seconds: Time of one compilation; 0 for a model that is not compiled.
 
