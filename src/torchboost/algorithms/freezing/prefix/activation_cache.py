@@ -1,4 +1,4 @@
-"""Rows of tensors kept by sample id, in memory or in a memory-mapped file, within a stated budget."""
+"""A cache of rows of tensors by sample id, in memory or in a memory-mapped file, with a fixed budget."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def sample_ids(ids: Tensor | Sequence[int]) -> Tensor:
         ids: One integer per sample, at least 0; shape ``(n,)``.
 
     Raises:
-        TypeError: They are no integers.
+        TypeError: The ids are not integers.
         ValueError: Not one-dimensional, or one is negative.
     """
     found = torch.as_tensor(ids)
     if found.numel() == 0:
         found = found.long()
     if found.dtype in (torch.bool, torch.uint64) or found.is_floating_point() or found.is_complex():
-        raise TypeError(f"sample ids: found {found.dtype}; expected integers; pass the index of each sample.")
+        raise TypeError(f"sample ids: found {found.dtype}; pass the integer index of each sample.")
     if found.ndim != 1:
         raise ValueError(f"sample ids: found shape {tuple(found.shape)}; expected one id per sample, shape (n,).")
     found = found.to("cpu", torch.int64)
@@ -49,7 +49,7 @@ def sample_ids(ids: Tensor | Sequence[int]) -> Tensor:
 
 
 class _Index:
-    """Id -> slot by binary search in two sorted lists: a long one, and a short one for what came lately."""
+    """Id -> slot, by binary search in two sorted lists: a long one, and a short one for recent ids."""
 
     def __init__(self) -> None:
         empty = torch.empty(0, dtype=torch.int64)
@@ -77,11 +77,11 @@ class _Index:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """How one of the tensors lies in a row.
+    """The layout of one of the tensors in a row.
 
     Args:
-        shape: Of a sample, as it is given back.
-        order: Dimensions of a batch as they lie in memory, the batch first; keeps channels-last what it was.
+        shape: Shape of a sample, as it is returned.
+        order: Dimensions of a batch in memory order, the batch first; this preserves channels-last.
     """
 
     shape: tuple[int, ...]
@@ -121,30 +121,30 @@ class _Chunk:
 
 
 class ActivationCache:
-    """Keeps what a network computed for a sample, so that it need not be computed again.
+    """Caches what a network computed for a sample.
 
-    A row is a tuple of tensors of one sample: whatever a batch of them holds at one index of dimension 0. Rows are
-    kept first come, first kept, none is evicted, until ``budget_bytes`` are used. Looking up a batch is a binary
-    search; reading copies the rows out, so they may be written to.
+    A row is a tuple of tensors of one sample: one index of dimension 0 of a batch. Rows are kept in order of arrival
+    until ``budget_bytes`` are used; none is evicted. Looking up a batch is a binary search; reading returns copies,
+    which may be written to.
 
-    With ``path``, rows lie in a memory-mapped file that the operating system writes and reads as it sees fit. Its
-    space is reserved in chunks before it is used: a full disk is met at that moment, with a warning, and from then on
-    nothing more is kept; what is there stays valid.
+    With ``path``, rows are stored in a memory-mapped file that the operating system pages in and out. Its space is
+    reserved in chunks before use. If the disk is full, the cache warns and keeps no more rows; existing rows stay
+    valid.
 
-    Cost: of memory or disk, at most the budget, and 16 bytes per row for the index; of time, one copy per row in
-    and out. Limits: all rows have the shapes of the first ones; ids that were kept are not written again.
+    Cost: memory or disk up to the budget, 16 bytes per row for the index, and one copy per row in and out. Limits: all
+    rows have the shapes of the first ones; ids that are already kept are not overwritten.
 
     Args:
-        budget_bytes: Most bytes that rows may take.
+        budget_bytes: Maximum number of bytes for rows.
         path: Existing directory for the file, which is created with the first row and removed by :meth:`close`;
             None keeps rows in memory.
 
     Attributes:
         hits: Samples found since the last :meth:`clear`.
-        misses: Samples looked for in vain since then.
+        misses: Samples not found since then.
 
     Raises:
-        ValueError: A budget below 1 byte, or ``path`` is no directory.
+        ValueError: The budget is below 1 byte, or ``path`` is not a directory.
 
     Example:
         >>> import torch
@@ -157,9 +157,11 @@ class ActivationCache:
 
     def __init__(self, budget_bytes: int, *, path: str | os.PathLike[str] | None = None) -> None:
         if budget_bytes < 1:
-            raise ValueError(f"budget_bytes: found {budget_bytes}; expected 1 or more; give the bytes it may use.")
+            raise ValueError(f"budget_bytes: found {budget_bytes}; pass the maximum number of bytes, 1 or more.")
         if path is not None and not os.path.isdir(path):
-            raise ValueError(f"path: found {os.fspath(path)!r}, which is no directory; create it, or pass another.")
+            raise ValueError(
+                f"path: found {os.fspath(path)!r}, which is not a directory; create it, or pass another path."
+            )
         self.budget_bytes = int(budget_bytes)
         self.path = None if path is None else Path(path)
         self.hits = self.misses = 0
@@ -180,12 +182,12 @@ class ActivationCache:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all rows that are held."""
+        """Bytes of all rows."""
         return self.rows * self.row_bytes
 
     @property
     def full(self) -> bool:
-        """Whether no further row will be kept."""
+        """Whether the cache is full or off."""
         return self._stopped or (bool(self._columns) and self.rows >= self._capacity)
 
     @property
@@ -193,10 +195,10 @@ class ActivationCache:
         return self.budget_bytes // max(self.row_bytes, 1)
 
     def find(self, ids: Tensor | Sequence[int]) -> Tensor:
-        """Return the slot of every sample, or -1 where it is not kept, int64 of shape ``(n,)``; counts hits and misses.
+        """Return the slot of every sample, -1 if it is not kept; int64 of shape ``(n,)``. Counts hits.
 
         Raises:
-            TypeError: ``ids`` are no integers.
+            TypeError: ``ids`` are not integers.
             ValueError: ``ids`` are not one-dimensional, or one is negative.
         """
         slots = self._index.find(sample_ids(ids))
@@ -206,14 +208,14 @@ class ActivationCache:
         return slots
 
     def read(self, slots: Tensor, missing: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """Return the rows in the given slots, as fresh tensors of shape ``(len(slots), ...)`` on their own device.
+        """Return copies of the rows in the given slots, of shape ``(len(slots), ...)``, on their original device.
 
         Args:
             slots: From :meth:`find`, shape ``(n,)``.
             missing: The rows for slots of -1, in their order: tensors that :meth:`fits`, of shape ``(m, ...)``.
 
         Raises:
-            IndexError: A slot holds no row, and ``missing`` does not give it.
+            IndexError: A slot holds no row and ``missing`` has none for it.
         """
         least = -1 if missing else 0
         if slots.numel() and not least <= int(slots.min()) <= int(slots.max()) < self.rows:
@@ -239,23 +241,23 @@ class ActivationCache:
         return tuple(result)
 
     def fits(self, values: Sequence[Tensor]) -> bool:
-        """Whether tensors have the shapes per sample, types and devices of the rows held; true before the first."""
+        """Whether tensors match the rows held in shape per sample, dtype and device; true if the cache is empty."""
         if not self._columns:
             return True
         return len(values) == len(self._columns) and all(c.holds(v) for c, v in zip(self._columns, values, strict=True))
 
     def store(self, ids: Tensor | Sequence[int], values: Sequence[Tensor]) -> int:
-        """Keep rows that are not kept yet, as far as there is room.
+        """Store rows that are not kept yet, if there is room.
 
         Args:
             ids: One per sample, shape ``(n,)``.
-            values: Tensors of shape ``(n, ...)``, alike in all calls but for ``n``.
+            values: Tensors of shape ``(n, ...)``; only ``n`` may differ between calls.
 
         Returns:
             The number of rows that were added.
 
         Raises:
-            TypeError: ``ids`` are no integers.
+            TypeError: ``ids`` are not integers.
             ValueError: Lengths or shapes do not fit, or an id is negative.
         """
         wanted = sample_ids(ids)
@@ -285,14 +287,14 @@ class ActivationCache:
         return len(rows)
 
     def _make_room(self, rows: int) -> int:
-        """Allocate chunks until there is room for so many more rows; return how many there is room for."""
+        """Allocate chunks for up to ``rows`` more rows; return the number that fits."""
         held = sum(chunk.rows for chunk in self._chunks)
         while held < self.rows + rows:
             size = max(1, min(max(held * self.row_bytes, _FIRST_CHUNK), _LARGEST_CHUNK) // max(self.row_bytes, 1))
             chunk = _Chunk(held, min(max(size, self.rows + rows - held), self._capacity - held))
             try:
                 buffer = self._allocate(chunk.rows * self.row_bytes)
-            except (OSError, MemoryError, RuntimeError) as error:  # torch has a RuntimeError where memory ends
+            except (OSError, MemoryError, RuntimeError) as error:  # torch raises RuntimeError if memory runs out
                 self._stopped = True
                 self._warn(chunk.rows * self.row_bytes, error)
                 return held - self.rows
@@ -319,22 +321,22 @@ class ActivationCache:
             except OSError:
                 place += " (free space unknown)"
         warnings.warn(
-            f"the activation cache asked for {wanted:,} bytes in {place} and got: {error}. Training goes on; the "
-            f"{self.rows:,} rows held ({self.bytes:,} bytes) stay valid, nothing more is cached. To cache more, free "
-            "space, or pass another path= or a smaller budget_bytes.",
+            f"the activation cache asked for {wanted:,} bytes in {place} and got: {error}. Training continues; the "
+            f"{self.rows:,} rows held ({self.bytes:,} bytes) stay valid, but no more rows are cached. To cache more, "
+            "free space, or pass another path= or a smaller budget_bytes.",
             CacheSpaceWarning,
             stacklevel=4,
         )
 
     def clear(self) -> None:
-        """Forget all rows, hits and misses, and give the space back. A cache that met a full disk stays off."""
+        """Drop all rows, hits and misses, and free the space. If the disk was full, the cache stays off."""
         self._forget()
         self.hits = self.misses = 0
         if self._file is not None:
             self._file.empty()
 
     def close(self) -> None:
-        """Clear, remove the file and keep nothing from then on. A second call does nothing."""
+        """Clear the cache, remove the file and store nothing from then on. A second call does nothing."""
         self._forget()
         self._stopped = True
         file, self._file = self._file, None
@@ -343,7 +345,7 @@ class ActivationCache:
 
 
 class _File:
-    """A file that grows by reserved, mapped pieces and vanishes with its owner."""
+    """A file that grows by reserved, mapped pieces and is deleted with its owner."""
 
     def __init__(self, folder: Path) -> None:
         self._descriptor, self.name = tempfile.mkstemp(prefix="torchboost-activations-", dir=folder)
@@ -351,14 +353,14 @@ class _File:
         self.remove: Callable[[], object] = weakref.finalize(self, _remove, self._descriptor, self.name)
 
     def grow(self, size: int) -> Tensor:
-        """Reserve and map so many bytes more.
+        """Reserve and map ``size`` more bytes.
 
         Raises:
-            OSError: There is no room; the file is as it was.
+            OSError: There is no room; the file is unchanged.
         """
         length = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         try:
-            # Rounded up only for the offset of the next piece: what is reserved is what the budget allows.
+            # Only the offset of the next piece is rounded up, so the reserved space stays within the budget.
             _reserve(self._descriptor, self._size, size)
             mapped = mmap.mmap(self._descriptor, size, offset=self._size)
         except OSError:
@@ -376,7 +378,7 @@ def _reserve(descriptor: int, start: int, size: int) -> None:
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, start, size)
         return
-    zeros = bytes(min(size, 2**20))  # where the system has no such call, space is taken by writing
+    zeros = bytes(min(size, 2**20))  # if the system has no such call, reserve space by writing
     os.lseek(descriptor, start, os.SEEK_SET)
     while size > 0:
         size -= os.write(descriptor, zeros[: min(size, len(zeros))])

@@ -1,4 +1,4 @@
-"""Two runnable halves of a forward: the frozen one without bookkeeping, and the rest."""
+"""Two runnable halves of a forward: the frozen part under ``no_grad``, and the rest."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _HALF_TOLERANCE = 0.1
 
 @dataclass(slots=True)
 class Halves:
-    """One forward as two.
+    """One forward, split in two.
 
     Args:
-        cut: Where it was cut.
-        prefix: Its result is the tuple of border values; calls the modules of the model themselves, as the suffix does.
+        cut: The cut.
+        prefix: Returns the tuple of border values. Calls the model's own modules, as the suffix does.
         suffix: Takes the tensors of the call and the border values.
-        frozen: Every parameter and buffer that the prefix was made of.
+        frozen: Every parameter and buffer of the prefix.
         signature: Equal for two prefixes that compute the same, bit for bit.
-        rows: Why border values cannot be kept sample by sample; empty where they can, None until :meth:`check_rows`.
+        rows: Why border values cannot be kept per sample; empty if they can, None until :meth:`check_rows`.
     """
 
     cut: Cut
@@ -49,7 +49,7 @@ class Halves:
     def border(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
         """Run the prefix."""
         values = self.prefix.forward(*tensors)
-        # Autograd refuses to write in place to what is a view made under no_grad.
+        # Autograd refuses in-place writes to a view made under no_grad.
         return tuple(value.detach() if isinstance(value, Tensor) else value for value in values)
 
     def select(self, tensors: tuple[Tensor, ...], rows: Tensor) -> tuple[Tensor, ...]:
@@ -58,9 +58,9 @@ class Halves:
         return tuple(t[rows.to(t.device)] if place in picked else t for place, t in enumerate(tensors))
 
     def check_rows(self, tensors: tuple[Tensor, ...], values: tuple[Any, ...], count: int) -> str:
-        """Say why ``values`` are not one row per sample, each independent of the others; empty where they are.
+        """Explain why ``values`` are not one independent row per sample; return an empty string if they are.
 
-        The prefix is run once more, on every other sample from the last: rows must come out as in the whole batch.
+        The prefix runs once more, on every second sample from the last; the rows must equal those of the whole batch.
         """
         if self.rows is None:
             self.rows = self._rows_obstacle(tensors, values, count)
@@ -74,7 +74,7 @@ class Halves:
                 )
         for name, value in zip(self.cut.border, values, strict=True):
             if not isinstance(value, Tensor):
-                return f"'{name}' at its border is no tensor but {type(value).__name__}"
+                return f"'{name}' at its border is not a tensor but a {type(value).__name__}"
             if value.ndim == 0 or len(value) != count:
                 return (
                     f"'{name}' at its border, of shape {tuple(value.shape)}, is not one row for each of {count} samples"
@@ -91,10 +91,10 @@ class Halves:
 
 
 def build_halves(traced: TracedForward, call: Call, blocked: set[str]) -> Halves | None:
-    """Cut a forward and prove the prefix on one call; None where nothing frozen stands at the front.
+    """Cut a forward and check the prefix on one call; return None if no frozen part comes first.
 
     The prefix must neither draw random numbers nor change buffers. Nodes that do, found by running it, are added to
-    ``blocked`` and left to the suffix; random state and buffers are put back.
+    ``blocked`` and left to the suffix; random state and buffers are restored.
 
     Cost: one or a few passes through the prefix.
 
@@ -119,7 +119,7 @@ def build_halves(traced: TracedForward, call: Call, blocked: set[str]) -> Halves
 
 
 def _module(graph: fx.Graph, targets: dict[str, nn.Module | Tensor]) -> fx.GraphModule:
-    return fx.GraphModule(targets, graph)  # the dictionary keeps the modules what they are; only those used are taken
+    return fx.GraphModule(targets, graph)  # the dictionary preserves module identity; only those used are taken
 
 
 @torch.no_grad()
@@ -140,7 +140,7 @@ def _restless(prefix: fx.GraphModule, tensors: tuple[Tensor, ...]) -> set[str]:
 
 
 class _Watcher(fx.Interpreter):
-    """Runs a graph node by node and notes after which the random state or a buffer has changed."""
+    """Runs a graph node by node and records the nodes that change the random state or a buffer."""
 
     def __init__(self, module: fx.GraphModule, random: Any, buffers: list[Tensor]) -> None:
         super().__init__(module)

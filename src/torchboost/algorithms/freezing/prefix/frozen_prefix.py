@@ -1,4 +1,4 @@
-"""Skip the frozen front of a network for samples that it has seen."""
+"""Skip the frozen first part of a network for samples it has already computed."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _NOT_RUN = "no training step has run yet"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastPrefixReport:
-    """What the fast path of the frozen prefix does at present.
+    """Status of the fast path of the frozen prefix.
 
     Args:
-        parameters: Weights in the prefix; 0 where the forward runs as it is.
-        rows: Samples whose outputs of the prefix are held.
-        bytes: That they take.
-        hit_rate: Share of named samples that were held, since the prefix last changed; 0.0 before the first.
-        note: Why the forward runs as it is, or why nothing is kept; empty otherwise.
+        parameters: Number of weights in the prefix; 0 if the forward runs unchanged.
+        rows: Number of samples whose prefix outputs are cached.
+        bytes: Size of the cached outputs.
+        hit_rate: Share of named samples found in the cache since the prefix last changed; 0.0 before the first.
+        note: Why the forward runs unchanged, or why nothing is cached; empty otherwise.
     """
 
     parameters: int = 0
@@ -53,39 +53,39 @@ class FastPrefixReport:
 
 
 def fast_prefix(model: nn.Module, *, cache: ActivationCache | None = None) -> FastPrefix:
-    """Let the frozen front of a network be computed once for each sample, and be skipped from then on.
+    """Compute the frozen first part of a network once per sample, and skip it from then on.
 
-    ``forward`` of this one instance is covered. In training mode it is cut where training begins: everything that no
-    trainable parameter, random number (dropout) or changing buffer (BatchNorm in training mode) has reached runs
-    under ``no_grad``, and what it gave for a sample is kept under its id; it is skipped when all samples of a batch
-    are known. Both parts call the modules of the model themselves. In eval mode, with inputs that require gradients
-    and if nothing frozen stands at the front, the forward runs as it is. The rows are right only if a sample is the
-    same tensor in every epoch: no random augmentation.
+    The ``forward`` of this one instance is replaced. In training mode it is cut at the first trainable operation:
+    everything that no trainable parameter, random number (dropout) or changing buffer (BatchNorm in training mode) has
+    reached runs under ``no_grad``, and its output for a sample is cached under the id of the sample. If all samples of
+    a batch are cached, this part is skipped. Both parts call the model's own modules. In eval mode, with inputs that
+    require gradients, or if no frozen part comes first, the forward runs unchanged. The cached rows are correct only if
+    a sample is the same tensor in every epoch: no random augmentation.
 
-    What is frozen is read from ``requires_grad``. Before each forward the model is compared with what it was: flags,
+    What is frozen is read from ``requires_grad``. Before each forward the model is compared with its last state: flags,
     the attributes of all modules (parameters, buffers, submodules and hooks among them), and versions and addresses of
-    the frozen tensors. After any change the forward is traced again, and after one that may change what the prefix
-    computes the rows are forgotten.
+    the frozen tensors. After any change the forward is traced again; if the change may affect what the prefix computes,
+    the rows are dropped.
 
-    Limits: what lies deeper in Python than the attributes of modules (a global, a list in a list) counts as it stood
-    when the forward was traced; writing to a frozen weight through ``.data`` in place is not noticed; call
-    :meth:`FastPrefix.update` after either. While ``torch.fx`` traces the forward, it patches ``nn.Module``
-    for the whole process: no other thread should run a model at that moment.
+    Limits: Python state that is not an attribute of a module (a global, a list in a list) keeps its value from the
+    trace; an in-place write to a frozen weight through ``.data`` is not detected; call :meth:`FastPrefix.update` after
+    either. While ``torch.fx`` traces the forward, it patches ``nn.Module`` for the whole process: no other thread
+    should run a model at that moment.
 
     Cost: about 2 microseconds per module for the comparison; at every change one trace and a few passes through the
     prefix.
 
     Args:
         model: The bare model, in place. Wrap it in DDP afterwards.
-        cache: Empty; used by nobody else. None computes the prefix at every step.
+        cache: An empty cache that is not used elsewhere. None computes the prefix at every step.
 
     Returns:
-        Its ``remove()`` gives the forward back and empties the cache.
+        Its ``remove()`` restores the forward and empties the cache.
 
     Raises:
-        IncompatibleError: The model is wrapped or compiled, has a ``forward`` of its own on the instance, or cannot be
-            traced. Where that depends on the arguments, the first training step raises it.
-        ValueError: ``cache`` holds rows already.
+        IncompatibleError: The model is wrapped or compiled, has its own ``forward`` on the instance, or cannot be
+            traced. If that depends on the arguments, the first training step raises it.
+        ValueError: ``cache`` is not empty.
 
     Example:
         >>> import torch
@@ -101,16 +101,16 @@ def fast_prefix(model: nn.Module, *, cache: ActivationCache | None = None) -> Fa
     wrapper = wrapper_of(model)
     if wrapper is not None:
         raise IncompatibleError(
-            f"found a model wrapped by {wrapper}; the fast path of the frozen prefix covers the forward of the bare, "
+            f"found a model wrapped by {wrapper}; the fast path of the frozen prefix replaces the forward of the bare, "
             "uncompiled model. Call fast_prefix on that before wrapping, or train without compiling."
         )
     if own_forward(model) is not None:
         raise IncompatibleError(
-            f"the forward of this {type(model).__name__} was replaced on the instance, so that of its class is not "
-            "what runs; attach the fast path of the frozen prefix first, or do without it."
+            f"the forward of this {type(model).__name__} was replaced on the instance, so the forward of its class "
+            "does not run; attach the fast path of the frozen prefix first, or leave it out."
         )
     if cache is not None and cache.rows:
-        raise ValueError(f"cache: found {cache.rows} rows of something else; clear() it, or pass a new one.")
+        raise ValueError(f"cache: found {cache.rows} rows already; clear() it, or pass a new one.")
     needed = [
         argument
         for argument in list(inspect.signature(type(model).forward).parameters.values())[1:]
@@ -132,7 +132,7 @@ class FastPrefix(Attachment):
         self._named: Tensor | None = None
         self._note = _NOT_RUN
         self._reset()
-        # Beneath autocast, which is then on while the halves run.
+        # Inside autocast, which is then on while the halves run.
         super().__init__(cover_forward(model, self._forward, innermost=True), undo=self._end)
 
     def _reset(self) -> None:
@@ -157,8 +157,9 @@ class FastPrefix(Attachment):
                 every epoch.
 
         Raises:
-            TypeError: ``ids`` are no integers.
-            ValueError: They are not one-dimensional or negative; or, from the forward, not as many as samples.
+            TypeError: ``ids`` are not integers.
+            ValueError: They are not one-dimensional, or one is negative; or, raised from the forward, their number is
+                wrong.
         """
         self._named = sample_ids(ids)
         try:
@@ -167,12 +168,12 @@ class FastPrefix(Attachment):
             self._named = None
 
     def update(self) -> None:
-        """Look at the model again before the next forward, and forget all rows."""
+        """Trace the model again before the next forward, and drop all rows."""
         self._watch = None
         self._traces.clear()
 
     def report(self) -> FastPrefixReport:
-        """Return sizes and hit rate as they are now."""
+        """Return the current sizes and hit rate."""
         halves, cache = self._last, self._cache
         looked = 0 if cache is None else cache.hits + cache.misses
         note = halves.rows or "" if halves is not None and cache is not None else ""
@@ -212,7 +213,7 @@ class FastPrefix(Attachment):
         return halves.suffix.forward(*call.tensors, *border)
 
     def _current(self, call: Call) -> Halves | None:
-        """The halves for this kind of call, built anew where the model has changed."""
+        """Return the halves for this kind of call; rebuild them if the model has changed."""
         if self._watch is None or self._watch.changed():
             self._rebuild(call)
         elif call.key not in self._halves:
@@ -241,7 +242,7 @@ class FastPrefix(Attachment):
             self._traces = {key: (trace_forward(self._model, call), set())}
         halves = build_halves(self._traces[key][0], call, self._traces[key][1])
         if halves is None:
-            self._note = "nothing frozen stands at the front"
+            self._note = "no frozen part comes first"
         return halves
 
     def _cached(self, cache: ActivationCache, halves: Halves, call: Call, ids: Tensor) -> tuple[Any, ...]:
@@ -260,7 +261,7 @@ class FastPrefix(Attachment):
             values = halves.border(tensors)
             if not halves.check_rows(tensors, values, count):
                 self._rows_of = rows_of
-                cache.find(ids)  # looked for in vain, and counted so
+                cache.find(ids)  # count the misses
                 cache.store(ids, values)
             return values
         if halves.rows or any(len(tensor) != count for tensor in read) or self._rows_of not in (None, rows_of):
@@ -289,18 +290,18 @@ class FastPrefix(Attachment):
 
 
 class _Watch:
-    """Notices that a model is no longer what the halves of its forward were made of."""
+    """Detects changes of a model since the halves of its forward were built."""
 
     def __init__(self, model: nn.Module, halves: Iterable[Halves | None]) -> None:
         self._modules = list(model.modules())
         self._parameters = list(model.parameters())
         frozen = {id(t): t for half in halves if half is not None for t in half.frozen}
-        self._frozen = [t for t in frozen.values() if t.ndim or t.is_floating_point()]  # no counters of batches
+        self._frozen = [t for t in frozen.values() if t.ndim or t.is_floating_point()]  # skips batch counters
         self._attributes = self._look()
         self._before = self._state()
 
     def _look(self) -> list[Any]:
-        """Everything that hangs on the modules, to be compared by identity: what is held here keeps its address."""
+        """Return all attributes of the modules, to be compared by identity; holding them keeps their addresses."""
         found: list[Any] = []
         for module in self._modules:
             found += (type(module), type(module).forward, *vars(module).values())
@@ -320,10 +321,10 @@ class _Watch:
         )
 
     def rebuilt(self) -> bool:
-        """Whether anything but flags and values was changed: then rows may be those of another network."""
+        """Whether anything but flags and values changed; if so, the rows may belong to another network."""
         now = self._look()
         return len(now) != len(self._attributes) or not all(map(is_, now, self._attributes))
 
     def changed(self) -> bool:
-        """Whether anything was."""
+        """Whether anything changed."""
         return self.rebuilt() or self._state() != self._before

@@ -1,4 +1,4 @@
-"""Cut a traced forward where training begins: what only frozen weights have touched, and the rest."""
+"""Cut a traced forward into the part that depends only on frozen weights, and the rest."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _FRESH = frozenset(
     | {"adaptive_avg_pool2d", "scaled_dot_product_attention", "clone", "zeros", "ones", "full", "empty", "arange"}
     | {"one_hot"}
 )
-"""Operations whose result shares no memory with what they take."""
+"""Operations whose result shares no memory with their inputs."""
 
 
 _SIZED = frozenset(
     {"new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like", "ones_like", "full_like"}
     | {"rand_like", "randn_like"}
 )
-"""Operations that take the size of a tensor, not what it holds."""
+"""Operations that read the size of a tensor, not its values."""
 
 
 class Part(enum.IntEnum):
-    """Where a node is computed; ordered, so that a node is at least where its inputs are."""
+    """The part that computes a node; ordered, so that a node is never before its inputs."""
 
     BOTH = 0
     PREFIX = 1
@@ -52,12 +52,12 @@ class Part(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What is known of a node.
+    """Facts about a node.
 
     Args:
         data: Whether it depends on the values of the inputs, not only on their sizes.
         weighted: Whether it depends on a parameter.
-        storages: Names of the memory that it may share.
+        storages: Names of the storages that it may share.
     """
 
     part: Part
@@ -71,12 +71,12 @@ _Known = dict[fx.Node, _Facts]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A forward in two graphs.
+    """A forward, split into two graphs.
 
     Args:
         prefix: Takes the tensors of the call, returns the tuple of border values.
         suffix: Takes the tensors of the call and then the border values, returns what the forward returns.
-        border: Names of the border values; empty where nothing frozen stands at the front.
+        border: Names of the border values; empty if no frozen part comes first.
         inputs: Positions of the tensors that the prefix reads.
     """
 
@@ -87,11 +87,11 @@ class Cut:
 
 
 def cut_forward(traced: TracedForward, *, blocked: Collection[str] = ()) -> Cut:
-    """Cut a forward behind everything that no trainable parameter, random number or changing buffer has reached.
+    """Cut a forward after everything that no trainable parameter, random number or changing buffer has reached.
 
-    Order is kept on either side, and whatever is written in place is written on the side where it is read later, so
-    that prefix and suffix together compute what the forward does. What depends on the inputs alone, or on their sizes
-    alone, is computed on both sides where both need it.
+    Both sides keep the order of operations, and an in-place write happens on the side that reads it later, so prefix
+    and suffix together compute the same as the forward. What depends only on the inputs or their sizes is computed on
+    both sides if both need it.
 
     Args:
         traced: Not changed.
@@ -117,11 +117,11 @@ def cut_forward(traced: TracedForward, *, blocked: Collection[str] = ()) -> Cut:
 
 
 def _classify(traced: TracedForward, stops: set[str]) -> tuple[_Known, set[str]]:
-    """Give every node its part; also return the nodes of parameters and buffers that the forward writes to."""
+    """Assign every node its part; also return the nodes of parameters and buffers that the forward writes to."""
     known: _Known = {}
     outside: set[str] = set()
     owner: dict[str, Part] = {}
-    dirty: set[str] = set()  # memory that the suffix writes: who reads it later comes after
+    dirty: set[str] = set()  # memory that the suffix writes: later readers belong to the suffix
     seen: set[str] = set()  # memory that the suffix reads: the prefix must not write it later
     attributes: dict[str, set[str]] = {}
     for node in traced.graph.nodes:
@@ -204,13 +204,13 @@ def _varies(module: nn.Module) -> bool:
 
 
 def _written(node: fx.Node, traced: TracedForward) -> list[fx.Node]:
-    """The nodes whose tensor a node writes to, or may."""
+    """The nodes whose tensor a node writes to or may write to."""
     target = node.args[0] if node.args else node.kwargs.get("input")
     first = [target] if isinstance(target, fx.Node) else []
     if node.op == "call_module":
         module = traced.targets[str(node.target)]
         if isinstance(module, nn.Module) and any(map(is_opaque, module.modules())):
-            return node.all_input_nodes  # what it does to them is not seen
+            return node.all_input_nodes  # its effect on them is unknown
         return first if getattr(module, "inplace", False) else []
     if node.op not in ("call_function", "call_method"):
         return []
@@ -234,7 +234,7 @@ def _asks_for_inplace(node: fx.Node) -> bool:
 
 
 def _suffix_nodes(traced: TracedForward, known: _Known) -> tuple[set[fx.Node], list[fx.Node]]:
-    """The nodes of the suffix, and the values that it takes over from the prefix."""
+    """The nodes of the suffix, and the values that it takes from the prefix."""
     start = {node for node, facts in known.items() if facts.part is Part.SUFFIX}
     nodes = _needed(known, start, lambda facts: facts.part is not Part.PREFIX)
     wanted = {source for node in nodes for source in node.all_input_nodes if known[source].part is Part.PREFIX}
@@ -245,7 +245,7 @@ def _suffix_nodes(traced: TracedForward, known: _Known) -> tuple[set[fx.Node], l
         if facts.part is Part.PREFIX
         for name in _storages(_written(node, traced), known)
     }
-    for node in wanted - tensors:  # sizes of border tensors, and what is made of them
+    for node in wanted - tensors:  # sizes of border tensors, and values computed from them
         chain = _made_of_sizes(node, known, tensors)
         if not any(known[member].storages & filled for member in chain):
             nodes |= chain
@@ -255,7 +255,7 @@ def _suffix_nodes(traced: TracedForward, known: _Known) -> tuple[set[fx.Node], l
 
 
 def _made_of_sizes(node: fx.Node, known: _Known, tensors: set[fx.Node]) -> set[fx.Node]:
-    """The prefix nodes that make ``node`` out of sizes of ``tensors``; empty where it takes more than that."""
+    """The prefix nodes that compute ``node`` from sizes of ``tensors``; empty if it needs more than that."""
     chain, open_nodes = set(), [node]
     while open_nodes:
         current = open_nodes.pop()
@@ -270,7 +270,7 @@ def _made_of_sizes(node: fx.Node, known: _Known, tensors: set[fx.Node]) -> set[f
 
 
 def _needed(known: _Known, start: Iterable[fx.Node], inside: Any) -> set[fx.Node]:
-    """Everything that nodes depend on among those ``inside``, and what writes to the memory of any of them."""
+    """All nodes ``inside`` that ``start`` depends on, and the nodes that write to their memory."""
     needed = set(start)
     storages = {name for node in needed for name in known[node].storages}
     for node in reversed(known):
@@ -288,7 +288,7 @@ def _needed(known: _Known, start: Iterable[fx.Node], inside: Any) -> set[fx.Node
 def _copy(
     graph: fx.Graph, nodes: set[fx.Node], *, border: Iterable[fx.Node], results: Iterable[fx.Node] | None
 ) -> fx.Graph:
-    """Copy some nodes in order; ``border`` become further inputs, ``results`` the output in place of the graph's."""
+    """Copy some nodes in order; ``border`` are added as inputs, and ``results`` replace the output of the graph."""
     part = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -308,7 +308,7 @@ def _copy(
 
 
 def _torn(traced: TracedForward, known: _Known, border: list[fx.Node]) -> set[str]:
-    """Border values that are a second handle on memory the suffix writes to: autograd must see how they were made."""
+    """Border values that alias memory the suffix writes to: autograd must see how they were made."""
     inputs = {node.name for node in known if node.op == "placeholder"}
     torn: set[str] = set()
     for node, facts in known.items():

@@ -1,4 +1,4 @@
-"""A forward pass in training mode as a graph that can be cut in two: every call, every tensor it reads."""
+"""Trace a forward pass in training mode into a graph that can be cut in two."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Call:
     """The arguments of one forward: its tensors, and everything else as a key.
 
     Args:
-        tensors: In the order of the flattened arguments.
-        key: Equal for two calls that one trace serves.
-        rebuild: The positional and keyword arguments, with other tensors in place of these.
+        tensors: The tensors, in the order of the flattened arguments.
+        key: Equal for calls that can share a trace.
+        rebuild: Builds the positional and keyword arguments, with other tensors in place of these.
     """
 
     tensors: tuple[Tensor, ...]
@@ -39,7 +39,7 @@ class Call:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | None:
-        """Take arguments apart; None where they hold something that is neither a tensor nor a plain value."""
+        """Split arguments; return None if one is neither a tensor nor a plain value."""
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         if not all(isinstance(leaf, (Tensor, *_VALUES)) for leaf in leaves):
             return None
@@ -57,7 +57,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class TracedForward:
-    """The graph of one forward and what its names stand for.
+    """The graph of one forward and the objects its names refer to.
 
     Args:
         graph: Placeholders are the tensors of the call, in order.
@@ -69,7 +69,7 @@ class TracedForward:
 
 
 def is_opaque(module: nn.Module) -> bool:
-    """Whether calling a module does more than its class says: hooks, or a forward of its own."""
+    """Whether calling a module runs more than its class's forward: hooks, or its own forward."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -80,17 +80,17 @@ def is_opaque(module: nn.Module) -> bool:
 
 
 def trace_forward(model: nn.Module, call: Call) -> TracedForward:
-    """Trace the forward of the model's class as it is now, training flags included.
+    """Trace the forward of the model's class in its current state, including training flags.
 
-    Nothing is computed; random state and the attributes of the model are as before.
+    Nothing is computed; random state and the attributes of the model do not change.
 
     Args:
         model: Its submodules of ``torch.nn``, convolutional, linear and normalisation layers, and those with hooks
-            become one node each; all others are looked into.
-        call: Which arguments are given, and the values of those that are no tensors.
+            become one node each; all others are traced into.
+        call: The call to trace: which arguments are given, and the values of those that are not tensors.
 
     Raises:
-        IncompatibleError: The forward cannot be traced faithfully; says why.
+        IncompatibleError: The forward cannot be traced correctly; the message says why.
     """
     tracer = _Tracer(call)
     attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
@@ -120,7 +120,7 @@ def trace_forward(model: nn.Module, call: Call) -> TracedForward:
 
 
 def _put_back(module: nn.Module, before: dict[str, Any], buffers: dict[str, Any]) -> list[str]:
-    """Undo what the Python of a forward set on a module; return the names."""
+    """Undo the attribute changes of a forward on a module; return their names."""
     changed = [name for name, value in before.items() if vars(module).get(name) is not value]
     changed += [name for name in vars(module) if name not in before]
     vars(module).clear()
@@ -138,7 +138,7 @@ def _find(model: nn.Module, name: str) -> Any:
 def _refusal(model: nn.Module, why: str) -> str:
     return (
         f"the forward of {type(model).__name__} cannot be split into a frozen and a trained part: {why}. Train without "
-        "the fast path of the frozen prefix; freezing itself works without it."
+        "the fast path of the frozen prefix; freezing itself does not need it."
     )
 
 
@@ -154,7 +154,7 @@ def random_state(devices: Iterable[int]) -> tuple[bytes, ...]:
 
 
 class _Tracer(fx.Tracer):
-    """Tensors of the call become placeholders; its other arguments are what they are."""
+    """Tensors of the call become placeholders; its other arguments stay as they are."""
 
     proxy_buffer_attributes = True
 
@@ -179,7 +179,7 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         if _mode() != self._mode:
-            raise RuntimeError("it switches gradients or autocast on or off inside, which a trace does not record")
+            raise RuntimeError("it switches gradients or autocast on or off, which a trace does not record")
         return super().create_node(kind, *args, **kwargs)
 
 
