@@ -425,7 +425,7 @@ def test_wrapped_models_are_refused_with_the_way_out():
     compiled_in_place.compile(backend="eager")
     for model in (torch.compile(resnet(2), backend="eager"), nn.DataParallel(resnet(2)), compiled_in_place):
         before = names_of_norms(model)
-        with pytest.raises(IncompatibleError, match="on the bare model first"):
+        with pytest.raises(IncompatibleError, match="on the bare model before wrapping"):
             remove_batch_norms(model)
         assert names_of_norms(model) == before
 

@@ -152,8 +152,8 @@ def test_freeze_opt_resumes_and_its_file_loads_into_the_bare_optimizer():
     [
         ("0", TypeError, "found str"),
         ([0, 1.5], ValueError, "no integer"),
-        ([0, 4], ValueError, "less than the number of groups, 4"),
-        ([], ValueError, "less than the number of groups"),
+        ([0, 4], ValueError, "below the number of groups, 4"),
+        ([], ValueError, "below the number of groups"),
         (torch.zeros(2, 2, dtype=torch.int32), ValueError, r"shape \(2, 2\)"),
         (torch.zeros(2, dtype=torch.int64), ValueError, r"torch\.int64"),
     ],

@@ -1,4 +1,4 @@
-"""Mixed precision: the forward pass of a model under autocast, without touching the loop."""
+"""Mixed precision: the forward pass of a model under autocast, without changes to the loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def autocast_forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Attachment:
-    """Run every forward of ``model`` under ``torch.autocast`` and give its outputs back in float32.
+    """Run every forward of ``model`` under ``torch.autocast`` and return its outputs in float32.
 
     Outputs keep their containers (see :func:`~torchboost.core.containers.with_tensors`); tensors in an
     object of another kind stay in the precision that autocast gave them.
@@ -32,17 +32,17 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> A
     gradients and optimizer state stay as they are. Each weight is cast once per forward (autocast's cache).
     The loss is computed by the caller on float32 outputs, outside autocast.
 
-    ``forward`` of this one instance is covered by a function which calls the original. Forward hooks would be the
-    more modest means, but in a model compiled by ``nn.Module.compile()`` hooks of the root are compiled apart
-    from ``forward``, where entering autocast has no effect: the model would silently run in float32. A covered
-    ``forward`` is traced into the same graph, compiled before or after, in place or not, without graph breaks.
+    The ``forward`` of this one instance is replaced by a function that calls the original. Forward hooks do not work:
+    in a model compiled by ``nn.Module.compile()`` the hooks of the root are compiled separately from ``forward``, so
+    entering autocast in them has no effect and the model silently runs in float32. The replaced ``forward`` is traced
+    into the same graph, compiled before or after, in place or not, without graph breaks.
 
     Args:
-        model: What the loop calls, wrapped or not. Attach to the wrapper (DDP, ``torch.compile``) where there is one.
+        model: The model as the loop calls it. If there is a wrapper (DDP, ``torch.compile``), pass the wrapper.
         dtype: ``torch.bfloat16``, or ``torch.float16``, which needs a ``GradScaler`` in the loop.
 
     Returns:
-        Its ``remove()`` gives the original ``forward`` back.
+        Its ``remove()`` restores the original ``forward``.
 
     Raises:
         TypeError: Not a module.
@@ -72,7 +72,7 @@ def _cover(model: nn.Module, dtype: torch.dtype, watch: ForwardWatch | None) -> 
         try:
             with torch.autocast(device_type, dtype):
                 outputs = forward(module, *args, **kwargs)
-        except (RuntimeError, TypeError) as error:  # what torch raises where precisions meet
+        except (RuntimeError, TypeError) as error:  # torch raises these if precisions do not match
             _explain(error, dtype)
             raise
         return with_tensors(outputs, _to_float32)
@@ -98,10 +98,10 @@ class Autocast(Algorithm):
             raise ValueError(f"dtype={self.dtype!r}: allowed are 'bfloat16' and 'float16'; choose one of them.")
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
-        """Say so when no parameter is in float32, the only precision that autocast lowers."""
+        """Explain that no parameter is in float32, the only precision that autocast lowers."""
         if any(parameter.dtype is torch.float32 for parameter in model.parameters()):
             return None
-        return "no parameter is in float32, there is nothing to lower"
+        return "no parameter is in float32, so there is nothing to lower"
 
     def check(self, target: Target) -> None:
         """Refuse float16 without a scaler: small gradients would vanish."""
@@ -113,7 +113,7 @@ class Autocast(Algorithm):
             )
 
     def attach(self, target: Target) -> Attachment:
-        """Cover the forward of the model.
+        """Replace the forward of the model.
 
         Raises:
             IncompatibleError: float16 without a scaler.
@@ -127,12 +127,12 @@ class Autocast(Algorithm):
 
 
 def _explain(error: Exception, dtype: torch.dtype) -> None:
-    """Say that the forward ran under autocast, which its author may know nothing of."""
+    """Add a note to the error that the forward ran under autocast."""
     if not isinstance(error, (IncompatibleError, torch.OutOfMemoryError)):
         error.add_note(
-            f"torchboost runs this forward under torch.autocast to {dtype}. If the model mixes precisions itself, "
-            "leave that out: extra.autocast = false in the configuration, or no Autocast among the algorithms. Or "
-            "compute the part that fails under torch.autocast(device_type, enabled=False)."
+            f"torchboost runs this forward under torch.autocast to {dtype}. If the model mixes precisions itself, turn "
+            "it off: set extra.autocast = false in the configuration, or leave out Autocast. Or compute the part that "
+            "fails under torch.autocast(device_type, enabled=False)."
         )
 
 

@@ -26,13 +26,13 @@ def centralize_gradients(optimizer: Optimizer, *, skip: Collection[Tensor] = ())
 
     ``g -= mean(g, axes 1...)`` for gradients with more than one entry per row (Yong et al., 2020). This keeps the sum
     of each filter's weights where it started, a mild regulariser that often improves generalisation of convolutional
-    nets. Left alone: parameters of one axis, those with one entry per row, and param groups with
-    ``"grad_centralization": False``. Cost: one read and one write of the gradients. Works in front of any optimizer,
-    with loss scaling left in.
+    nets. Not changed: parameters with one axis, those with one entry per row, and param groups with
+    ``"grad_centralization": False``. Cost: one read and one write of the gradients. Works with any optimizer; the
+    result is the same if gradients are still scaled.
 
     Args:
-        optimizer: Stays as it is; a hook in front of its ``step`` does the work.
-        skip: Parameters that are left alone, such as :func:`depthwise_and_normalized` names.
+        optimizer: The optimizer; a pre-hook of its ``step`` does the work.
+        skip: Parameters to skip, such as those that :func:`depthwise_and_normalized` returns.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -46,16 +46,16 @@ def centralize_gradients(optimizer: Optimizer, *, skip: Collection[Tensor] = ())
 def centralizable(param: Tensor, owner: nn.Module | None) -> bool:
     """Whether the gradient of ``param``, which ``owner`` holds, has row means worth removing.
 
-    False for a parameter whose rows have no mean that may go (:func:`~torchboost.optim.transforms.has_rows`: fewer
-    than two axes, or one entry per row), for depthwise convolutions (one input channel per filter), for normalisation
-    layers and for the ``NormalizedLinear`` head. Decided by structure; names play no part.
+    False for a parameter whose rows have no mean that may go (:func:`~torchboost.optim.transforms.has_rows`: fewer than
+    two axes, or one entry per row), for depthwise convolutions (one input channel per filter), for normalisation layers
+    and for the ``NormalizedLinear`` head. The decision depends on structure, never on names.
     """
     depthwise = isinstance(owner, _ConvNd) and owner.groups > 1 and owner.groups == owner.in_channels
     return has_rows(param) and not depthwise and not isinstance(owner, (*NORMS, NormalizedLinear))
 
 
 def depthwise_and_normalized(model: nn.Module) -> set[Tensor]:
-    """Return the parameters of ``model`` that are better left alone: those that are not :func:`centralizable`."""
+    """Return the parameters of ``model`` that should not be centralised: those not :func:`centralizable`."""
     return {
         param
         for module in model.modules()
@@ -68,7 +68,7 @@ def depthwise_and_normalized(model: nn.Module) -> set[Tensor]:
 class Centralization(Algorithm):
     """Centralise the gradients of all kernels and weight matrices of the model; see :func:`centralize_gradients`.
 
-    Left alone: :func:`depthwise_and_normalized`, and param groups with ``"grad_centralization": False``. Nothing is
+    Not changed: :func:`depthwise_and_normalized`, and param groups with ``"grad_centralization": False``. Nothing is
     added to checkpoints.
     """
 
@@ -76,7 +76,7 @@ class Centralization(Algorithm):
     traits: ClassVar[Traits] = Traits(order=40)
 
     def attach(self, target: Target) -> Attachment:
-        """Hook in front of the optimizer's step; warns when it holds no parameter to centralise."""
+        """Register a pre-hook of the optimizer's step; warn if it holds no parameter to centralise."""
         skip = depthwise_and_normalized(target.model)
         groups = target.optimizer.param_groups
         held = [(param, group) for group in groups for param in group["params"]]

@@ -29,7 +29,7 @@ __all__ = ["ChannelsLast", "to_channels_last"]
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _TOLERANCE = 1e-2
-"""How far outputs may be apart, as a share of the largest one: rounding is far below it, a mistake is far above."""
+"""Tolerance of the outputs relative to the largest: rounding is far below it, an error far above."""
 
 
 def to_channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> Attachment:
@@ -43,7 +43,7 @@ def to_channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> At
     there, or the outputs differ, the model goes back to them, with a warning.
 
     Kernels in shared memory, and those that are views into a larger piece of memory (a flat buffer), stay as they are:
-    others hold that memory, too. Code outside of the model that takes ``param.view(-1)`` or ``param.grad.view(-1)``,
+    other code holds that memory, too. Code outside the model that calls ``param.view(-1)`` or ``param.grad.view(-1)``,
     as ``parameters_to_vector`` does, fails for kernels in this format; ``reshape`` works.
 
     Parameters keep their identity. Their gradients and the per-element state of ``optimizer`` (momentum, Adam's
@@ -55,11 +55,11 @@ def to_channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> At
         optimizer: The optimizer that holds the kernels; may be left out while it has no state.
 
     Returns:
-        Its ``remove()`` gives every kernel the strides it had before.
+        Its ``remove()`` restores the strides of every kernel.
 
     Raises:
         TypeError: Not a module.
-        IncompatibleError: A wrapped model still has kernels in another format.
+        IncompatibleError: The model is wrapped and has kernels in another format.
 
     Warns:
         NoEffectWarning: The model has no 2-d or 3-d convolution; or, at the first batch, does not run in this format.
@@ -76,8 +76,8 @@ def to_channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> At
     wrapper = wrapper_of(model)
     if wrapper is not None and _pending(model):
         raise IncompatibleError(
-            f"channels_last changes the memory format of kernels, but the model is already wrapped by {wrapper}; "
-            "call it on the bare model first, then wrap."
+            f"channels_last changes the memory format of kernels, but the model is already wrapped by {wrapper}; call "
+            "it on the bare model before wrapping."
         )
     restore = _convert(model, optimizer)
     return _watch_inputs(model, optimizer).with_undo(restore)
@@ -85,7 +85,7 @@ def to_channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> At
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelsLast(Algorithm):
-    """Settings of :func:`channels_last`; there are none.
+    """Applies :func:`to_channels_last`. It has no settings.
 
     ``transform`` changes the kernels (before wrapping), ``attach`` brings inputs into the format. A plan leaves it out
     if one trial, forward and backward on a copy and on noise that fits the first layer, fails in this format alone.
@@ -99,7 +99,7 @@ class ChannelsLast(Algorithm):
     traits: ClassVar[Traits] = Traits(order=20)
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
-        """Say so if the model has no convolution over images or volumes, or something does not work in the format."""
+        """Explain that the model has no 2-d or 3-d convolution, or that something fails in the format."""
         if not _dimensions(model):
             return "the model has no 2-d or 3-d convolution"
         if isinstance(optimizer, LBFGS):
@@ -134,7 +134,7 @@ class _ConvertInputs:
     Args:
         dimensions: Of the inputs that are converted.
         optimizer: Its state follows if the kernels go back. The model does not keep it alive.
-        untried: Whether no pass has shown yet that the model runs in this format.
+        untried: Whether no pass has run in this format yet.
         watch: Told that the model is called.
         handle: Of the hook.
     """
@@ -167,7 +167,7 @@ class _ConvertInputs:
         return converted
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the model takes neither the optimizer along nor the watch over it."""
+        """A copy of the model keeps neither the optimizer nor the watch."""
         return {"dimensions": self.dimensions, "untried": self.untried, "handle": self.handle}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -210,7 +210,7 @@ def _watch_inputs(model: nn.Module, optimizer: Optimizer | None, watch: ForwardW
 
 
 def _objection(model: nn.Module) -> str | None:
-    """Say why a model that runs on a guessed input does not do so channels-last; None if it does, or runs on none."""
+    """Explain why a model that runs on a guessed input fails channels-last; None if it does not."""
     copied = _copied(model)
     found = runnable(copied) if copied is not None else None
     if found is None:
@@ -229,10 +229,10 @@ def _objection(model: nn.Module) -> str | None:
 
 
 def _objection_to(module: nn.Module, given: Any, converted: Any) -> str | None:
-    """Compare a pass channels-last with one on arguments as given, by contiguous kernels; both in eval mode.
+    """Compare a channels-last pass with a pass on contiguous kernels and the given arguments, in eval mode.
 
     Returns:
-        What is wrong, empty if nothing is or if it cannot be found out; None if neither runs on these arguments.
+        What is wrong; empty if nothing is, or if it is unknown; None if neither runs on these arguments.
     """
     copied = _copied(module)
     if copied is None:
@@ -263,7 +263,7 @@ class _Called(nn.Module):
 
 
 def _copied(model: nn.Module) -> nn.Module | None:
-    """Return a copy without hooks, so that nobody is told of the passes it is tried with; None if there can be none."""
+    """Return a copy without hooks, so that no hook sees the trial passes; None if it cannot be copied."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
     try:
@@ -325,7 +325,7 @@ def _kernels(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _has_own_memory(weight: nn.Parameter) -> bool:
-    """Whether nobody else holds its memory: other processes, or a flat buffer of which it is a part."""
+    """Whether its memory is not shared with other processes or a larger flat buffer."""
     if weight.device.type == "cpu" and weight.is_shared():  # memory of GPUs always counts as shared
         return False
     return weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
@@ -344,7 +344,7 @@ def _pending(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _convert(model: nn.Module, optimizer: Optimizer | None) -> Callable[[], None]:
-    """Change the kernels that are in another format, and return what gives them back their strides."""
+    """Convert the kernels that are in another format; return a function that restores their strides."""
     before = [(weight, weight.stride()) for weight in _pending(model)]
     for weight, _ in before:
         layout = _FORMATS[weight.ndim]

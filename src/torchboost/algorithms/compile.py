@@ -1,4 +1,4 @@
-"""``torch.compile`` in place, reversible, with a count of the graphs it costs."""
+"""``torch.compile`` in place and reversible, with a count of the compiled graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cu
 
 
 class Compiled(Attachment):
-    """A compiled model; ``remove()`` makes its next call an ordinary one again."""
+    """A compiled model; after ``remove()`` it runs eagerly again."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(undo=self._release)
@@ -41,7 +41,7 @@ class Compiled(Attachment):
 
 @dataclass(frozen=True, kw_only=True)
 class Compile(Algorithm):
-    """Compile the model in place (inside DDP where it is wrapped): same object, same ``state_dict`` keys.
+    """Compile the model in place, inside DDP if it is wrapped: same object, same ``state_dict`` keys.
 
     The first call, and every call with a new situation (shape, ``train()`` against ``eval()``, another set of
     ``requires_grad`` flags), compiles one more graph; after 8 of the same code torch falls back to eager.
@@ -50,7 +50,7 @@ class Compile(Algorithm):
     Args:
         mode: Of ``torch.compile``; None is its default.
         dynamic: None specialises on shapes first and generalises on the second one; False always specialises.
-        fullgraph: Raise where the model cannot be one graph, instead of splitting it.
+        fullgraph: Raise if the model cannot be one graph, instead of splitting it.
         backend: ``"inductor"``; ``"eager"`` and ``"aot_eager"`` trace without generating code, for tests.
     """
 
@@ -67,24 +67,24 @@ class Compile(Algorithm):
             raise ValueError(f"mode={self.mode!r} with backend={self.backend!r}: only 'inductor' has modes; drop one.")
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
-        """Say so when the model is compiled already."""
+        """Explain that the model is already compiled."""
         found = _compiled_part(model)
         return f"the model is already compiled ({found})" if found else None
 
     def check(self, target: Target) -> None:
-        """Refuse what :meth:`attach` lists."""
+        """Raise the errors that :meth:`attach` lists."""
         model = target.model
         found = _compiled_part(model)
         if found:
             raise IncompatibleError(
-                f"compile: the model is already compiled ({found}); leave out either this or the other compilation."
+                f"compile: the model is already compiled ({found}); leave out one of the two compilations."
             )
         self._check_backend(model)
         inner = unwrap(model)
         if _is_library_code(inner) and wrapper_of(inner) == "fully_shard":
             raise IncompatibleError(
                 f"compile: the sharded root is torch's own {type(inner).__mro__[2].__name__}, in which the hooks of "
-                "fully_shard leave no frame to compile; compile its blocks before sharding, or put it into a module "
+                "fully_shard leave no frame to compile; compile its blocks before sharding, or wrap it in a module "
                 "with its own forward."
             )
 
@@ -92,9 +92,8 @@ class Compile(Algorithm):
         """Hand the model to the compiler; it compiles at the first call.
 
         Raises:
-            IncompatibleError: The model or a part of it is compiled already, the backend does not exist, there is
-                no C++ compiler for the code that inductor generates for CPUs, or the model is a sharded
-                ``nn.Sequential``.
+            IncompatibleError: The model or a part of it is already compiled, the backend does not exist, inductor finds
+                no C++ compiler for CPU code, or the model is a sharded ``nn.Sequential``.
         """
         self.check(target)
         # The forward of DDP runs uncompiled in any case; inside it the compiler splits graphs at gradient buckets.

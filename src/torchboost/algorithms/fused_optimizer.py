@@ -39,13 +39,13 @@ def fuse_optimizer(optimizer: Optimizer) -> Attachment:
     Sets the ``fused`` flag of the param groups and of the defaults, as if the optimizer had been built with
     ``fused=True``; it stays the same object. Results agree with the ordinary form up to float32 rounding.
 
-    Four faults of the fused kernels are kept away. SGD's computes wrong steps in bfloat16 and float16 on the CPU
-    (torch 2.13), so a kernel is tried in each precision first, and a group for which it is wrong stays unfused. They
-    walk through memory in storage order: gradients and state that are laid out in another way than their parameter
-    (another memory format, expanded, a column of a matrix) would be mixed up or read beyond their end, so they are
-    brought into line; a group that holds a parameter with gaps in its memory stays unfused, for the kernel would write
-    into the gaps. Fused SGD fails when only some parameters have momentum yet, as after freezing: the missing buffers
-    start at zero, which is the same update. And under ``GradScaler`` it reads uninitialised memory when its first step
+    Four defects of the fused kernels are avoided. SGD's computes wrong steps in bfloat16 and float16 on the CPU (torch
+    2.13), so a kernel is tried in each precision first, and a group for which it is wrong stays unfused. They walk
+    through memory in storage order: gradients and state that are laid out in another way than their parameter (another
+    memory format, expanded, a column of a matrix) would be mixed up or read beyond their end, so they are brought into
+    line; a group that holds a parameter with gaps in its memory stays unfused, for the kernel would write into the
+    gaps. Fused SGD fails when only some parameters have momentum yet, as after freezing: the missing buffers start at
+    zero, which is the same update. And under ``GradScaler`` it reads uninitialised memory when its first step
     overflows, which does not happen here because ``GradScaler`` is left to unscale gradients itself, as for any
     optimizer, at the price of one more pass over the gradients; step hooks then see true gradients, too.
 
@@ -85,7 +85,7 @@ def fuse_optimizer(optimizer: Optimizer) -> Attachment:
     obstacles = [_obstacle(optimizer, group) for group in optimizer.param_groups]
     if any(obstacles):
         found = "; ".join(f"group {i}: {text}" for i, text in enumerate(obstacles) if text)
-        warnings.warn(f"fused_optimizer leaves as they are: {found}", NoEffectWarning, stacklevel=2)
+        warnings.warn(f"fused_optimizer: not fused: {found}", NoEffectWarning, stacklevel=2)
     if all(obstacles):
         return Attachment()
     return _Fusion(optimizer, [text is None for text in obstacles])
@@ -93,13 +93,13 @@ def fuse_optimizer(optimizer: Optimizer) -> Attachment:
 
 @dataclass(frozen=True, kw_only=True)
 class FusedOptimizer(Algorithm):
-    """Settings of :func:`fuse`; there are none."""
+    """Applies :func:`fuse_optimizer`. It has no settings."""
 
     name: ClassVar[str] = "fused_optimizer"
     traits: ClassVar[Traits] = Traits(order=35)
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
-        """Say why no param group can be fused."""
+        """Explain why no param group can be fused."""
         obstacles = [_obstacle(optimizer, group) for group in optimizer.param_groups]
         return "; ".join(dict.fromkeys(text for text in obstacles if text)) if all(obstacles) else None
 
@@ -122,7 +122,7 @@ def _refuse_differentiable(optimizer: Optimizer) -> None:
 
 @dataclass(slots=True)
 class _Seen:
-    """What a group looked like at the last step: nothing but gradients needs a look while it stays the same.
+    """The state of a group at the last step; while it is the same, only gradients are checked.
 
     Args:
         params: Those with a gradient.
@@ -177,7 +177,7 @@ class _Fusion(Attachment):
         return after_closure(args, kwargs, self._arrange)
 
     def _arrange(self) -> None:
-        """Bring gradients, and what else has changed, into the form which the fused kernels take for granted."""
+        """Bring gradients, and whatever else has changed, into the layout that the fused kernels assume."""
         groups = self._optimizer.param_groups
         for index in range(len(self._chosen), len(groups)):
             self._admit(index, groups[index])
@@ -189,7 +189,7 @@ class _Fusion(Attachment):
             strides: list[tuple[int, ...] | None] = []
             if not (all(contiguous) and all(p.grad.is_contiguous() for p in moving)):
                 if any(p.grad.layout is not torch.strided for p in moving):
-                    self._give_up(index, group, "has sparse gradients, which no fused kernel reads")
+                    self._give_up(index, group, "has sparse gradients, which the fused kernels do not support")
                     continue
                 strides = [None if plain else p.stride() for p, plain in zip(moving, contiguous, strict=True)]
                 _align_gradients(moving)
@@ -207,12 +207,12 @@ class _Fusion(Attachment):
     def _look_closely(self, index: int, group: dict[str, Any], now: _Seen) -> None:
         gap = next((p for p in now.params if not is_dense(p)), None)
         if gap is not None:
-            self._give_up(index, group, f"cannot be fused any more: {_gaps(gap)}")
+            self._give_up(index, group, f"can no longer be fused: {_gaps(gap)}")
             return
         kernel = _kernel(self._optimizer)
         wrong = next((text for pair in now.kinds if kernel and (text := _wrong(kernel, *pair))), None)
         if wrong is not None:
-            self._give_up(index, group, f"cannot be fused any more: {wrong}")
+            self._give_up(index, group, f"can no longer be fused: {wrong}")
             return
         state = self._optimizer.state
         for parameter in now.params:
@@ -252,11 +252,11 @@ def _flags(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _obstacle(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
-    """Why torch cannot fuse this group, or None."""
+    """Return why torch cannot fuse this group, or None."""
     kind = _rule(optimizer)
     name = type(optimizer).__name__
     if kind is None or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(kind.step):
-        return f"{name} has no fused form in torch.optim (SGD, Adam, AdamW and Adagrad have)"
+        return f"{name} has no fused form in torch.optim; SGD, Adam, AdamW and Adagrad have one"
     if isinstance(optimizer, UpdateRule):
         try:
             optimizer.check_group({**group, **_FUSED})
@@ -266,7 +266,7 @@ def _obstacle(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
         return f"{name} was built with differentiable=True, which excludes fusing"
     if group.get("dampening"):
         damping = group["dampening"]
-        return f"{name} has dampening={damping}, with which a fused step differs for parameters that start late"
+        return f"{name} has dampening={damping}, for which a fused step differs if a parameter starts later"
     if isinstance(group.get("weight_decay"), Tensor):
         return f"{name} has a tensor as weight_decay; fused kernels take a float"
     gap = next((p for p in group["params"] if not is_dense(p)), None)
@@ -322,7 +322,7 @@ def _probe(kind: type[Optimizer], sample: Tensor) -> str | None:
 
 
 def _align_state(state: dict[str, Any], parameter: Tensor) -> None:
-    """Bring existing state into the form which the fused kernels take for granted."""
+    """Bring existing state into the layout that the fused kernels assume."""
     for key, value in state.items():
         if not isinstance(value, Tensor):
             continue

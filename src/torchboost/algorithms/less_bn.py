@@ -48,9 +48,9 @@ class LessBNReport:
         kept: Name of every other one -> why it stayed.
         folded: Whether the network was trained before, so that removed layers live on in the weights next to them.
         rescaled: Names of layers whose weights were rescaled because their BatchNorm is gone (from scratch only).
-        head: Name of the linear layer that was replaced by a normalised one; None where none was.
-        largest_difference: Of the outputs in eval mode before and after folding, relative to the largest output
-            (before the head is replaced); None where nothing was folded or the network could not be run.
+        head: Name of the linear layer that was replaced by a normalised one; None if none was.
+        largest_difference: Of the outputs in eval mode before and after folding, relative to the largest output (before
+            the head is replaced); None if nothing was folded or the network could not be run.
         traced: How the data flow was found: ``"fx"``, ``"run"``, ``"structure"`` (an assumption), or ``"-"``.
     """
 
@@ -64,7 +64,7 @@ class LessBNReport:
     traced: str = "-"
 
     def __str__(self) -> str:
-        fate = "folded into the layer in front" if self.folded else "identity"
+        fate = "folded into the layer before" if self.folded else "identity"
         width = max((len(name) for name in self.found), default=0)
         lines = [f"{len(self.removed)} of {len(self.found)} BatchNorm layers removed (data flow: {self.traced})"]
         lines += [
@@ -88,10 +88,10 @@ class LessBatchNorm(Algorithm):
 
     Args:
         normalize_head: Replace the last linear layer by one between normalised rows.
-        keep: Which BatchNorm of a residual branch stays: the ``"last"``, as in the reference, or the ``"narrowest"``,
-            which costs least.
+        keep: Which BatchNorm of a residual branch stays: the ``"last"``, as in MindSpore, or the ``"narrowest"``, which
+            costs least.
         keep_shortcut: Keep the BatchNorms of the shortcuts.
-        keep_every: In plain stacks keep one of so many.
+        keep_every: In plain stacks, keep one of every ``keep_every``.
         blocks_per_norm: Keep a BatchNorm only in one of so many residual blocks.
         init: ``"unit_variance"`` rescales the layers that lose their BatchNorm in an untrained network;
             ``"keep"`` leaves the weights as they are.
@@ -123,20 +123,20 @@ class LessBatchNorm(Algorithm):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}; found {getattr(self, name)!r}.")
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
-        """Say why nothing would be removed; None where something would be."""
+        """Explain why nothing would be removed; None if something would be."""
         if not any(isinstance(module, _BatchNorm) for module in model.modules()) and not self.normalize_head:
             return "the model has no BatchNorm"
         return None if self.needs_transform(model) else "the model has no BatchNorm left that can go"
 
     def applied(self, model: nn.Module) -> bool:
-        """Whether something was removed from the model, or its head normalised."""
+        """Whether a layer was removed from the model, or its head normalised."""
         return any(isinstance(module, (RemovedNorm, NormalizedLinear)) for module in model.modules())
 
     def needs_transform(self, model: nn.Module) -> bool:
         """Whether something is left to remove or the head is still to be normalised.
 
-        Traces the bare model, inside a wrapper too. One that is sharded or compiled in place cannot be run for that:
-        it counts as done where something was removed from it.
+        Traces the bare model, inside a wrapper too. One that is sharded or compiled in place cannot be run for that: it
+        counts as done if something was removed from it.
         """
         inner = unwrap(model)
         if wrapper_of(inner) is None:
@@ -144,7 +144,7 @@ class LessBatchNorm(Algorithm):
         return not self.applied(inner) and any(isinstance(m, _BatchNorm) for m in inner.modules())
 
     def transform(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
-        """Do it; see :func:`remove_batch_norms` for errors and warnings."""
+        """Remove the BatchNorms; see :func:`remove_batch_norms` for errors and warnings."""
         _check(model)
         _reduce(model, optimizer, self, None)
 
@@ -165,11 +165,11 @@ def remove_batch_norms(
 ) -> LessBNReport:
     """Remove, in place, the BatchNorm layers that are not needed, so that every step costs less.
 
-    The flow of data is traced, names do not matter. What stays: in every residual block the last BatchNorm of the
-    main branch, right before the addition (in pre-activation blocks the last one there is, before the last
-    convolution); the network's first one; the last one of an inverted residual without skip; in plain stacks one
-    of every ``keep_every`` convolutions, counted back from the last. BatchNorms that do not directly follow a
-    convolution or linear layer outside of residual blocks stay too.
+    The data flow is traced; names do not matter. These stay: in every residual block the last BatchNorm of the main
+    branch, right before the addition (in pre-activation blocks the last one there is, before the last convolution); the
+    network's first one; the last one of an inverted residual without skip; in plain stacks one of every ``keep_every``
+    convolutions, counted back from the last. BatchNorms that do not directly follow a convolution or linear layer
+    outside of residual blocks stay too.
 
     In an untrained network (all statistics and counters at their initial values) a removed layer becomes the identity
     and the weights in front, whose random draw stays, are scaled by one number per layer so that activations keep
@@ -192,13 +192,13 @@ def remove_batch_norms(
             channels (of several the last): in a bottleneck a quarter of the cost. The branch then ends
             without one, see ``blocks_per_norm`` for how it starts.
         keep_shortcut: Keep the BatchNorms of the shortcuts.
-        keep_every: In plain stacks keep one of so many.
+        keep_every: In plain stacks, keep one of every ``keep_every``.
         blocks_per_norm: Above 1, only one of so many consecutive residual blocks keeps its BatchNorm; blocks with
             a projection and the last block keep theirs. In untrained networks a branch that no longer ends in one
             starts at ``1 / sqrt(number of residual blocks)`` of unit scale.
         init: ``"keep"`` leaves the weights of an untrained network as they are.
         head_multiplier: Start value of the head's trainable factor.
-        sample: Input of a forward pass (tensor, tuple or dict); guessed from the first layer where missing.
+        sample: Input of a forward pass (tensor, tuple or dict); guessed from the first layer if missing.
         dry_run: Change nothing (work on a copy) and return the report.
 
     Returns:
@@ -278,7 +278,7 @@ def _reduce(model: nn.Module, optimizer: Optimizer | None, settings: LessBatchNo
 
 
 def _in_front(plan: _Plan) -> list[Tensor]:
-    """The parameters of the layers that take something over from the BatchNorms behind them."""
+    """The parameters of the layers that absorb the BatchNorms after them."""
     assert plan.flow is not None
     nodes, calls = plan.flow.nodes, plan.flow.calls
     layers = dict.fromkeys(nodes[nodes[calls(norm)[0]].inputs[0]].module for norm in plan.removed)
@@ -295,13 +295,13 @@ def _normalize(model: nn.Module, linear: nn.Linear, optimizer: Optimizer | None,
 
 
 def _announce(model: nn.Module, before: set[nn.Parameter]) -> None:
-    """Warn of new parameters that an optimizer made before does not train."""
+    """Warn about new parameters that an existing optimizer does not train."""
     new = [name for name, parameter in model.named_parameters() if parameter not in before]
     if new and optimizers_holding(before):
         names = ", ".join(new[:3]) + (", ..." if len(new) > 3 else "")
         warnings.warn(
-            f"less_bn: the optimizer that was made for this model before does not hold its new parameters ({names}), "
-            "so they will not train; pass optimizer=, or make the optimizer after this call.",
+            f"less_bn: the existing optimizer of this model does not hold its new parameters ({names}), so they will "
+            "not train; pass optimizer=, or create the optimizer after this call.",
             NoEffectWarning,
             4,
         )
@@ -312,8 +312,8 @@ def _check(model: nn.Module) -> None:
     wrapper = wrapper_of(model)
     if wrapper is not None:
         raise IncompatibleError(
-            f"less_bn changes the modules of the model, but it is already wrapped by {wrapper}; "
-            "call remove_batch_norms (or plan.transform) on the bare model first, then wrap it."
+            f"less_bn changes the modules of the model, but it is already wrapped by {wrapper}; call "
+            "remove_batch_norms (or plan.transform) on the bare model before wrapping."
         )
 
 
@@ -370,7 +370,7 @@ def _plan(model: nn.Module, settings: LessBatchNorm, sample: Any) -> _Plan:
 
 
 def _reason(flow: Dataflow, norm: _BatchNorm, reasons: Mapping[int, str | None]) -> str | None:
-    """Why one BatchNorm stays, from its own properties first and its place second; None where it goes."""
+    """Return why a BatchNorm stays, by its own properties first, then its position; None if it is removed."""
     calls = flow.calls(norm)
     if norm_tail(norm) is None:
         return f"{type(norm).__name__} has its own forward, or hooks"
@@ -378,7 +378,7 @@ def _reason(flow: Dataflow, norm: _BatchNorm, reasons: Mapping[int, str | None])
         return f"it is used {len(calls)} times" if calls else "the traced pass does not reach it"
     if norm.running_mean is None:
         return "it keeps no running statistics"
-    return reasons.get(calls[0], "not directly behind a convolution or linear layer")
+    return reasons.get(calls[0], "not directly after a convolution or linear layer")
 
 
 def _bare_ends(blocks: list[Block], gone: set[int]) -> dict[int, float]:
@@ -394,7 +394,7 @@ def _bare_ends(blocks: list[Block], gone: set[int]) -> dict[int, float]:
 def _head(
     flow: Dataflow, model: nn.Module, settings: LessBatchNorm, elsewhere: Mapping[nn.Module, str]
 ) -> nn.Linear | None:
-    """The last linear layer of the forward pass, where it is still to be normalised and can be replaced."""
+    """The last linear layer of the forward pass, if it must be normalised and can be replaced."""
     layers = flow.instances((nn.Linear, NormalizedLinear)) if settings.normalize_head else []
     last = layers[-1].module if layers else None
     if not isinstance(last, nn.Linear) or type(last).forward is not nn.Linear.forward or last is model:
@@ -429,7 +429,7 @@ def _drop(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, settings: 
 
 
 def _only_layer_before(flow: Dataflow, norm: int, shared: set[Tensor]) -> int | None:
-    """The layer in front of a BatchNorm, where it feeds nothing else and its weight is its own."""
+    """The layer before a BatchNorm, if it feeds nothing else and does not share its weight."""
     before = flow.nodes[flow.nodes[norm].inputs[0]]
     module = before.module
     if not isinstance(module, WEIGHTED) or flow.consumers[before.index] != (norm,) or len(flow.calls(module)) != 1:

@@ -206,7 +206,7 @@ def test_costs_are_refused_before_another_algorithm_changes_the_model():
 
 def test_more_groups_than_blocks_are_said_and_one_block_is_idle():
     model = BottleneckNet()
-    with pytest.warns(NoEffectWarning, match="10 groups were asked for, the model has 4 blocks"):
+    with pytest.warns(NoEffectWarning, match="found groups=10, but the model has 4 blocks"):
         freeze_blocks(model, torch.optim.SGD(model.parameters(), lr=0.1), BlockFreeze(total_steps=10))
     single = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(single.parameters(), lr=0.1)

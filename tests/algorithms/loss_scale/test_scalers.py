@@ -221,6 +221,6 @@ def test_bad_settings(make, text):
 
 def test_a_checkpoint_of_another_scaler_is_refused_unchanged():
     scaler = DynamicLossScale(64.0)
-    with pytest.raises(ValueError, match="load it into the scaler it was written by"):
+    with pytest.raises(ValueError, match="load it into the kind of scaler that saved it"):
         scaler.load_state_dict(FixedLossScale(2.0).state_dict())
     assert scaler.get_scale() == 64.0

@@ -1,4 +1,4 @@
-"""A loss scale for every group of modules, behind the names of ``GradScaler``."""
+"""A loss scale per group of modules, with the interface of ``GradScaler``."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ __all__ = ["GroupGradScaler", "GroupLossScale", "GroupLossScaling", "Groups"]
 
 Pick: TypeAlias = str | type[nn.Module] | nn.Module
 Groups: TypeAlias = int | Sequence[Pick | Sequence[Pick]]
-"""How many groups, or the groups: names of modules (patterns with ``*``), types, modules, or lists of them."""
+"""The number of groups, or the groups: names of modules (patterns with ``*``), types, modules, or lists of them."""
 
 REST = "rest of the model"
 
 
 class GroupGradScaler(GroupScaler):
-    """A ``GradScaler`` with a scale per group, for float16 where no single scale keeps all gradients representable.
+    """A ``GradScaler`` with one scale per group, for float16 models that no single scale fits.
 
-    Borders at the modules of each group change the scale of the gradients that pass, identity in the forward pass; the
-    model's own code stays as it is. With ``s_g`` the scale of group g, its gradients are ``s_g`` times the true ones
-    during the backward pass, and the true ones, bit for bit but for under- and overflow, after :meth:`unscale_`. (What
-    is multiplied is the power of two below ``s_g``.) Between :meth:`update` and the next :meth:`scale` the
-    borders let gradients pass unchanged, so a backward pass without this scaler is as it was. They go with the scaler.
+    Borders at the modules of each group change the scale of the gradients that pass, and are the identity in the
+    forward pass; the code of the model does not change. With ``s_g`` the scale of group g, its gradients are ``s_g``
+    times the true ones during the backward pass, and the true ones, bit for bit but for under- and overflow, after
+    :meth:`unscale_`. (What is multiplied is the power of two below ``s_g``.) Between :meth:`update` and the next
+    :meth:`scale` the borders let gradients pass unchanged, so a backward pass without this scaler is as it was. They go
+    with the scaler.
 
-    Where a gradient in any group is not finite, the update is skipped, the scales of the groups concerned shrink and
-    all others grow. An inf that arises in one group reaches those before it, which then shrink too.
+    If a gradient in any group is not finite, the update is skipped, the scales of the affected groups shrink and all
+    others grow. An inf that arises in one group reaches those before it, which then shrink too.
 
     Args:
         model: Gets hooks; wrapped or not. What is not in a group is one more group, the rest.
@@ -54,12 +55,12 @@ class GroupGradScaler(GroupScaler):
         overflowed: Whether the last update was skipped.
 
     Raises:
-        TypeError, ValueError: An argument that makes no sense, or a name that no module has.
+        TypeError, ValueError: An argument is not valid, or no module has a given name.
         IncompatibleError: Two groups, or a group and the rest, share a parameter, the model is compiled already, or
             another of these scalers is on it; nothing was changed.
 
     Warns:
-        ScaleCollapseWarning: A scale falls and falls; names group and gradient.
+        ScaleCollapseWarning: A scale collapses; the message names the group and the gradient.
 
     Cost: one pass over each tensor that crosses a border, in the backward pass; in float16 a copy in float32 of what
     leaves a group for anything but a module of another group. One pass over the gradients and one wait for the device
@@ -135,7 +136,7 @@ class GroupGradScaler(GroupScaler):
         super().unscale_(optimizer)
 
     def remove(self) -> None:
-        """Take the borders away; from then on the scale is 1."""
+        """Remove the borders; the scale is 1 from then on."""
         if self._borders is not None:
             self._borders.remove()
         self._borders = None
@@ -147,7 +148,7 @@ class GroupGradScaler(GroupScaler):
 
 
 class GroupLossScaling(Attachment):
-    """The group scaler of a target. Its state is the scaler's own, which ``TrainStep`` saves with the rest."""
+    """The group scaler of a target. ``TrainStep`` saves its state with the rest."""
 
     def __init__(self, scaler: GroupGradScaler, target: Target) -> None:
         super().__init__(undo=self._release)
@@ -162,7 +163,7 @@ class GroupLossScaling(Attachment):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupLossScale(Algorithm):
-    """A loss scale per group of modules, through ``target.scaler``, which the loop must use.
+    """A loss scale per group of modules. The loop must use ``target.scaler``.
 
     :class:`~torchboost.core.step.TrainStep` and the training cells do; a loop of your own uses ``booster.scaler``, or
     :class:`GroupGradScaler`, as it would a ``GradScaler``. A loop that does not scale trains as before.
@@ -175,7 +176,7 @@ class GroupLossScale(Algorithm):
         window: Updates without overflow per growth.
         floor: Smallest scale.
         ceiling: Largest scale.
-        hysteresis: The scale falls at the overflow of this number; a clean window starts the count again.
+        hysteresis: Number of overflows before the scale shrinks; a clean window resets the count.
     """
 
     name: ClassVar[str] = "loss_scale_group"
@@ -205,16 +206,16 @@ class GroupLossScale(Algorithm):
         checked_scales(self.init_scale, count, self._rule())
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
-        """Say so where the model is a single block, for which a single scale does."""
+        """Explain that a single scale is enough for a single block."""
         alone = isinstance(self.groups, int) and len(blocks_of(model)) < 2
-        return "the model is a single block, for which a single loss scale does" if alone else None
+        return "the model is a single block, for which a single loss scale is enough" if alone else None
 
     def check(self, target: Target) -> None:
-        """Refuse what :meth:`attach` lists."""
+        """Raise the errors that :meth:`attach` lists."""
         if target.scaler is not None:
             raise IncompatibleError(
                 f"loss_scale_group: the target has a scaler already, a {type(target.scaler).__name__}; group scaling "
-                "is one itself: leave the other out, or leave loss_scale_group out."
+                "brings its own: leave out either that scaler or loss_scale_group."
             )
         checked_scales(self.init_scale, len(_resolved(target.model, self.groups)), self._rule())
 
@@ -250,7 +251,7 @@ def _check_groups(groups: Any) -> None:
         raise ValueError(f"groups: found {groups}; give 1 or more.")
     if isinstance(groups, (list, tuple)):
         if not groups or not all(_picks(entry) for entry in groups):
-            raise ValueError(f"groups: found {groups!r}; each group needs the name of a module at least.")
+            raise ValueError(f"groups: found {groups!r}; each group needs at least one module name.")
         for pick in (pick for entry in groups for pick in _picks(entry)):
             if not isinstance(pick, (str, nn.Module)) and not (isinstance(pick, type) and issubclass(pick, nn.Module)):
                 raise TypeError(f"groups: found {pick!r}; give names of modules, types of modules, or modules.")
@@ -266,14 +267,14 @@ def _resolved(model: nn.Module, groups: Any) -> list[dict[str, nn.Module]]:
     if is_compiled(model):
         # Graphs that were made before stay in use, and know nothing of hooks that come later.
         raise IncompatibleError(
-            "loss_scale_group: the model is compiled already, and its graphs would go on without borders; set the "
+            "loss_scale_group: the model is already compiled, and its graphs would not contain the borders; set the "
             "borders first (GroupGradScaler, or attach) and compile afterwards."
         )
     network = unwrap(model)
     if has_borders(network):
         raise IncompatibleError(
-            "loss_scale_group: the model has a GroupGradScaler already, and each would take the borders of the other "
-            "for its own; call remove() of the first, or use it."
+            "loss_scale_group: the model already has a GroupGradScaler, and the two would mistake each other's "
+            "borders; use that one, or call its remove() first."
         )
     if isinstance(groups, int):
         return _automatic(model, network, groups)
@@ -284,8 +285,8 @@ def _resolved(model: nn.Module, groups: Any) -> list[dict[str, nn.Module]]:
             for inner in module.modules():
                 if owner.setdefault(inner, index) != index:
                     raise ValueError(
-                        f"groups: the module '{name}' is in group {owner[inner] + 1} and in group {index + 1}, itself "
-                        "or a part of it; name it once."
+                        f"groups: the module '{name}' is in group {owner[inner] + 1} and, itself or a part of it, in "
+                        f"group {index + 1}; name it once."
                     )
     for param_name, users in _shared(network, found).items():
         raise IncompatibleError(
@@ -314,7 +315,7 @@ def _matches(network: nn.Module, pick: Pick) -> list[tuple[str, nn.Module]]:
 
 
 def _called(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Lists of modules are never called, what they hold is."""
+    """Replace lists of modules, which are never called, by their items."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return [pair for child, inner in module.named_children() for pair in _called(f"{name}.{child}", inner)]
     return [(name, module)]
@@ -341,7 +342,8 @@ def _automatic(model: nn.Module, network: nn.Module, count: int) -> list[dict[st
     kept = [group for group in groups if any(True for m in group.values() for _ in m.parameters())]
     if not kept:
         raise IncompatibleError(
-            "loss_scale_group: found no block whose parameters are its own; name the modules of each group in 'groups'."
+            "loss_scale_group: found no block that does not share its parameters; name the modules of each group in "
+            "'groups'."
         )
     return kept
 

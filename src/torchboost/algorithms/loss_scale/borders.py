@@ -20,7 +20,7 @@ __all__ = ["Ratios", "ScaleBorders", "change_scale", "has_borders"]
 
 
 class Ratios:
-    """What a border multiplies by: the scale of one group over that of another.
+    """The factors of the borders: the scale of one group divided by that of another.
 
     The numbers are read when the backward pass comes to a border, so they can be set after the forward pass, also in
     a compiled model, which keeps the memory they stand in and not their values.
@@ -36,11 +36,11 @@ class Ratios:
         self._table = [list(row.unbind()) for row in self._numbers.unbind()]
 
     def between(self, into: int, out_of: int) -> Tensor:
-        """Return the number for gradients that leave group ``out_of`` and go on in group ``into``."""
+        """Return the factor for gradients that flow from group ``out_of`` into group ``into``."""
         return self._table[into][out_of]
 
     def set(self, scales: Sequence[float] | None) -> None:
-        """Let the borders change from one scale to the other; None lets gradients pass as they are."""
+        """Set the scales between which the borders convert; None passes gradients unchanged."""
         # Through .data, as autograd would take the change of a tensor it saved for a mistake.
         if scales is None:
             self._numbers.data.fill_(1.0)
@@ -49,7 +49,7 @@ class Ratios:
 
 
 class LossScaleGroupBorder(torch.autograd.Function):
-    """torch shows the name to whoever changes the output in place, which would go past the border."""
+    """torch names this class in the error of an in-place change of the output, which would bypass the border."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ratio: Tensor, widen: bool, leaves: int) -> Tensor:
@@ -72,7 +72,7 @@ def change_scale(x: Tensor, ratio: Tensor, *, widen: bool = False, leaves: int =
         x: Any tensor.
         ratio: Of shape ``()``, float32, on the host; read in the backward pass.
         widen: Return float16 in float32, so that gradients outside may be of any size.
-        leaves: The group that ``x`` comes from; 0 where it comes from none.
+        leaves: The group that ``x`` comes from; 0 if it comes from none.
 
     Cost: forward nothing (with ``widen`` a copy of float16), backward one pass over the gradient of ``x``.
     """
@@ -91,7 +91,7 @@ class _Gate:
         self._ratios = ratios
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the model alone has nobody who would scale its gradients back; see ScaleBorders.__setstate__."""
+        """Drop the border: a copy of the model alone has no scaler. See ScaleBorders.__setstate__."""
         return {**self.__dict__, "live": False}
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -142,7 +142,7 @@ class ScaleBorders:
             gate.live = bool(self._handles)
 
     def check_called(self) -> None:
-        """Refuse a module whose parameters got gradients although it never was called itself.
+        """Refuse a module whose parameters got gradients although it was never called itself.
 
         Raises:
             IncompatibleError: There is one: no border stands around it.
@@ -152,11 +152,11 @@ class ScaleBorders:
             if any(param.grad is not None for param in gate.module.parameters()):
                 raise IncompatibleError(
                     f"loss_scale_group: the module '{gate.name}' is in a group but is never called itself; the model "
-                    "uses its parts, which have no borders. Name the parts, or the module that is called around it."
+                    "calls its parts, which have no borders. Name the parts, or the enclosing module that is called."
                 )
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -179,7 +179,7 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:
         if torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in _held(strange)):
             raise IncompatibleError(
                 f"loss_scale_group: the module '{name}' takes or returns a {type(strange).__name__} that holds "
-                "tensors; no border can be put around those. Put the modules that exchange it into one group."
+                "tensors; borders cannot be set there. Put the modules that exchange it into one group."
             )
 
     return with_tensors(value, change, refuse)

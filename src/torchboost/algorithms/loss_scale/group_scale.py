@@ -17,13 +17,13 @@ from torchboost.algorithms.loss_scale.unscaling import last_bad
 __all__ = ["GROUP_RULE", "GroupScaler", "GroupStatus", "Scales", "checked_scales"]
 
 GROUP_RULE = ScaleRule(growth=2.0 ** (1 / 1000), shrink=2.0**-0.5, window=1, floor=1.0, ceiling=2.0**40)
-"""The reference's rule for groups, between bounds of ours."""
+"""MindSpore's rule for groups, with added bounds."""
 
 Scales = float | Sequence[float]
 
 
 class GroupStatus(NamedTuple):
-    """How a group stands.
+    """The status of a group.
 
     Args:
         name: Of the group.
@@ -73,7 +73,7 @@ class GroupScaler(LossScaler):
 
     @property
     def report(self) -> tuple[GroupStatus, ...]:
-        """How every group stands, the rest of the model included where its scale moves."""
+        """The status of every group, including the rest of the model if its scale moves."""
         first = 1 if self._pinned else 0
         pairs = list(zip(self._names, self._states, self._alarms, strict=True))[first:]
         return tuple(GroupStatus(name, s.scale, alarm.overflows, alarm.in_a_row) for name, s, alarm in pairs)
@@ -146,8 +146,8 @@ class GroupScaler(LossScaler):
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         if list(state["names"]) != list(self._names):
             raise ValueError(
-                f"the checkpoint holds the groups {list(state['names'])}, this scaler has {list(self._names)}; build "
-                "it with the groups it was written with."
+                f"the checkpoint holds the groups {list(state['names'])}, but this scaler has {list(self._names)}; "
+                "build it with the groups that it was saved with."
             )
         self._in_use = None
         self._states = [ScaleState(*entry) for entry in state["states"]]
@@ -160,7 +160,7 @@ def checked_scales(scales: Any, groups: int, rule: ScaleRule, name: str = "init_
     """Return one scale per group.
 
     Raises:
-        TypeError, ValueError: A scale that is none or out of bounds, or a list of another length.
+        TypeError, ValueError: A scale is not a number or out of bounds, or the list has another length.
     """
     if isinstance(scales, (list, tuple)):
         if len(scales) != groups:

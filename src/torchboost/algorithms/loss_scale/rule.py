@@ -1,4 +1,4 @@
-"""The rule by which a loss scale follows overflows, and the alarm that tells of a scale which collapses."""
+"""The rule that adjusts a loss scale after overflows, and the alarm for a collapsing scale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGEST = 2.0**100
 
 
 class ScaleState(NamedTuple):
-    """Where a scale stands.
+    """The state of a scale.
 
     Args:
         scale: The scale.
@@ -33,7 +33,7 @@ class ScaleState(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRule:
-    """How a scale follows overflows: the reference's rule, with bounds and hysteresis.
+    """The rule that adjusts a scale after overflows: MindSpore's, with bounds and hysteresis.
 
     On overflow ``scale = max(scale * shrink, floor)`` and the window starts again; after every ``window`` updates
     without one ``scale = min(scale * growth, ceiling)``.
@@ -44,10 +44,10 @@ class ScaleRule:
         window: Clean updates per growth.
         floor: Smallest scale.
         ceiling: Largest scale.
-        hysteresis: The scale falls at the overflow of this number; a clean window starts the count again.
+        hysteresis: Number of overflows before the scale shrinks; a clean window resets the count.
 
     Raises:
-        TypeError, ValueError: A setting that makes no sense.
+        TypeError, ValueError: A setting is not valid.
 
     Example:
         >>> import torchboost
@@ -71,9 +71,9 @@ class ScaleRule:
         for name in ("growth", "shrink", "floor", "ceiling"):
             check_number(name, getattr(self, name), above=True)
         if self.growth < 1:
-            raise ValueError(f"growth: found {self.growth}; a clean window multiplies the scale: give 1 or more.")
+            raise ValueError(f"growth: found {self.growth}; a clean window multiplies the scale by it: give 1 or more.")
         if self.shrink >= 1:
-            raise ValueError(f"shrink: found {self.shrink}; an overflow multiplies the scale: give less than 1.")
+            raise ValueError(f"shrink: found {self.shrink}; an overflow multiplies the scale by it: give less than 1.")
         if not 1 / LARGEST <= self.floor <= self.ceiling <= LARGEST:
             raise ValueError(
                 f"floor, ceiling: found {self.floor} and {self.ceiling}; the floor must not be above the ceiling, and "
@@ -84,18 +84,18 @@ class ScaleRule:
         """Return the state at the beginning of a run; ``name`` is what the caller calls the scale.
 
         Raises:
-            TypeError, ValueError: The scale is no number, or outside floor and ceiling.
+            TypeError, ValueError: The scale is not a number, or outside floor and ceiling.
         """
         check_scale(name, scale)
         if not self.floor <= scale <= self.ceiling:
             raise ValueError(
-                f"{name}: found {scale}; allowed are {self.floor} (floor) to {self.ceiling} (ceiling): move the "
+                f"{name}: found {scale}; allowed are {self.floor} (floor) to {self.ceiling} (ceiling): change the "
                 "scale or the bound."
             )
         return ScaleState(float(scale), 0, self.hysteresis - 1)
 
     def after(self, state: ScaleState, overflow: bool) -> ScaleState:
-        """Return the state after an update that overflowed, or did not."""
+        """Return the state after an update; ``overflow`` says whether it overflowed."""
         scale, clean, patience = state
         if overflow and patience:
             return ScaleState(scale, 0, patience - 1)
@@ -107,7 +107,7 @@ class ScaleRule:
 
 
 class Alarm:
-    """Counts the overflows of one scale and warns once while it collapses, before the run is lost.
+    """Counts the overflows of one scale and warns once if it collapses.
 
     It collapses when eight updates in a row overflow, or when it is nearer to its floor than to where it began (on a
     logarithmic scale).
@@ -119,7 +119,7 @@ class Alarm:
 
     Attributes:
         overflows: How many so far.
-        in_a_row: How many in the last updates without a clean one between.
+        in_a_row: Number of consecutive overflows up to the last update.
     """
 
     ROW = 8
@@ -131,7 +131,7 @@ class Alarm:
         self._warned = False
 
     def observe(self, scale: float, overflow: bool, where: str | None) -> None:
-        """Take note of an update, with the scale after it and the name of a gradient that was not finite."""
+        """Record an update, with the scale after it and the name of a gradient that was not finite."""
         self.in_a_row = self.in_a_row + 1 if overflow else 0
         self.overflows += overflow
         falls = overflow and (scale < self._low or self.in_a_row >= self.ROW)
@@ -139,8 +139,8 @@ class Alarm:
             warnings.warn(
                 f"{self._what} fell from {self._start:g} to {scale:g} (floor {self._floor:g}): {self.in_a_row} "
                 f"overflows in a row, {self.overflows} in all; not finite: {where or 'a gradient of another rank'}. "
-                "The run is lost if this goes on: lower the learning rate, clip the gradients, or compute this part "
-                "in bfloat16 or float32.",
+                "The run will fail if this continues: lower the learning rate, clip the gradients, or compute this "
+                "part in bfloat16 or float32.",
                 ScaleCollapseWarning,
                 stacklevel=4,
             )
@@ -151,7 +151,7 @@ class Alarm:
         return [self.overflows, self.in_a_row, int(self._warned)]
 
     def load(self, state: Sequence[int]) -> None:
-        """Continue from :meth:`state`."""
+        """Resume from :meth:`state`."""
         self.overflows, self.in_a_row, warned = state
         self._warned = bool(warned)
 

@@ -1,4 +1,4 @@
-"""Loss scalers: the order of their calls, a scale that is fixed, and one that follows the overflows."""
+"""Loss scalers: the common interface, a fixed scale and a dynamic scale."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Seen(NamedTuple):
 
 
 class LossScaler:
-    """The order ``scale``, backward, ``unscale_``, ``step``, ``update``, with the names of ``GradScaler``.
+    """Base class: ``scale``, backward, ``unscale_``, ``step`` and ``update``, as in ``GradScaler``.
 
     What :meth:`scale` uses first after an update holds until the next one, so all micro-batches of a window carry the
     same scale. An optimizer is not called at all at a step with overflow: weights, state and hooks stay as they are.
@@ -35,7 +35,7 @@ class LossScaler:
 
     Args:
         parts: Number of scales.
-        agree: Whether a step that overflows on one rank is left out on all. Every rank must then make the same calls.
+        agree: Whether an overflow on one rank skips the step on all. Every rank must then make the same calls.
         process_group: The ranks that agree; None stands for all.
 
     Attributes:
@@ -52,7 +52,7 @@ class LossScaler:
 
     @property
     def ranks(self) -> int:
-        """How many ranks leave out a step together, this one included."""
+        """Number of ranks that skip a step together, this one included."""
         together = self.agree and dist.is_available() and dist.is_initialized()
         return dist.get_world_size(self._group) if together else 1
 
@@ -75,7 +75,9 @@ class LossScaler:
         """
         check_optimizer(optimizer)
         if id(optimizer) in self._seen:
-            raise RuntimeError("unscale_() was called for this optimizer since the last update(); call it once.")
+            raise RuntimeError(
+                "unscale_() was already called for this optimizer since the last update(); call it once."
+            )
         if self._in_use is None:
             raise RuntimeError("unscale_() before scale(): multiply the loss, scaler.scale(loss).backward(), first.")
         members = self._members(optimizer)
@@ -88,22 +90,22 @@ class LossScaler:
         self._seen[id(optimizer)] = _Seen(optimizer, overflow, where, False)
 
     def step(self, optimizer: Optimizer, *args: Any) -> float | None:
-        """Step the optimizer unless a gradient overflowed; unscale before where that was not done.
+        """Step the optimizer unless a gradient overflowed; unscale first if needed.
 
         Raises:
             RuntimeError: Called twice since the last update.
-            IncompatibleError: A closure, which would make gradients after they were unscaled.
+            IncompatibleError: A closure was given; its gradients would not be unscaled.
         """
         if any(callable(arg) for arg in args):
             raise IncompatibleError(
-                f"{type(self).__name__}.step was given a closure, whose gradients nothing would unscale; compute the "
+                f"{type(self).__name__}.step was given a closure, whose gradients would not be unscaled; compute the "
                 "gradients before the step, or train this optimizer without a loss scale."
             )
         if id(optimizer) not in self._seen:
             self.unscale_(optimizer)
         seen = self._seen[id(optimizer)]
         if seen.stepped:
-            raise RuntimeError("step() was called for this optimizer since the last update(); call it once.")
+            raise RuntimeError("step() was already called for this optimizer since the last update(); call it once.")
         self._seen[id(optimizer)] = seen._replace(stepped=True)
         return None if any(seen.overflow) else optimizer.step(*args)
 
@@ -114,7 +116,7 @@ class LossScaler:
             RuntimeError: No gradients were unscaled since the last update.
         """
         if not self._seen:
-            raise RuntimeError("update() before unscale_() or step(): there are no gradients to go by.")
+            raise RuntimeError("update() before unscale_() or step(): no gradients were checked for overflow.")
         seen, self._seen, self._in_use = list(self._seen.values()), {}, None
         overflow = [any(each.overflow[i] for each in seen) for i in range(self._count)]
         where = [next((each.where[i] for each in seen if each.where[i]), None) for i in range(self._count)]
@@ -122,11 +124,11 @@ class LossScaler:
         self._conclude(overflow, where)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs, in mid-window too."""
+        """Return the state, also in the middle of a window."""
         return {**self._own_state(), "in_use": None if self._in_use is None else list(self._in_use)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned.
+        """Resume from what :meth:`state_dict` returned.
 
         Raises:
             ValueError: The checkpoint is of another scaler; nothing was loaded.
@@ -135,7 +137,7 @@ class LossScaler:
         if set(state_dict) != {*own, "in_use"}:
             raise ValueError(
                 f"the checkpoint of the scaler holds {sorted(state_dict)}, a {type(self).__name__} needs "
-                f"{sorted([*own, 'in_use'])}; load it into the scaler it was written by."
+                f"{sorted([*own, 'in_use'])}; load it into the kind of scaler that saved it."
             )
         self._load_own_state(state_dict)
         self._seen = {}
@@ -144,11 +146,11 @@ class LossScaler:
             self._begun(self._in_use)
 
     def get_scale(self) -> float:
-        """Return the scale, the smallest where there are several; no wait for a device."""
+        """Return the scale, or the smallest of several, without synchronising the device."""
         return min(self._applied())
 
     def _applied(self) -> list[float]:
-        """The scales in force now; the first one multiplies the loss."""
+        """The current scales; the first one multiplies the loss."""
         raise NotImplementedError
 
     def _begun(self, scales: Sequence[float]) -> None:
@@ -174,7 +176,7 @@ class LossScaler:
 
 
 class FixedLossScale(LossScaler):
-    """A loss scale that stays; updates that overflow are left out.
+    """A fixed loss scale; updates that overflow are skipped.
 
     Args:
         scale: Above 0.
@@ -182,7 +184,7 @@ class FixedLossScale(LossScaler):
         process_group: Likewise.
 
     Raises:
-        TypeError, ValueError: The scale is no finite number above 0.
+        TypeError, ValueError: The scale is not a finite number above 0.
 
     Example:
         >>> import torch, torchboost
@@ -197,7 +199,7 @@ class FixedLossScale(LossScaler):
         self.set(scale)
 
     def set(self, scale: float) -> None:
-        """Change the scale; within a window of accumulation it holds from the next window on."""
+        """Change the scale; inside an accumulation window it applies from the next window on."""
         check_scale("scale", scale)
         self._scale = float(scale)
 
@@ -212,10 +214,10 @@ class FixedLossScale(LossScaler):
 
 
 class DynamicLossScale(LossScaler):
-    """A loss scale by the reference's rule: down at an overflow, up after a window without one.
+    """A dynamic loss scale by MindSpore's rule: it shrinks at an overflow and grows after a clean window.
 
-    Against ``torch.amp.GradScaler`` it has bounds and hysteresis, agrees over ranks, skips fused optimizers as any
-    other, and warns (:class:`~torchboost.ScaleCollapseWarning`) while it collapses.
+    Unlike ``torch.amp.GradScaler`` it has bounds and hysteresis, agrees over ranks, skips steps of fused optimizers
+    like those of any other, and warns (:class:`~torchboost.ScaleCollapseWarning`) if it collapses.
 
     Args:
         init_scale: Scale at the beginning.
@@ -223,12 +225,12 @@ class DynamicLossScale(LossScaler):
         window: Updates without overflow per growth.
         floor: Smallest scale.
         ceiling: Largest scale.
-        hysteresis: The scale falls at the overflow of this number; a clean window starts the count again.
+        hysteresis: Number of overflows before the scale shrinks; a clean window resets the count.
         agree: Whether an overflow on one rank skips the update on all; every rank must then make the same calls.
         process_group: The ranks that agree; None stands for all.
 
     Raises:
-        TypeError, ValueError: A setting that makes no sense.
+        TypeError, ValueError: A setting is not valid.
 
     Cost: one pass over the gradients and one wait for the device per update, as ``GradScaler`` has; with several
     ranks one collective of a single number.
@@ -266,7 +268,7 @@ class DynamicLossScale(LossScaler):
 
     @property
     def overflows(self) -> int:
-        """How many updates overflowed so far."""
+        """Number of updates that overflowed so far."""
         return self._alarm.overflows
 
     def _applied(self) -> list[float]:

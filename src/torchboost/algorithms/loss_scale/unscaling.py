@@ -21,7 +21,7 @@ _CHECK_AND_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_
 
 
 def check_scaled(parts: Sequence[Part]) -> None:
-    """Refuse gradients that dividing would ruin, before any is divided.
+    """Refuse gradients that unscaling would ruin, before any is divided.
 
     Raises:
         IncompatibleError: A gradient in float16: what the scale lifted out of the subnormal numbers would fall back.
@@ -40,10 +40,10 @@ def unscale_(parts: Sequence[Part]) -> list[Tensor]:
     """Divide all gradients by the scale of their part, in place.
 
     Args:
-        parts: Gradients dense, sparse or sharded (DTensor), in any precision but float16; None is passed over.
+        parts: Gradients: dense, sparse or sharded (DTensor), in any precision but float16; None is skipped.
 
     Returns:
-        For each device a tensor with one number per part (float32): 0 where all gradients there are finite.
+        For each device a tensor with one number per part (float32): 0 if all gradients there are finite.
 
     Cost: one pass over the gradients; no wait for the device.
     """
@@ -65,12 +65,12 @@ def unscale_(parts: Sequence[Part]) -> list[Tensor]:
 def overflow_anywhere(
     found: Sequence[Tensor], parts: int, device: torch.device, *, agree: bool, process_group: Any = None
 ) -> list[bool]:
-    """Say for each part whether a gradient was not finite, on any device and, where ranks agree, on any rank.
+    """Return for each part whether a gradient was not finite on any device or, with ``agree``, on any rank.
 
     Args:
         found: What :func:`unscale_` returned.
         parts: Number of parts.
-        device: Where the ranks exchange their findings.
+        device: The device on which the ranks exchange the result.
         agree: Whether to ask the other ranks; all of them must then call this.
         process_group: The ranks; None stands for all.
 

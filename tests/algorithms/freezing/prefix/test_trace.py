@@ -129,7 +129,7 @@ def test_what_a_trace_would_get_wrong_is_refused_and_nothing_changed(run: Any, r
     names = set(vars(model))
     with pytest.raises(IncompatibleError, match=reason) as caught:
         trace_forward(model, call_of(X))
-    assert "freezing itself works without it" in str(caught.value)
+    assert "freezing itself does not need it" in str(caught.value)
     assert (random_state([]), random.getstate()) == states
     assert set(vars(model)) == names
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
