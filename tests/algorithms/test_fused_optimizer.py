@@ -204,7 +204,7 @@ def test_a_parameter_that_gets_gaps_later_takes_its_group_back() -> None:
         optimizer.step()
     weight.data = whole[:, :16]
     weight.grad = torch.ones(8, 16)
-    with pytest.warns(NoEffectWarning, match="group 0 cannot be fused any more: a parameter of shape"):
+    with pytest.warns(NoEffectWarning, match="group 0 can no longer be fused: a parameter of shape"):
         optimizer.step()
     assert torch.equal(whole[:, 16:], torch.ones(8, 16))
     assert optimizer.param_groups[0]["fused"] is None

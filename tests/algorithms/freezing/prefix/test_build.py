@@ -110,7 +110,7 @@ def test_what_draws_or_counts_is_found_and_left_to_the_suffix(run: Any) -> None:
         (lambda n, x: n.b(n.a(x).sum(0)), "is not one row for each of 6 samples"),
         (lambda n, x: n.b(n.a(x)[:3]), "is not one row for each of 6 samples"),
         (lambda n, x: n.b(n.a(x).view(6, 4) + 1), "does not run on part of a batch"),
-        (lambda n, x: n.b(n.a(n.a(x) + 1)).view(n.a(x).size(1), -1), "is no tensor but int"),
+        (lambda n, x: n.b(n.a(n.a(x) + 1)).view(n.a(x).size(1), -1), "is not a tensor but int"),
     ],
 )
 def test_rows_that_are_no_samples_are_noticed_quietly(run: Any, reason: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,7 @@ class Halves:
                 )
         for name, value in zip(self.cut.border, values, strict=True):
             if not isinstance(value, Tensor):
-                return f"'{name}' at its border is not a tensor but a {type(value).__name__}"
+                return f"'{name}' at its border is not a tensor but {type(value).__name__}"
             if value.ndim == 0 or len(value) != count:
                 return (
                     f"'{name}' at its border, of shape {tuple(value.shape)}, is not one row for each of {count} samples"
