@@ -118,7 +118,7 @@ def test_without_a_process_group():
         ((0, 1, 1, []), TypeError),
         ((0, 1, 1, ["weight"]), TypeError),
     ):
-        with pytest.raises(error, match="; (give|pass)"):
+        with pytest.raises(error, match=r"; (give|pass)"):
             AdaSum(*arguments)
     with pytest.raises(TypeError, match="fusion: found list; give"):
         AdaSum(0, 1, 1, [weight], fusion=[1])  # pyright: ignore[reportArgumentType]

@@ -34,7 +34,7 @@ __all__ = ["Phase", "SubspaceDescent", "SubspaceRun"]
 Phase = Literal["collect", "subspace", "full"]
 
 _PASSED_BY = (
-    "dim_reduce: the optimizer behind it was stepped directly, past the subspace; step what attach put in its place: "
+    "dim_reduce: the original optimizer was stepped directly, outside the subspace; step the one that attach set: "
     "target.optimizer.step(lambda: loss_fn(model(inputs), labels))."
 )
 _LONGEST = 10**9
@@ -43,9 +43,9 @@ _LONGEST = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class SubspaceDescent(Algorithm):
-    """Train along a few directions that earlier training has shown to matter; stands alone.
+    """Train along a few directions that earlier training has found; not combined with other algorithms.
 
-    ``attach`` puts a :class:`SubspaceRun` in the place of the target's optimizer. The directions come from a file, from
+    ``attach`` replaces the target's optimizer by a :class:`SubspaceRun`. The directions come from a file, from
     checkpoints of an earlier run, or, if neither is named, from snapshots of this run: it then trains with the
     optimizer it was given until there are enough, and continues in the subspace from the weights it has reached.
 
@@ -61,7 +61,7 @@ class SubspaceDescent(Algorithm):
         weight_load_dir: A folder with at least ``n_components`` checkpoints, safetensors or ``.pt`` with tensors only.
             If both are given, an existing file is read and the folder is not; if there is no file yet, it is written
             from the checkpoints, for the next run.
-        snapshots: How many snapshots of this run to take; ``n_components`` where None.
+        snapshots: Number of snapshots of this run to take; None takes ``n_components``.
         snapshot_every: Updates between two of them.
         snapshot_dtype: How they are kept in host memory.
         restart: Whether the subspace begins at the weights from before the snapshots, as published, which gives up
@@ -122,17 +122,18 @@ class SubspaceDescent(Algorithm):
             )
 
     def check(self, target: Target) -> None:
-        """Refuse what :meth:`attach` lists, as far as it shows before the basis is made."""
+        """Raise the errors that :meth:`attach` lists and that show before the basis is made."""
         if isinstance(target.optimizer, ClosureOptimizer):
-            raise IncompatibleError("dim_reduce: the optimizer searches along the loss already; attach once.")
+            raise IncompatibleError("dim_reduce: the optimizer already does a line search; attach once.")
         if target.accumulator is not None:
             raise IncompatibleError(
-                "dim_reduce: the target accumulates gradients, and a line search looks at one batch; leave it out."
+                "dim_reduce: the target accumulates gradients, but a line search uses one batch; leave accumulation or "
+                "dim_reduce out."
             )
         wrapper = wrapper_of(target.model)
         if wrapper not in (None, "DistributedDataParallel", "torch.compile", "nn.Module.compile"):
             raise IncompatibleError(
-                f"dim_reduce: the model is wrapped by {wrapper}, and the steps need whole parameters on every rank; "
+                f"dim_reduce: the model is wrapped by {wrapper}, but the steps need whole parameters on every rank; "
                 "use DistributedDataParallel."
             )
         weights = _parameters(target.model, target.optimizer)
@@ -141,14 +142,14 @@ class SubspaceDescent(Algorithm):
             native_basis.check(weights[0].device, weights[0].dtype)
 
     def attach(self, target: Target) -> Attachment:
-        """Put a :class:`SubspaceRun` in front of the optimizer of the target.
+        """Replace the optimizer of the target by a :class:`SubspaceRun`.
 
         Raises:
             IncompatibleError: FSDP, accumulation, several precisions or devices, parameters that the optimizer does
                 not train; ``native`` other than in float32 on a CPU with a C compiler.
             ValueError: The basis does not fit the model; too few checkpoints, or of another model; NaN in one.
             FileNotFoundError: The file or folder is missing.
-            TimeoutError: A rank did not come.
+            TimeoutError: A rank did not arrive.
         """
         self.check(target)
         given = target.optimizer
@@ -165,7 +166,8 @@ class SubspaceDescent(Algorithm):
             if len(blocks) > 1:
                 raise IncompatibleError(
                     f"dim_reduce: the {self.n_components} directions of {self.pca_mat_path} cover all weights, which "
-                    f"memory_mebibytes={self.memory_mebibytes} does not hold; raise it, or give weight_load_dir alone."
+                    f"do not fit into memory_mebibytes={self.memory_mebibytes}; raise it, or give weight_load_dir "
+                    "alone."
                 )
             make = partial(_from_file, self.pca_mat_path, self.weight_load_dir, self.n_components, layout)
         else:
@@ -189,7 +191,7 @@ class SubspaceDescent(Algorithm):
 
 
 class SubspaceRun(FrontOptimizer, ClosureOptimizer):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """An optimizer that trains in a subspace, with another one before and after.
+    """An optimizer that trains in a subspace, and with the original optimizer before and after.
 
     Args:
         opt: Trains while snapshots are taken, and after the hand-back; its groups and state are those of this object,
@@ -198,7 +200,7 @@ class SubspaceRun(FrontOptimizer, ClosureOptimizer):  # pyright: ignore[reportIn
         settings: See :class:`SubspaceDescent`.
 
     Attributes:
-        direct: Refuses steps of ``opt`` that pass this by.
+        direct: Refuses direct steps of ``opt``.
         phase: ``"collect"``, ``"subspace"`` or ``"full"``.
         subspace: The optimizer of the subspace; None before there is a basis and after the hand-back.
         updates: Updates so far.
@@ -217,7 +219,7 @@ class SubspaceRun(FrontOptimizer, ClosureOptimizer):  # pyright: ignore[reportIn
         self._losses = LossWindows()
         if not settings.collects:
             self._enter(settings.basis(model))
-        self.direct = DirectSteps(opt, self, _PASSED_BY)  # last, when nothing can fail any more
+        self.direct = DirectSteps(opt, self, _PASSED_BY)  # last, when nothing can fail
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update once and return the loss before it.
@@ -230,9 +232,9 @@ class SubspaceRun(FrontOptimizer, ClosureOptimizer):  # pyright: ignore[reportIn
         """
         if closure is None:
             raise TypeError(
-                "dim_reduce: step() found no closure, and its line search looks at the loss again. In a loop of your "
-                "own call optimizer.step(lambda: loss_fn(model(inputs), labels)) in place of backward() and step(); "
-                "TrainStep and BoostTrainOneStepCell do it by themselves."
+                "dim_reduce: step() found no closure, but its line search evaluates the loss again. In your own loop, "
+                "call optimizer.step(lambda: loss_fn(model(inputs), labels)) in place of backward() and step(); "
+                "TrainStep and BoostTrainOneStepCell do so themselves."
             )
         replay = closure if isinstance(closure, Replay) else Replay(closure, self._weights[0].device)
         ours = replay.loss is None
@@ -254,7 +256,7 @@ class SubspaceRun(FrontOptimizer, ClosureOptimizer):  # pyright: ignore[reportIn
         return replay.loss
 
     def remove(self) -> None:
-        """Let the optimizer behind be stepped again by others."""
+        """Allow direct steps of the original optimizer again."""
         self.direct.remove()
 
     def _collect(self) -> None:
@@ -290,7 +292,7 @@ class SubspaceRun(FrontOptimizer, ClosureOptimizer):  # pyright: ignore[reportIn
         )
 
     def _judge(self, loss: float) -> None:
-        """Hand back where a window of updates was not better than the one before."""
+        """Hand back if a window of updates was not better than the one before."""
         if self.settings.patience is None or not self._losses.add(loss, self.settings.patience):
             return
         if self._losses.gain() < self.settings.tolerance:
@@ -324,11 +326,11 @@ class SubspaceRun(FrontOptimizer, ClosureOptimizer):  # pyright: ignore[reportIn
         self._snapshots.load_state_dict(state["snapshots"])
 
     def _subspace_of(self, state: dict[str, Any]) -> SubspaceOptimizer:
-        """Return the optimizer that a checkpoint continues."""
+        """Return the optimizer to resume from a checkpoint."""
         if "rows" not in state and self.settings.collects:
             raise ValueError(
-                "the checkpoint was written in a subspace from a file, this run collects its own; attach with the "
-                "settings it was written with."
+                "the checkpoint was saved in a subspace from a file, but this run collects its own; attach with the "
+                "settings that it was saved with."
             )
         if "rows" not in state:
             return self.subspace or self._optimizer_of(self.settings.basis(self._model))
@@ -336,8 +338,8 @@ class SubspaceRun(FrontOptimizer, ClosureOptimizer):  # pyright: ignore[reportIn
         here = [0, 1] if group is None else [dist.get_rank(group), dist.get_world_size(group)]
         if state["share"] != here:
             raise ValueError(
-                "the checkpoint holds the rows of rank {} of {}, this is rank {} of {}; every rank saves and loads a "
-                "state of its own, as torchboost.distributed.checkpoint does.".format(*state["share"], *here)
+                "the checkpoint holds the rows of rank {} of {}, this is rank {} of {}; every rank must save and load "
+                "its own state, as torchboost.distributed.checkpoint does.".format(*state["share"], *here)
             )
         return self._optimizer_of(SubspaceBasis(self.settings._blocks(self._model), state["rows"], group))
 
@@ -384,7 +386,7 @@ def _parameters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     if others:
         raise IncompatibleError(
             f"dim_reduce: the optimizer trains {others} parameters that are not in the model, which a step in the "
-            "subspace would leave where they are; put them into the model, or into an optimizer of their own."
+            "subspace would not change; put them into the model, or into another optimizer."
         )
     stray = sum(p not in held for p in weights)
     if stray:

@@ -16,15 +16,15 @@ __all__ = ["Block", "SubspaceBasis", "blocks_within", "check_products", "rows_of
 _CHUNK = 1 << 16  # columns at a time, so that a product of few rows finds them in the cache
 
 TOLERANCE = 1e-3
-"""How far the products of two rows may be from those of orthonormal ones."""
+"""Tolerance of the products of two rows, compared with orthonormal rows."""
 
 
 class Block(NamedTuple):
-    """Consecutive weights with directions of their own.
+    """Consecutive weights with their own directions.
 
     Args:
         start: First weight, counted over the flattened parameters.
-        stop: Behind the last weight.
+        stop: One past the last weight.
         components: Number of directions.
     """
 
@@ -96,8 +96,8 @@ class SubspaceBasis:
     Args:
         blocks: Cover the weights without gaps, in order.
         rows: For each block the rows that this rank holds, shape ``(rows, weights of the block)``.
-        group: The ranks that share the rows; None where this process holds all of them.
-        orthonormal: Whether to refuse rows that are not, of which the reference takes no notice.
+        group: The ranks that share the rows; None if this process holds all of them.
+        orthonormal: Whether to refuse rows that are not orthonormal; MindSpore does not check.
 
     Raises:
         ValueError: Shapes do not fit the blocks, a row holds NaN or infinities, or the rows are not orthonormal.
@@ -129,10 +129,10 @@ class SubspaceBasis:
 
     @classmethod
     def of(cls, matrix: Tensor, *, orthonormal: bool = True) -> SubspaceBasis:
-        """Take a whole k x n matrix.
+        """Build a basis from a whole k x n matrix.
 
         Raises:
-            ValueError: No matrix, or its rows are not orthonormal.
+            ValueError: It is not a matrix, or its rows are not orthonormal.
         """
         if matrix.ndim != 2 or not 1 <= matrix.shape[0] <= matrix.shape[1]:
             raise ValueError(
@@ -195,7 +195,7 @@ class SubspaceBasis:
         return found
 
     def lift(self, coordinates: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return ``P' c`` for several c at once, so that the rows are read once.
+        """Return ``P' c`` for several c at once; the rows are read once.
 
         Args:
             coordinates: Shape ``(vectors, k)``.
@@ -210,7 +210,7 @@ class SubspaceBasis:
         return found
 
     def lift_here(self, coordinates: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return what the rows of this rank add to ``P' c``, as :meth:`lift`."""
+        """Return the contribution of this rank's rows to ``P' c``, as :meth:`lift`."""
         kind = self.rows[0]
         shape = (len(coordinates), self.length)
         found = torch.empty(shape, dtype=kind.dtype, device=kind.device) if out is None else out
@@ -232,7 +232,7 @@ class SubspaceBasis:
             first += block.components
 
     def _check_values(self, orthonormal: bool) -> None:
-        """Look at the rows of this rank only: each block's product with itself."""
+        """Check the rows of this rank only: each block's product with itself."""
         for block, rows in zip(self.blocks, self.rows, strict=True):
             with torch.autocast(rows.device.type, enabled=False):
                 products = rows.float() @ rows.float().T

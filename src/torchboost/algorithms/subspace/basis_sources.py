@@ -1,4 +1,4 @@
-"""Where a basis comes from: principal components of snapshots, or a matrix in a file; each rank gets its rows."""
+"""Sources of a basis: principal components of snapshots, or a matrix in a file; each rank gets its rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _AT_ONCE = 1 << 30  # bytes of components that are held together while a file is
 
 
 class BasisSource(Protocol):
-    """Gives the rows of a basis, some at a time."""
+    """A source of the rows of a basis, some at a time."""
 
     def rows(self, block: int, chosen: range) -> Tensor:
         """Return some rows of one block, shape ``(len(chosen), weights of the block)``, float32."""
@@ -38,8 +38,8 @@ class BasisSource(Protocol):
 class MatrixFile:
     """A basis in an ``.npy`` file, one row per direction; never unpickled, and mapped instead of read.
 
-    Beside it :func:`write_matrix` puts a ``.json`` file of the same name that says which columns belong to which
-    parameter. Where it is missing, columns are taken to be in the order of the model.
+    :func:`write_matrix` also writes a ``.json`` file of the same name, which maps columns to parameters. If it is
+    missing, the columns must be in the order of the model.
 
     Args:
         path: The file.
@@ -47,23 +47,23 @@ class MatrixFile:
         layout: The parameters of the model.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: No ``.npy`` file of floating point numbers, or one of another model.
+        FileNotFoundError: The file does not exist.
+        ValueError: It is not an ``.npy`` file of floating point numbers, or belongs to another model.
     """
 
     def __init__(self, path: str | Path, components: int, layout: Layout) -> None:
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path}: found no file; give an .npy file, or make one with `torchboost pca`, or "
-                "name beside it the folder of the checkpoints (weight_load_dir), from which it is then made."
+                f"{path}: found no file; give an .npy file, or make one with `torchboost pca`, or also give "
+                "weight_load_dir, the folder of checkpoints to make it from."
             )
         try:
             self._matrix = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError) as error:
-            raise ValueError(f"{path}: refused, as it is no .npy file of numbers ({error}).") from None
+            raise ValueError(f"{path}: refused: it is not an .npy file of numbers ({error}).") from None
         if not isinstance(self._matrix, np.ndarray):
-            raise ValueError(f"{path}: refused, as it is no .npy file of numbers but an archive of several.")
+            raise ValueError(f"{path}: refused: it is not an .npy file of numbers but an archive of several.")
         shape = self._matrix.shape
         if len(shape) != 2 or self._matrix.dtype.kind != "f":
             raise ValueError(f"{path}: found shape {shape} of {self._matrix.dtype}; a basis is a matrix of floats.")
@@ -123,7 +123,7 @@ def write_matrix(path: str | Path, snapshots: Snapshots, components: int, *, pro
 
 
 def _columns(path: Path, layout: Layout) -> list[slice]:
-    """Return where in the rows of a file the weights of each parameter of the model lie."""
+    """Return the columns of each parameter of the model in the rows of a file."""
     names, sizes = layout.names, layout.sizes
     if path.is_file():
         try:
@@ -131,8 +131,8 @@ def _columns(path: Path, layout: Layout) -> list[slice]:
             stored = {str(name): tuple(shape) for name, shape in zip(held["names"], held["shapes"], strict=True)}
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path}: found no names and shapes of columns, as `torchboost pca` writes them beside a basis "
-                f"({type(error).__name__}); remove it where it belongs to something else."
+                f"{path}: found no names and shapes of columns, as `torchboost pca` writes them next to a basis "
+                f"({type(error).__name__}); remove the file if it does not belong to a basis."
             ) from None
         shapes = {new: stored[old] for new, old in renaming(layout.names, stored).items()}
         wanted = dict(zip(layout.names, layout.shapes, strict=True))
@@ -193,17 +193,17 @@ def shared_basis(
     timeout: float = 1800.0,
     alike: str = "",
 ) -> SubspaceBasis:
-    """Let rank 0 make a basis and hand every rank its rows; it holds those of one other rank beside its own at most.
+    """Let rank 0 make a basis and send every rank its rows, one rank's at a time.
 
     Args:
         make: Called on rank 0 only; an error it raises is raised on every rank.
         blocks: The same on all ranks.
         group: The ranks that share the rows and will train; None for one process.
         timeout: Seconds that a rank waits for the others.
-        alike: What must be the same on all ranks, such as settings in words.
+        alike: A string that must be the same on all ranks, such as the settings.
 
     Raises:
-        TimeoutError: A rank did not come, or rank 0 was not done in time.
+        TimeoutError: A rank did not arrive, or rank 0 was not done in time.
         ValueError: ``alike`` differs between the ranks, or the rows are not orthonormal.
         Exception: What ``make`` raises.
     """
@@ -214,7 +214,7 @@ def shared_basis(
     said = meeting.told("settings", alike)
     other = next((rank for rank, own in enumerate(said) if own != said[0]), None)
     if other is not None:
-        raise ValueError(f"the ranks differ: rank 0 has {said[0]}, rank {other} has {said[other]}; make them alike.")
+        raise ValueError(f"the ranks differ: rank 0 has {said[0]}, rank {other} has {said[other]}; make them equal.")
     source, failed = None, None
     if meeting.rank == 0:
         try:
@@ -238,7 +238,7 @@ def shared_basis(
 
 
 class _Meeting:
-    """Ranks that exchange a basis over the host, whatever their training uses, with a patience of its own."""
+    """Ranks that exchange a basis over the host, with their own timeout."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -255,7 +255,7 @@ class _Meeting:
         return [self._store.get(key).decode() for key in keys]
 
     def raise_first(self, subject: str, failed: Exception | None) -> None:
-        """Raise on every rank where something went wrong on one: its own error, else that of the first such rank."""
+        """Raise on every rank if one failed: its own error, otherwise that of the first failed rank."""
         said = self.told(subject, "" if failed is None else _packed(failed).hex())
         if failed is not None:
             raise failed
@@ -282,7 +282,7 @@ class _Meeting:
         return held
 
     def check_orthonormal(self, basis: SubspaceBasis) -> None:
-        """Look at products of rows on different ranks: with orthonormal rows ``P P'c`` is c.
+        """Check products of rows on different ranks: with orthonormal rows ``P P'c`` is c.
 
         Raises:
             ValueError: On every rank.
@@ -306,13 +306,13 @@ class _Meeting:
 
     @contextmanager
     def _patience(self) -> Iterator[None]:
-        """Turn what an exchange raises into an error that says who was waited for."""
+        """Convert an error of an exchange into one that names the rank that waited."""
         try:
             yield
         except RuntimeError as error:
             raise TimeoutError(
                 f"dim_reduce: rank {self.rank} of {self.ranks} waited {self._timeout:g} s for the basis: a rank is "
-                f"missing, or rank 0 needs longer (dim_reduce.timeout). {error}"
+                f"missing, or rank 0 needs longer (raise dim_reduce.timeout). {error}"
             ) from error
 
 

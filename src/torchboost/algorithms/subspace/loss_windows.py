@@ -1,4 +1,4 @@
-"""The mean loss of one stretch of updates beside that of the stretch before."""
+"""The mean loss of one window of updates, compared with the window before."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class LossWindows:
         return (before - now) / abs(before) if before else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs."""
+        """Return the state."""
         return {"sum": self._sum, "count": self._count, "means": list(self._means)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned."""
+        """Resume from what :meth:`state_dict` returned."""
         self._sum, self._count, self._means = state["sum"], state["count"], list(state["means"])

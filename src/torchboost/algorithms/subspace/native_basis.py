@@ -19,14 +19,14 @@ PART = 8192
 
 
 def check(device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse rows that the kernel cannot take, and compile it.
+    """Refuse rows that the kernel does not support, and compile it.
 
     Raises:
         IncompatibleError: Another device or precision; no compiler.
     """
     if device.type != "cpu" or dtype is not torch.float32:
         raise IncompatibleError(
-            f"native=True: found {dtype} on {device}; the kernel knows float32 on the CPU. Leave native out."
+            f"native=True: found {dtype} on {device}; the kernel supports float32 on the CPU only. Leave native out."
         )
     _load()
 
@@ -75,14 +75,14 @@ def _matrix(rows: Tensor) -> tuple[int, ...]:
 
 
 def _check_one(name: str, found: Tensor, shape: tuple[int, ...]) -> None:
-    """The kernel trusts its pointers."""
+    """Check a tensor, since the kernel does not check its pointers."""
     if found.dtype is not torch.float32 or found.device.type != "cpu" or tuple(found.shape) != shape:
         raise ValueError(
             f"{name}: found shape {tuple(found.shape)} of {found.dtype} on {found.device}; with native=True it is "
             f"{shape} of torch.float32 on the CPU."
         )
     if found.stride(-1) != 1 and shape[-1] > 1:
-        raise ValueError(f"{name}: found strides {found.stride()}; with native=True each row is without gaps.")
+        raise ValueError(f"{name}: found strides {found.stride()}; with native=True each row must be contiguous.")
 
 
 @cache

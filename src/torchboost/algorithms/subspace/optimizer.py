@@ -24,7 +24,7 @@ LineSearch = Literal["backtracking", "parabola"]
 
 
 class SubspaceOptimizer(ClosureOptimizer):
-    """Trains mostly along k directions: BFGS with a line search there, plain momentum for the rest of the gradient.
+    """BFGS with a line search along k directions, and plain momentum for the rest of the gradient.
 
     With P the rows of the basis and B the BFGS estimate of the inverse Hessian (Li et al., "Low Dimensional
     Trajectory Hypothesis is True", TPAMI 2022, and MindSpore's DimReduce)::
@@ -32,26 +32,26 @@ class SubspaceOptimizer(ClosureOptimizer):
         g = P grad;  d = -B g;  s = rho^m d for the first m with  loss(w + P's) < loss(w) + sigma g.s
         r = gamma r + grad - P'g;  w <- w + P's - lr r
 
-    and s = 0 where no trial is accepted. On several ranks the gradients must be averaged as under DDP; the losses
-    are averaged here.
+    and s = 0 if no trial is accepted. On several ranks the gradients must be averaged as under DDP; the losses are
+    averaged here.
 
     Args:
         params: The parameters whose weights the basis spans, in its order; float32 or float64, one device.
         basis: The directions.
-        lr: Step along the residual momentum (``alpha`` of the reference); schedulers may change it.
+        lr: Step along the residual momentum (MindSpore's ``alpha``); schedulers may change it.
         rho: Factor between two trials.
         gamma: Momentum of the residual.
         sigma: Share of the decrease that the slope promises which a trial must reach.
         trials: Forward passes of one line search at most.
-        line_search: ``"backtracking"`` is the reference's; ``"parabola"`` puts the second trial at the lowest point of
-            the parabola through the first, takes the better of both, and so is exact on a quadratic function.
-        buffers: Restored after trial passes: give ``model.buffers()`` where a model has BatchNorms, whose statistics a
-            trial in training mode would move.
+        line_search: ``"backtracking"`` is MindSpore's; ``"parabola"`` puts the second trial at the lowest point of the
+            parabola through the first, takes the better of both, and so is exact on a quadratic function.
+        buffers: Restored after trial passes: pass ``model.buffers()`` if a model has BatchNorms, whose statistics a
+            trial in training mode would change.
         native: Multiply with the basis in a C kernel, see :meth:`SubspaceBasis.to`; the results are equal to rounding.
 
     Attributes:
         accepted: Updates so far in which a trial was accepted.
-        trial: Which trial the last update accepted, from 1; 0 where none was, or a number was not finite.
+        trial: The trial that the last update accepted, from 1; 0 if none was, or a number was not finite.
         loss: The loss before the last update, averaged over the ranks.
 
     Raises:
@@ -60,8 +60,8 @@ class SubspaceOptimizer(ClosureOptimizer):
             float32 on a CPU with a C compiler; from the first step: the ranks that share the basis have different
             gradients.
 
-    Cost: an update reads the rows of the basis twice and does one forward pass per trial. Memory beside the basis:
-    six vectors of the size of the weights (gradient, two lifted vectors, residual, weights before and in a trial).
+    Cost: an update reads the rows of the basis twice and does one forward pass per trial. Memory besides the basis: six
+    vectors of the size of the weights (gradient, two lifted vectors, residual, weights before and in a trial).
 
     Example:
         >>> import torch
@@ -116,15 +116,15 @@ class SubspaceOptimizer(ClosureOptimizer):
                 itself, and clears the gradients at its end.
 
         Raises:
-            TypeError, ValueError: No closure, or one that does not return a loss, or does more than that.
-            IncompatibleError: A parameter was frozen since.
+            TypeError, ValueError: There is no closure, or it does not return a loss, or does more than that.
+            IncompatibleError: A parameter was frozen after the basis was made.
 
         What the closure raises in a trial passes through; weights, buffers and state are then as before the step, but
         for what the first pass moved.
         """
         if closure is None:
             raise TypeError(
-                "SubspaceOptimizer.step: found no closure; its line search looks at the loss again: call "
+                "SubspaceOptimizer.step: found no closure, but its line search evaluates the loss again: call "
                 "optimizer.step(lambda: loss_fn(model(inputs), labels)) in place of backward() and step()."
             )
         parameters = self.param_groups[0]["params"]
@@ -132,8 +132,8 @@ class SubspaceOptimizer(ClosureOptimizer):
         ours = replay.loss is None
         if any(not parameter.requires_grad for parameter in parameters):
             raise IncompatibleError(
-                "steps in a subspace: a parameter was frozen (requires_grad=False) since the basis was made, which "
-                "spans it; freeze before."
+                "steps in a subspace: a parameter of the basis was frozen (requires_grad=False) after the basis was "
+                "made; freeze before."
             )
         if ours:
             replay.backward(parameters)
@@ -176,7 +176,7 @@ class SubspaceOptimizer(ClosureOptimizer):
         self._place(before.add_(along, alpha=length).sub_(self._residual, alpha=self.param_groups[0]["lr"]))
 
     def _search(self, replay: Replay, before: Tensor, along: Tensor, start: float, slope: float) -> float:
-        """Return how far to go along the direction; 0 where no trial is good enough. The weights are left anywhere."""
+        """Return the step length along the direction, 0 if no trial is good enough. The weights may have changed."""
 
         def loss_at(length: float) -> float:
             self._place(torch.add(before, along, alpha=length))
@@ -201,7 +201,7 @@ class SubspaceOptimizer(ClosureOptimizer):
         return best
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's layout, and under ``"subspace"`` what goes on between the updates."""
+        """Return torch's layout, with the state kept between updates under ``"subspace"``."""
         own = {
             "inverse_hessian": self.inverse_hessian.state_dict(),
             "residual": self._residual.clone(),
@@ -211,18 +211,18 @@ class SubspaceOptimizer(ClosureOptimizer):
         return {**super().state_dict(), "subspace": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned.
+        """Resume from what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: The checkpoint is of other directions; nothing was loaded. Where ranks share the rows, the first
-                step may raise this.
+            ValueError: The checkpoint belongs to other directions; nothing was loaded. If ranks share the rows, the
+                first step may raise this.
         """
         own = state_dict.get("subspace")
         if own is None or own["residual"].shape != self._residual.shape:
             found = "none" if own is None else f"one of {len(own['residual'])} weights"
             raise ValueError(
                 f"the checkpoint holds the state of a subspace: found {found}, wanted one of {self.basis.length} "
-                "weights; load it into the optimizer it was written with."
+                "weights; load it into the optimizer that it was saved from."
             )
         mark = own["mark"]
         wanted = None if mark is None else mark.to("cpu", torch.float64, copy=True)
@@ -234,7 +234,7 @@ class SubspaceOptimizer(ClosureOptimizer):
         self.accepted = int(own["accepted"])
 
     def _find_mark(self) -> None:
-        """Project a fixed vector, which tells directions apart; ranks that share the rows call this together."""
+        """Project a fixed vector, to compare directions; ranks that share the rows must call this together."""
         vector = torch.arange(self.basis.length, device=self._residual.device).to(self._residual.dtype).cos()
         self._mark = self.basis.project(vector)
 
@@ -244,12 +244,12 @@ class SubspaceOptimizer(ClosureOptimizer):
             return
         if not torch.allclose(found, wanted, rtol=1e-3, atol=1e-3):
             raise ValueError(
-                "the checkpoint holds the state of another basis: its directions are others, though as many; load it "
-                "with the files that its basis was made from."
+                "the checkpoint holds the state of another basis with as many directions; load it with the files that "
+                "its basis was made from."
             )
 
     def _check_alike(self, gradient: Tensor) -> None:
-        """Look once whether the ranks have the same gradient, without which they would drift apart."""
+        """Check once that the ranks have the same gradient; otherwise their weights would diverge."""
         mine = gradient.to(torch.float64).sum().reshape(1)
         sums = [torch.empty_like(mine) for _ in range(self.basis.ranks)]
         dist.all_gather(sums, mine, group=self.basis.group)
@@ -258,8 +258,8 @@ class SubspaceOptimizer(ClosureOptimizer):
             return
         if not (found == found[0]).all():
             raise IncompatibleError(
-                "steps in a subspace: the ranks have different gradients, and their weights would drift apart; wrap "
-                "the model in DistributedDataParallel, which averages them."
+                "steps in a subspace: the ranks have different gradients, so their weights would diverge; wrap the "
+                "model in DistributedDataParallel, which averages them."
             )
         self._alike = True
 
@@ -313,7 +313,7 @@ def check_weights(parameters: Sequence[Tensor]) -> None:
         raise IncompatibleError(f"steps in a subspace: found {found}; train in float32 (or float64) on one device.")
     if any(type(p.data) is not Tensor for p in parameters):
         raise IncompatibleError(
-            "steps in a subspace: found sharded parameters, and they need whole ones: use DistributedDataParallel."
+            "steps in a subspace: found sharded parameters, but whole ones are needed: use DistributedDataParallel."
         )
 
 

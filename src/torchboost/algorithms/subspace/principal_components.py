@@ -27,7 +27,7 @@ class PrincipalComponents:
 
     Args:
         snapshots: At least as many as components.
-        blocks: Weights with directions of their own, see :func:`~torchboost.algorithms.subspace.basis.blocks_within`.
+        blocks: Weights with their own directions, see :func:`~torchboost.algorithms.subspace.basis.blocks_within`.
         progress: Called with what is done, how much of it, and how much there is.
 
     Attributes:
@@ -36,8 +36,8 @@ class PrincipalComponents:
     Raises:
         ValueError: Too few snapshots, NaN or infinities in one, or they span fewer directions than asked for.
 
-    Cost: two reads of the snapshots, ``m m n`` multiplications; at most 128 MiB beside the rows that
-    :meth:`rows` returns.
+    Cost: two reads of the snapshots, ``m m n`` multiplications; at most 128 MiB besides the rows that :meth:`rows`
+    returns.
     """
 
     def __init__(self, snapshots: Snapshots, blocks: Sequence[Block], *, progress: Progress | None = None) -> None:
@@ -73,7 +73,7 @@ class PrincipalComponents:
         return found
 
     def _solve(self, i: int, block: Block) -> tuple[float, float]:
-        """Find how the components of a block are made of the snapshots; return the variance held, and all of it."""
+        """Compute the components of a block from the snapshots; return the explained and the total variance."""
         count = len(self._snapshots)
         gram = torch.zeros(count + 1, count + 1, dtype=torch.float64, device="cpu")
         for _, values in self._chunks(block, f"comparing the snapshots{self._of(i)}, weights"):
