@@ -330,7 +330,7 @@ def _alone() -> int:
     freezing = freeze(model, optimizer, (0, 2))
     counted = sent(lambda: train(model, optimizer, range(1 + dist.get_rank())))
     assert not counted
-    with pytest.warns(RuntimeWarning, match="no model, only parameters"):
+    with pytest.warns(RuntimeWarning, match="only parameters, no model"):
         freezing = Freezing(None, optimizer, prefixes_of(blocks_of(model), (0, 1)), Repeated((0, 1)))
     freezing.remove()
     return len(counted)

@@ -270,7 +270,7 @@ def test_bad_matrices(tmp_path: Path) -> None:
 
     refused(settings(), FileNotFoundError, "found no file")
     np.save(path, np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    refused(settings(), ValueError, "no .npy file of numbers")
+    refused(settings(), ValueError, "not an .npy file of numbers")
     np.save(path, np.ones((2, length), dtype=np.float32))
     refused(settings(), ValueError, "not orthonormal")
     np.save(path, np.eye(2, length - 1, dtype=np.float32))

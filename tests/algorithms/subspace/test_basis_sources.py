@@ -116,7 +116,7 @@ def test_the_others_do_not_wait_for_ever() -> None:
 def test_what_is_no_matrix_is_refused_in_one_way(tmp_path: Path) -> None:
     several = tmp_path / "several.npz"
     np.savez(several, a=np.eye(17))
-    with pytest.raises(ValueError, match=r"several\.npz.*no \.npy file"):
+    with pytest.raises(ValueError, match=r"several\.npz.*not an \.npy file"):
         MatrixFile(several, 2, LAYOUT)
     path = tmp_path / "basis.npy"
     np.save(path, np.eye(17, dtype=np.float32))

@@ -86,7 +86,7 @@ def test_a_model_or_its_layout_is_needed(tmp_path: Path) -> None:
 
 def test_what_holds_no_weights_is_named(tmp_path: Path) -> None:
     torch.save({"net": {"a": torch.ones(2)}}, tmp_path / "a.pt")
-    with pytest.raises(ValueError, match=r"a\.pt: a checkpoint of another model: missing .* it holds no weights"):
+    with pytest.raises(ValueError, match=r"a\.pt: it belongs to another model: missing .* it holds no weights"):
         CheckpointFiles(tmp_path, model())
 
 
@@ -121,7 +121,7 @@ def test_a_pickle_bomb_is_refused_and_does_not_go_off(tmp_path: Path) -> None:
     torch.save({"weight": Bomb(crater)}, tmp_path / "zip.pt")
     (tmp_path / "plain.pt").write_bytes(pickle.dumps({"weight": Bomb(crater)}))
     for name in ("zip.pt", "plain.pt"):
-        with pytest.raises(ValueError, match="refused, as it is no file of tensors alone"):
+        with pytest.raises(ValueError, match="refused: it is not a file of tensors only"):
             CheckpointFiles([tmp_path / name], model())
     assert not crater.exists()
     pickle.loads((tmp_path / "plain.pt").read_bytes())
@@ -131,9 +131,9 @@ def test_a_pickle_bomb_is_refused_and_does_not_go_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "error", "said"),
     [
-        ("a.pt", b"", ValueError, "no file of tensors alone"),
-        ("a.pt", b"not a checkpoint", ValueError, "no file of tensors alone"),
-        ("a.safetensors", b"\x00" * 4, ValueError, "found no safetensors file"),
+        ("a.pt", b"", ValueError, "not a file of tensors only"),
+        ("a.pt", b"not a checkpoint", ValueError, "not a file of tensors only"),
+        ("a.safetensors", b"\x00" * 4, ValueError, "not a safetensors file"),
         ("a.bin", b"x", ValueError, "ends in '.bin'; allowed are .safetensors, .pt, .pth"),
         (None, b"", FileNotFoundError, "found no file"),
     ],

@@ -216,7 +216,7 @@ class Freezing(Attachment):
         """Use another index until the next update.
 
         Raises:
-            ValueError: There is no such index.
+            ValueError: The index does not exist.
         """
         if not 0 <= index < len(self._prefixes):
             raise ValueError(f"index: found {index}; pass 0 to {len(self._prefixes) - 1}.")

@@ -30,8 +30,8 @@ class Ratios:
     """
 
     def __init__(self, groups: int) -> None:
-        # On the host, in float32: kernels then multiply in float32, also where the gradient is in half precision and
-        # could not hold the ratio, and no device has to be waited for.
+        # On the host, in float32: kernels then multiply in float32, even if the gradient is in half precision and could
+        # not hold the ratio, and no device has to be waited for.
         self._numbers = torch.ones(groups, groups)
         self._table = [list(row.unbind()) for row in self._numbers.unbind()]
 

@@ -116,7 +116,8 @@ class GroupScaler(LossScaler):
     def _members(self, optimizer: Optimizer) -> list[list[Tensor]]:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         known, members = self._membership
-        # Sharding and surgery replace parameters, so who belongs where is asked again when the optimizer's change.
+        # Sharding and surgery replace parameters, so the groups are resolved again when the parameters of the optimizer
+        # change.
         if len(params) != len(known) or any(a is not b for a, b in zip(params, known, strict=True)):
             owner = {id(p): i for i in range(1, self._count) for p in self.parameters_of(i)}
             members = [[] for _ in range(self._count)]

@@ -109,7 +109,7 @@ class ScaleRule:
 class Alarm:
     """Counts the overflows of one scale and warns once if it collapses.
 
-    It collapses when eight updates in a row overflow, or when it is nearer to its floor than to where it began (on a
+    It collapses when eight updates in a row overflow, or when it is nearer to its floor than to its start (on a
     logarithmic scale).
 
     Args:

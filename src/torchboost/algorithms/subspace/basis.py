@@ -202,7 +202,7 @@ class SubspaceBasis:
             out: Where to put them; new memory of that size costs as much as part of the products.
 
         Returns:
-            Shape ``(vectors, n)``, where the rows are and in their precision.
+            Shape ``(vectors, n)``, on the device and in the precision of the rows.
         """
         found = self.lift_here(coordinates, out)
         if self.group is not None:

@@ -113,7 +113,7 @@ class PrincipalComponents:
         return mean / length
 
     def _chunks(self, block: Block, what: str) -> Iterator[tuple[int, Tensor]]:
-        """Yield where in the block a piece begins, and the piece: the snapshots without their mean, and the mean."""
+        """Yield the start of each piece in the block, and the piece: the snapshots without their mean, and the mean."""
         count, offset = len(self._snapshots), 0
         for i, shape in enumerate(self._snapshots.layout.shapes):
             for where, size in _cuts(shape, max(1, _CHUNK // (8 * (count + 1)))):

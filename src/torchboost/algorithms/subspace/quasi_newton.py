@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["InverseHessian"]
 
 CURVATURE = 1e-20
-"""A pair with ``y.s`` not above this teaches nothing, as in the reference."""
+"""A pair with ``y.s`` not above this is ignored, as in MindSpore."""
 
 
 class InverseHessian:
@@ -31,7 +31,7 @@ class InverseHessian:
         self._before: tuple[Tensor, Tensor | None] = (self.matrix, None)
 
     def direction(self, gradient: Tensor) -> Tensor:
-        """Learn from what the last step did to the gradient, and return ``-B g``.
+        """Update B from the last step and the change of the gradient, and return ``-B g``.
 
         Args:
             gradient: Shape ``(k,)``, float64, on the host.
@@ -43,35 +43,35 @@ class InverseHessian:
         return -(self.matrix @ gradient)
 
     def accept(self, step: Tensor) -> None:
-        """Take note of the step that was taken along the last direction."""
+        """Record the step taken along the last direction."""
         self._step = step
 
     def reject(self) -> None:
-        """Forget the last direction and its gradient, as no step was taken along it."""
+        """Drop the last direction and its gradient, if no step was taken along it."""
         self.matrix, self._gradient = self._before
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs; between steps only."""
+        """Return the state. Call it between steps only."""
         gradient = None if self._gradient is None else self._gradient.clone()
         return {"matrix": self.matrix.clone(), "gradient": gradient, "step": self._step.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned.
+        """Resume from what :meth:`state_dict` returned.
 
         Raises:
             ValueError: The state is of another number of dimensions; nothing was loaded.
         """
         if state["matrix"].shape != self.matrix.shape:
             raise ValueError(
-                f"the checkpoint holds a subspace of {state['matrix'].shape[0]} dimensions, this one has "
-                f"{self.matrix.shape[0]}; load it with the basis it was written with."
+                f"the checkpoint holds a subspace of {state['matrix'].shape[0]} dimensions, but this one has "
+                f"{self.matrix.shape[0]}; load it with the basis that it was saved with."
             )
         self.matrix, self._step = _on_host(state["matrix"]), _on_host(state["step"])
         self._gradient = None if state["gradient"] is None else _on_host(state["gradient"])
 
 
 def _on_host(loaded: Tensor) -> Tensor:
-    """A copy, wherever a checkpoint was mapped to."""
+    """Return a copy on the host, whatever device the checkpoint was mapped to."""
     return loaded.to("cpu", torch.float64, copy=True)
 
 

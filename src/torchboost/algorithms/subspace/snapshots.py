@@ -1,4 +1,4 @@
-"""Weights of several moments of a run, read part by part: from checkpoint files, or kept while training."""
+"""Snapshots of the weights of a run, read in parts: from checkpoint files, or kept during training."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["CheckpointFiles", "Layout", "SnapshotBuffer", "Snapshots", "checkpoi
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
 NESTED = ("model", "state_dict", "model_state_dict")
-"""Keys under which a ``.pt`` file may keep its state dict."""
+"""Keys under which a ``.pt`` file may hold its state dict."""
 
 
 class Layout(NamedTuple):
-    """Which parameters a vector of all weights consists of, in order.
+    """The parameters that form a vector of all weights, in order.
 
     Args:
         names: Names of the parameters.
@@ -33,7 +33,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module) -> Layout:
-        """Take the parameters of a model that require grad, a shared one once."""
+        """Return the layout of the parameters that require grad; a shared one counts once."""
         named = [(name, tuple(p.shape)) for name, p in model.named_parameters() if p.requires_grad]
         return cls(tuple(name for name, _ in named), tuple(shape for _, shape in named))
 
@@ -54,11 +54,11 @@ class Snapshots(Protocol):
     layout: Layout
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of snapshots."""
         ...
 
     def part(self, snapshot: int, parameter: int, where: tuple[slice, ...]) -> Tensor:
-        """Return part of one parameter at one moment, cut along its first dimensions."""
+        """Return part of one parameter in one snapshot, cut along its first dimensions."""
         ...
 
 
@@ -72,13 +72,13 @@ class CheckpointFiles:
     Args:
         paths: The files, in the order in which they were written, or a folder of them.
         model: The model, or the layout of its parameters; files keep names in another order than models do. Other
-            entries, such as buffers, are left alone. Names may differ by a prefix that all of them have, such as
+            entries, such as buffers, are ignored. Names may differ by a prefix that all of them have, such as
             ``module.`` of DDP.
 
     Raises:
         TypeError: Neither a model nor a layout.
         FileNotFoundError: A file or the folder is missing.
-        ValueError: A file is no checkpoint, holds objects other than tensors, or belongs to another model (names and
+        ValueError: A file is not a checkpoint, holds objects other than tensors, or belongs to another model (names and
             shapes are listed).
     """
 
@@ -110,17 +110,17 @@ class CheckpointFiles:
             said += "; " if missing and other else ""
             said += f"of another shape {_few(other)}" if other else ""
             raise ValueError(
-                f"{path}: a checkpoint of another model: {said}; it holds {_few(list(shapes)) or 'no weights'}. Give "
+                f"{path}: it belongs to another model: {said}; it holds {_few(list(shapes)) or 'no weights'}. Give "
                 "checkpoints of the model that is trained."
             )
 
 
 class SnapshotBuffer:
-    """Weights that are kept in host memory while a run goes on.
+    """Snapshots of the weights in host memory, taken during a run.
 
     Args:
         model: The model, or the layout of its parameters.
-        dtype: How they are kept; bfloat16 halves the memory and costs three digits of the directions.
+        dtype: Dtype of the snapshots; bfloat16 halves the memory and costs three digits of the directions.
 
     Cost: ``2 n`` bytes per snapshot in bfloat16, ``4 n`` in float32.
     """
@@ -134,7 +134,7 @@ class SnapshotBuffer:
         return len(self._kept)
 
     def add(self, parameters: Sequence[Tensor]) -> None:
-        """Keep a copy of the weights as they are now.
+        """Add a copy of the current weights.
 
         Raises:
             ValueError: Number or shapes of the parameters are not those of the layout.
@@ -149,15 +149,15 @@ class SnapshotBuffer:
         return self._kept[snapshot][parameter][where]
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._kept.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: all snapshots."""
+        """Return the state: all snapshots."""
         return {"kept": [[t.clone() for t in snapshot] for snapshot in self._kept]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned."""
+        """Resume from what :meth:`state_dict` returned."""
         self._kept = [[t.to("cpu", self.dtype, copy=True) for t in snapshot] for snapshot in state["kept"]]
 
 
@@ -165,8 +165,8 @@ def checkpoint_files(folder: str | Path) -> list[Path]:
     """Return the checkpoints in a folder, by name with numbers in their order.
 
     Raises:
-        FileNotFoundError: There is no such folder.
-        ValueError: There are none in it.
+        FileNotFoundError: The folder does not exist.
+        ValueError: The folder holds no checkpoints.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -204,7 +204,7 @@ def _safetensors(path: Path) -> _Reader:
         names: list[str] = file.keys()
         slices = {name: file.get_slice(name) for name in names}
     except SafetensorError as error:
-        raise ValueError(f"{path}: found no safetensors file ({error}).") from None
+        raise ValueError(f"{path}: it is not a safetensors file ({error}).") from None
     shapes = {
         name: tuple(part.get_shape())
         for name, part in slices.items()
@@ -223,7 +223,7 @@ def _torch_file(path: Path) -> _Reader:
     except (UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"{path}: refused, as it is no file of tensors alone ({reason}). Save the weights with safetensors, or "
+            f"{path}: refused: it is not a file of tensors only ({reason}). Save the weights with safetensors, or "
             "torch.save(model.state_dict(), ...)."
         ) from None
     for key in NESTED:
@@ -237,7 +237,7 @@ def _torch_file(path: Path) -> _Reader:
 
 
 def _named_as(layout: Layout, file: _Reader) -> _Reader:
-    """Call the entries of a file what the layout calls them."""
+    """Map the names of the entries of a file to those of the layout."""
     names = renaming(layout.names, file.shapes)
     shapes = {new: file.shapes[old] for new, old in names.items()}
     return _Reader(shapes, lambda name, where: file.read(names[name], where))
@@ -272,7 +272,7 @@ def layout_of_file(path: Path, exclude: Sequence[str] = ()) -> Layout:
 
     Raises:
         FileNotFoundError: The file is missing.
-        ValueError: It is no checkpoint, or nothing is left.
+        ValueError: It is not a checkpoint, or nothing is left.
     """
     reader = _opened(path)
     chosen = {n: s for n, s in reader.shapes.items() if not any(fnmatchcase(n, pattern) for pattern in exclude)}
