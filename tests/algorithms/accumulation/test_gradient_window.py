@@ -121,5 +121,5 @@ def test_bad_input_is_refused_and_changes_nothing():
     accumulate(0.0, good, count=3)
     with pytest.raises(ValueError, match="found None, but the window began otherwise"):
         accumulate(0.0, good)
-    with pytest.raises(ValueError, match="holds 1 calls, a window takes 1"):
+    with pytest.raises(ValueError, match="holds 1 calls, but a window takes 1"):
         GradientWindow(1, optimizer).load_state_dict(accumulate.state_dict())

@@ -201,9 +201,9 @@ def test_errors_come_before_anything_is_changed(done):
     for answer in done.answers:
         whole, sparse, elsewhere = answer.refused
         assert whole == ("TypeError", whole[1], True)
-        assert whole[1].startswith("tensors[1]: found torch.strided torch.int64; give dense")
+        assert whole[1].startswith("tensors[1]: found torch.strided torch.int64; pass dense")
         assert sparse == ("TypeError", sparse[1], True)
-        assert sparse[1].startswith("tensors[1]: found torch.sparse_coo torch.float32; give dense")
+        assert sparse[1].startswith("tensors[1]: found torch.sparse_coo torch.float32; pass dense")
         assert elsewhere == ("ValueError", "tensors[1]: found meta after cpu; call once per device.", True)
 
 

@@ -173,12 +173,12 @@ def test_schedules_are_functions_of_the_settings():
     ("bad", "message"),
     [
         ({"pattern": "random"}, "pattern='random': allowed are 'continuous'"),
-        ({"full_share": 1.0}, "full_share=1.0: a share of updates that train everything"),
+        ({"full_share": 1.0}, "full_share=1.0: the share of updates that train everything"),
         ({"groups": 0}, "groups=0"),
         ({"total_steps": 0}, "total_steps=0"),
         ({"total_steps": 10**400}, "more than 2"),
         ({"norms": "freeze"}, "norms='freeze'"),
-        ({"prefixes": 1}, "prefixes=1: 2 or more"),
+        ({"prefixes": 1}, "prefixes=1: pass 2 or more"),
         ({"costs": (0.0, 0.0)}, "not all 0"),
     ],
 )
@@ -277,7 +277,7 @@ def test_a_fixed_prefix_is_frozen_from_beginning_to_end():
         step(*batch(number))
     with pytest.raises(ValueError, match="only 'fixed' reads it"):
         BlockFreeze(frozen=2)
-    with pytest.raises(ValueError, match="below the number of groups, 4"):
+    with pytest.raises(ValueError, match="less than the number of groups, 4"):
         settings("fixed", frozen=4)
 
 

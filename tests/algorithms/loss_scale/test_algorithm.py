@@ -303,7 +303,7 @@ def test_tied_weights_are_refused_by_name_and_left_to_the_rest_by_number():
         ([3], TypeError, "found 3; give names of modules"),
         (["layer9"], ValueError, r"no module of the model is 'layer9'.*named_modules"),
         ([nn.Conv3d], ValueError, "no module of the model is Conv3d"),
-        (["0", "0"], ValueError, "'0' is in group 1 and in group 2"),
+        (["0", "0"], ValueError, "'0' is in group 1 and, itself or a part of it, in group 2"),
     ],
 )
 def test_bad_groups(groups, error, text):

@@ -103,7 +103,9 @@ def test_a_checkpoint_goes_on_and_another_is_refused():
         play(each, optimizer, [1.0, 1.0])
     assert scaler.state_dict() == again.state_dict()
     other = Scaler([a])
-    with pytest.raises(ValueError, match=r"holds the groups \['rest', 'g0', 'g1'\], this scaler has \['rest', 'g0'\]"):
+    with pytest.raises(
+        ValueError, match=r"holds the groups \['rest', 'g0', 'g1'\], but this scaler has \['rest', 'g0'\]"
+    ):
         other.load_state_dict(scaler.state_dict())
 
 

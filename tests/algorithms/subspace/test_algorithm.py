@@ -252,7 +252,7 @@ def test_bad_checkpoints(tmp_path: Path) -> None:
     checkpoints(tmp_path, 3)
     refused(settings, ValueError, "n_components: found 4 and 3 snapshots")
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "other.pt")
-    refused(settings, ValueError, "checkpoint of another model: missing 0.weight")
+    refused(settings, ValueError, "belongs to another model: missing 0.weight")
     (tmp_path / "other.pt").unlink()
     spoiled = network().state_dict()
     spoiled["3.bias"][1] = float("nan")

@@ -264,7 +264,7 @@ def test_a_state_of_another_subspace_is_refused() -> None:
     model, optimizer = start()
     other = SubspaceOptimizer(model.parameters(), basis(3, weights_of(model)))
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match="subspace of 3 dimensions, this one has 5"):
+    with pytest.raises(ValueError, match="subspace of 3 dimensions, but this one has 5"):
         optimizer.load_state_dict(other.state_dict())
     with pytest.raises(ValueError, match="found none"):
         optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())

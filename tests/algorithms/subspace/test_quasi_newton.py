@@ -75,6 +75,6 @@ def test_the_very_first_direction_may_be_rejected() -> None:
 
 def test_state_of_another_size_is_refused() -> None:
     estimate = InverseHessian(3)
-    with pytest.raises(ValueError, match=r"subspace of 2 dimensions, this one has 3"):
+    with pytest.raises(ValueError, match=r"subspace of 2 dimensions, but this one has 3"):
         estimate.load_state_dict(InverseHessian(2).state_dict())
     assert estimate.matrix.shape == (3, 3)

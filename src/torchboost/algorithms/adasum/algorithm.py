@@ -274,7 +274,8 @@ def _one_node(topology: Topology) -> str | None:
         return None
     ranks = "1 rank" if topology.world_size == 1 else f"{topology.world_size} ranks"
     return (
-        f"there is only one node, of {ranks}; start more nodes, or set devices_per_node to the number of ranks per node"
+        f"one node of {ranks} has no other to combine with; start more nodes, or set devices_per_node to the number of "
+        "ranks per node"
     )
 
 

@@ -485,7 +485,7 @@ def test_what_cannot_work_is_refused_before_anything_changed() -> None:
         fast_prefix(patched)
     cache = ActivationCache(2**10)
     cache.store([1], (torch.ones(1, 2),))
-    with pytest.raises(ValueError, match="found 1 rows of something else"):
+    with pytest.raises(ValueError, match="found 1 rows already"):
         fast_prefix(mlp(), cache=cache)
     assert "forward" not in vars(compiled)
 
