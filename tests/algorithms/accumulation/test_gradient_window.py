@@ -110,7 +110,7 @@ def test_bad_input_is_refused_and_changes_nothing():
     good = [torch.ones(2, 4), torch.ones(2)]
     with pytest.raises(ValueError, match="found 1, the optimizer has 2"):
         accumulate(0.0, good[:1])
-    with pytest.raises(ValueError, match=r"grads\[0\] has shape \(2,\), its parameter \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"grads\[0\] has shape \(2,\), but its parameter has \(2, 4\)"):
         accumulate(0.0, good[::-1])
     with pytest.raises(TypeError, match=r"grads\[1\] must be a tensor or None, found float"):
         accumulate(0.0, [good[0], 1.0])

@@ -198,7 +198,7 @@ def test_a_checkpoint_of_another_schedule_is_refused_before_anything_changes():
     _, _, freezing = start((0, 3))
     freezing._after_update()
     model, _, other = start((0, 1))
-    with pytest.raises(ValueError, match=r"froze 24 parameters at update 1, these settings freeze 3; attach with"):
+    with pytest.raises(ValueError, match=r"froze 24 parameters at update 1, but these settings freeze 3; attach with"):
         other.load_state_dict(freezing.state_dict())
     assert other.step == 0
     assert all(p.requires_grad for p in model.parameters())
