@@ -1,4 +1,4 @@
-"""A level in a loop of your own: the loop stays as it was, and hooks can be taken away again."""
+"""Use a level in your own loop. The loop stays as it was, and the hooks can be removed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def main(epochs: int = 3) -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
-    booster = torchboost.AutoBoost("O1", {"grad_freeze": {"total_steps": steps}})
-    model, optimizer = booster.network_auto_process_train(model, optimizer)
-    print(booster.explain())
+    boosted = torchboost.boost(model, optimizer, level="O1", total_steps=steps)
+    model, optimizer = boosted
+    print(boosted.explain())
 
     for epoch in range(epochs):
         for images, labels in data.train(32, seed=0, epoch=epoch):
@@ -31,11 +31,11 @@ def main(epochs: int = 3) -> float:
             scheduler.step()
         print(f"epoch {epoch + 1} of {epochs}: loss of the last batch {loss.item():.3f}")
 
-    fast = booster.network_auto_process_eval(model)
+    fast = boosted.eval_model()
     with torch.no_grad():
         right = sum(int((fast(x).argmax(1) == y).sum()) for x, y in data.test(100))
     print(f"{right} of {len(data.test_labels)} test images right")
-    booster.attached.remove()
+    boosted.remove()
     return right / len(data.test_labels)
 
 
