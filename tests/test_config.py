@@ -97,8 +97,8 @@ def test_split_groups_out_of_range(bad):
         ({"bost": {}}, "bost", "Did you mean 'boost'?"),
         ({"boost": {"les_bn": True}}, "boost.les_bn", "Did you mean 'less_bn'?"),
         ({"boost": {"mode": "manuel"}}, "boost.mode", "Did you mean 'manual'?"),
-        ({"freeze_p": 0.5}, "freeze_p", "'freeze_p' belongs into the section 'grad_freeze'."),
-        ({"boost": {"fn_flag": True}}, "boost.fn_flag", "'fn_flag' belongs into the section 'less_bn'."),
+        ({"freeze_p": 0.5}, "freeze_p", "'freeze_p' belongs in the section 'grad_freeze'."),
+        ({"boost": {"fn_flag": True}}, "boost.fn_flag", "'fn_flag' belongs in the section 'less_bn'."),
         ({"boost": {"zzzz": True}}, "boost.zzzz", ""),
     ],
 )

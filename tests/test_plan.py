@@ -82,7 +82,7 @@ def test_auto_lists_a_switch_that_is_off_in_vain():
     off = {"boost": {"less_bn": False, "adasum": False}}
     plan = Plan.of("O1", off, FAST)
     assert "less_bn" in names(plan)
-    assert reasons(plan)["boost.less_bn"] == "false is not read: mode auto goes by the level; use extra.less_bn = false"
+    assert reasons(plan)["boost.less_bn"] == "false is not read: mode auto follows the level; use extra.less_bn = false"
     assert "boost.less_bn" in plan.explain()
     assert not any(name.startswith("boost.") for name in reasons(Plan.of("O1", {"boost": {"mode": "auto"}}, FAST)))
     for level, config in (("O0", off), ("O1", {**off, "extra": {"less_bn": False}})):
@@ -120,7 +120,7 @@ def test_accumulation_is_for_those_who_ask_for_it():
 @pytest.mark.parametrize("loop", ["transformers", "lightning", "accelerate"])
 def test_accumulation_is_left_to_trainers(loop):
     plan = Plan.of("O0", {"extra": {"grad_accumulation": {"steps": 4}}}, replace(FAST, loop=loop))
-    assert "accumulates itself; use" in reasons(plan)["grad_accumulation"]
+    assert "accumulates gradients itself; use" in reasons(plan)["grad_accumulation"]
 
 
 def test_a_window_of_one_batch_is_left_out():
@@ -183,7 +183,7 @@ def test_auto_keys_the_user_wrote_override_the_level_and_explain_says_so():
         "extra.loss_scale_group",
     }
     text = plan.explain()
-    assert "your word, without which the promise of O1 was measured:" in text
+    assert "your settings, with which the promise of O1 was not measured:" in text
     assert all(entry in text for entry in plan.unmeasured)
 
 
@@ -237,7 +237,7 @@ def test_common_keys_that_nothing_reads_are_listed():
     for mode in ("auto", "manual"):
         left_out = reasons(Plan.of("O1", {**config, "boost": {"mode": mode}}, FAST))
         assert "AutoBoost.ddp_options(network)" in left_out["common.gradient_split_groups"]
-        assert "nothing else asks for the ranks of a node" in left_out["common.device_number"]
+        assert "nothing else uses the number of ranks on a node" in left_out["common.device_number"]
     for other in ({"boost": {"mode": "disable_all"}}, {"extra": {"adasum": True}}):
         assert not any(name.startswith("common.") for name in reasons(Plan.of("O1", {**config, **other}, FAST)))
 
@@ -293,7 +293,7 @@ def test_enable_all_leaves_what_stands_alone():
     plan = Plan.of("O0", {"boost": {"mode": "enable_all"}}, FAST)
     assert names(plan) == {"dim_reduce"}
     assert set(reasons(plan)) == set(REGISTRY) - {"dim_reduce"}
-    assert "dim_reduce is on, which stands alone" in reasons(plan)["less_bn"]
+    assert "dim_reduce is on, and it cannot be combined" in reasons(plan)["less_bn"]
 
 
 def test_enable_all_takes_the_rest_of_the_registry_without_it():
@@ -329,7 +329,7 @@ def test_facts_rule_out_with_a_reason():
 @pytest.mark.parametrize(
     ("facts", "config", "reason"),
     [
-        (Facts(convolutions=53), {}, "give total_steps, the length of the run"),
+        (Facts(convolutions=53), {}, "pass total_steps, the length of the run"),
         (Facts(convolutions=53, total_steps=100), {}, "100 steps do not repay"),
         (Facts(convolutions=53), {"grad_freeze": {"total_steps": 100}}, "100 steps do not repay"),
         (Facts(convolutions=53, total_steps=100), {"grad_freeze": {"total_steps": 9000}}, None),

@@ -1,6 +1,7 @@
 """torchboost: faster training of PyTorch models within a stated accuracy budget, measured on the user's own model.
 
-The names are listed in ``__init__.pyi`` and load on first use, so that importing the package costs little beside torch.
+The names are listed in ``__init__.pyi`` and load on first use, so importing the package adds little to the import of
+torch.
 """
 
 from __future__ import annotations

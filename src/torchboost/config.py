@@ -1,6 +1,6 @@
-"""The reference's JSON configuration, key for key, as frozen values; needs no torch.
+"""MindSpore's JSON configuration, key for key, as frozen values. It does not need torch.
 
-A field's description says what the field may hold; error messages and the JSON schema both show it.
+The description of a field says which values are allowed. Error messages and the JSON schema both show it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = [
 
 _SWITCH = "true or false"
 _MOST = 2**53
-"""Integers up to here are exact as floating point numbers, in which shares of them are computed."""
+"""Largest integer that is exact as a floating point number. Shares of integers are computed in floating point."""
 _COUNT = "an integer, 1 or more and at most 2**53"
 _LONGEST = 1 << 24
-"""Bytes of a configuration file at most; the longest sensible one has a few thousand."""
+"""Largest size of a configuration file in bytes. A complete configuration has a few thousand."""
 
 
 class _Section(BaseModel):
@@ -113,9 +113,9 @@ class DimReduceSection(_Section):
 class BoostConfig(_Section):
     """A whole configuration; a value that can be compared, printed and written back as JSON.
 
-    ``extra`` holds the settings of algorithms which the reference's JSON does not know, by name: false turns one
-    off, true or ``{}`` turns it on with its defaults, an object gives settings. The names and settings in it are
-    checked against the registry when a plan is made, not here.
+    ``extra`` holds, by name, the settings of algorithms that MindSpore's JSON does not have. ``false`` turns an
+    algorithm off, ``true`` or ``{}`` turns it on with its defaults, and an object gives settings. The names and
+    settings in it are checked when a plan is made, not here.
 
     Example:
         >>> from torchboost.config import BoostConfig
@@ -138,15 +138,15 @@ class BoostConfig(_Section):
 
     @classmethod
     def load(cls, source: ConfigSource = None) -> Self:
-        """Read a configuration; keys that are not given take the reference's defaults.
+        """Read a configuration. Missing keys take MindSpore's defaults.
 
         Args:
             source: A dict; a path to a JSON file; JSON text (a string whose first character is ``{``); a
                 configuration, returned as it is; ``""`` or None for the defaults.
 
         Raises:
-            ConfigError: Unreadable file or JSON, unknown section or key, wrong type or value out of range. The
-                first fault is reported, with its JSON path.
+            ConfigError: The file or the JSON cannot be read, a section or key is unknown, or a value has the wrong type
+                or is out of range. The first fault is reported, with its JSON path.
         """
         if isinstance(source, cls):
             return source
@@ -158,7 +158,7 @@ class BoostConfig(_Section):
 
 
 ConfigSource: TypeAlias = Mapping[str, Any] | str | os.PathLike[str] | BoostConfig | None
-"""What a configuration is read from: see :meth:`BoostConfig.load`."""
+"""The sources of a configuration; see :meth:`BoostConfig.load`."""
 
 
 def _read(source: Any) -> dict[str, Any]:
@@ -177,14 +177,14 @@ def _read_file(path: str | bytes) -> str:
     allowed = "the path of a readable JSON file, or JSON text that starts with '{'"
     try:
         file = Path(os.fsdecode(path))
-        # A pipe would wait for a writer, and a device may never end.
+        # Reading a pipe would wait for a writer, and reading a device may never end.
         if file.exists() and not file.is_file() and not file.is_dir():
-            raise ConfigError("", found=f"no regular file at {_repr(path)} but a pipe or a device", allowed=allowed)
+            raise ConfigError("", found=f"a pipe or a device, not a regular file, at {_repr(path)}", allowed=allowed)
         with file.open("rb") as opened:
             content = opened.read(_LONGEST + 1)
         if len(content) > _LONGEST:
             size = f"more than {_LONGEST >> 20} MiB"
-            raise ConfigError("", found=f"{size} at {_repr(path)}, which is no configuration", allowed=allowed)
+            raise ConfigError("", found=f"{size} at {_repr(path)}, too large for a configuration", allowed=allowed)
         return content.decode("utf-8-sig")
     except ConfigError:
         raise
@@ -227,7 +227,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _explained(config: type[BoostConfig], data: Any, error: ValidationError) -> ConfigError:
-    """Turn the first fault pydantic found into place, finding, allowance and hint."""
+    """Turn the first fault that pydantic found into a :class:`ConfigError`."""
     section: type[_Section] | None = config
     names, value, allowed, choices = [], data, _keys(config), []
     for name in error.errors(include_url=False, include_context=False)[0]["loc"]:
@@ -251,9 +251,9 @@ def _unknown(config: type[BoostConfig], section: type[_Section], path: str, name
     homes = [
         home for home, field in config.model_fields.items() if name in getattr(_section_of(field), "model_fields", ())
     ]
-    hint = f"'{name}' belongs into the section '{homes[0]}'." if homes else nearest(name, section.model_fields)
+    hint = f"'{name}' belongs in the section '{homes[0]}'." if homes else nearest(name, section.model_fields)
     what = "section" if section is config else "key"
-    return ConfigError(path, found=f"no {what} of that name, {_repr(name)}", allowed=_keys(section), hint=hint)
+    return ConfigError(path, found=f"the unknown {what} {_repr(name)}", allowed=_keys(section), hint=hint)
 
 
 def _section_of(field: FieldInfo) -> type[_Section] | None:

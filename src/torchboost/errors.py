@@ -1,4 +1,4 @@
-"""The errors and warnings of torchboost, and the wording they share."""
+"""The errors and warnings of torchboost."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = [
 class ConfigError(ValueError):
     """A configuration cannot be used.
 
-    Carries the place of the fault so that tools can point at it.
+    It carries the place of the fault, so that tools can point to it.
 
     Args:
         path: JSON path of the offending entry, such as ``"grad_freeze.freeze_p"``; empty for the whole document.
-        found: What stood there.
-        allowed: What may stand there.
-        hint: What to do about it, such as the nearest valid name.
+        found: The value at this path.
+        allowed: The values that are allowed at this path.
+        hint: What to do, such as the nearest valid name.
     """
 
     def __init__(self, path: str, *, found: str, allowed: str, hint: str = "") -> None:
@@ -39,7 +39,7 @@ class ConfigError(ValueError):
         super().__init__(f"{text} {hint}" if hint else text)
 
     def __reduce__(self) -> tuple[partial[ConfigError], tuple[()]]:
-        """Pickle by the arguments, which an exception keeps only as its text; errors travel between ranks."""
+        """Pickle the arguments: errors travel between ranks, and an exception alone keeps only its text."""
         return partial(type(self), self.path, found=self.found, allowed=self.allowed, hint=self.hint), ()
 
 
@@ -48,19 +48,19 @@ class IncompatibleError(RuntimeError):
 
 
 class RankDisagreementError(RuntimeError):
-    """Ranks that train one model together are not where the others are; the message names ranks, step and figures."""
+    """Ranks that train one model together disagree. The message names the ranks, the step and the values."""
 
 
 class CacheSpaceWarning(RuntimeWarning):
-    """A cache did not get the space it wanted; training goes on without it, more slowly."""
+    """A cache did not get the space it asked for. Training continues without it, more slowly."""
 
 
 class NoEffectWarning(UserWarning):
-    """An algorithm was asked for and found nothing to do."""
+    """A requested algorithm found nothing to do."""
 
 
 class ScaleCollapseWarning(RuntimeWarning):
-    """A loss scale falls and falls; soon no gradient will be representable and the run is lost."""
+    """A loss scale keeps falling. Soon no gradient will be representable, and the run will be lost."""
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""The front door: boost a model and its optimizer in one line; the training loop stays as it was."""
+"""The front door: boost a model and its optimizer in one line. The training loop stays the same."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from torchboost.registry import Facts, Loop
 __all__ = ["Boosted", "boost", "boosted_of", "fastest", "prepare"]
 
 _LONG_RUN = 1_000_000
-"""Steps that repay what any algorithm costs at its start."""
+"""A run of so many steps repays the start-up cost of every algorithm."""
 
-# By this a second boost of a model finds the first one. Weak on both sides: a model keeps no optimizer alive.
+# A second boost of a model finds the first one here. Both sides are weak: a model keeps no optimizer alive.
 _BOOSTED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Boosted]] = weakref.WeakKeyDictionary()
 
 
@@ -42,13 +42,13 @@ class Boosted:
     """A boosted model and its optimizer. It unpacks into the pair.
 
     Attributes:
-        model: The model that was given, changed in place.
-        optimizer: The optimizer to step: the one that was given, unless gradient accumulation or dimension-reduced
-            training put another one in front of it.
+        model: The given model, changed in place.
+        optimizer: The optimizer to step. This is the given optimizer, unless gradient accumulation or dimension-reduced
+            training wraps it in another one.
         plan: What runs, and what was left out with the reason.
-        attached: What was attached, by the name of its algorithm.
-        scaler: The loss scaler of the loop: the one that was given, or the one that group loss scaling brings, which
-            the loop uses like a ``GradScaler``. None without loss scaling.
+        attached: The attachments, by the name of their algorithm.
+        scaler: The loss scaler of the loop: the given one, or the one that group loss scaling adds. The loop uses
+            either like a ``GradScaler``. None without loss scaling.
     """
 
     def __init__(self, plan: Plan, target: Target, attached: Attached, given: Optimizer, scaler: Scaler | None) -> None:
@@ -72,19 +72,20 @@ class Boosted:
         return f"Boosted(level={self.plan.level!r}, algorithms=[{', '.join(self.attached)}])"
 
     def explain(self) -> str:
-        """Return what is on with its settings, and what was left out with the reason."""
+        """Return which algorithms are on, with their settings, and which were left out, with the reasons."""
         return self.plan.explain()
 
     def step(
         self, loss_fn: Callable[..., Tensor | tuple[Tensor, float]] | None = None, model: nn.Module | None = None
     ) -> TrainStep:
-        """Return a training step: forward, backward, update. It accumulates and scales the loss if the plan says so.
+        """Return a training step: forward, backward, update, with accumulation and loss scaling if the plan has them.
 
-        Use it in place of a loop that steps :attr:`optimizer`.
+        Use it instead of a loop that steps :attr:`optimizer`.
 
         Args:
             loss_fn: Called as ``loss_fn(model(*inputs[:-1]), inputs[-1])``; returns a loss of shape ``()``, or the loss
-                and the number of samples or tokens that it is the mean of. Without it the model itself returns that.
+                and the number of samples or tokens that it is the mean of. If it is None, the model itself must return
+                this.
             model: The model as the loop calls it, if it was wrapped in DDP after :func:`boost`.
 
         Raises:
@@ -107,13 +108,13 @@ class Boosted:
         )
 
     def eval_model(self, sample: Any = None) -> nn.Module:
-        """Return a fast copy for inference, with BatchNorm folded; the model itself can go on training.
+        """Return a fast copy for inference with BatchNorm folded. The model itself can continue to train.
 
         See :func:`torchboost.inference.fast_copy`.
 
         Args:
-            sample: An input of the kind that the copy will be called with: a tensor, a tuple of positional or a dict of
-                keyword arguments. With it the form that is fastest on this machine is chosen by measurement.
+            sample: An input as the copy will be called with: a tensor, a tuple of positional arguments or a dict of
+                keyword arguments. If it is given, the fastest form on this machine is chosen by measurement.
 
         Raises:
             TypeError: The model cannot be copied.
@@ -122,17 +123,17 @@ class Boosted:
         return fast_copy(self.model, sample=sample, pick=fastest)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides the state of the model, the optimizer and a scaler of the loop."""
+        """Return what a checkpoint needs in addition to the states of model, optimizer and the loop's scaler."""
         state: dict[str, Any] = {"attached": self.attached.state_dict()}
         if self.brings_scaler and self.scaler is not None:
             state["scaler"] = self.scaler.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned.
+        """Load what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: The checkpoint belongs to other algorithms; nothing was loaded.
+            ValueError: The checkpoint was written with other algorithms. Nothing is loaded.
         """
         present = set(self.state_dict())
         if set(state) != present:
@@ -145,12 +146,12 @@ class Boosted:
             self.scaler.load_state_dict(state["scaler"])
 
     def remove(self) -> None:
-        """Take away everything that was attached. BatchNorms that were removed stay away."""
+        """Remove everything that was attached. BatchNorm layers that ``less_bn`` removed do not come back."""
         self.attached.remove()
 
 
 class _Mark:
-    """A hook that does nothing: by it, whoever gets only the optimizer finds what was boosted."""
+    """A hook that does nothing. It leads from an optimizer to the :class:`Boosted` that it belongs to."""
 
     def __init__(self, boosted: Boosted) -> None:
         self.boosted = boosted
@@ -160,7 +161,7 @@ class _Mark:
 
 
 def boosted_of(optimizer: Optimizer) -> Boosted | None:
-    """Return what a call of :func:`boost` made of an optimizer that was given to it or returned by it."""
+    """Return the :class:`Boosted` of an optimizer that :func:`boost` received or returned; None without one."""
     marks = [hook for hook in step_pre_hooks(hookable(optimizer)) if isinstance(hook, _Mark)]
     return marks[-1].boosted if marks else None
 
@@ -175,10 +176,10 @@ def boost(
     scaler: Scaler | None = None,
     loop: Loop = "own",
 ) -> Boosted:
-    """Make the training of a model faster within the accuracy that a level promises. The loop stays as it was.
+    """Make the training of a model faster within the accuracy that a level promises. The loop stays the same.
 
     Call it on the bare model, on the device that it will train on, before DDP and ``torch.compile``. For FSDP2, which
-    replaces the parameters, see :func:`prepare`. A second call for the same model first takes away what the first one
+    replaces the parameters, see :func:`prepare`. A second call for the same model first removes what the first one
     attached.
 
     Args:
@@ -186,7 +187,7 @@ def boost(
         optimizer: Any ``torch.optim.Optimizer`` over parameters of the model. It follows parameters that are replaced.
         level: ``"O0"`` changes nothing, ``"O1"`` keeps the accuracy within 0.5 points, ``"O2"`` within 3 points. See
             ``docs/levels.md`` for what each level turns on, and for the measurements.
-        total_steps: Number of updates of the whole run. Gradient freezing and compilation need it.
+        total_steps: Number of updates in the whole run. Gradient freezing and compilation need it.
         config: Settings that override the level: a dict, a path to a JSON file, JSON text, or a :class:`BoostConfig`.
         scaler: The ``GradScaler`` of the loop; autocast to float16 needs one.
         loop: Who owns the training loop: ``"own"``, or a trainer: ``"transformers"``, ``"lightning"`` or
@@ -197,10 +198,10 @@ def boost(
         ``remove()``, ``eval_model()`` and ``step(loss_fn)``.
 
     Raises:
-        TypeError: Not a module, an optimizer, a scaler or a number of steps.
+        TypeError: An argument is not a module, an optimizer, a scaler or a number of steps.
         ValueError: No parameter of the optimizer belongs to the model, or ``total_steps`` is below 1.
         ConfigError: An unknown level, section, key or setting, or a value of a wrong type or out of range.
-        IncompatibleError: The model is wrapped already, or an algorithm cannot work on this pair; nothing was changed.
+        IncompatibleError: The model is already wrapped, or an algorithm cannot work on this pair. Nothing is changed.
 
     Warns:
         NoEffectWarning: Algorithms of the level were left out because ``total_steps`` is not given.
@@ -232,7 +233,7 @@ def attach(
     name: str = "model",
     caller: str = "torchboost.boost",
 ) -> Boosted:
-    """Do what :func:`boost` does, without its warning; messages use the names of the caller."""
+    """Do what :func:`boost` does, without its warning. Messages use the caller's names."""
     check_pair(model, optimizer, name=name)
     check_scaler(scaler)
     plan = Plan.of(level, config, Facts.measure(model, loop=loop), total_steps=total_steps)
@@ -240,7 +241,7 @@ def attach(
     if wrapper is not None and any(algorithm.needs_transform(model) for algorithm in plan.algorithms):
         raise IncompatibleError(
             f"the {name} is already wrapped by {wrapper}; move the line with {caller}(...) before the line that wraps "
-            f"it: give it the bare {name}, and wrap what it returns."
+            f"it: pass the bare {name}, and wrap what is returned."
         )
     earlier = boosted_of(optimizer)
     given = optimizer if earlier is None else earlier._given
@@ -265,7 +266,7 @@ def prepare(
     total_steps: int | None = None,
     config: ConfigSource | None = None,
 ) -> Plan:
-    """Change the modules of a bare model, before it is sharded with FSDP2 or wrapped; return the plan to attach later.
+    """Change the modules of a bare model before it is sharded or wrapped, and return the plan to attach later.
 
     FSDP2 replaces the parameters, so the optimizer is built after sharding. Prepare the bare model, shard it, build the
     optimizer, then attach the plan::
@@ -276,16 +277,16 @@ def prepare(
         attached = plan.attach(torchboost.Target(model, optimizer))
 
     Args:
-        model: Changed in place; on the device that it will train on.
-        optimizer: If there is one already, it follows the parameters that are replaced.
+        model: Changed in place. It must be on the device that it will train on.
+        optimizer: If it exists already, it follows the parameters that are replaced.
         level: See :func:`boost`.
         total_steps: See :func:`boost`.
         config: See :func:`boost`.
 
     Raises:
-        TypeError: Not a module, or not an optimizer.
+        TypeError: An argument is not a module, or not an optimizer.
         ConfigError: See :func:`boost`.
-        IncompatibleError: The model is wrapped already; nothing was changed.
+        IncompatibleError: The model is already wrapped. Nothing is changed.
     """
     check_module(model)
     if optimizer is not None:
@@ -296,7 +297,7 @@ def prepare(
 
 
 def fastest(forms: Mapping[str, nn.Module], sample: Any) -> str:
-    """Name the form with the shortest call on a sample; the forms are timed side by side."""
+    """Return the name of the fastest form on a sample. The forms are timed in turns."""
     device = next((p.device for form in forms.values() for p in form.parameters()), torch.device("cpu"))
     calls = {name: torch.inference_mode()(functools.partial(call, form, sample)) for name, form in forms.items()}
     warmup = Warmup(least=2, window=1, limit=4, seconds=10)
@@ -309,7 +310,7 @@ def _nothing() -> None:
 
 
 def _warn_of_missing_length(made: Boosted, config: ConfigSource | None, total_steps: int | None, loop: Loop) -> None:
-    """Name what the level has left out only because nobody said how long the run is."""
+    """Warn about algorithms that the level left out only because ``total_steps`` is missing."""
     if total_steps is not None:
         return
     facts = replace(Facts.measure(made.model, loop=loop), total_steps=_LONG_RUN)
@@ -318,8 +319,8 @@ def _warn_of_missing_length(made: Boosted, config: ConfigSource | None, total_st
     missed = [algorithm.name for algorithm in others if algorithm.idle(made.model, inner) is None]
     if missed:
         warnings.warn(
-            f"{made.plan.level} runs without {' and '.join(missed)}, which must know the length of the run: "
-            "give boost(..., total_steps=...), the number of updates.",
+            f"{made.plan.level} runs without {' and '.join(missed)}, which must know the length of the run. "
+            "Pass boost(..., total_steps=...), the number of updates.",
             NoEffectWarning,
             stacklevel=3,
         )

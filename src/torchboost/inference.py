@@ -33,29 +33,29 @@ def fast_copy(network: nn.Module, *, sample: Any = None, pick: Pick | None = Non
     """Return a copy for inference whose outputs equal those of ``network.eval()`` within 1e-4 of the largest output.
 
     Every BatchNorm that certainly follows a convolution or linear layer is folded into it
-    (:func:`~torchboost.graph.folding.fold_batch_norms`), and kernels are stored channels-last. The copy is made of the
-    network's own classes and those of torch, without hooks or covers of ours, and computes in the precision of its
-    parameters. A normalised head stays what it is.
+    (:func:`~torchboost.graph.folding.fold_batch_norms`), and kernels are stored channels-last. The copy consists of the
+    network's own classes and torch's, without hooks or wrapped forwards of torchboost, and computes in the precision of
+    its parameters. A normalised head is kept.
 
-    The result is checked. With ``sample``, at once. Without it, at the first call of the copy, with the inputs that
-    arrive there: an unfolded copy runs on them too. If the outputs differ or the forward does not work channels-last
-    (``view``), the copy stays in contiguous memory, or unfolded with a warning. Pickles and copies of a copy that was
-    never called are not checked.
+    The result is checked: with ``sample`` immediately, without it at the first call of the copy, where an unfolded copy
+        runs on the same inputs. If the outputs differ, or the forward does not work channels-last (``view``), the copy
+        stays in contiguous memory, or it stays unfolded and a warning is issued. Pickles and copies of a copy that was
+        never called are not checked.
 
-    Cost: a copy of the parameters; another one until the check. With ``sample`` and ``pick``, a few passes more.
+    Cost: one copy of the parameters, and a second one until the check. With ``sample`` and ``pick``, a few more passes.
 
     Args:
-        network: Wrapped or not; left as it is.
-        sample: Input of the kind the copy will be called with: a tensor, a tuple of positional or a dict of keyword
+        network: Wrapped or not. It is not changed.
+        sample: An input as the copy will be called with: a tensor, a tuple of positional arguments or a dict of keyword
             arguments.
         pick: Chooses among the forms that passed the check on ``sample``.
 
     Raises:
         TypeError: The network cannot be copied.
-        ValueError: The network does not run on ``sample``, or computes NaN or infinities.
+        ValueError: The network does not run on ``sample``, or it computes NaN or infinities.
 
     Warns:
-        NoEffectWarning: Folding changed the outputs, so the copy computes as the network does.
+        NoEffectWarning: Folding changed the outputs, so the copy is not folded.
 
     Example:
         >>> import torch
@@ -93,10 +93,10 @@ def fast_copy(network: nn.Module, *, sample: Any = None, pick: Pick | None = Non
 
 
 def _as_torch(model: nn.Module) -> nn.Module:
-    """Let modules of torch stand where BatchNorms were removed, with the same answers about the settings."""
+    """Put modules of torch in place of removed BatchNorms, with the attributes of the removed ones."""
     for removed in [module for module in model.modules() if isinstance(module, RemovedNorm)]:
         if removed is model or removed.copies:
-            continue  # no module of torch returns a copy
+            continue  # torch has no module that returns a copy
         tail = OrderedDict((name, removed.get_submodule(name)) for name in removed.tail)
         stand_in = nn.Sequential(tail) if tail else nn.Identity()
         internal = {*vars(nn.Module()), "copies", "tail", "adds_bias", "_layer"}
@@ -108,7 +108,7 @@ def _as_torch(model: nn.Module) -> nn.Module:
 def _equal(form: nn.Module, sample: Any, expected: list[Tensor]) -> bool:
     try:
         found = evaluate(form, sample)
-    except RuntimeError:  # such as that of a view that channels-last does not allow
+    except RuntimeError:  # such as a view that channels-last does not allow
         return False
     kinds = [outputs.dtype for outputs in expected if outputs.is_floating_point()]
     allowed = max([_TOLERANCE, *(64 * torch.finfo(kind).eps for kind in kinds)])
@@ -117,17 +117,17 @@ def _equal(form: nn.Module, sample: Any, expected: list[Tensor]) -> bool:
 
 def _warn_of_difference(level: int) -> None:
     warnings.warn(
-        "folding BatchNorm changed the outputs of the copy for inference, so it computes unfolded; the data flow is "
-        "not what a trace shows. Pass an input that takes the usual path as sample=.",
+        "folding BatchNorm changed the outputs of the copy for inference, so the copy is not folded. The data flow is "
+        "not what a trace shows. Pass a typical input as sample=.",
         NoEffectWarning,
         stacklevel=level + 1,
     )
 
 
 def _check_at_first_call(fast: nn.Module, plain: nn.Module) -> None:
-    """Compare ``fast`` with ``plain`` in its first call, by a class of its own that it has until then.
+    """Compare ``fast`` with ``plain`` at its first call. Until then ``fast`` has a class of its own.
 
-    ``torch.jit.script``, ``torch.export`` and pickles see the network's own class: they read ``forward`` only.
+    ``torch.jit.script``, ``torch.export`` and pickles see the network's own class, because they only read ``forward``.
     """
     kind: Any = type(fast)
     pending = _Pending(plain)
@@ -140,7 +140,7 @@ def _check_at_first_call(fast: nn.Module, plain: nn.Module) -> None:
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         made, given, *rest = kind.__reduce_ex__(self, protocol)
-        if given[:1] == (checked,):  # pickle refuses copyreg.__newobj__ for another class than that of the object
+        if given[:1] == (checked,):  # pickle refuses copyreg.__newobj__ for a class other than the object's
             return (copyreg._reconstructor, (kind, object, None), *rest)  # pyright: ignore[reportAttributeAccessIssue]
         return (made, given, *rest)
 
@@ -150,14 +150,14 @@ def _check_at_first_call(fast: nn.Module, plain: nn.Module) -> None:
 
 
 class _Pending:
-    """The network that a copy is compared with, until it was."""
+    """Holds the network that a copy is compared with, until the comparison."""
 
     def __init__(self, plain: nn.Module) -> None:
         self._plain: nn.Module | None = plain
         self._lock = threading.RLock()
 
     def settle(self, fast: nn.Module, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make the copy what it is from now on; nothing happens if the network does not run on these inputs."""
+        """Decide whether the copy stays folded. Do nothing if the network does not run on these inputs."""
         with self._lock:
             plain, self._plain = self._plain, None  # the copy may call itself
             if plain is None:
@@ -166,7 +166,7 @@ class _Pending:
             try:
                 same = _compare(fast, plain, Arguments(args, kwargs))
             finally:
-                if same is None:  # these inputs tell nothing, or an interrupt came
+                if same is None:  # undecided on these inputs, or interrupted
                     self._plain = plain
             if same is None:
                 return
@@ -179,10 +179,10 @@ class _Pending:
 
 
 def _compare(fast: nn.Module, plain: nn.Module, sample: Arguments) -> bool | None:
-    """Whether a copy, in contiguous memory if need be, computes what the network does; None if that cannot be known."""
+    """Whether a copy, if necessary in contiguous memory, computes what the network does; None if undecided."""
     try:
         expected = evaluate(plain, sample)
-    except Exception:  # the call itself raises what there is to say
+    except Exception:  # the call itself raises it
         return None
     if any(bool(outputs.isnan().any()) for outputs in expected):
         return None

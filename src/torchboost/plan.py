@@ -1,4 +1,4 @@
-"""From a level, a configuration and the facts to the algorithms that run, and the reasons for those that do not."""
+"""Choose the algorithms from a level, a configuration and the facts, with a reason for each one left out."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ __all__ = ["Dropped", "Plan", "resolve"]
 
 SWITCHES = tuple(name for name in BoostSwitches.model_fields if name != "mode")
 _LENGTH = "total_steps"
-"""A fact about the run and no choice: what is written counts, whatever it is."""
+"""A fact about the run, not a choice: the written value always counts."""
 _TOO_LARGE = 1 << 63
 _COMMON = {
-    "gradient_split_groups": "AdaSum, which packs gradients by it, is off; for DistributedDataParallel hand it "
+    "gradient_split_groups": "AdaSum, which packs gradients by it, is off; for DistributedDataParallel pass it "
     "AutoBoost.ddp_options(network)",
-    "device_number": "AdaSum is off, and nothing else asks for the ranks of a node",
+    "device_number": "AdaSum is off, and nothing else uses the number of ranks on a node",
 }
 
 
 class Dropped(NamedTuple):
-    """An algorithm that was asked for and is left out."""
+    """A requested algorithm that was left out."""
 
     name: str
     reason: str
@@ -44,14 +44,14 @@ class Dropped(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Which algorithms were chosen, which were dropped, and why. A value: it can be printed, compared and reused.
+    """The chosen algorithms, the dropped ones, and why. A value that can be printed, compared and reused.
 
     Args:
-        level: The level it was resolved for.
+        level: The level that the plan was made for.
         mode: The mode of the configuration: auto, manual, enable_all, disable_all.
-        algorithms: Settings of what will run, in attach order.
-        dropped: What was asked for and left out, with the reason.
-        unmeasured: JSON paths and values by which the user's word replaces what the level was measured with.
+        algorithms: The algorithms that will run, with their settings, in attach order.
+        dropped: The requested algorithms that were left out, with the reasons.
+        unmeasured: JSON paths and values of the user's settings that differ from the measured settings of the level.
 
     Example:
         >>> import torch, torchboost
@@ -84,14 +84,14 @@ class Plan:
         Args:
             level: ``"O0"``, ``"O1"`` or ``"O2"``.
             config: A dict, a path to a JSON file, JSON text, a :class:`BoostConfig`, or nothing.
-            facts: By default measured here, without a model.
-            loop: Who owns the training loop, in place of what the facts say; see :class:`Facts`.
-            total_steps: Number of updates of the whole run, in place of what the facts say; the same as
-                ``grad_freeze.total_steps``, if the configuration has that.
+            facts: By default measured on this machine, without a model.
+            loop: The owner of the training loop. Overrides ``facts.loop``; see :class:`Facts`.
+            total_steps: Number of updates in the whole run. Overrides ``facts.total_steps``. If the configuration has
+                ``grad_freeze.total_steps``, both must be equal.
 
         Raises:
-            ConfigError: Unknown level, section, key or setting, wrong type or value out of range.
-            ValueError: Unknown ``loop``.
+            ConfigError: A level, section, key or setting is unknown, or a value has the wrong type or is out of range.
+            ValueError: ``loop`` is unknown.
         """
         loaded = config if isinstance(config, BoostConfig) else BoostConfig.load(config)
         facts = facts if facts is not None else Facts.measure()
@@ -103,14 +103,14 @@ class Plan:
         return resolve(loaded, level, facts)
 
     def fit(self, model: nn.Module, optimizer: Optimizer) -> Plan:
-        """Return the plan without the algorithms that would change nothing for this pair; the reasons are listed.
+        """Return the plan without the algorithms that would change nothing for this pair. The reasons are listed.
 
-        An algorithm that has transformed the model already stays on.
+        An algorithm that has already transformed the model stays on.
 
         Raises:
             TypeError: Not a module, or not an optimizer.
-            ValueError: None of the parameters of the optimizer belongs to the model.
-            IncompatibleError: The optimizer calls no hooks and wraps no other one.
+            ValueError: None of the optimizer's parameters belongs to the model.
+            IncompatibleError: The optimizer does not call hooks and does not wrap another optimizer.
         """
         check_pair(model, optimizer)
         inner = hookable(optimizer)
@@ -120,14 +120,14 @@ class Plan:
         return replace(self, algorithms=kept, dropped=self.dropped + idle)
 
     def transform(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
-        """Let every algorithm change the modules; do this before the model is wrapped, sharded or compiled.
+        """Let every algorithm change the modules. Call it before the model is wrapped, sharded or compiled.
 
-        Doing it twice is harmless. Parameters keep their identity, but for those an algorithm replaces;
-        pass the optimizer where it exists already and it follows.
+        A second call does nothing. Parameters keep their identity, except those that an algorithm replaces. If the
+        optimizer exists already, pass it, and it follows.
 
         Raises:
             TypeError: Not a module, or not an optimizer.
-            IncompatibleError: The model is wrapped already and some algorithm still has to change it.
+            IncompatibleError: The model is already wrapped, and an algorithm still has to change it.
         """
         check_module(model)
         if optimizer is not None:
@@ -138,17 +138,17 @@ class Plan:
         if pending and wrapper is not None:
             raise IncompatibleError(
                 f"{', '.join(a.name for a in pending)} must change the modules of the model, but it is already wrapped "
-                f"by {wrapper}; call plan.transform(model) on the bare model, then wrap it."
+                f"by {wrapper}. Call plan.transform(model) on the bare model, then wrap it."
             )
         for algorithm in pending:
             algorithm.transform(model, optimizer)
 
     def attach(self, target: Target) -> Attached:
-        """Hook every algorithm into a loop; a bare model is transformed first where that is still to be done."""
+        """Attach every algorithm to a loop. A bare model is transformed first, if that was not done before."""
         return attach_all(target, self.algorithms)
 
     def explain(self) -> str:
-        """Return for people what is on, with its settings, and what is not, with the reason."""
+        """Return which algorithms are on, with their settings, and which were left out, with the reasons."""
         lines = [f"level {self.level}, mode {self.mode}"]
         width = max((len(n) for n in [a.name for a in self.algorithms] + [d.name for d in self.dropped]), default=0)
         lines.append("on:" if self.algorithms else "on: nothing, training is unchanged")
@@ -157,31 +157,32 @@ class Plan:
             lines.append("left out:")
             lines += [f"  {d.name:<{width}}  {d.reason}" for d in self.dropped]
         if self.unmeasured:
-            lines.append(f"your word, without which the promise of {self.level} was measured:")
+            lines.append(f"your settings, with which the promise of {self.level} was not measured:")
             lines += [f"  {entry}" for entry in self.unmeasured]
         return "\n".join(lines)
 
 
 def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
-    """Turn level, configuration and facts into a plan: a pure function, same inputs, same plan.
+    """Turn a level, a configuration and facts into a plan. A pure function: the same inputs give the same plan.
 
-    Order of decisions: mode gives the requested set; ``extra`` adds and removes; one algorithm may bring or
-    displace others; what these facts rule out is dropped; the rest is built and sorted by attach order.
-    Settings of an algorithm: the level's row, overridden by the keys the user wrote in the section of MindSpore's
-    JSON, overridden by ``extra``. A written key that holds MindSpore's default does not override a level, whose row was
-    chosen by measurement. Outside mode auto the section's defaults take the place of the level's row.
-    ``grad_freeze.total_steps``, if the user wrote it, is the length of the run for every algorithm, and
-    ``common.device_number`` the number of ranks on a node.
+    Order of decisions: the mode gives the requested set; ``extra`` adds and removes; one algorithm may bring or
+    displace others; what the facts rule out is dropped; the rest is built and sorted by attach order. The settings of
+    an algorithm come from the row of the level. Keys that the user wrote in the section of MindSpore's JSON override
+    the row, and ``extra`` overrides both. A written key that holds MindSpore's default does not override a level,
+    because the row of the level was chosen by measurement. Outside mode auto the defaults of the section replace the
+    row of the level. If the user wrote ``grad_freeze.total_steps``, it is the length of the run for every algorithm;
+    ``common.device_number`` is the number of ranks on a node.
 
     Raises:
-        ConfigError: Unknown level, unknown name or setting under ``extra``, or a setting of wrong type or range.
+        ConfigError: The level is unknown, a name or setting under ``extra`` is unknown, or a setting has the wrong type
+            or is out of range.
     """
     if level not in LEVELS:
         raise ConfigError("level", found=repr(level), allowed=", ".join(LEVELS), hint=nearest(str(level), LEVELS))
     for name in config.extra:
         if name not in REGISTRY:
             allowed, hint = ", ".join(REGISTRY), nearest(name, REGISTRY)
-            raise ConfigError(f"extra.{name}", found="no algorithm of that name", allowed=allowed, hint=hint)
+            raise ConfigError(f"extra.{name}", found="an unknown algorithm", allowed=allowed, hint=hint)
     if _LENGTH in config.grad_freeze.model_fields_set:
         facts = replace(facts, total_steps=config.grad_freeze.total_steps)
     per_node = _ranks_per_node(config)
@@ -219,7 +220,7 @@ def _check_one_length(given: int, config: BoostConfig) -> None:
 
 
 def _ranks_per_node(config: BoostConfig) -> int | None:
-    """Return what the user wrote; the reference's default of 8 is not what the launcher started."""
+    """Return the number that the user wrote. MindSpore's default of 8 says nothing about the launched ranks."""
     extra = config.extra.get("adasum")
     own = extra.get("devices_per_node") if isinstance(extra, dict) else None
     if type(own) is int and own >= 1:
@@ -256,7 +257,7 @@ def _wanted(config: BoostConfig, level: str) -> list[str]:
 
 
 def _unread(config: BoostConfig, level: str, wanted: list[str], on: list[str]) -> tuple[Dropped, ...]:
-    """List what was written and is not read."""
+    """List the written keys that are not read."""
     unread = {f"common.{key}": why for key, why in _COMMON.items() if _says(config.common, key)}
     if config.boost.mode == "disable_all" or AdaptiveSum.name in wanted:
         unread = {}
@@ -269,21 +270,21 @@ def _unread_by_levels(config: BoostConfig, level: str, wanted: list[str], on: li
     unread = {}
     for name in SWITCHES:
         if name in on and name in config.boost.model_fields_set and not getattr(config.boost, name):
-            unread[f"boost.{name}"] = f"false is not read: mode auto goes by the level; use extra.{name} = false"
+            unread[f"boost.{name}"] = f"false is not read: mode auto follows the level; use extra.{name} = false"
         if name in wanted:
             unread |= _measured_otherwise(REGISTRY[name], config, level) if name in on else {}
             continue
         section = getattr(config, name, None)
         written = section is not None and any(_says(section, key) for key in section.model_fields_set - {_LENGTH})
         if written or getattr(config.boost, name):
-            unread[name] = "mode auto goes by the level and reads no switches; use mode manual, or extra"
+            unread[name] = "mode auto follows the level and reads no switches; use mode manual, or extra"
             if REGISTRY[name].in_no_level:
                 unread[name] += f" (in no level: {REGISTRY[name].in_no_level})"
     return unread
 
 
 def _measured_otherwise(entry: Entry, config: BoostConfig, level: str) -> dict[str, str]:
-    """Return the written keys that hold the default and give way to the settings a level was measured with."""
+    """Return the written keys that hold the default. The settings that the level was measured with override them."""
     row = LEVELS[level].get(entry.name)
     section = getattr(config, entry.section, None)
     if row is None or section is None:
@@ -306,7 +307,7 @@ def _measured_otherwise(entry: Entry, config: BoostConfig, level: str) -> dict[s
 def _unmeasured(
     config: BoostConfig, level: str, wanted: list[str], kept: list[Algorithm], facts: Facts
 ) -> tuple[str, ...]:
-    """Say by which of the user's settings the plan differs from the measured row of the level."""
+    """List the user's settings that differ from the measured row of the level."""
     rows = LEVELS[level]
     if config.boost.mode != "auto" or not rows:
         return ()
@@ -331,7 +332,7 @@ def _unmeasured(
 
 
 def _says(section: Any, key: str) -> bool:
-    """Whether the user wrote a key, and something else than its default."""
+    """Whether the user wrote a key with a value other than its default."""
     return key in section.model_fields_set and getattr(section, key) != type(section).model_fields[key].default
 
 
@@ -339,13 +340,13 @@ def _objection(name: str, wanted: list[str], config: BoostConfig, facts: Facts) 
     entry = REGISTRY[name]
     winner = next((w for w in wanted if name in REGISTRY[w].displaces), None)
     if winner is not None and REGISTRY[winner].unusable(facts) is None:
-        return f"{winner} is on, which stands alone"
+        return f"{winner} is on, and it cannot be combined with others"
     asked_for = config.boost.mode != "auto" or name in config.extra
     return entry.unusable(facts) or (None if asked_for else entry.unproven(facts))
 
 
 def _settings(entry: Entry, config: BoostConfig, level: str, facts: Facts) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the settings of an algorithm, and the JSON path of each that the user wrote."""
+    """Return the settings of an algorithm, and the JSON path of each setting that the user wrote."""
     auto = config.boost.mode == "auto"
     row = LEVELS[level].get(entry.name) if auto else None
     settings, origins = dict(row or {}), {}
@@ -379,7 +380,7 @@ def _build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str]
         path = origins.get(key, f"extra.{entry.name}.{key}")
         if key not in known:
             allowed = ", ".join(known) or "no settings"
-            raise ConfigError(path, found="no setting of that name", allowed=allowed, hint=nearest(key, known))
+            raise ConfigError(path, found="an unknown setting", allowed=allowed, hint=nearest(key, known))
         try:
             TypeAdapter(hints[key]).validate_python(value, strict=True)
         except ValidationError:
@@ -389,7 +390,7 @@ def _build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str]
     try:
         return entry.algorithm(**given)
     except (TypeError, ValueError, OverflowError) as error:
-        # Messages begin with the setting they are about.
+        # A message begins with the name of its setting.
         named = next((key for key in given if re.match(rf"{key}\b", str(error))), None)
         path = f"extra.{entry.name}" if named is None else origins.get(named, f"extra.{entry.name}.{named}")
         found = _shown(dict(settings)) if named is None else _shown(settings[named])
@@ -397,7 +398,7 @@ def _build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str]
 
 
 def _frozen(value: Any) -> Any:
-    """Return lists, which is all that JSON has, as tuples."""
+    """Return lists as tuples, which JSON does not have."""
     return tuple(_frozen(entry) for entry in value) if isinstance(value, (list, tuple)) else value
 
 
@@ -418,14 +419,14 @@ def _json(value: Any) -> str:
 
 
 def _in_words(hint: Any) -> str:
-    """Say in the terms of JSON what a type allows."""
+    """Describe the values of a type in the terms of JSON."""
     if typing.get_origin(hint) is typing.Literal:
         return ", ".join(repr(choice) for choice in typing.get_args(hint))
     parts = [part for part in typing.get_args(hint) if part is not Ellipsis]
     if isinstance(typing.get_origin(hint), type) and issubclass(typing.get_origin(hint), Sequence):
         return f"a list, each entry {' or '.join(_in_words(part) for part in parts)}"
     if parts:
-        # Lists last, so that "or" does not seem to belong to their entries.
+        # Lists come last, so that "or" does not seem to belong to their entries.
         return " or ".join(sorted(map(_in_words, parts), key=lambda words: words.startswith("a list")))
     words = {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}
     return words.get(hint, str(hint))

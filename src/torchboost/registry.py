@@ -1,4 +1,4 @@
-"""Every algorithm once, and the levels: data only. The first place where all algorithms are named."""
+"""The table of all algorithms, and the levels: data only."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ Loop = Literal["torchboost", "own", "transformers", "lightning", "accelerate"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the surroundings allow. Measured once, passed in; never looked up inside an algorithm.
+    """Facts about the machine, the job and the model. Measured once and passed in; algorithms never look them up.
 
     Args:
         world_size: Number of ranks.
         nodes: Number of nodes.
         devices_per_node: Ranks on one node.
         device: Type of the device that trains: ``"cpu"``, ``"cuda"``, ...
-        half_precision: Whether the device computes faster in bfloat16 than in float32; None where it is not here.
-        convolutions: Number of convolutions in the model; None where no model was looked at.
-        trained: Whether the model was trained before, as the statistics of its BatchNorms tell; None where no model
-            was looked at or nothing in it tells.
-        total_steps: Training steps planned; None where nobody said.
-        loop: Who owns the training loop: ``"torchboost"`` (a step of ours), ``"own"`` (lines of the user's), or the
-            trainer ``"transformers"``, ``"lightning"`` or ``"accelerate"``.
+        half_precision: Whether the device computes faster in bfloat16 than in float32; None if the device is not here.
+        convolutions: Number of convolutions in the model; None without a model.
+        trained: Whether the model was trained before, judged by its BatchNorm statistics; None without a model or
+            without BatchNorms.
+        total_steps: Number of planned training steps; None if not given.
+        loop: The owner of the training loop: ``"torchboost"`` (a training step of this package), ``"own"`` (the user's
+            lines), or the trainer ``"transformers"``, ``"lightning"`` or ``"accelerate"``.
 
     Raises:
         TypeError: ``total_steps`` is not an integer.
-        ValueError: Unknown ``loop``, or ``total_steps`` below 1.
+        ValueError: ``loop`` is unknown, or ``total_steps`` is below 1.
     """
 
     world_size: int = 1
@@ -78,9 +78,9 @@ class Facts:
     def measure(
         cls, model: nn.Module | None = None, *, total_steps: int | None = None, loop: Loop = "torchboost"
     ) -> Facts:
-        """Look at the process group, the hardware and, where given, the model.
+        """Look at the process group, the hardware and, if given, the model.
 
-        Without a model the device is the default device of torch. ``total_steps`` is handed on as it is.
+        Without a model the device is torch's default device. ``total_steps`` is passed on unchanged.
         """
         topology = Topology.current()
         device, convolutions, trained = torch.get_default_device(), None, None
@@ -108,21 +108,21 @@ def _never(facts: Facts) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What a plan must know about one algorithm besides its settings.
+    """What a plan must know about an algorithm in addition to its settings.
 
     Args:
         algorithm: The settings class; its ``name`` is the JSON name.
         summary: One line for people.
-        section: Section of the reference's JSON that holds its settings; empty where the reference has none.
-        words: Key of that section -> name of our setting.
-        values: Key of that section -> what its values are called here, where they differ.
-        facts: Fact -> setting that takes its value where it is known and nobody sets it.
-        brings: Key of that section -> algorithm which that key switches on and off together with this one.
+        section: Section of MindSpore's JSON that holds its settings; empty if MindSpore has none.
+        words: Key of that section -> name of the setting.
+        values: Key of that section -> names of its values here, if they differ.
+        facts: Fact -> setting that takes its value if the fact is known and the setting is not written.
+        brings: Key of that section -> algorithm that this key switches on and off together with this one.
         unusable: Why these facts rule the algorithm out, or None.
-        unproven: Why a level should leave it out on these facts although it would work; asking for it by
-            name overrides this.
-        displaces: Names that are dropped when this one is on (the reference's precedence rule).
-        in_no_level: Why no level has it although the reference's do; told to those whose switch is not read.
+        unproven: Why a level should leave it out on these facts although it would work. A request by name overrides
+            this.
+        displaces: Names that are dropped when this one is on (MindSpore's precedence rule).
+        in_no_level: Why no level has it although MindSpore's levels do. Shown if its switch is not read.
     """
 
     algorithm: type[Algorithm]
@@ -151,7 +151,7 @@ def _needs_fast_half(facts: Facts) -> str | None:
     if facts.half_precision:
         return None
     if facts.half_precision is None:
-        return f"there is no {facts.device} here, so whether it computes faster in bfloat16 is not known"
+        return f"{facts.device} is not available here, so it is not known whether it computes faster in bfloat16"
     return (
         f"this {facts.device} does not compute faster in bfloat16 (needs AVX512-BF16, AMX or a CUDA GPU of compute "
         "capability 8.0 or newer)"
@@ -167,7 +167,7 @@ _TRAINER_SETTINGS = {
 
 def _accumulated_by_the_trainer(facts: Facts) -> str | None:
     setting = _TRAINER_SETTINGS.get(facts.loop)
-    return None if setting is None else f"{facts.loop} owns the loop and accumulates itself; use {setting}"
+    return None if setting is None else f"{facts.loop} owns the loop and accumulates gradients itself; use {setting}"
 
 
 _TRAINER_PRECISIONS = {
@@ -185,14 +185,14 @@ def _scaled_by_the_trainer(facts: Facts) -> str | None:
 def _stepped_by_the_trainer(facts: Facts) -> str | None:
     if facts.loop not in _TRAINER_SETTINGS:
         return None
-    return f"{facts.loop} owns the loop and calls step() without the loss, which a line search must look at"
+    return f"{facts.loop} owns the loop and calls step() without the loss, which a line search needs"
 
 
 def _less_bn_unproven(facts: Facts) -> str | None:
     if not facts.trained:
         return None
     return (
-        "the statistics of its BatchNorms have moved, so the network is trained already, and this was measured from "
+        "the BatchNorm statistics have moved, so the network is already trained, and this was measured from "
         "scratch only; ask for it with extra.less_bn"
     )
 
@@ -201,7 +201,7 @@ def _centralization_unproven(facts: Facts) -> str | None:
     return "measured on convolutional networks only" if facts.convolutions == 0 else None
 
 
-# Where compiling paid on CPU, and after how many steps (docs/levels.md): deep networks, not shallow ones.
+# On CPU compilation paid in deep networks only, after so many steps (docs/levels.md).
 COMPILE_CONVOLUTIONS = 50
 COMPILE_STEPS = 5_000
 
@@ -209,13 +209,13 @@ COMPILE_STEPS = 5_000
 def _compile_unproven(facts: Facts) -> str | None:
     ask = "ask for it with extra.compile"
     if facts.device != "cpu":
-        return f"its cost against its gain is not measured on {facts.device} yet; {ask}"
+        return f"its cost and gain are not measured on {facts.device} yet; {ask}"
     if facts.convolutions is not None and facts.convolutions < COMPILE_CONVOLUTIONS:
         return f"on CPU it paid only in networks of {COMPILE_CONVOLUTIONS} convolutions or more; {ask}"
     if facts.total_steps is None:
-        return f"pays from about {COMPILE_STEPS:,} steps on; give total_steps, the length of the run, or {ask}"
+        return f"pays from about {COMPILE_STEPS:,} steps on; pass total_steps, the length of the run, or {ask}"
     if facts.total_steps < COMPILE_STEPS:
-        return f"{facts.total_steps:,} steps do not repay the compiler, about {COMPILE_STEPS:,} do; or {ask}"
+        return f"{facts.total_steps:,} steps do not repay compilation, about {COMPILE_STEPS:,} do; or {ask}"
     return None
 
 
@@ -223,7 +223,7 @@ def _freeze_unproven(facts: Facts) -> str | None:
     if facts.convolutions == 0:
         return "measured on convolutional networks only; ask for it with extra.grad_freeze"
     if facts.total_steps is None:
-        return "it must know the length of the run: give total_steps, the number of updates"
+        return "it must know the length of the run: pass total_steps, the number of updates"
     return None
 
 
@@ -231,11 +231,11 @@ def _needs_nodes(facts: Facts) -> str | None:
     ranks, per_node = facts.world_size, facts.devices_per_node
     if facts.nodes == 1:
         return (
-            f"one node of {ranks} rank{'s' * (ranks > 1)} has no other to combine with; where a node has fewer ranks, "
-            "say so in common.device_number"
+            f"one node of {ranks} rank{'s' * (ranks > 1)} has no other node to combine with; if a node has fewer "
+            "ranks, set common.device_number"
         )
     if ranks % per_node:
-        return f"{ranks} ranks in nodes of {per_node} leave the last node not full; correct common.device_number"
+        return f"{ranks} ranks in nodes of {per_node} leave the last node incomplete; correct common.device_number"
     return None
 
 
@@ -250,7 +250,7 @@ _ENTRIES = (
     ),
     Entry(
         algorithm=Centralization,
-        summary="subtracts its mean from the gradient of each filter",
+        summary="subtracts the mean from the gradient of each filter",
         unproven=_centralization_unproven,
     ),
     Entry(
@@ -265,7 +265,7 @@ _ENTRIES = (
     ),
     Entry(
         algorithm=BlockFreeze,
-        summary="stops training the first blocks while the others go on",
+        summary="stops training the first blocks in some of the updates",
         section="grad_freeze",
         words=MappingProxyType(
             {
@@ -283,30 +283,30 @@ _ENTRIES = (
     Entry(algorithm=Compile, summary="compiles the model with torch.compile", unproven=_compile_unproven),
     Entry(
         algorithm=Accumulation,
-        summary="one update after several batches",
+        summary="updates once after several batches",
         section="grad_accumulation",
         words=MappingProxyType({"grad_accumulation_step": "steps"}),
         unusable=_accumulated_by_the_trainer,
     ),
     Entry(
         algorithm=AdaptiveSum,
-        summary="averages inside a node and combines the nodes by AdaSum",
+        summary="averages gradients inside a node and combines the nodes by AdaSum",
         section="common",
         words=MappingProxyType({"gradient_split_groups": "split_groups"}),
         facts=MappingProxyType({"devices_per_node": "devices_per_node"}),
         unusable=_needs_nodes,
-        in_no_level="whether it pays on today's recipes is not proven",
+        in_no_level="it is not proven that it pays on today's recipes",
     ),
     Entry(
         algorithm=GroupLossScale,
-        summary="scales the gradients of each group of modules by itself, for float16",
+        summary="scales the gradients of each group of modules separately, for float16",
         unusable=_scaled_by_the_trainer,
     ),
 )
 
 _ALONE = Entry(
     algorithm=SubspaceDescent,
-    summary="trains along a few directions that earlier training has shown to matter",
+    summary="trains along the few directions that mattered in earlier training",
     section="dim_reduce",
     words=MappingProxyType(
         {
@@ -323,7 +323,7 @@ _ALONE = Entry(
 )
 
 REGISTRY: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in (*_ENTRIES, _ALONE)})
-"""Every algorithm under its JSON name."""
+"""Every algorithm by its JSON name."""
 
 _SYSTEM: dict[str, Mapping[str, Any]] = {
     name: {} for name in ("channels_last", "autocast", "fused_optimizer", "compile")
@@ -350,4 +350,4 @@ LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         ),
     }
 )
-"""Level -> algorithm -> settings that differ from its own; chosen by measurement, see ``docs/levels.md``."""
+"""Level -> algorithm -> settings that differ from its defaults. Chosen by measurement; see ``docs/levels.md``."""

@@ -59,7 +59,7 @@ def test_json_answers_on_standard_output_alone(calls, tmp_path):
         (("digits", "--device", "toaster"), "--device"),
         (("none.py:make",), "found no file"),
         (("train.py",), "train.py:make"),
-        (("none.py:make", "--model", "x"), "brings its own model"),
+        (("none.py:make", "--model", "x"), "builds its own model"),
     ],
 )
 def test_errors_before_anything_runs(words, said, tmp_path):
@@ -90,7 +90,7 @@ def test_interrupted(monkeypatch, tmp_path, saved):
     result = run("--out", str(tmp_path))
     assert result.exit_code == 130
     assert ("24 finished training runs; repeat the command with --resume" in result.stderr) is saved
-    assert ("nothing was saved" in result.stderr) is not saved
+    assert ("Nothing was saved" in result.stderr) is not saved
 
 
 def test_interrupted_before_anything_was_saved_over_an_earlier_report(monkeypatch, tmp_path):
@@ -100,7 +100,7 @@ def test_interrupted_before_anything_was_saved_over_an_earlier_report(monkeypatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr("torchboost.cli.bench.run_bench", stop)
-    assert "that of an earlier run" in run("--out", str(tmp_path)).stderr
+    assert "from an earlier run" in run("--out", str(tmp_path)).stderr
     assert "24 finished training runs" in run("--out", str(tmp_path), "--resume").stderr
 
 

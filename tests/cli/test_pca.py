@@ -54,8 +54,8 @@ def test_what_is_wrong_is_said_in_one_line(folder: Path, tmp_path: Path) -> None
     for words, said in (
         ([folder, "--out", tmp_path / "basis.bin"], "ends in .npy"),
         ([folder, "--components", 9, "--out", out], "n_components: found 9 and 4 snapshots"),
-        ([tmp_path / "none", "--out", out], "found no folder"),
-        ([folder, "--out", tmp_path / "none" / "basis.npy"], "make it first"),
+        ([tmp_path / "none", "--out", out], "does not exist"),
+        ([folder, "--out", tmp_path / "none" / "basis.npy"], "create it first"),
     ):
         found = run(*words)
         assert found.exit_code == 1
@@ -63,7 +63,7 @@ def test_what_is_wrong_is_said_in_one_line(folder: Path, tmp_path: Path) -> None
         assert "Traceback" not in found.output
     assert not out.exists()
     out.write_bytes(b"mine")
-    assert "is there already" in run(folder, "--out", out).stderr
+    assert "already exists" in run(folder, "--out", out).stderr
     assert out.read_bytes() == b"mine"
     assert run(folder, "--components", 2, "--out", out, "--force").exit_code == 0
 
@@ -73,7 +73,7 @@ def test_a_file_of_somebody_else_beside_it_is_left_alone(folder: Path, tmp_path:
     beside.write_text("mine")
     found = run(folder, "--components", 2, "--out", out)
     assert found.exit_code == 1
-    assert "basis.json is there already" in found.stderr
+    assert "basis.json already exists" in found.stderr
     assert beside.read_text() == "mine"
     assert not out.exists()
     assert run(folder, "--components", 2, "--out", out, "--force").exit_code == 0

@@ -190,6 +190,6 @@ def test_one_node_has_no_adasum_and_says_why():
     cell = BoostTrainOneStepCell(*booster.network_auto_process_train(*pair()))
     assert "one node of 1 rank has no other" in booster.explain()
     assert cell.check_adasum_enable() is False
-    with pytest.raises(IncompatibleError, match="start two nodes or more"):
+    with pytest.raises(IncompatibleError, match="start at least two nodes"):
         cell.adasum_process(torch.zeros(()), ())
     cell(*batch_for(mlp(), torch.Generator(), 6))

@@ -81,7 +81,7 @@ def test_the_rows_may_be_an_array(dtype: Any) -> None:
     "given", ["basis.npy", None, [[1.0, 0.0]], np.array(["a", "b"]), np.ones(3), torch.ones(3), np.eye(2, dtype=int)]
 )
 def test_something_else_than_a_matrix(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"pca_mat_local: found .*; give a matrix of floating point numbers"):
+    with pytest.raises(TypeError, match=r"pca_mat_local: found .*; give a floating point matrix"):
         build(network(), given, 2)
 
 
@@ -156,7 +156,7 @@ def test_auto_boost_and_the_cell(tmp_path: Path) -> None:
     given = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = booster.network_auto_process_train(model, given)
     assert optimizer is not given
-    assert "dim_reduce is on, which stands alone" in booster.explain()
+    assert "dim_reduce is on, and it cannot be combined" in booster.explain()
     cell = BoostTrainOneStepCell(model, optimizer)
     assert cell.check_dim_reduce_enable() is True
     x, y = batch(0)

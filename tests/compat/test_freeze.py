@@ -151,7 +151,7 @@ def test_freeze_opt_resumes_and_its_file_loads_into_the_bare_optimizer():
     ("strategy", "error", "message"),
     [
         ("0", TypeError, "found str"),
-        ([0, 1.5], ValueError, "no integer"),
+        ([0, 1.5], ValueError, "not an integer"),
         ([0, 4], ValueError, "below the number of groups, 4"),
         ([], ValueError, "below the number of groups"),
         (torch.zeros(2, 2, dtype=torch.int32), ValueError, r"shape \(2, 2\)"),
@@ -269,7 +269,7 @@ def test_one_list_of_parameters_is_no_list_of_groups():
 
 
 def test_a_number_of_steps_that_no_run_has():
-    with pytest.raises(ValueError, match="total_steps: found a larger number"):
+    with pytest.raises(ValueError, match="total_steps: found a number above"):
         GradientFreeze(3, 1, 0.7, 10**5000)
 
 

@@ -1,4 +1,4 @@
-"""AdaSum in the rule book: in no level, nodes from the launcher, packs from the reference's section."""
+"""AdaSum in the rule book: in no level, nodes from the launcher, packs from MindSpore's section."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_adasum_is_in_no_level_and_says_why():
     assert not any("adasum" in row for row in LEVELS.values())
     reason = reasons(Plan.of("O2", {"boost": {"adasum": True}}, NODES))["adasum"]
     assert reason == (
-        "mode auto goes by the level and reads no switches; use mode manual, or extra (in no level: whether it pays on "
-        "today's recipes is not proven)"
+        "mode auto follows the level and reads no switches; use mode manual, or extra (in no level: it is not proven "
+        "that it pays on today's recipes)"
     )
 
 

@@ -190,7 +190,7 @@ def test_a_rank_does_not_take_the_rows_of_another() -> None:
 
 def _two_wrappers() -> str:
     model = nn.Sequential(DistributedDataParallel(nn.Linear(6, 4)), DistributedDataParallel(nn.Linear(4, 3)))
-    with pytest.raises(IncompatibleError, match="wrap the whole model in one") as caught:
+    with pytest.raises(IncompatibleError, match="wrap the whole model once") as caught:
         attach_all(Target(model, torch.optim.SGD(model.parameters(), lr=0.1)), [SubspaceDescent(n_components=2)])
     return str(caught.value)
 

@@ -83,7 +83,7 @@ def test_ratio_ignores_noise_common_to_a_pair_and_a_single_burst() -> None:
 
 
 def test_ratio_refuses_unpaired_and_non_positive_times() -> None:
-    with pytest.raises(ValueError, match="equally many"):
+    with pytest.raises(ValueError, match="the same number of each"):
         paired_ratio([1.0, 2.0], [1.0])
     with pytest.raises(ValueError, match="must be positive"):
         paired_ratio([1.0, 0.0], [1.0, 1.0])
@@ -145,7 +145,7 @@ def test_a_ratio_of_totals_weighs_every_step_by_what_it_cost() -> None:
 
 
 def test_a_ratio_of_totals_needs_paired_positive_times() -> None:
-    with pytest.raises(ValueError, match="equally many"):
+    with pytest.raises(ValueError, match="the same number of each"):
         total_ratio([1.0, 2.0], [1.0])
     with pytest.raises(ValueError, match="must be positive"):
         total_ratio([1.0, 0.0], [1.0, 1.0])

@@ -53,7 +53,7 @@ def test_groups_equal_the_oracle_and_more_groups_than_units_become_units(oracle)
             len(case["groups"]) > 1 and case["groups"][0] == case["groups"][1]
         ):  # stride 0: the reference freezes nothing
             more += 1
-            with pytest.warns(NoEffectWarning, match="groups were asked for"):
+            with pytest.warns(NoEffectWarning, match="groups were requested"):
                 groups = freeze.split_parameters_groups(net, case["groups_number"])
             assert 1 < len(groups) < case["groups_number"]
             assert all(len(after) < len(before) for before, after in pairwise(groups))

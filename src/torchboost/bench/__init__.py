@@ -1,1 +1,1 @@
-"""Measures runs and writes reports of them."""
+"""Benchmarks of whole training runs, and their reports."""

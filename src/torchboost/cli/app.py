@@ -1,4 +1,4 @@
-"""The commands that answer at once, and the way into those that work for longer."""
+"""The short commands, and the registration of the long ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ EVERYTHING = Facts(world_size=8, nodes=2, devices_per_node=4, half_precision=Tru
 
 @app.command()
 def levels(json: Json = False) -> None:
-    """Show what each level turns on, and what each algorithm is."""
+    """Show what each level turns on, and what each algorithm does."""
     table = {
         level: {name: settings_of(REGISTRY[name].algorithm(**settings)) for name, settings in row.items()}
         for level, row in LEVELS.items()
@@ -109,7 +109,7 @@ def _load(config: str | None) -> BoostConfig:
         text = sys.stdin.read()
         if not text.strip():
             raise ConfigError("", found="nothing on standard input", allowed="a JSON object")
-        # Text that is no JSON object is a path to BoostConfig.load; here it can only be a mistake.
+        # BoostConfig.load takes text that is not a JSON object for a path; here it can only be a mistake.
         if not text.lstrip().startswith("{"):
             found = f"text on standard input that starts with {text.lstrip()[:20]!r}"
             raise ConfigError("", found=found, allowed="a JSON object")
@@ -124,13 +124,13 @@ def explain(
     ] = None,
     level: Annotated[str, typer.Option(help="O0, O1 or O2.")] = "O1",
     nodes: Annotated[int, typer.Option(min=1, help="Number of machines.")] = 1,
-    device: Annotated[str, typer.Option(help="Type of the device that trains.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Type of the training device.")] = "cpu",
     convolutions: Annotated[
         int | None, typer.Option(min=0, help="Number of convolutions in the model. Default: not known.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show what a level and a configuration turn on here, what they leave out, and why."""
+    """Show what a level and a configuration turn on for this machine, what they leave out, and why."""
     try:
         loaded = _load(config)
         plan = Plan.of(level, loaded, _facts(loaded, nodes, device, convolutions))
@@ -167,7 +167,7 @@ def report(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     json: Json = False,
 ) -> None:
-    """Show a saved report again: as a table, as Markdown, as one HTML page."""
+    """Show a saved report as a table, as Markdown or as an HTML page."""
     with user_errors():
         loaded = BenchReport.load(source)
         page = write_html(loaded, html) if html is not None else None
@@ -184,7 +184,7 @@ def report(
 
 @app.command()
 def doctor(json: Json = False) -> None:
-    """Show versions, devices, threads, the speed of bfloat16, the state of the compiler and the extras installed."""
+    """Show versions, devices, threads, the speed of bfloat16, the state of the compiler and the installed extras."""
     found = examine()
     if json:
         print_json(found)

@@ -1,4 +1,4 @@
-"""``torchboost bench``: measure levels against the stock loop and the hand-tuned one, and write the report."""
+"""``torchboost bench``: measure levels against the stock and the hand-tuned loop, and write a report."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["bench"]
 WORKLOADS = ", ".join(dict.fromkeys(job.name.partition("-")[0] for job in JOBS))
 
 EARLY = ("", "data")
-"""Phases in which a ValueError is about what was asked for, not about the training."""
+"""Phases in which a ValueError comes from the arguments, not from the training."""
 
 
 def bench(
     workload: Annotated[str, typer.Argument(help=f"{WORKLOADS}, or path/to/train.py:make.")] = "digits",
-    data: Annotated[Path | None, typer.Option(help="Where the data lie, for workloads that need to be told.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Path of the data, for workloads that need it.")] = None,
     model: Annotated[str | None, typer.Option(help="Which model of the workload, such as resnet-basic.")] = None,
     contestants: Annotated[
         str, typer.Option(help="Names, comma-separated: stock, hand, O0, O1, O2, or with additions: hand+compile.")
@@ -36,15 +36,15 @@ def bench(
     pairs: Annotated[int, typer.Option(min=1, help="Interleaved rounds of step timing.")] = 20,
     seeds: Annotated[int, typer.Option(min=0, help="Training runs per contestant; 0: step times only.")] = 3,
     epochs: Annotated[int | None, typer.Option(min=0, help="Epochs per run. Default: the workload's.")] = None,
-    train_limit: Annotated[int | None, typer.Option(min=1, help="Only so many training samples.")] = None,
+    train_limit: Annotated[int | None, typer.Option(min=1, help="Use only so many training samples.")] = None,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda, cuda:1, ...")] = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for report.json and report.html.")] = Path("out/bench"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the report in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the report in --out.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the report of another workload in --out.")] = False,
     html: Annotated[bool, typer.Option("--html/--no-html", help="Write report.html.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:
-    """Measure how fast the levels train a workload and how well, against the stock and the hand-tuned loop."""
+    """Measure how fast and how well the levels train a workload, against the stock and the hand-tuned loop."""
     path = out / "report.json"
     before = None if resume else _written(path)
     names = [name.strip() for name in contestants.split(",") if name.strip()]
@@ -88,7 +88,7 @@ def bench(
 def _job(workload: str, model: str | None, epochs: int | None) -> Job:
     if workload.rpartition(":")[0].endswith(".py"):
         if model is not None:
-            raise ValueError(f"--model: found {model!r}; a factory brings its own model, leave it out.")
+            raise ValueError(f"--model: found {model!r}; leave it out, since a factory builds its own model.")
         return job_from(workload, epochs=epochs)
     if workload.endswith(".py"):
         raise ValueError(f"found {workload!r} without a function; needed: {workload}:make.")
@@ -107,16 +107,16 @@ def _device(device: str) -> torch.device:
 
 
 def _check_place(path: Path, job: Job) -> None:
-    """Refuse to overwrite what this workload did not write."""
+    """Exit unless the file was written by this workload, to avoid overwriting another report."""
     if not path.exists():
         return
     try:
         held = f"a report of {BenchReport.load(path).workload}"
     except (ValueError, OSError):
-        held = "no report of torchboost"
+        held = "another file than a report of torchboost"
     if held != f"a report of {job.name}":
         raise ValueError(
-            f"--out: {path} holds {held}, this is {job.name}; choose another folder with --out, "
+            f"--out: {path} holds {held}, but this is {job.name}; choose another folder with --out, "
             "or overwrite it with --force."
         )
 
@@ -126,16 +126,16 @@ def _written(path: Path) -> int | None:
 
 
 def _interrupted(path: Path, before: int | None) -> NoReturn:
-    """Say what there is to go on from; ``before``: when an earlier report was written, None where this run resumed."""
+    """Say what can be resumed. ``before`` is the time of an earlier report, or None if this run resumed it."""
     if path.exists() and _written(path) == before:
-        typer.echo(f"\nStopped before anything was saved; {path} is that of an earlier run.", err=True)
+        typer.echo(f"\nStopped before anything was saved. {path} is from an earlier run.", err=True)
     elif path.exists():
         runs = sum(len(contestant.curves) for contestant in BenchReport.load(path).contestants)
         typer.echo(
             f"\nStopped. {path} holds the step times and {runs} finished training runs; "
-            "repeat the command with --resume to go on from there.",
+            "repeat the command with --resume to continue.",
             err=True,
         )
     else:
-        typer.echo("\nStopped before anything was measured; nothing was saved.", err=True)
+        typer.echo("\nStopped before anything was measured. Nothing was saved.", err=True)
     raise typer.Exit(130)

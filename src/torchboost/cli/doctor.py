@@ -1,4 +1,4 @@
-"""What this machine and this environment offer to torchboost."""
+"""Find out what this machine and this environment offer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXTRAS = {
     "workloads": ("sklearn", "pyarrow", "PIL"),
     "transformers": ("transformers", "accelerate"),
 }
-"""Extra -> modules it brings."""
+"""Extra -> the modules that it installs."""
 
 SHOWN = ("torchboost", "torch", "pydantic", "numpy", "safetensors")
 
@@ -27,7 +27,7 @@ GOOD_SINCE = (2, 13)
 
 
 def examine() -> dict[str, Any]:
-    """Return versions, processor, devices, speed of bfloat16, the compiler's state, and which extras are there."""
+    """Return versions, processor, devices, the speed of bfloat16, the state of the compiler and the extras."""
     devices = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return {
@@ -45,20 +45,20 @@ def examine() -> dict[str, Any]:
 
 
 def compile_advice(version: str) -> str:
-    """Say whether this torch has the compiler fault that matters here.
+    """Say whether this version of torch has the compiler bug that affects freezing.
 
-    Affected versions reuse an old graph after ``requires_grad`` of a parameter changed, so that layers which
-    were frozen once never train again (pytorch issues 139476 and 162174).
+    Affected versions reuse an old graph after ``requires_grad`` of a parameter changes, so layers that were frozen once
+    never train again (pytorch issues 139476 and 162174).
 
     Args:
-        version: Such as ``"2.13.0+cpu"``.
+        version: Version of torch, such as ``"2.13.0+cpu"``.
     """
     parts = version.split("+")[0].split(".")
     numbers = tuple(int(part) for part in parts[:2] if part.isdigit())
     if len(numbers) == 2 and numbers >= GOOD_SINCE:
         return "good: recompiles when requires_grad changes (checked on 2.13.0)"
     return (
-        "careful: older than 2.13.0, may reuse an old graph after requires_grad changed (seen on 2.9.1); "
+        "careful: older than 2.13.0, may reuse an old graph after requires_grad changes (seen on 2.9.1); "
         "do not freeze layers of a compiled model, or update torch"
     )
 

@@ -1,4 +1,4 @@
-"""A user's own training as a benchmark job: ``make(seed) -> (model, optimizer, loss, batches)`` from a file."""
+"""A benchmark job from a user's file: ``make(seed) -> (model, optimizer, loss, batches)``."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Parts(NamedTuple):
-    """What a factory returns.
+    """The parts that a factory returns.
 
     Args:
-        model: Trained; its output goes to ``loss``.
-        optimizer: Of its parameters.
+        model: The model to train. Its output is passed to ``loss``.
+        optimizer: Optimizer of its parameters.
         loss: ``(outputs, targets) -> scalar``.
-        batches: ``(inputs, targets)`` pairs of one epoch; iterated again for every epoch.
-        evaluate: ``model -> metric``, higher is better; without it only step times are measured.
+        batches: ``(inputs, targets)`` pairs of one epoch. Iterated again for every epoch.
+        evaluate: ``model -> metric``, higher is better. Without it only step times are measured.
     """
 
     model: nn.Module
@@ -49,7 +49,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Factory:
-    """Calls the user's function and checks what it returns; keeps the parts built last."""
+    """Calls the user's function and checks its result. Keeps the last result."""
 
     make: Callable[[int], object]
     last: dict[str, Parts] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class _Factory:
             torch.manual_seed(seed)
             found = self.make(seed)
         self.last["parts"] = parts = _checked(found)
-        # A generator can be read once only, an epoch is needed many times.
+        # A generator can be read only once, but an epoch is needed many times.
         spent = iter(parts.batches) is parts.batches
         self.epochs[seed] = list(parts.batches) if spent else parts.batches
         return parts
@@ -102,13 +102,13 @@ class _Batches:
         return self.count
 
     def train(self, batch: int, *, seed: int, epoch: int) -> Iterator[Batch]:
-        # A shuffling loader draws its order from the global generator: alike for every contestant.
+        # A shuffling loader draws its order from the global generator, which must be the same for every contestant.
         torch.manual_seed(1_000_003 * seed + epoch)
         for inputs, targets in itertools.islice(self.factory.batches(seed), self.count):
             yield inputs.to(self.device), targets.to(self.device)
 
     def test(self, batch: int) -> Iterator[Batch]:
-        raise NotImplementedError("a factory brings its own evaluate()")
+        raise NotImplementedError("a factory has its own evaluate()")
 
     def limited(self, count: int | None) -> Self:
         if count is None or count >= self.samples:
@@ -142,10 +142,11 @@ def job_from(source: str, *, epochs: int | None = None) -> Job:
 
     Args:
         source: ``path/to/train.py:make``.
-        epochs: What the user asked for. Without the factory's ``evaluate`` only 0, step times alone, is possible.
+        epochs: The requested number of epochs. Without the factory's ``evaluate`` only 0 (step times only) is allowed.
 
     Raises:
-        ValueError: No such file or function, an error in the file, or the factory returns something else.
+        ValueError: The file or the function does not exist, the file raises an error, or the factory's result is
+            invalid.
     """
     factory = _Factory(_function(source))
     parts = factory.build(0)
@@ -162,7 +163,7 @@ def job_from(source: str, *, epochs: int | None = None) -> Job:
     def optimizer(parameters: Iterable[nn.Parameter], **flags: Any) -> Optimizer:
         return _with_flags(factory.last["parts"].optimizer, flags)
 
-    # A path may hold bytes that are no text, which no report can be saved with.
+    # A path may hold bytes that are not valid text, which a report cannot store.
     name = source.encode("utf-8", "backslashreplace").decode("utf-8")
     return _FactoryJob(
         name=name,
@@ -188,7 +189,9 @@ def _with_flags(optimizer: Optimizer, flags: dict[str, Any]) -> Optimizer:
     except IncompatibleError:
         names = ", ".join(flags)
         warnings.warn(
-            f"{type(optimizer).__name__} has no setting {names}; used as it is.", NoEffectWarning, stacklevel=2
+            f"{type(optimizer).__name__} does not have the setting {names}; it is used unchanged.",
+            NoEffectWarning,
+            stacklevel=2,
         )
         return optimizer
 
@@ -202,7 +205,7 @@ def _function(source: str) -> Callable[[int], object]:
     if spec is None or spec.loader is None:
         raise ValueError(f"{file!r} is not a Python file; needed: path/to/train.py:make.")
     module = importlib.util.module_from_spec(spec)
-    # As if the file were run: imports beside it work, also later inside the function, and dataclasses find it.
+    # As if the file were run: it can import from its folder, also later inside the function, and dataclasses find it.
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules[spec.name] = module
     try:
@@ -216,5 +219,5 @@ def _function(source: str) -> Callable[[int], object]:
     function = getattr(module, name, None)
     if not callable(function):
         names = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "none"
-        raise ValueError(f"{file} has no function {name!r}; there are: {names}.")
+        raise ValueError(f"{file} does not define a function {name!r}; it defines: {names}.")
     return function

@@ -1,4 +1,4 @@
-"""How commands answer: JSON or a table on standard output, one clear line on standard error when something is wrong."""
+"""The output of commands: JSON or a table on standard output, one line on standard error if there is an error."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["fail", "print_json", "print_table", "settings_of", "summary_of", "us
 
 
 def fail(message: str) -> NoReturn:
-    """Say what is wrong on standard error and end with exit code 1."""
+    """Print an error on standard error and exit with code 1."""
     typer.echo(f"Error: {message}", err=True)
     raise typer.Exit(1)
 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn what a user can get wrong into one message and exit code 1; faults of ours keep their traceback."""
+    """Turn user errors into one message and exit code 1. Bugs of torchboost keep their traceback."""
     try:
         yield
     except (ConfigError, IncompatibleError) as error:
@@ -53,7 +53,7 @@ def _in_an_extra(package: str | None) -> bool:
 
 
 def print_json(data: Mapping[str, Any] | Sequence[Any]) -> None:
-    """Print data as indented JSON; what JSON does not know is text, what the output cannot show is escaped."""
+    """Print data as indented JSON. Other types are printed as text, and characters that cannot be shown are escaped."""
     text = json.dumps(data, indent=2, default=str, ensure_ascii=False)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
@@ -63,7 +63,7 @@ def print_json(data: Mapping[str, Any] | Sequence[Any]) -> None:
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: drawn on a terminal, plain where output goes elsewhere."""
+    """Print a table: drawn on a terminal, plain text otherwise."""
     if not sys.stdout.isatty():
         typer.echo(plain(Table(tuple(headings), tuple(tuple(row) for row in rows))))
         return
@@ -81,7 +81,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def summary_of(report: BenchReport) -> dict[str, Any]:
-    """Return what a report says: title, headline, and the sentences about every contestant."""
+    """Return the title, the headline and the sentences about every contestant of a report."""
     said = {name: [verdict._asdict() for verdict in group] for name, group in verdicts(report).items()}
     return {"title": report.title, "headline": headline(report).text, "verdicts": said}
 

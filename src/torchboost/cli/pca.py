@@ -18,15 +18,13 @@ __all__ = ["pca"]
 def pca(
     folder: Annotated[Path, typer.Argument(help="Checkpoints of one model: .safetensors, or .pt with tensors only.")],
     components: Annotated[int, typer.Option(min=1, help="Number of directions.")] = 32,
-    out: Annotated[Path, typer.Option(help="The .npy file to write; a .json beside it names the columns.")] = Path(
-        "pca.npy"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="The .npy file to write; a .json with the same name lists the columns.")
+    ] = Path("pca.npy"),
     exclude: Annotated[
-        str, typer.Option(help="Entries that are no trained parameters: patterns of names, comma-separated.")
+        str, typer.Option(help="Entries that are not trained parameters: name patterns, comma-separated.")
     ] = "*running_mean,*running_var",
-    force: Annotated[
-        bool, typer.Option("--force", help="Overwrite the file in --out, and the .json beside it.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file in --out and its .json.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:
     """Compute the principal components of the weights in checkpoints, for dim_reduce.pca_mat_path."""
@@ -34,9 +32,9 @@ def pca(
         fail(f"--out: found {out}; give a file that ends in .npy.")
     for file in (out, out.with_suffix(".json")):
         if file.exists() and not force:
-            fail(f"--out: {file} is there already; choose another file, or overwrite it with --force.")
+            fail(f"--out: {file} already exists; choose another file, or overwrite it with --force.")
     if not out.parent.is_dir():
-        fail(f"--out: found no folder {out.parent}; make it first.")
+        fail(f"--out: the folder {out.parent} does not exist; create it first.")
     patterns = [pattern.strip() for pattern in exclude.split(",") if pattern.strip()]
     with user_errors(), display() as shown:
         try:
@@ -58,5 +56,5 @@ def pca(
         return
     typer.echo(
         f"wrote {out}: {components} directions of {answer['weights']:,} weights in {answer['parameters']} parameters, "
-        f"from {len(snapshots)} checkpoints; they hold {explained:.1%} of the variance"
+        f"from {len(snapshots)} checkpoints; they explain {explained:.1%} of the variance"
     )

@@ -1,4 +1,4 @@
-"""What a long command shows on standard error while it works: bars on a terminal, a few plain lines elsewhere."""
+"""The progress of long commands on standard error: bars on a terminal, a few plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Display", "Lines", "display"]
 
 
 class Display(Protocol):
-    """A :class:`~torchboost.measure.stopwatch.Progress` that remembers the phase it heard of last."""
+    """A :class:`~torchboost.measure.stopwatch.Progress` that remembers the last phase."""
 
     phase: str
 
@@ -21,7 +21,7 @@ class Display(Protocol):
 
 
 class Lines:
-    """One line at the start and the end of a phase, and at most ten in between."""
+    """Prints one line at the start and the end of a phase, and at most ten lines in between."""
 
     def __init__(self, stream: TextIO) -> None:
         self.phase = ""
@@ -29,7 +29,7 @@ class Lines:
         self._tenth = -1
 
     def __call__(self, phase: str, done: int, total: int, note: str = "") -> None:
-        """Print a line when the phase is new or another tenth of it is done."""
+        """Print a line if the phase is new or another tenth of it is done."""
         tenth = 10 * done // max(total, 1)
         if phase == self.phase and tenth == self._tenth:
             return
@@ -39,7 +39,7 @@ class Lines:
 
 @contextmanager
 def display(stream: TextIO | None = None) -> Iterator[Display]:
-    """Yield a display on ``stream``, standard error by default; bars are taken away at the end."""
+    """Yield a display on ``stream``, by default standard error. Bars are removed at the end."""
     output = sys.stderr if stream is None else stream
     if not output.isatty():
         yield Lines(output)
@@ -67,7 +67,7 @@ def display(stream: TextIO | None = None) -> Iterator[Display]:
 
 
 class _Bars:
-    """A bar per phase."""
+    """Draws one bar per phase."""
 
     def __init__(self, bars: object) -> None:
         from rich.progress import Progress, TaskID

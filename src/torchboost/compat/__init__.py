@@ -1,4 +1,4 @@
-"""The fourteen names of MindSpore's Boost module, over what this package has under names of its own.
+"""The fourteen names of MindSpore's Boost module, built on this package's own functions.
 
 The names are listed in ``__init__.pyi`` and load on first use.
 """

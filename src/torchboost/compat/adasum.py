@@ -1,4 +1,4 @@
-"""``AdaSum``: the reference's name for combining weight deltas across nodes."""
+"""``AdaSum``: MindSpore's class that combines weight deltas across nodes."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ __all__ = ["AdaSum"]
 
 
 class AdaSum:
-    """Combines the deltas that the local steps made: mean inside a node, adaptive sum across the nodes.
+    """Combine the deltas of local steps: the mean inside a node, the adaptive sum across nodes.
 
-    Every rank creates one at the same place, as it makes process groups. :class:`~torchboost.algorithms.AdaptiveSum`
-    does the same for a whole training loop and takes the deltas itself.
+    Every rank must create the object at the same point, because it creates process groups.
+    :class:`~torchboost.algorithms.AdaptiveSum` does the same for a whole training loop and computes the deltas itself.
 
     Args:
-        rank: Of this process.
-        device_number: Ranks on a node.
-        group_number: Number of nodes, any.
-        parameter_tuple: The parameters, in an order that is the same on all ranks.
-        fusion: Which of them travel in one set of collectives: a :class:`~torchboost.ParameterProcess` that numbered
-            them, or a ``FusionIndex``. None makes it one for all.
+        rank: Rank of this process.
+        device_number: Number of ranks on a node.
+        group_number: Number of nodes.
+        parameter_tuple: The parameters, in the same order on all ranks.
+        fusion: Which parameters share a set of collectives: a :class:`~torchboost.ParameterProcess` that numbered them,
+            or a ``FusionIndex``. With None all parameters share one set.
 
     Raises:
-        TypeError: No parameters, or numbers that are no integers.
-        ValueError: Numbers that are not those of the process group, or an index that does not fit the parameters.
-        IncompatibleError: There is no process group.
+        TypeError: There are no parameters, or a number is not an integer.
+        ValueError: The numbers differ from the process group's, or the index does not fit the parameters.
+        IncompatibleError: A process group is missing.
 
     Cost: see :func:`~torchboost.algorithms.adasum.rule.hierarchical_adasum_`.
 
@@ -70,7 +70,7 @@ class AdaSum:
                 raise ValueError(f"{name}: found {value}; give an integer of {least} or more.")
         parameters = list(parameter_tuple)
         if not parameters or not all(isinstance(param, Tensor) for param in parameters):
-            raise TypeError(f"parameter_tuple: found {parameter_tuple!r}; give the parameters, one at least.")
+            raise TypeError(f"parameter_tuple: found {parameter_tuple!r}; give at least one parameter.")
         self._shapes = [param.shape for param in parameters]
         self._packs = _packs(parameters, fusion)
         self._groups = _groups(rank, device_number, group_number)
@@ -78,23 +78,23 @@ class AdaSum:
     def __call__(
         self, delta_weights: Sequence[Tensor], parameters: Sequence[Tensor], old_parameters: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Set each parameter to ``old - combined delta``, on all ranks alike; return the combined deltas.
+        """Set each parameter to ``old - combined delta``, equal on all ranks, and return the combined deltas.
 
         Args:
-            delta_weights: What the step took away, ``old - new``, of the shapes of the parameters; left alone.
+            delta_weights: The changes of the step, ``old - new``, with the shapes of the parameters. Not changed.
             parameters: Set in place.
             old_parameters: Their values before the step, the same on all ranks.
 
         Raises:
-            ValueError: Another number of tensors than parameters, or other shapes; nothing was changed.
+            ValueError: The number or the shapes of the tensors are not those of the parameters. Nothing is changed.
         """
         given = {"delta_weights": delta_weights, "parameters": parameters, "old_parameters": old_parameters}
         for name, tensors in given.items():
             shapes = [tensor.shape for tensor in tensors]
             if shapes != self._shapes:
                 raise ValueError(
-                    f"{name}: found tensors of the shapes {[tuple(s) for s in shapes]}; give one for each parameter, "
-                    f"of the shapes {[tuple(s) for s in self._shapes]}."
+                    f"{name}: found tensors of shapes {[tuple(s) for s in shapes]}; give one tensor per parameter, "
+                    f"of shapes {[tuple(s) for s in self._shapes]}."
                 )
         combined = [delta.detach().clone() for delta in delta_weights]
         if self._groups is not None:
@@ -130,7 +130,7 @@ def _groups(rank: int, device_number: int, group_number: int) -> NodeGroups | No
     if device_number * group_number != ranks:
         raise ValueError(
             f"device_number, group_number: found {device_number} and {group_number}, but the process group has {ranks} "
-            "ranks; give the ranks of a node and the number of nodes, whose product is that."
+            "ranks; give the number of ranks on a node and the number of nodes, whose product must be that."
         )
     if rank != dist.get_rank():
         raise ValueError(f"rank: found {rank}, but this is rank {dist.get_rank()}; give torch.distributed.get_rank().")

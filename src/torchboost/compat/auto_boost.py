@@ -1,4 +1,4 @@
-"""``AutoBoost``: MindSpore's way in, over a plan."""
+"""``AutoBoost``: MindSpore's entry point, built on a plan."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ __all__ = ["AutoBoost"]
 
 
 class AutoBoost:
-    """Make training faster within the accuracy a level promises. Objects are independent of one another.
+    """Make training faster within the accuracy that a level promises. Objects are independent of each other.
 
     Args:
         level: ``"O0"`` changes nothing; ``"O1"`` is at least 20 % faster with the accuracy unchanged (within 0.5
-            points); ``"O2"`` at least 30 % faster with the accuracy at most 3 points lower. What each turns on,
-            and the measurements behind it, is in ``docs/levels.md``.
+            points); ``"O2"`` is at least 30 % faster with the accuracy at most 3 points lower. ``docs/levels.md`` lists
+            what each level turns on, with the measurements.
         boost_config_dict: A dict, a path to a JSON file, JSON text, or empty.
-        total_steps: Number of updates of the whole run. Gradient freezing and compilation need it.
-        loop: Who owns the training loop: ``"own"``, which includes the training cells, or a trainer,
-            ``"transformers"``, ``"lightning"`` or ``"accelerate"``. Trainers accumulate and scale by themselves, so
-            what asks for it here is left out, with the name of their own setting.
+        total_steps: Number of updates in the whole run. Gradient freezing and compilation need it.
+        loop: The owner of the training loop: ``"own"``, which includes the training cells, or the trainer
+            ``"transformers"``, ``"lightning"`` or ``"accelerate"``. Trainers accumulate gradients and scale the loss
+            themselves, so accumulation and loss scaling are left out, and the reason names the trainer's setting.
 
     Raises:
-        ConfigError: Unknown level, mode, section or key, wrong type or value out of range (a ``ValueError``).
-        ValueError: Unknown ``loop``.
+        ConfigError: A level, mode, section or key is unknown, or a value has the wrong type or is out of range. A
+            ``ConfigError`` is a ``ValueError``.
+        ValueError: ``loop`` is unknown.
 
     Example:
         >>> import torch, torchboost
@@ -66,31 +67,32 @@ class AutoBoost:
     def network_auto_process_train(
         self, network: nn.Module, optimizer: Optimizer, *, scaler: Scaler | None = None
     ) -> tuple[nn.Module, Optimizer]:
-        """Boost a pair in place and return it; the loop that trains it stays as it was.
+        """Boost a pair in place and return it. The training loop stays the same.
 
-        ``.plan`` then says what was chosen for this pair, ``.attached`` is what was attached: its ``remove()``
-        takes it away (BatchNorms that went stay away), its ``state_dict()`` belongs into the checkpoint. A second call
-        for the same network, of this object or another one that is still there, first takes away what is attached to
-        it, so that a second phase of training begins as the first did. ``.scaler`` is the scaler of the loop: the one
-        given, or that of group loss scaling, which a loop of your own must use as it would a ``GradScaler``.
+        Afterwards ``.plan`` says what was chosen for this pair, and ``.attached`` holds the attachments: ``remove()``
+        removes them (BatchNorm layers that were removed do not come back), and ``state_dict()`` belongs in the
+        checkpoint. A second call for the same network, on this object or another one that still exists, first removes
+        what is attached to it, so that a second phase of training begins like the first. ``.scaler`` is the scaler of
+        the loop: the given one, or that of group loss scaling, which your own loop must use like a ``GradScaler``.
 
-        The optimizer returned is the one given, except with gradient accumulation: then it is one in front of it,
-        :class:`~torchboost.algorithms.accumulation.optimizer.AccumulatingOptimizer`, which applies every k-th ``step``;
-        and with dimension-reduced training, whose ``step`` needs a function that returns the loss
-        (:class:`~torchboost.algorithms.subspace.algorithm.SubspaceRun`; the training cells give it). The training cells
-        take the one given, too; in a loop of your own its ``step`` raises ``IncompatibleError``.
+        The returned optimizer is the given one, with two exceptions. With gradient accumulation it is an
+        :class:`~torchboost.algorithms.accumulation.optimizer.AccumulatingOptimizer` around the given one, which applies
+        every k-th ``step``. With dimension-reduced training it is one whose ``step`` needs a function that returns the
+        loss (:class:`~torchboost.algorithms.subspace.algorithm.SubspaceRun`); the training cells pass this function. In
+        these two cases the training cells accept the given optimizer too, but in your own loop its ``step`` raises
+        ``IncompatibleError``.
 
         Args:
-            network: A bare module, on the device it will train on; DDP and compile come after this call. For FSDP2,
-                which replaces the parameters, use :meth:`Plan.transform` and :meth:`Plan.attach`.
-            optimizer: Any ``torch.optim.Optimizer`` over the network's parameters.
-            scaler: The ``GradScaler`` of the loop, which scales and steps as before; float16 needs one.
+            network: A bare module, on the device that it will train on. Apply DDP and ``torch.compile`` after this
+                call. For FSDP2, which replaces the parameters, use :func:`torchboost.prepare`.
+            optimizer: Any ``torch.optim.Optimizer`` over the parameters of the network.
+            scaler: The ``GradScaler`` of the loop, which the loop uses as before. Autocast to float16 needs one.
 
         Raises:
-            TypeError: Not a module, not an optimizer, or not a scaler.
-            ValueError: None of the parameters of the optimizer belongs to the network.
-            IncompatibleError: The network is already wrapped and the plan is not empty, or an algorithm cannot work
-                on this pair; nothing was changed, but that an earlier boost of this network is gone.
+            TypeError: An argument is not a module, an optimizer or a scaler.
+            ValueError: None of the optimizer's parameters belongs to the network.
+            IncompatibleError: The network is already wrapped and the plan is not empty, or an algorithm cannot work on
+                this pair. Nothing is changed, except that an earlier boost of this network is removed.
         """
         made = front.attach(
             network,
@@ -107,15 +109,16 @@ class AutoBoost:
         return made.model, made.optimizer
 
     def ddp_options(self, network: nn.Module) -> dict[str, Any]:
-        """Return the arguments that give ``DistributedDataParallel`` the configured ``common.gradient_split_groups``.
+        """Return the ``DistributedDataParallel`` arguments for the configured ``common.gradient_split_groups``.
 
-        ``DistributedDataParallel(network, **booster.ddp_options(network))`` then begins a new bucket at each of these
-        positions in the list of the trained parameters; without the key there are no arguments. See
+        ``DistributedDataParallel(network, **booster.ddp_options(network))`` begins a new bucket at each of these
+        positions in the list of trained parameters. Without the key the result is empty. See
         :func:`torchboost.distributed.buckets.bucket_options`.
 
         Raises:
-            TypeError: Not a module.
-            IncompatibleError: Parameters of several types or devices, or a torch without such an argument.
+            TypeError: ``network`` is not a module.
+            IncompatibleError: The parameters have several types or devices, or this version of torch lacks the
+                argument.
         """
         check_module(network, "network")
         common = self._config.common
@@ -126,33 +129,33 @@ class AutoBoost:
         return bucket_options(trained, [points] if isinstance(points, int) else points)
 
     def network_auto_process_eval(self, network: nn.Module, *, sample: Any = None) -> nn.Module:
-        """Return a fast copy for inference; ``network`` itself is left alone and can go on training.
+        """Return a fast copy for inference. ``network`` itself is not changed and can continue to train.
 
         Every BatchNorm that certainly follows a convolution or a linear layer in every call is folded into it, and
-        kernels are stored channels-last; see :func:`~torchboost.inference.fast_copy`. The copy is in eval
-        mode, consists of torch's modules and the network's own, and computes in the precision of its parameters. Its
-        outputs equal those of ``network.eval()`` within 1e-4 of the largest output in float32, which is checked: on
-        ``sample``, or in the first call of the copy with the inputs that arrive there. If the check fails, the copy
-        computes as the network does, with a warning.
+        kernels are stored channels-last; see :func:`~torchboost.inference.fast_copy`. The copy is in eval mode,
+        consists of torch's modules and the network's own, and computes in the precision of its parameters. In float32
+        its outputs equal those of ``network.eval()`` within 1e-4 of the largest output. This is checked on ``sample``,
+        or at the first call of the copy with the inputs of that call. If the check fails, the copy is not folded, and a
+        warning is issued.
 
-        With ``sample``, the plain, the folded and the channels-last form are timed against each other and the fastest
-        is returned; it also allows more to be folded, as it says which arguments are given.
+        With ``sample``, the plain, the folded and the channels-last form are timed and the fastest is returned. A
+        sample also allows more layers to be folded, because it shows which arguments are passed.
 
-        Cost: one copy of the parameters, two until the check. If the configuration asks for nothing (level O0, mode
-        disable_all) it is a copy of the modules that shares all tensors with ``network``, in eval mode: it follows the
-        training.
+        Cost: one copy of the parameters, two until the check. If the configuration turns nothing on (level O0, mode
+        disable_all), the copy is in eval mode and shares all tensors with ``network``, so it follows the training.
 
         Args:
             network: Wrapped or not.
-            sample: Input of the kind the copy will be called with: a tensor, a tuple of positional or a dict of keyword
-                arguments.
+            sample: An input as the copy will be called with: a tensor, a tuple of positional arguments or a dict of
+                keyword arguments.
 
         Raises:
-            TypeError: Not a module, or one that cannot be copied.
-            ValueError: The network does not run on ``sample``, or computes NaN or infinities, as one that diverged.
+            TypeError: ``network`` is not a module, or it cannot be copied.
+            ValueError: The network does not run on ``sample``, or it computes NaN or infinities, for example because it
+                diverged.
 
         Warns:
-            NoEffectWarning: Folding changed the outputs; from the first call of the copy without ``sample``.
+            NoEffectWarning: Folding changed the outputs. Without ``sample`` the first call of the copy warns.
         """
         check_module(network, "network")
         if not self.plan.algorithms and (self.level == "O0" or self._config.boost.mode != "auto"):
@@ -160,12 +163,12 @@ class AutoBoost:
         return fast_copy(network, sample=sample, pick=front.fastest)
 
     def explain(self) -> str:
-        """Return what is on and what was left out, with the reasons."""
+        """Return which algorithms are on and which were left out, with the reasons."""
         return self.plan.explain()
 
 
 def _eval_view(network: nn.Module) -> nn.Module:
-    """Return the modules once more, in eval mode, over the same tensors."""
+    """Return a copy of the modules in eval mode that shares all tensors."""
     memo: dict[int, Any] = {}
     for module in unwrap(network).modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()]

@@ -1,4 +1,4 @@
-"""MindSpore's training cells, over :class:`~torchboost.core.step.TrainStep`."""
+"""MindSpore's training cells, built on :class:`~torchboost.core.step.TrainStep`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = ["BoostTrainOneStepCell", "WithLoss", "found_by"]
 
 
 class WithLoss(nn.Module):
-    """A training network: computes the loss of a backbone.
+    """A training network that computes the loss of a backbone.
 
     Args:
-        backbone: Called with all inputs but the last.
-        loss_fn: Called with what the backbone returns and the last input (the labels).
+        backbone: Called with all inputs except the last.
+        loss_fn: Called with the output of the backbone and the last input (the labels).
 
     Raises:
         TypeError: ``backbone`` is not a module, or ``loss_fn`` cannot be called.
@@ -54,7 +54,7 @@ class WithLoss(nn.Module):
 
 
 class _Sens:
-    """MindSpore's ``sens``: the gradients are multiplied by it and never divided again."""
+    """MindSpore's ``sens``: the gradients are multiplied by it and not divided again."""
 
     def __init__(self, sens: float) -> None:
         self._sens = sens
@@ -83,26 +83,27 @@ class _Sens:
 
 
 class BoostTrainOneStepCell:
-    """One training step over a network that returns its loss.
+    """A training step for a network that returns its loss.
 
     Args:
-        network: Returns the loss, a tensor of shape ``()``, alone or with the number of samples or tokens behind it,
-            by which gradient accumulation weighs it; see :class:`WithLoss`. Usually the pair comes from
-            :meth:`AutoBoost.network_auto_process_train`, whose algorithms then act in this step.
-        optimizer: Updates the network. The one that was given to :class:`AutoBoost` stands for the one it returned.
-        sens: Multiplies the gradients, as in MindSpore; it is not divided out again.
+        network: Returns the loss, a tensor of shape ``()``, alone or followed by the number of samples or tokens, by
+            which gradient accumulation weighs it; see :class:`WithLoss`. Usually the network and the optimizer come
+            from :meth:`AutoBoost.network_auto_process_train`, whose algorithms then act in this step.
+        optimizer: Updates the network. The optimizer that was passed to :class:`AutoBoost` is replaced by the one that
+            it returned.
+        sens: Multiplies the gradients, as in MindSpore. They are not divided again.
 
     Attributes:
-        updated: Whether the last call moved the weights; where gradients accumulate, step schedulers where it did.
+        updated: Whether the last call updated the weights. With gradient accumulation, step schedulers only if it did.
 
     Warns:
-        NoEffectWarning: The network has trainable parameters that the optimizer does not hold; names them.
+        NoEffectWarning: The network has trainable parameters that the optimizer does not hold. The warning names them.
 
     Raises:
-        TypeError: ``sens`` is not a number, ``network`` no module, or ``optimizer`` no optimizer.
-        ValueError: None of the parameters of the optimizer belongs to the network.
-        IncompatibleError: Gradients are to accumulate in a network that was wrapped in a way that does not allow it; or
-            ``sens`` meets group loss scaling.
+        TypeError: ``sens`` is not a number, ``network`` is not a module, or ``optimizer`` is not an optimizer.
+        ValueError: None of the optimizer's parameters belongs to the network.
+        IncompatibleError: Gradient accumulation does not work with the wrapper of the network; or ``sens`` is used
+            together with group loss scaling.
 
     Example:
         >>> import torch, torchboost
@@ -119,7 +120,7 @@ class BoostTrainOneStepCell:
         if self.sens != 1.0:
             if scaler is not None:
                 raise IncompatibleError(
-                    f"sens={self.sens}: group loss scaling scales the loss of this optimizer already; leave sens at 1."
+                    f"sens={self.sens}: group loss scaling already scales the loss of this optimizer; leave sens at 1."
                 )
             scaler = _Sens(self.sens)
         self._build(network, optimizer, scaler)
@@ -135,10 +136,10 @@ class BoostTrainOneStepCell:
         target = Target(network, optimizer, scaler)
         window = 1
         if isinstance(optimizer, AccumulatingOptimizer):
-            # The cell knows where a window begins and needs no second copy of the gradients.
+            # The cell knows where a window begins, so it does not need a second copy of the gradients.
             target.optimizer, target.accumulator = optimizer.opt, optimizer.accumulator
             self._stepping = optimizer.direct.allowed
-            optimizer.accumulator.model = network  # wrapped since AutoBoost saw it, perhaps
+            optimizer.accumulator.model = network  # it may have been wrapped after AutoBoost
             window = optimizer.accumulator.steps
         self._step = TrainStep(target, network)
         self._given = GradientAccumulation(window, target.optimizer)
@@ -148,7 +149,7 @@ class BoostTrainOneStepCell:
         """Train on one batch and return ``(loss, overflow, loss_scale)``, tensors of shape ``()``.
 
         Raises:
-            TypeError: The network does not take these inputs, or does not return a loss.
+            TypeError: The network does not accept these inputs, or does not return a loss.
         """
         try:
             with self._stepping():
@@ -160,44 +161,44 @@ class BoostTrainOneStepCell:
         return output
 
     def flush(self) -> bool:
-        """Update with what an accumulation window holds that is not full; return whether there was anything."""
+        """Update with a partial accumulation window. Return whether it held any gradients."""
         with self._stepping():
             given, called = self._given.flush(), self._step.flush()
         self.updated = given or self._step.updated
         return given or called is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides network, optimizer and ``AutoBoost.attached``."""
+        """Return what a checkpoint needs in addition to the network, the optimizer and ``AutoBoost.attached``."""
         return {"step": self._step.state_dict(), "given": self._given.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned."""
+        """Load what :meth:`state_dict` returned."""
         self._step.load_state_dict(state["step"])
         self._given.load_state_dict(state["given"])
 
     def check_adasum_enable(self) -> bool:
-        """Whether AdaSum combines the updates of this cell: :class:`AutoBoost` was told to, and there are nodes."""
+        """Whether AdaSum combines the updates of this cell: it is configured, and there are several nodes."""
         return self._summing is not None and self._summing.active
 
     def check_dim_reduce_enable(self) -> bool:
-        """Whether dimension-reduced training acts in this cell: its optimizer searches along the loss."""
+        """Whether dimension-reduced training acts in this cell, that is, whether its optimizer uses a line search."""
         return isinstance(self.optimizer, ClosureOptimizer)
 
     def adasum_process(self, loss: Tensor, grads: Any) -> Tensor:
         """Take the gradients of this rank, step, and combine the updates of all nodes.
 
         Args:
-            loss: Returned as it is.
-            grads: One gradient per parameter of the optimizer, not scaled; None where there is none.
+            loss: Returned unchanged.
+            grads: One unscaled gradient per parameter of the optimizer; None for a parameter without a gradient.
 
         Raises:
-            IncompatibleError: AdaSum does not act here; nothing was changed.
-            ValueError: Number or shapes of the gradients are not those of the parameters.
+            IncompatibleError: AdaSum does not act in this cell. Nothing is changed.
+            ValueError: The number or the shapes of the gradients are not those of the parameters.
         """
         if not self.check_adasum_enable():
             raise IncompatibleError(
                 "AdaSum does not act in this cell; give AutoBoost the configuration "
-                '{"boost": {"mode": "manual", "adasum": true}} and start two nodes or more: AutoBoost.explain() says '
+                '{"boost": {"mode": "manual", "adasum": true}} and start at least two nodes. AutoBoost.explain() says '
                 "what is missing."
             )
         with self._stepping():
@@ -206,16 +207,17 @@ class BoostTrainOneStepCell:
         return loss
 
     def gradient_accumulation_process(self, loss: Tensor, grads: Any, sens: float, *inputs: Any) -> Tensor:
-        """Take gradients computed elsewhere, and update with their mean once the window is full.
+        """Take gradients that were computed elsewhere, and update with their mean when the window is full.
 
         Args:
-            loss: Returned as it is.
-            grads: One gradient per parameter of the optimizer, ``sens`` included; None where there is none.
-            sens: Not used; MindSpore hands it on to dimension-reduced training.
-            *inputs: Not used, likewise.
+            loss: Returned unchanged.
+            grads: One gradient per parameter of the optimizer, multiplied by ``sens``; None for a parameter without a
+                gradient.
+            sens: Not used. MindSpore passes it to dimension-reduced training.
+            *inputs: Not used.
 
         Raises:
-            ValueError: Number or shapes of the gradients are not those of the parameters.
+            ValueError: The number or the shapes of the gradients are not those of the parameters.
         """
         with self._stepping():
             loss = self._given(loss, grads)
@@ -223,18 +225,18 @@ class BoostTrainOneStepCell:
         return loss
 
     def gradient_freeze_process(self, *inputs: Any) -> Tensor:
-        """Train on one batch and return its loss; what is frozen is decided by what is attached to the optimizer.
+        """Train on one batch and return its loss. The freezing that is attached to the optimizer decides what trains.
 
         Freezing comes from :class:`~torchboost.AutoBoost`, :class:`~torchboost.GradientFreeze` or
-        :class:`~torchboost.FreezeOpt`; without any of them everything trains.
+        :class:`~torchboost.FreezeOpt`. Without any of them everything trains.
         """
         return self(*inputs).loss
 
 
 def found_by(optimizer: Optimizer) -> tuple[Optimizer, Scaler | None]:
-    """Return what is to be stepped in the place of an optimizer that was boosted, and the scaler that boosting brought.
+    """Return the optimizer to step instead of a boosted one, and the scaler that boosting added.
 
-    MindSpore's API hands only the network and the optimizer from ``AutoBoost`` to the training cell.
+    MindSpore's API passes only the network and the optimizer from ``AutoBoost`` to the training cell.
     """
     boosted = boosted_of(optimizer)
     if boosted is None:
@@ -243,7 +245,7 @@ def found_by(optimizer: Optimizer) -> tuple[Optimizer, Scaler | None]:
 
 
 def _summing_of(optimizer: Optimizer) -> AdaptiveSumming | None:
-    """Return the AdaSum that acts on the updates of an optimizer."""
+    """Return the AdaSum attachment that acts on the updates of an optimizer."""
     boosted = boosted_of(optimizer)
     if boosted is None or AdaptiveSum.name not in boosted.attached:
         return None
@@ -253,14 +255,14 @@ def _summing_of(optimizer: Optimizer) -> AdaptiveSumming | None:
 
 
 def _check_inputs(network: nn.Module, inputs: tuple[Any, ...], error: TypeError) -> None:
-    """Say what to do where the network's own ``forward`` does not take so many inputs."""
+    """Raise ``TypeError`` with advice if the network's ``forward`` does not accept this number of inputs."""
     inner = unwrap(network)
     try:
         inspect.signature(inner.forward).bind(*inputs)
     except TypeError as refusal:
         raise TypeError(
-            f"the forward of {type(inner).__name__} does not take {len(inputs)} inputs ({refusal}); the network of a "
-            "cell returns its loss: wrap it as WithLoss(network, loss_fn), which takes the labels last."
+            f"the forward of {type(inner).__name__} does not take {len(inputs)} inputs ({refusal}). The network of a "
+            "cell must return its loss: wrap it as WithLoss(network, loss_fn), which takes the labels last."
         ) from error
-    except ValueError:  # no signature, as of scripted modules
+    except ValueError:  # scripted modules have no signature
         return

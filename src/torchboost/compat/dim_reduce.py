@@ -1,4 +1,4 @@
-"""``DimReduce``: MindSpore's dimension-reduced step, over :class:`~torchboost.algorithms.SubspaceOptimizer`."""
+"""``DimReduce``: MindSpore's dimension-reduced step, built on :class:`~torchboost.algorithms.SubspaceOptimizer`."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ __all__ = ["DimReduce"]
 
 
 class DimReduce:
-    """Takes gradients that were computed elsewhere, and updates the weights in a subspace and outside of it.
+    """Update the weights inside and outside a subspace, with gradients that were computed elsewhere.
 
-    Where the loop itself may change, :class:`~torchboost.algorithms.SubspaceDescent` makes the basis, works in
+    If you can change the loop, prefer :class:`~torchboost.algorithms.SubspaceDescent`. It computes the basis, works in
     ``BoostTrainOneStepCell`` and keeps its state in the checkpoint.
 
     Args:
-        network: Returns the loss of a batch when it is called with the inputs. The passes made here
-            leave a module's buffers as they are.
-        optimizer: Of the same weights. The reference sends its steps through it; here they are applied directly, and
-            it is left alone.
+        network: Returns the loss of a batch when called with the inputs. The passes made here do not change a module's
+            buffers.
+        optimizer: An optimizer of the same weights. MindSpore passes its steps through it. Here they are applied
+            directly, and the optimizer is not used.
         weight: The parameters, in the order of the columns of ``pca_mat_local``.
-        pca_mat_local: The rows of the basis that this rank holds, a tensor or a NumPy array of shape
-            ``(rows, weights)``; with k directions over R ranks those from ``k rank // R`` to ``k (rank + 1) // R``.
-        n_components: k.
+        pca_mat_local: The rows of the basis that this rank holds, a tensor or a NumPy array of shape ``(rows,
+            weights)``. With k directions on R ranks these are the rows from ``k rank // R`` to ``k (rank + 1) // R``.
+        n_components: Number of directions k.
         rho: Factor between the two trials of the line search.
         gamma: Momentum of the gradient outside the subspace.
-        alpha: Step along it.
-        sigma: Share of the decrease promised by the slope that a trial must reach.
-        rank: Of this process.
-        rank_size: Number of ranks, which average their losses.
+        alpha: Step size along this gradient.
+        sigma: Share of the decrease predicted by the slope that a trial must reach.
+        rank: Rank of this process.
+        rank_size: Number of ranks. They average their losses.
 
     Raises:
-        TypeError: ``optimizer`` is no optimizer, ``network`` cannot be called, or ``pca_mat_local`` is no matrix.
+        TypeError: ``optimizer`` is not an optimizer, ``network`` cannot be called, or ``pca_mat_local`` is not a
+            matrix.
         ValueError: Shapes or settings do not fit.
-        IncompatibleError: Another number of ranks is running.
+        IncompatibleError: The job has another number of ranks.
 
     Example:
         >>> import torch, torchboost
@@ -75,7 +76,9 @@ class DimReduce:
         rank_size: int,
     ) -> None:
         if not callable(network):
-            raise TypeError(f"network: found {type(network).__name__}; give what returns the loss of a batch.")
+            raise TypeError(
+                f"network: found {type(network).__name__}; give a function or module that returns the loss of a batch."
+            )
         check_optimizer(optimizer)
         weights = list(weight)
         local = _matrix(pca_mat_local, weights)
@@ -110,24 +113,27 @@ class DimReduce:
         """Update ``weight`` and return ``loss``.
 
         Args:
-            loss: Of the batch at these weights.
-            old_grad: The gradients, averaged over the ranks; None where there is none.
-            weight: The parameters this object was built with.
-            weight_clone: Where the step begins; written into the weights first.
-            *inputs: Of the network, for the trials.
+            loss: The loss of the batch at these weights.
+            old_grad: The gradients, averaged over the ranks; None for a parameter without a gradient.
+            weight: The parameters that this object was built with.
+            weight_clone: The weights at which the step starts. They are first written into the parameters.
+            *inputs: The inputs of the network, for the trials.
 
         Raises:
-            ValueError: Other weights, or other numbers or shapes of gradients; nothing was changed.
+            ValueError: The weights are others, or the number or the shapes of the gradients do not fit. Nothing is
+                changed.
         """
         held = self.subspace.param_groups[0]["params"]
         if len(weight) != len(held) or any(a is not b for a, b in zip(weight, held, strict=True)):
-            raise ValueError("weight: found other parameters than this object was built with; give the same, in order.")
+            raise ValueError(
+                "weight: found other parameters than this object was built with; give the same ones in order."
+            )
         for name, given in (("old_grad", old_grad), ("weight_clone", weight_clone)):
             if len(given) != len(held) or any(
                 g is not None and g.shape != w.shape for g, w in zip(given, held, strict=True)
             ):
                 raise ValueError(
-                    f"{name}: numbers or shapes are not those of the weights; give one for each, in order."
+                    f"{name}: the number or the shapes are not those of the weights; give one per weight, in order."
                 )
         with torch.no_grad():
             for own, clone in zip(held, weight_clone, strict=True):
@@ -142,13 +148,13 @@ class DimReduce:
 
 
 def _matrix(given: Any, weights: Sequence[Tensor]) -> Tensor:
-    """Return the rows as a tensor beside the weights."""
+    """Return the rows as a tensor on the device of the weights."""
     numbers = isinstance(given, np.ndarray) and given.dtype.kind == "f"
     if not (isinstance(given, Tensor) or numbers) or given.ndim != 2:
         shape = f" of shape {tuple(given.shape)} and {given.dtype}" if hasattr(given, "shape") else ""
         raise TypeError(
-            f"pca_mat_local: found {type(given).__name__}{shape}; give a matrix of floating point numbers, a tensor or "
-            "a NumPy array, with a row per direction."
+            f"pca_mat_local: found {type(given).__name__}{shape}; give a floating point matrix, a tensor or "
+            "a NumPy array, with one row per direction."
         )
     if isinstance(given, Tensor) or not weights:
         return torch.as_tensor(given)

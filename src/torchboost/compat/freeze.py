@@ -1,4 +1,4 @@
-"""The reference's names for gradient freezing, over :mod:`torchboost.algorithms.freezing.algorithm`."""
+"""MindSpore's names for gradient freezing, built on :mod:`torchboost.algorithms.freezing.algorithm`."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from torchboost.optim.front import FrontOptimizer
 __all__ = ["FreezeOpt", "GradientFreeze", "freeze_cell"]
 
 _PATTERNS = get_args(Pattern)[:3]
-"""MindSpore's types 0 and 1 and, beyond it, 2."""
+"""MindSpore's types 0 and 1, and type 2, which MindSpore does not have."""
 _DEFAULT_GROUPS = 10
 _LEAST = 3
-"""A unit is closed, as in the reference, when it holds so many parameters and another matrix or kernel follows."""
+"""As in MindSpore, a unit with so many parameters ends when another matrix or kernel follows."""
 
 
 class GradientFreeze:
-    """Freezes leading groups of a network's parameters, at random or periodic updates.
+    """Freeze the first groups of a network's parameters in random or periodic updates.
 
     Args:
-        param_groups: Number of groups, or the groups themselves: lists of parameters, each holding what trains at its
-            index, the first one all.
+        param_groups: Number of groups, or the groups themselves: lists of parameters. The k-th list holds the
+            parameters that train at index k; the first list holds all.
         freeze_type: 0 continuous, 1 interval, 2 progressive; see :class:`torchboost.algorithms.BlockFreeze`.
-        freeze_p: The share of updates that train *everything*, 0 or more and below 1 (the reference's documentation
-            calls it the probability of freezing; its code does this).
-        total_steps: Updates of the whole run.
-        seed: Of type 1; the sequence is that of the reference under ``numpy.random.seed(seed)``.
+        freeze_p: The share of updates that train *everything*, at least 0 and below 1. MindSpore's documentation calls
+            it the probability of freezing, but its code does the same as here.
+        total_steps: Number of updates in the whole run.
+        seed: Seed of type 1. The sequence is that of MindSpore under ``numpy.random.seed(seed)``.
 
     Attributes:
-        freezing: After :meth:`freeze_generate`, the live effect; its ``state_dict()`` belongs into the checkpoint.
+        freezing: The attachment, after :meth:`freeze_generate`. Its ``state_dict()`` belongs in the checkpoint.
 
     Raises:
         TypeError: ``param_groups`` is neither a number nor a list of lists of parameters.
-        ValueError: A number out of range.
+        ValueError: A number is out of range.
 
     Example:
         >>> import torch, torchboost
@@ -71,14 +71,14 @@ class GradientFreeze:
         self.freezing: Freezing | None = None
 
     def freeze_generate(self, network: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """Attach the freezing to a pair and return it, the same two objects; the loop stays as it was.
+        """Attach the freezing to a pair and return the same two objects. The loop stays the same.
 
-        There is one optimizer with one set of moments, where the reference builds one per group. A second call
+        There is one optimizer with one set of moments, whereas MindSpore builds one optimizer per group. A second call
         removes what the first one attached.
 
         Raises:
-            TypeError: Not a module, or not an optimizer.
-            ValueError: None of the parameters of the optimizer belongs to the network.
+            TypeError: An argument is not a module, or not an optimizer.
+            ValueError: None of the optimizer's parameters belongs to the network.
             IncompatibleError: See :func:`torchboost.freeze_blocks`.
         """
         check_pair(network, optimizer, name="network")
@@ -98,16 +98,17 @@ class GradientFreeze:
     def generate_freeze_index_sequence(
         self, parameter_groups_number: int, freeze_strategy: int, freeze_p: float, total_steps: int
     ) -> list[int]:
-        """Return the index for each update; index k trains group k, that is all but the first k groups.
+        """Return the index of each update. Index k trains group k, that is, everything except the first k groups.
 
         Args:
-            parameter_groups_number: Number of groups; with one, all entries are 0.
+            parameter_groups_number: Number of groups. With one group all entries are 0.
             freeze_strategy: 0, 1 or 2.
             freeze_p: The share of updates that train everything.
-            total_steps: The list has ``int(1.01 * total_steps)`` entries, type 0 whole periods of at least so many.
+            total_steps: The list has ``int(1.01 * total_steps)`` entries. For type 0 this is rounded up to whole
+                periods.
 
         Raises:
-            ValueError: A number out of range.
+            ValueError: A number is out of range.
         """
         _check(parameter_groups_number, freeze_strategy, freeze_p, total_steps)
         schedule = self._schedule(parameter_groups_number, freeze_strategy, freeze_p, total_steps)
@@ -121,41 +122,42 @@ class GradientFreeze:
         return settings.schedule([1 / groups] * groups, seed=self._seed)
 
     def split_parameters_groups(self, net: nn.Module, freeze_para_groups_number: int) -> list[list[nn.Parameter]]:
-        """Return for each index the parameters that train, in order of registration; the first list is all of them.
+        """Return the parameters that train at each index, in order of registration. The first list holds all of them.
 
-        A new unit begins at a matrix or kernel when the open one holds three parameters or more; vectors (biases,
-        normalisations) join the open unit, by their shape where the reference looks for "bn" and "bias" in names.
-        With fewer units than groups there are as many groups as units, where the reference silently freezes nothing.
-        :class:`torchboost.algorithms.BlockFreeze` cuts by modules in execution order instead, which saves more.
+        A new unit begins at a matrix or kernel if the current unit holds at least three parameters. Vectors (biases,
+        normalisations) join the current unit. They are recognised by their shape; MindSpore looks for "bn" and "bias"
+        in names. If there are fewer units than groups, there are as many groups as units; MindSpore silently freezes
+        nothing in this case. :class:`torchboost.algorithms.BlockFreeze` splits by modules in execution order instead,
+        which saves more.
 
         Raises:
             ValueError: The number is below 1.
         """
         if freeze_para_groups_number < 1:
-            raise ValueError(f"freeze_para_groups_number: found {freeze_para_groups_number}; 1 or more.")
+            raise ValueError(f"freeze_para_groups_number: found {freeze_para_groups_number}; give 1 or more.")
         return _split(list(net.parameters()), freeze_para_groups_number)
 
 
 class FreezeOpt(FrontOptimizer):
-    """An optimizer whose updates follow a strategy of freezing: ``opt`` itself, with one set of moments.
+    """An optimizer whose updates follow a freezing strategy: ``opt`` itself, with one set of moments.
 
-    It shares the parameter groups and the state of ``opt``; schedulers and scalers may drive either. The learning rate
-    follows the updates, not those of one group.
+    It shares the parameter groups and the state of ``opt``, so schedulers and scalers may use either. The learning rate
+    follows all updates, not those of one group.
 
     Args:
         opt: Any ``torch.optim.Optimizer``.
-        train_parameter_groups: Lists of parameters; the k-th holds what trains at index k, the first one all. By
-            default ten nested groups of the optimizer's parameters.
-        train_strategy: Index for each update, repeated when used up: a list or tuple of integers, or a 1-D tensor of
-            int32. By default every group in turn.
+        train_parameter_groups: Lists of parameters. The k-th list holds the parameters that train at index k; the first
+            list holds all. By default ten nested groups of the optimizer's parameters.
+        train_strategy: Index of each update, repeated at the end: a list or tuple of integers, or a 1-D tensor of
+            int32. By default the groups in turn.
 
     Attributes:
-        freezing: The live effect.
+        freezing: The attachment.
 
     Raises:
-        TypeError: ``opt`` is no optimizer; groups or strategy are of another type.
-        ValueError: A strategy without groups, an index without a group, a parameter that ``opt`` does not have, or a
-            tensor of other shape or dtype.
+        TypeError: ``opt`` is not an optimizer, or the groups or the strategy have the wrong type.
+        ValueError: A strategy is given without groups, an index has no group, ``opt`` does not hold a parameter, or a
+            tensor has the wrong shape or dtype.
 
     Example:
         >>> import torch, torchboost
@@ -179,7 +181,7 @@ class FreezeOpt(FrontOptimizer):
         strangers = sum(p not in set(known) for group in groups for p in group)
         if strangers:
             raise ValueError(
-                f"train_parameter_groups: found {strangers} parameters that opt does not update; drop them."
+                f"train_parameter_groups: found {strangers} parameters that opt does not update; remove them."
             )
         strategy = _strategy(train_strategy, len(groups))
         super().__init__(opt)
@@ -204,21 +206,21 @@ def freeze_cell(
     degree: int | None = None,
     max_accumulation_step: int = 1,
 ) -> tuple[Callable[..., Tensor], ...]:
-    """Return one training step for each group of a :class:`FreezeOpt`; step k trains group k and returns the loss.
+    """Return one training step per group of a :class:`FreezeOpt`. Step k trains group k and returns the loss.
 
     Args:
         reducer_flag: Sum the gradients over all ranks, for a network that is not wrapped.
         network: Returns the loss, a tensor of shape ``()``.
-        optimizer: Its own strategy is overruled by the choice of the step.
-        sens: Multiplies the gradients; it is not divided out again.
-        grad: Not used: autograd takes the place of the reference's gradient operator.
-        use_grad_accumulation: Update after every ``max_accumulation_step`` calls of one step only.
+        optimizer: The choice of the step overrides its strategy.
+        sens: Multiplies the gradients. They are not divided again.
+        grad: Not used: autograd replaces MindSpore's gradient operator.
+        use_grad_accumulation: Update only after every ``max_accumulation_step`` calls of one step.
         mean: Divide the sum by ``degree``.
-        degree: Number of ranks; that of the process group by default.
+        degree: Number of ranks. By default that of the process group.
         max_accumulation_step: Calls per update, whose gradients are averaged.
 
     Raises:
-        TypeError: ``optimizer`` is no :class:`FreezeOpt`, or ``sens`` no number.
+        TypeError: ``optimizer`` is not a :class:`FreezeOpt`, or ``sens`` is not a number.
         ValueError: ``max_accumulation_step`` is below 1.
     """
     check_sens(sens)
@@ -227,7 +229,7 @@ def freeze_cell(
             f"optimizer: found {type(optimizer).__name__}; wrap it: FreezeOpt(optimizer, groups, strategy)."
         )
     if max_accumulation_step < 1:
-        raise ValueError(f"max_accumulation_step: found {max_accumulation_step}; 1 or more.")
+        raise ValueError(f"max_accumulation_step: found {max_accumulation_step}; give 1 or more.")
     window = max_accumulation_step if use_grad_accumulation else 1
     divisor = (degree or dist.get_world_size()) if reducer_flag and mean else 1
     return tuple(
@@ -237,7 +239,7 @@ def freeze_cell(
 
 
 class _GroupStep:
-    """A training step of one group; its gradients stay its own until the window is full."""
+    """A training step of one group. It keeps its gradients until the window is full."""
 
     def __init__(
         self,
@@ -294,8 +296,8 @@ def _split(parameters: list[nn.Parameter], groups: int) -> list[list[nn.Paramete
         starts: Sequence[int] = range(0, groups * (len(units) // groups), len(units) // groups)
     else:
         warnings.warn(
-            f"split_parameters_groups: {groups} groups were asked for, the parameters form {len(units)} units; that "
-            f"many groups there are.",
+            f"split_parameters_groups: {groups} groups were requested, but the parameters form {len(units)} units; "
+            f"there are {len(units)} groups.",
             NoEffectWarning,
             stacklevel=3,
         )
@@ -335,20 +337,20 @@ def _strategy(strategy: Any, groups: int) -> tuple[int, ...]:
             f"train_strategy: found {type(strategy).__name__}; a list or tuple of integers, a 1-D int32 tensor or None."
         )
     if any(type(index) is not int for index in strategy):
-        raise ValueError("train_strategy: found an entry that is no integer; each is the index of a group.")
+        raise ValueError("train_strategy: found an entry that is not an integer; each entry is the index of a group.")
     if not strategy or not all(0 <= index < groups for index in strategy):
-        raise ValueError(f"train_strategy: each entry must be 0 or more and below the number of groups, {groups}.")
+        raise ValueError(f"train_strategy: each entry must be at least 0 and below the number of groups, {groups}.")
     return tuple(strategy)
 
 
 def _check(groups: int, freeze_type: int, freeze_p: float, total_steps: int) -> None:
     if freeze_type not in range(len(_PATTERNS)):
-        raise ValueError(f"freeze_type: found {freeze_type!r}; 0 continuous, 1 interval, 2 progressive.")
+        raise ValueError(f"freeze_type: found {freeze_type!r}; give 0 (continuous), 1 (interval) or 2 (progressive).")
     if not 0 <= freeze_p < 1:
         raise ValueError(
-            f"freeze_p: found {freeze_p}; the share of updates that train everything, 0 or more and below 1."
+            f"freeze_p: found {freeze_p}; give the share of updates that train everything, at least 0 and below 1."
         )
     if groups < 1 or total_steps < 1:
         raise ValueError(f"found {groups} groups and {total_steps} steps; both must be 1 or more.")
     if total_steps > MOST_STEPS:
-        raise ValueError("total_steps: found a larger number than 2**53; give the updates of the run.")
+        raise ValueError("total_steps: found a number above 2**53; give the number of updates in the run.")

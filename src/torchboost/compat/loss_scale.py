@@ -22,31 +22,31 @@ from torchboost.errors import IncompatibleError
 __all__ = ["BoostTrainOneStepWithLossScaleCell", "GroupLossScaleManager"]
 
 _FIRST = 2.0**16
-"""The scale that an update cell begins with if it does not say, as that of ``GradScaler``."""
+"""The initial scale of an update cell that does not define one, the same as ``GradScaler``'s."""
 
 
 class BoostTrainOneStepWithLossScaleCell(BoostTrainOneStepCell):
-    """One training step with the loss scaled; gradients are unscaled before any hook of the optimizer sees them.
+    """A training step with loss scaling. Gradients are unscaled before any hook of the optimizer sees them.
 
-    At a step with inf or nan in the gradients nothing is updated, ``overflow`` is true, and a dynamic scale falls.
+    If a gradient holds inf or nan, the step updates nothing, ``overflow`` is true, and a dynamic scale falls.
 
     Args:
-        network: As of :class:`BoostTrainOneStepCell`.
-        optimizer: Likewise.
-        scale_sense: A tensor of shape ``()`` or ``(1,)``, for a scale that stays; or a manager:
+        network: See :class:`BoostTrainOneStepCell`.
+        optimizer: See :class:`BoostTrainOneStepCell`.
+        scale_sense: One of three: a tensor of shape ``()`` or ``(1,)`` for a fixed scale; a manager, that is,
             :class:`~torchboost.DynamicLossScale`, ``torch.amp.GradScaler``, :class:`~torchboost.GroupGradScaler`,
-            :class:`GroupLossScaleManager`, or anything with their methods; or an update cell of your own, called as
-            ``cell(loss_scale, overflow)`` after each update with two tensors of shape ``()``. It changes
-            ``loss_scale`` in place, or returns the new scale; a boolean that it returns is not looked at. It begins
-            with its ``get_loss_scale()``, or 65536 without such a method.
+            :class:`GroupLossScaleManager`, or an object with their methods; or an update cell, called as
+            ``cell(loss_scale, overflow)`` after each update with two tensors of shape ``()``. An update cell changes
+            ``loss_scale`` in place, or returns the new scale; a returned boolean is ignored. Its initial scale is
+            ``cell.get_loss_scale()``, or 65536 without such a method.
 
     Raises:
-        TypeError: ``scale_sense`` is neither, ``network`` no module, or ``optimizer`` no optimizer.
-        ValueError: A tensor of another shape, or one that is no finite number above 0; none of the parameters of the
-            optimizer belongs to the network.
-        IncompatibleError: ``AutoBoost`` brought another scaler for this optimizer.
+        TypeError: ``scale_sense`` is none of these, ``network`` is not a module, or ``optimizer`` is not an optimizer.
+        ValueError: The tensor has another shape or is not a finite number above 0, or none of the optimizer's
+            parameters belongs to the network.
+        IncompatibleError: ``AutoBoost`` added another scaler for this optimizer.
 
-    Cost: that of the scaler; see there.
+    Cost: that of the scaler.
 
     Example:
         >>> import torch, torchboost
@@ -63,7 +63,7 @@ class BoostTrainOneStepWithLossScaleCell(BoostTrainOneStepCell):
         scaler = _scaler(scale_sense)
         if brought is not None and brought is not scaler:
             raise IncompatibleError(
-                f"scale_sense: found a {type(scale_sense).__name__}, but AutoBoost brought a {type(brought).__name__} "
+                f"scale_sense: found a {type(scale_sense).__name__}, but AutoBoost added a {type(brought).__name__} "
                 "for this optimizer; give booster.scaler, or leave loss_scale_group out."
             )
         self.scaler: Scaler = scaler
@@ -75,43 +75,45 @@ class BoostTrainOneStepWithLossScaleCell(BoostTrainOneStepCell):
         return self.scaler.get_scale()
 
     def set_sense_scale(self, sens: Tensor) -> None:
-        """Change a fixed scale; within a window of accumulation it holds from the next window on.
+        """Change a fixed scale. Within an accumulation window it takes effect at the next window.
 
         Args:
             sens: A tensor of shape ``()`` or ``(1,)``.
 
         Raises:
-            TypeError: No tensor, or the scale of this cell is not a fixed one.
-            ValueError: Another shape, or no finite number above 0; the scale stays as it was.
+            TypeError: ``sens`` is not a tensor, or the scale of this cell is not fixed.
+            ValueError: ``sens`` has another shape or is not a finite number above 0. The scale is not changed.
         """
         if not isinstance(self.scaler, FixedLossScale):
             raise TypeError(
-                f"set_sense_scale: the scale of this cell is moved by a {type(self.scaler).__name__}; only one given "
+                f"set_sense_scale: a {type(self.scaler).__name__} sets the scale of this cell; only a scale given "
                 "as a tensor can be set."
             )
         self.scaler.set(_number(sens, "sens"))
 
 
 class GroupLossScaleManager(nn.Module):
-    """Scales per group with borders set by hand in the network's ``forward``, as in the reference.
+    """One scale per group, with borders that the network's ``forward`` sets by hand, as in MindSpore.
 
-    There are n groups in the order of the network. The list of scales has a 1 before them and a 1 after them;
-    ``manager(x, i, i + 1)`` is the border between list entries i and i + 1: at the input of the network
-    ``manager(x, 0, 1)``, behind the k-th group ``manager(x, k, k + 1)``. Where the input needs no gradient the first
-    border may be left out. :class:`~torchboost.GroupGradScaler` sets borders by itself.
+    There are n groups in the order of the network. The list of scales has a 1 before them and a 1 after them.
+    ``manager(x, i, i + 1)`` is the border between the list entries i and i + 1: ``manager(x, 0, 1)`` at the input of
+    the network, and ``manager(x, k, k + 1)`` after the k-th group. If the input does not require a gradient, the first
+    border may be left out. :class:`~torchboost.GroupGradScaler` sets the borders itself.
 
     Args:
-        init_loss_scale: At the beginning: a number, or one for each group.
-        loss_scale_groups: For each group the list of its parameters. If the network takes the manager when it is
-            built, give ``[]`` and set ``manager.loss_scale_groups`` afterwards.
-        rule: Moves each scale; by default 2^-0.5 at an overflow in the group, 2^(1/1000) at a step without.
-        agree: Whether an overflow on one rank skips the update on all; every rank must then make the same calls.
-        process_group: The ranks that agree; None stands for all.
+        init_loss_scale: The initial scales: one number, or one per group.
+        loss_scale_groups: A list of parameters per group. If the network needs the manager when it is built, give
+            ``[]`` and set ``manager.loss_scale_groups`` afterwards.
+        rule: Changes each scale. By default by 2^-0.5 at an overflow in the group, and by 2^(1/1000) at a step without
+            one.
+        agree: Whether an overflow on one rank skips the update on all ranks. If so, every rank must make the same
+            calls.
+        process_group: The ranks that agree. None means all ranks.
 
     Raises:
-        TypeError, ValueError: Something that is no parameter, one that is in two groups, or a bad scale.
+        TypeError, ValueError: An entry is not a parameter, a parameter is in two groups, or a scale is invalid.
 
-    Cost: one pass over the gradient at each border, and what :class:`~torchboost.GroupGradScaler` costs per update.
+    Cost: one pass over the gradient at each border, plus the cost of :class:`~torchboost.GroupGradScaler` per update.
 
     Example:
         >>> import torch, torchboost
@@ -142,13 +144,15 @@ class GroupLossScaleManager(nn.Module):
 
     @property
     def loss_scale_groups(self) -> Sequence[Sequence[nn.Parameter]]:
-        """For each group the list of its parameters; set it once if the network had to be built with the manager."""
+        """The list of parameters of each group. Set it once if the network had to be built with the manager."""
         return self._groups
 
     @loss_scale_groups.setter
     def loss_scale_groups(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         if self._scaler is not None:
-            raise ValueError("loss_scale_groups: this manager has its groups already; build another for other groups.")
+            raise ValueError(
+                "loss_scale_groups: this manager already has groups; build another manager for other groups."
+            )
         listed = _checked_groups(groups)
         scales = checked_scales(self._init, len(listed), self._rule, "init_loss_scale")
         self._ratios = Ratios(len(listed) + 1)
@@ -167,10 +171,10 @@ class GroupLossScaleManager(nn.Module):
 
     @property
     def scaler(self) -> _HandScaler:
-        """What the training loop uses, as it would a ``GradScaler``; the cell takes the manager itself.
+        """The scaler, which a training loop uses like a ``GradScaler``. The training cell takes the manager itself.
 
         Raises:
-            ValueError: There are no groups yet.
+            ValueError: The groups are not set yet.
         """
         self._check_groups()
         assert self._scaler is not None
@@ -179,20 +183,20 @@ class GroupLossScaleManager(nn.Module):
     def _check_groups(self) -> None:
         if self._scaler is None:
             raise ValueError(
-                "loss_scale_groups: found none yet; once the network is built, give for each group the list of its "
-                "parameters: manager.loss_scale_groups = [...]."
+                "loss_scale_groups: found none yet; when the network is built, set one list of parameters per group: "
+                "manager.loss_scale_groups = [...]."
             )
 
     def forward(self, x: Tensor, layer1: int, layer2: int) -> Tensor:
-        """Return ``x``; its gradient is multiplied by ``scale[layer1] / scale[layer2]``.
+        """Return ``x`` and multiply its gradient by ``scale[layer1] / scale[layer2]``.
 
         Args:
-            x: What goes from one group to the next.
-            layer1: Entry of the list of scales behind which the border stands, from 0.
-            layer2: Entry before which it stands.
+            x: The tensor that one group passes to the next.
+            layer1: Entry of the list of scales before the border, from 0.
+            layer2: Entry of the list of scales after the border.
 
         Raises:
-            ValueError: There is no such entry.
+            ValueError: The list of scales does not have this entry.
         """
         self._check_groups()
         last = len(self._groups) + 1
@@ -202,41 +206,41 @@ class GroupLossScaleManager(nn.Module):
         return change_scale(x, self._ratios.between(layer1 % last, layer2 % last))
 
     def get_loss_scale(self) -> list[float]:
-        """Return the list of scales, with the 1 before and the 1 after."""
+        """Return the list of scales, including the 1 at either end."""
         return [1.0, *(status.scale for status in self.scaler.report), 1.0]
 
     def get_update_cell(self) -> GroupLossScaleManager:
-        """Return the manager, which moves the scales itself."""
+        """Return the manager, which updates the scales itself."""
         return self
 
     def set_loss_scale_status(self, loss_scale_number: int, init_loss_scale: Scales) -> None:
-        """Start anew with these scales; within a window of accumulation they hold from the next window on.
+        """Restart with these scales. Within an accumulation window they take effect at the next window.
 
         Args:
-            loss_scale_number: Number of groups, as many as there are lists of parameters.
-            init_loss_scale: A number, or one for each group.
+            loss_scale_number: Number of groups, equal to the number of lists of parameters.
+            init_loss_scale: One number, or one per group.
 
         Raises:
-            ValueError: Another number of groups, or a bad scale; nothing was changed.
+            ValueError: The number of groups is another one, or a scale is invalid. Nothing is changed.
         """
         self._check_groups()
         if loss_scale_number != len(self.loss_scale_groups):
             raise ValueError(
                 f"loss_scale_number: found {loss_scale_number!r}; this manager has {len(self.loss_scale_groups)} "
-                "groups of parameters: build another for other groups."
+                "groups of parameters: build another manager for other groups."
             )
         scales = checked_scales(init_loss_scale, len(self.loss_scale_groups), self.scaler.rule, "init_loss_scale")
         self.scaler.restart(scales)
 
     def update_loss_scale_status(self, layer: int, update_ratio: float) -> float:
-        """Multiply the scale of a group, within floor and ceiling; return the new one.
+        """Multiply the scale of a group, within its bounds, and return the new scale.
 
         Args:
-            layer: The group, from 0.
-            update_ratio: Above 0.
+            layer: Index of the group, from 0.
+            update_ratio: The factor, above 0.
 
         Raises:
-            TypeError, ValueError: There is no such group, or the ratio is no finite number above 0.
+            TypeError, ValueError: The group does not exist, or the ratio is not a finite number above 0.
         """
         self._check_groups()
         count = len(self.loss_scale_groups)
@@ -266,7 +270,7 @@ class _HandScaler(GroupScaler):
 
 
 class _CellScale(LossScaler):
-    """A loss scale that a function or module of the user's moves."""
+    """A loss scale that the user's function or module updates."""
 
     def __init__(self, cell: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
@@ -324,7 +328,7 @@ def _scaler(sense: Any) -> Scaler:
     if sense is None:
         raise TypeError(
             "scale_sense must be a tensor of shape () or (1,), or a manager such as DynamicLossScale, GradScaler, "
-            "GroupLossScaleManager or a cell that is called with (loss_scale, overflow); found neither: for a fixed "
+            "GroupLossScaleManager or a cell that is called with (loss_scale, overflow); found neither. For a fixed "
             "scale give torch.tensor(1024.0)."
         )
     return sense
@@ -344,7 +348,7 @@ def _count(scales: Any) -> int:
 
 def _checked_groups(groups: Any) -> list[list[nn.Parameter]]:
     if not isinstance(groups, (list, tuple)) or not groups:
-        raise ValueError(f"loss_scale_groups: found {groups!r}; give for each group the list of its parameters.")
+        raise ValueError(f"loss_scale_groups: found {groups!r}; give one list of parameters per group.")
     owner: dict[int, int] = {}
     for index, group in enumerate(groups):
         for param in group if isinstance(group, (list, tuple)) else [group]:
@@ -355,6 +359,6 @@ def _checked_groups(groups: Any) -> list[list[nn.Parameter]]:
             if owner.setdefault(id(param), index) != index:
                 raise ValueError(
                     f"loss_scale_groups: a parameter of shape {tuple(param.shape)} is in the groups {owner[id(param)]} "
-                    f"and {index}; its gradient has one scale: put it into one."
+                    f"and {index}; its gradient has one scale, so put it into one group."
                 )
     return [list(group) for group in groups]

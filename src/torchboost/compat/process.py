@@ -23,10 +23,10 @@ __all__ = ["OptimizerProcess", "ParameterProcess"]
 
 
 class OptimizerProcess:
-    """Split the groups of an optimizer into centralised and not, and build the same optimizer over them.
+    """Split the groups of an optimizer into a centralised part and the rest, and rebuild the optimizer over them.
 
-    The new optimizer has another number of groups, so checkpoints of the old one do not load into it; the native
-    ``centralize_gradients(optimizer)`` leaves groups and checkpoints alone.
+    The new optimizer has another number of groups, so checkpoints of the old one cannot be loaded into it.
+    :func:`torchboost.centralize_gradients` changes neither groups nor checkpoints.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
@@ -39,7 +39,7 @@ class OptimizerProcess:
 
     Raises:
         TypeError: ``opt`` is not a ``torch.optim.Optimizer``.
-        IncompatibleError: ``opt`` stands in front of another one, as ``FreezeOpt`` does.
+        IncompatibleError: ``opt`` wraps another optimizer, as ``FreezeOpt`` does.
     """
 
     def __init__(self, opt: Optimizer) -> None:
@@ -47,7 +47,7 @@ class OptimizerProcess:
             raise TypeError(f"opt: found {type(opt).__name__}; give a torch.optim.Optimizer.")
         if isinstance(opt, FrontOptimizer):
             raise IncompatibleError(
-                f"opt: found {type(opt).__name__}, which stands in front of a {type(opt.opt).__name__}. Give that one "
+                f"opt: found {type(opt).__name__}, which wraps a {type(opt.opt).__name__}. Pass the inner one "
                 f"to OptimizerProcess first, and build the {type(opt).__name__} over the new optimizer."
             )
         self.opt = opt
@@ -55,7 +55,7 @@ class OptimizerProcess:
         self._groups: list[ParamGroup] | None = None
 
     def build_params_dict(self, network: nn.Module) -> dict[int, nn.Module]:
-        """Return the module that owns each parameter, by ``id(parameter)``; a shared one belongs to its first owner."""
+        """Return the owner of each parameter, by ``id(parameter)``. A shared parameter belongs to its first owner."""
         if not isinstance(network, nn.Module):
             raise TypeError(f"network: found {type(network).__name__}; give a torch.nn.Module.")
         owners: dict[int, nn.Module] = {}
@@ -67,9 +67,9 @@ class OptimizerProcess:
     def build_gc_params_group(self, params_dict: Mapping[int, nn.Module], parameters: Sequence[Any]) -> list[Any]:
         """Split every group in two: the centralised part with ``grad_centralization: True`` first, then the rest.
 
-        Biases, norm parameters, depthwise convolutions and the normalised head go to the rest, by structure. A group
-        that says ``grad_centralization: False``, and an entry with ``order_params``, pass through. A plain list of
-        parameters is returned as it is: it has no group that could hold the flag.
+        Biases, norm parameters, depthwise convolutions and the normalised head belong to the rest. They are recognised
+        by structure. A group with ``grad_centralization: False`` and an entry with ``order_params`` are passed through.
+        A plain list of parameters is returned unchanged, because it has no group that could hold the flag.
 
         Args:
             params_dict: From :meth:`build_params_dict`.
@@ -77,7 +77,7 @@ class OptimizerProcess:
 
         Raises:
             ValueError: The list is empty.
-            TypeError: An element is neither a parameter nor a group, or both kinds are mixed.
+            TypeError: An element is neither a parameter nor a group, or parameters and groups are mixed.
         """
         if not _check_parameters(parameters):
             return list(parameters)
@@ -91,17 +91,17 @@ class OptimizerProcess:
         return groups
 
     def add_grad_centralization(self, network: nn.Module) -> None:
-        """Decide by the structure of ``network`` which parameters the new optimizer centralises."""
+        """Choose the parameters that the new optimizer centralises, by the structure of ``network``."""
         self._groups = self.build_gc_params_group(self.build_params_dict(network), described_groups(self.opt))
 
     def generate_new_optimizer(self) -> Optimizer:
         """Build an optimizer of the same class and hyper-parameters over the new groups.
 
-        What is no hyper-parameter of a group stays too: schedules of the learning rate, ``transforms``, ``nonfinite``,
-        ``native``, ``chunk_mebibytes``.
-        Groups with ``grad_centralization: True`` are centralised before each step, whatever the class; the effect is
-        ``self.centralization``, with ``remove()``. The state goes along and is shared, so the old optimizer must not
-        be stepped any more. Hooks and learning-rate schedulers of the old one do not go along: create them after.
+        Settings that are not hyper-parameters of a group are kept too: learning-rate schedules, ``transforms``,
+        ``nonfinite``, ``native``, ``chunk_mebibytes``. Groups with ``grad_centralization: True`` are centralised before
+        each step, for any class of optimizer. The attachment is ``self.centralization``, with ``remove()``. The state
+        is shared with the old optimizer, so do not step the old one any more. Hooks and learning-rate schedulers of the
+        old one are not taken over: create them afterwards.
 
         Raises:
             IncompatibleError: The class takes arguments that neither its ``defaults`` nor its attributes hold.
@@ -113,7 +113,7 @@ class OptimizerProcess:
         for param, state in self.opt.state.items():
             optimizer.state[param] = state
         if any(wishes):
-            own = isinstance(optimizer, UpdateRule)  # obeys the key by itself
+            own = isinstance(optimizer, UpdateRule)  # reads the key itself
             pipeline = GradientPipeline(Centralize(flag=CENTRALIZE))
             self.centralization = (
                 Attachment(undo=partial(_forget_keys, optimizer)) if own else pipeline.attach(optimizer)
@@ -139,21 +139,21 @@ class ParameterProcess:
     def assign_parameter_group(
         self, parameters: Sequence[Tensor], split_point: Sequence[int] | None = None
     ) -> list[Tensor]:
-        """Give every parameter a communication-fusion index, one higher from each split point on.
+        """Give every parameter a communication-fusion index, which rises by one at each split point.
 
-        The first call starts at 1; a later call on the same object goes on with the last index.
+        The first call starts at 1. A later call on the same object continues with the last index.
 
         Args:
             parameters: In the order in which they are communicated.
-            split_point: Rising positions; by default one, at the middle. Positions past the last parameter are left
-                out, as the points 50 and 100 of the default configuration are on a small network.
+            split_point: Rising positions. By default one, in the middle. Positions after the last parameter are
+                ignored, such as 50 and 100 of the default configuration on a small network.
 
         Returns:
-            The parameters. The indices are kept beside them: :meth:`fusion_index`.
+            The parameters. :meth:`fusion_index` returns the indices.
 
         Raises:
-            ValueError: The list is empty, or split points fall, repeat or are negative.
-            TypeError: An element is not a parameter, or a split point not a whole number.
+            ValueError: The list is empty, or the split points do not rise or are negative.
+            TypeError: An element is not a parameter, or a split point is not an integer.
         """
         if _check_parameters(parameters):
             raise TypeError("parameters: found param groups; give the parameters themselves.")
@@ -166,10 +166,10 @@ class ParameterProcess:
         return list(parameters)
 
     def fusion_index(self, parameters: Sequence[Tensor]) -> FusionIndex:
-        """Return the indices given so far, for code that packs gradients or deltas into collectives.
+        """Return the assigned indices, for code that packs gradients or deltas into collectives.
 
         Raises:
-            ValueError: A parameter was never given to :meth:`assign_parameter_group`.
+            ValueError: A parameter was never passed to :meth:`assign_parameter_group`.
         """
         missing = sum(param not in self._index for param in parameters)
         if missing:
@@ -181,10 +181,10 @@ class ParameterProcess:
     def generate_group_params(
         self, parameters: Sequence[Tensor], origin_params: Sequence[Tensor | Mapping[str, Any]]
     ) -> list[ParamGroup]:
-        """Rebuild param groups over a new parameter list, keeping each origin group's options.
+        """Rebuild param groups over a new list of parameters, with the options of the original groups.
 
-        A group none of whose parameters are left stays, empty. Parameters that are in no origin group form a last one
-        with the options of the group that has the most. ``order_params`` becomes the new list.
+        A group without remaining parameters is kept empty. Parameters that are in none of the original groups form a
+        last group, with the options of the group that has the most parameters. ``order_params`` becomes the new list.
 
         Raises:
             ValueError: A list is empty.
@@ -197,7 +197,7 @@ class ParameterProcess:
 
 
 def _check_parameters(parameters: Sequence[Any]) -> bool:
-    """Whether ``parameters`` is a list of groups; raises where it is neither that nor a list of parameters."""
+    """Whether ``parameters`` is a list of groups. Raise if it is neither that nor a list of parameters."""
     if isinstance(parameters, (str, Tensor)) or not isinstance(parameters, Sequence):
         raise TypeError(f"parameters: found {type(parameters).__name__}; give a list of parameters or of param groups.")
     if not parameters:
@@ -216,7 +216,7 @@ def _check_parameters(parameters: Sequence[Any]) -> bool:
 
 
 def _inside(points: Sequence[int], count: int) -> list[Any]:
-    """Leave out positions past the end at the end of a rising list; :class:`FusionIndex` refuses the rest."""
+    """Drop positions beyond the end of the list. :class:`FusionIndex` checks the rest."""
     kept = list(points)
     rising = all(type(point) is int for point in kept) and kept == sorted(set(kept))
     return [point for point in kept if point < count] if rising else kept

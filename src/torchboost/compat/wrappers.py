@@ -1,4 +1,4 @@
-"""Classes of the reference that wrap a network or an optimizer."""
+"""MindSpore's classes that wrap a network or an optimizer."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ __all__ = ["GradientAccumulation", "LessBN"]
 
 
 class LessBN(nn.Module):
-    """A network with fewer BatchNorm layers; see :func:`torchboost.remove_batch_norms` for what goes and what stays.
+    """A network with fewer BatchNorm layers. See :func:`torchboost.remove_batch_norms` for which ones are removed.
 
-    Unlike the reference, whose Python half only sets a flag, the layers are really gone; and only the last linear
-    layer of the network is normalised, with its bias kept.
+    The layers are removed here, whereas MindSpore's Python code only sets a flag. Only the last linear layer of the
+    network is normalised, and its bias is kept.
 
     Args:
-        network: Changed in place, then passed through to.
-        fn_flag: Replace the last linear layer by one between normalised rows.
-        keep: Which BatchNorm of a residual branch stays, the ``"last"`` or the ``"narrowest"``.
+        network: Changed in place. Calls are passed to it.
+        fn_flag: Replace the last linear layer by one that normalises its input and weight rows.
+        keep: Which BatchNorm of a residual branch is kept, the ``"last"`` or the ``"narrowest"``.
         keep_shortcut: Keep the BatchNorms of the shortcuts.
-        keep_every: In plain stacks keep one of so many.
-        blocks_per_norm: Keep a BatchNorm only in one of so many residual blocks.
-        optimizer: Follows the change. If one exists already and is not given, new parameters (the head's factor, biases
-            after folding) are announced by a ``NoEffectWarning``, since it does not train them.
-        sample: Input to trace the network with; guessed where missing.
+        keep_every: In stacks without shortcuts, keep one BatchNorm out of so many.
+        blocks_per_norm: Keep a BatchNorm in only one out of so many residual blocks.
+        optimizer: Its groups follow the change. If an optimizer exists but is not passed, it does not train new
+            parameters (the head's factor, biases after folding), and a ``NoEffectWarning`` names them.
+        sample: Input to trace the network with. Guessed if missing.
 
     Attributes:
         network: The network.
-        report: What was found, removed and kept.
+        report: Which BatchNorms were found, removed and kept.
 
     Raises:
-        IncompatibleError: The network is wrapped, sharded or compiled already.
+        IncompatibleError: The network is already wrapped, sharded or compiled.
 
     Example:
         >>> import torch, torchboost
@@ -72,24 +72,24 @@ class LessBN(nn.Module):
         self.network = network
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the network returns."""
+        """Return the output of the network."""
         return self.network(*args, **kwargs)
 
 
 class GradientAccumulation(GradientWindow):
-    """Collects gradients that are handed over, and updates with their mean once ``max_accumulation_step`` are there.
+    """Collect gradients that the caller passes, and update with their mean after ``max_accumulation_step`` calls.
 
-    See :class:`~torchboost.algorithms.accumulation.gradient_window.GradientWindow`, under MindSpore's name. Where the
+    This is :class:`~torchboost.algorithms.accumulation.gradient_window.GradientWindow` under MindSpore's name. If the
     loop itself calls ``backward()``, :class:`~torchboost.Accumulator` does the same without a second copy of the
     gradients.
 
     Args:
-        max_accumulation_step: Calls per update, 1 or more.
-        optimizer: Steps once per window, so hooks and schedulers on it follow the updates.
+        max_accumulation_step: Number of calls per update, at least 1.
+        optimizer: Steps once per window, so its hooks and schedulers follow the updates.
 
     Raises:
         TypeError: ``optimizer`` is not an optimizer.
-        ValueError: ``max_accumulation_step`` is not an integer of 1 or more.
+        ValueError: ``max_accumulation_step`` is not an integer of at least 1.
 
     Example:
         >>> import torch, torchboost

@@ -1,4 +1,4 @@
-"""The contract that every algorithm keeps: read this package to write one.
+"""The contract of an algorithm. Read this package before you write one.
 
 The names are listed in ``__init__.pyi`` and load on first use.
 """

@@ -1,8 +1,7 @@
-"""The four nouns of the library, but for the plan: algorithm, target, attachment, and all attachments together.
+"""The terms of the library, except the plan: algorithm, target, attachment, and all attachments together.
 
-An algorithm is a frozen value with two verbs. ``transform`` changes a model once, before it is wrapped,
-sharded or compiled; ``attach`` hooks into a loop that is about to run and returns something that can be
-removed and checkpointed.
+An algorithm is a frozen value with two methods. ``transform`` changes a model once, before it is wrapped, sharded or
+compiled. ``attach`` hooks into a training loop and returns an attachment, which can be removed and checkpointed.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What the rest of the library must know about an algorithm without knowing the algorithm.
+    """What the rest of the library must know about an algorithm.
 
     Args:
-        order: Attach order, lower first; hooks fire in attach order.
+        order: Attach order, lower first. Hooks run in attach order.
         replaces_optimizer: Whether ``attach`` puts another optimizer into the target.
         brings_scaler: Whether ``attach`` puts a scaler into the target.
-        alone: Whether no other algorithm can work together with this one.
+        alone: Whether the algorithm excludes all others.
     """
 
     order: int = 50
@@ -54,8 +53,8 @@ class Traits:
 class Scaler(Protocol):
     """The part of ``torch.amp.GradScaler`` that a training step uses.
 
-    A scaler whose scale does not fall at each overflow says in an attribute ``overflowed`` whether the last
-    :meth:`update` followed one; of others a step takes a lower scale for an overflow.
+    If the scale does not fall at each overflow, an attribute ``overflowed`` must say whether the last :meth:`update`
+    followed an overflow. Without the attribute, a lower scale counts as an overflow.
     """
 
     def scale(self, outputs: Tensor) -> Tensor:
@@ -88,7 +87,7 @@ class Scaler(Protocol):
 
 
 class MicroSteps(Protocol):
-    """Several backward passes per update; ``ready`` says that the window is complete."""
+    """Several backward passes per update. ``ready`` says whether the window is complete."""
 
     ready: bool
 
@@ -97,11 +96,11 @@ class MicroSteps(Protocol):
         ...
 
     def share(self, loss: Tensor, count: float | None = None) -> Tensor:
-        """Return the part of a mean loss over ``count`` samples that goes into the update; once per micro-step."""
+        """Return the part of a mean loss over ``count`` samples that enters the update. Call it once per micro-step."""
         ...
 
     def flush(self) -> bool:
-        """Complete a window that is not full; return whether there is anything to update with."""
+        """Complete a partial window. Return whether it holds any gradients."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -115,21 +114,21 @@ class MicroSteps(Protocol):
 
 @dataclass(slots=True)
 class Target:
-    """The handles of one training loop. Algorithms may exchange them; the loop reads them.
+    """The handles of one training loop. Algorithms may replace them; the loop reads them.
 
     Args:
-        model: The module that is called in the loop, wrapped or not.
-        optimizer: The optimizer whose ``step`` the loop calls. If it wraps another one and calls no hooks itself, as
-            ``AcceleratedOptimizer`` does, algorithms attach to the one inside.
-        scaler: A ``GradScaler`` or anything with its protocol; None trains without loss scaling.
-        accumulator: Several backward passes per update; None updates after every one.
-        topology: Ranks of the job.
-        seed: Source of every random decision of an algorithm; must be the same on every rank.
-        scaler_follows: Whether an algorithm that is being attached will bring a scaler; :func:`attach_all` sets it.
+        model: The module that the loop calls, wrapped or not.
+        optimizer: The optimizer whose ``step`` the loop calls. If it wraps another one and does not call hooks itself,
+            like ``AcceleratedOptimizer``, algorithms attach to the inner one.
+        scaler: A ``GradScaler`` or an object with its methods; None without loss scaling.
+        accumulator: Several backward passes per update; None updates after each backward pass.
+        topology: The ranks of the job.
+        seed: Seed of all random decisions of algorithms. Must be the same on every rank.
+        scaler_follows: Whether an algorithm that is being attached will add a scaler. Set by :func:`attach_all`.
 
     Raises:
-        TypeError: Not a module, not an optimizer, or not a scaler.
-        IncompatibleError: The optimizer calls no hooks and wraps no other one.
+        TypeError: An argument is not a module, an optimizer or a scaler.
+        IncompatibleError: The optimizer does not call hooks and does not wrap another optimizer.
     """
 
     model: nn.Module
@@ -148,7 +147,7 @@ class Target:
 
 
 class Removable(Protocol):
-    """Whatever a registration returns: ``torch.utils.hooks.RemovableHandle``, an attachment."""
+    """The result of a registration, such as ``torch.utils.hooks.RemovableHandle`` or an attachment."""
 
     def remove(self) -> None:
         """Undo the registration."""
@@ -156,10 +155,10 @@ class Removable(Protocol):
 
 
 class Attachment:
-    """A live effect on a target; usable as a context manager that removes it at the end.
+    """An active effect on a target. As a context manager, it is removed at the end.
 
     Args:
-        *handles: Removed, last first, by :meth:`remove`.
+        *handles: Removed by :meth:`remove`, in reverse order.
         undo: Called after the handles are removed.
     """
 
@@ -168,16 +167,16 @@ class Attachment:
         self._undo = undo
 
     def with_undo(self, undo: Callable[[], None]) -> Self:
-        """Let :meth:`remove` call ``undo`` too, before what it does already."""
+        """Let :meth:`remove` call ``undo`` too, before everything else."""
         self._handles.append(Attachment(undo=undo))
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs to continue; empty where settings and step say it all."""
+        """Return what a checkpoint needs. Empty if the settings and the step number are enough."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned."""
+        """Load what :meth:`state_dict` returned."""
         if state:
             raise ValueError(
                 f"{type(self).__name__} keeps no state, found keys {sorted(state)}; "
@@ -185,7 +184,7 @@ class Attachment:
             )
 
     def remove(self) -> None:
-        """Take the effect away. A second call does nothing."""
+        """Remove the effect. A second call does nothing."""
         while self._handles:
             self._handles.pop().remove()
         undo, self._undo = self._undo, None
@@ -200,21 +199,21 @@ class Attachment:
 
 
 class Algorithm:
-    """One method, as a value. Subclasses are frozen dataclasses and override one verb or both."""
+    """A training method, as a value. Subclasses are frozen dataclasses that override ``transform`` or ``attach``."""
 
     name: ClassVar[str]
     traits: ClassVar[Traits] = Traits()
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
-        """Say why this algorithm would change nothing for this model and optimizer; None where it has work to do."""
+        """Return why this algorithm would change nothing for this model and optimizer; None if it would."""
         return None
 
     def needs_transform(self, model: nn.Module) -> bool:
-        """Whether :meth:`transform` would change ``model``; false once it has been transformed."""
+        """Whether :meth:`transform` would change ``model``. False after it was transformed."""
         return False
 
     def applied(self, model: nn.Module) -> bool:
-        """Whether ``model`` shows that :meth:`transform` has changed it; a plan then lists the algorithm as on."""
+        """Whether :meth:`transform` has changed ``model``. If so, a plan lists the algorithm as on."""
         return False
 
     def transform(self, model: nn.Module, optimizer: Optimizer | None = None) -> Attachment | None:
@@ -222,22 +221,22 @@ class Algorithm:
 
         Args:
             model: Changed in place.
-            optimizer: Rebound to parameters that were replaced; None where it does not exist yet.
+            optimizer: Its groups follow parameters that are replaced. None if it does not exist yet.
 
         Returns:
-            Its ``remove()`` gives back what was there before; None if that is impossible.
+            An attachment whose ``remove()`` restores the model; None if the change cannot be undone.
         """
 
     def check(self, target: Target) -> None:
-        """Raise :class:`IncompatibleError` where :meth:`attach` would; called before anything is changed."""
+        """Raise :class:`IncompatibleError` if :meth:`attach` would. Called before anything is changed."""
 
     def attach(self, target: Target) -> Attachment:
-        """Hook into a loop that is about to run."""
+        """Hook into the training loop of ``target``."""
         return Attachment()
 
 
 class Attached:
-    """Everything attached together: one checkpoint, one removal in reverse order."""
+    """All attachments of one call, with one checkpoint and one removal."""
 
     def __init__(self, algorithms: Iterable[Algorithm] = (), attachments: Iterable[Attachment] = ()) -> None:
         self._entries = {a.name: (a, live) for a, live in zip(algorithms, attachments, strict=True)}
@@ -255,7 +254,7 @@ class Attached:
         return len(self._entries)
 
     def describe(self) -> str:
-        """Return one line per algorithm, in the order in which the hooks fire."""
+        """Return one line per algorithm, in the order in which the hooks run."""
         if not self._entries:
             return "nothing attached"
         return "\n".join(f"{i}. {a!r}" for i, (a, _) in enumerate(self._entries.values(), start=1))
@@ -267,12 +266,12 @@ class Attached:
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Load what :meth:`state_dict` returned.
 
-        Algorithms without a state may differ: which of them are attached depends on what is left to do (a transformed
-        model, an optimizer that was loaded with ``fused=True``).
+        Algorithms without a state may differ, because some attach only if they have work to do. Examples are a model
+        that is already transformed and an optimizer that was loaded with ``fused=True``.
 
         Raises:
-            ValueError: The checkpoint holds the state of an algorithm that is not attached, or one that is attached
-                and has a state is not in it; nothing was loaded.
+            ValueError: The checkpoint holds the state of an algorithm that is not attached, or it lacks the state of an
+                attached algorithm. Nothing is loaded.
         """
         own = self.state_dict()
         extra = sorted(name for name in state if state[name] and name not in own)
@@ -294,7 +293,7 @@ class Attached:
             raise
 
     def remove(self) -> None:
-        """Remove every attachment, last attached first. A second call does nothing."""
+        """Remove all attachments in reverse order. A second call does nothing."""
         for _, live in reversed(self._entries.values()):
             live.remove()
         self._entries = {}
@@ -307,18 +306,18 @@ class Attached:
 
 
 def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> Attached:
-    """Sort by ``traits.order``, check conflicts and the wrapping of the model, transform where needed, attach.
+    """Check the algorithms against each other and the target, transform the model if needed, and attach all of them.
 
-    Either everything is attached or nothing is: every algorithm may refuse before the first one changes anything
-    (:meth:`Algorithm.check`), and if one fails later, those before it are removed. A transform that cannot be undone
-    stays. What is transformed here, and not before by ``plan.transform``, is undone by
-    ``remove()``.
+    The order is that of ``traits.order``. Either all algorithms are attached or none: each one is checked before the
+    first one changes anything (:meth:`Algorithm.check`), and if one fails later, the ones before it are removed. A
+    transform that cannot be undone remains. ``remove()`` undoes the transforms that were done here, not those of
+    ``plan.transform``.
 
     Raises:
         TypeError: ``target`` is not a :class:`Target`.
-        IncompatibleError: Two algorithms exclude each other, one appears twice, one cannot work on this target, a
-            model that is already wrapped still needs a transformation, or one puts its own optimizer in the place of
-            one that is inside another.
+        IncompatibleError: Two algorithms exclude each other, an algorithm appears twice or cannot work on this target,
+            a model that is already wrapped still needs a transformation, or an algorithm would replace an optimizer
+            that is inside another one.
     """
     if not isinstance(target, Target):
         raise TypeError(
@@ -355,8 +354,8 @@ def _check_replacing(given: Optimizer, inner: Optimizer, chosen: list[Algorithm]
     replacing = [algorithm.name for algorithm in chosen if algorithm.traits.replaces_optimizer]
     if replacing and inner is not given:
         raise IncompatibleError(
-            f"'{replacing[0]}' puts an optimizer of its own in the place of yours, but yours is {type(given).__name__} "
-            f"around {type(inner).__name__}; attach to the inner one, then wrap target.optimizer."
+            f"'{replacing[0]}' replaces the optimizer, but the optimizer is a {type(given).__name__} "
+            f"around a {type(inner).__name__}. Attach to the inner one, then wrap target.optimizer."
         )
 
 
@@ -381,6 +380,6 @@ def _check_wrapping(model: nn.Module, chosen: list[Algorithm]) -> None:
         if algorithm.needs_transform(model):
             raise IncompatibleError(
                 f"'{algorithm.name}' changes the modules of the model, but the model is already wrapped by {wrapper}. "
-                "Call boost on the bare model and wrap or compile it afterwards; with a plan: plan.transform(model) on "
+                "Call boost on the bare model, then wrap or compile it; with a plan, call plan.transform(model) on "
                 "the bare model, then wrap it, then attach."
             )

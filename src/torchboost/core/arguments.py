@@ -1,4 +1,4 @@
-"""What every way in checks of its arguments before anything is changed."""
+"""Checks of arguments that every entry point makes before it changes anything."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SCALER = ("scale", "unscale_", "step", "update", "get_scale")
 
 
 def check_module(value: Any, name: str = "model") -> None:
-    """Raise ``TypeError`` unless ``value`` is a module; ``name`` is what the caller calls it."""
+    """Raise ``TypeError`` unless ``value`` is a module. ``name`` is the caller's name of the argument."""
     if not isinstance(value, nn.Module):
         raise TypeError(f"{name} must be a torch.nn.Module, found {_found(value)}.")
 
@@ -39,7 +39,7 @@ def check_optimizer(value: Any, name: str = "optimizer") -> None:
 
 
 def check_pair(model: Any, optimizer: Any, *, name: str = "model") -> None:
-    """Check both, and that the optimizer updates something of the model.
+    """Check a model and an optimizer, and that the optimizer holds a parameter of the model.
 
     Raises:
         TypeError: Not a module, or not an optimizer.
@@ -51,12 +51,12 @@ def check_pair(model: Any, optimizer: Any, *, name: str = "model") -> None:
     if held.isdisjoint(id(param) for param in model.parameters()):
         raise ValueError(
             f"none of the {len(held)} parameters of the optimizer belongs to the {name}, a {type(model).__name__}; "
-            f"build the optimizer from the parameters of this {name}, after they were last replaced."
+            f"build the optimizer from the current parameters of this {name}."
         )
 
 
 def check_scaler(value: Any) -> None:
-    """Raise ``TypeError`` unless ``value`` is None or has the methods of a ``GradScaler`` that a step calls."""
+    """Raise ``TypeError`` unless ``value`` is None or has the methods of ``GradScaler`` that a step calls."""
     if value is None:
         return
     missing = [name for name in _SCALER if not callable(getattr(value, name, None))]
@@ -65,7 +65,7 @@ def check_scaler(value: Any) -> None:
 
 
 def check_loss_fn(value: Any) -> None:
-    """Raise ``TypeError`` unless ``value`` is a function, or an object that is called like one."""
+    """Raise ``TypeError`` unless ``value`` can be called and is not a class of losses."""
     if not callable(value):
         raise TypeError(f"loss_fn must be a function of outputs and targets, found {_found(value)}.")
     if isinstance(value, type):
@@ -73,12 +73,12 @@ def check_loss_fn(value: Any) -> None:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether ``value`` is an ``int``, which True and False are not taken for."""
+    """Whether ``value`` is an ``int`` other than True and False."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a real number, which True and False are not taken for."""
+    """Whether ``value`` is a real number other than True and False."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -98,7 +98,7 @@ def check_number(name: str, value: Any, *, above: bool = False) -> None:
         raise TypeError(f"{name}: found {value!r}; give {allowed}.")
     try:
         number = float(value)
-    except OverflowError:  # a whole number beyond the floats
+    except OverflowError:  # an integer beyond the range of floats
         number = math.inf
     if not math.isfinite(number) or number < 0 or (above and number == 0):
         raise ValueError(f"{name}: found {value!r}; give {allowed}.")

@@ -1,4 +1,4 @@
-"""Over which ranks a wrapped model averages its gradients, as AdaSum across nodes needs to know."""
+"""Find the ranks over which a wrapped model averages its gradients. AdaSum across nodes needs them."""
 
 from __future__ import annotations
 
@@ -16,38 +16,39 @@ __all__ = ["check_mesh", "check_ranks", "data_parallel", "only_ddp", "sharded_un
 
 
 def data_parallel(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the DDP wrapper of a model as the loop calls it, or the one inside it, as in ``WithLoss(DDP(model))``.
+    """Return the DDP wrapper that a model is or contains, as in ``WithLoss(DDP(model))``; None without one.
 
     Raises:
-        IncompatibleError: FSDP1 or ``DataParallel``, whose exchange of gradients cannot be replaced; several DDPs.
+        IncompatibleError: The model is wrapped by FSDP1 or ``DataParallel``, whose gradient exchange cannot be
+            replaced, or it contains several DDPs.
     """
     outer = model.get_submodule("_orig_mod") if wrapper_of(model) == "torch.compile" else model
     wrapper = wrapper_of(outer)
     if wrapper == "FullyShardedDataParallel" or isinstance(outer, DataParallel):
         raise IncompatibleError(
-            f"the model is wrapped by {wrapper}, which this does not know; use DistributedDataParallel or fully_shard "
+            f"the model is wrapped by {wrapper}, which is not supported; use DistributedDataParallel or fully_shard "
             "(FSDP2)."
         )
     return only_ddp(outer)
 
 
 def only_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the DDP wrapper that a model is, or that is inside it.
+    """Return the only DDP wrapper among a model and its modules; None without one.
 
     Raises:
-        IncompatibleError: There are several, which may average over different ranks and at different passes.
+        IncompatibleError: There are several. They may average over different ranks and in different passes.
     """
     found = {name: module for name, module in model.named_modules() if isinstance(module, DistributedDataParallel)}
     if len(found) > 1:
         names = " and ".join(repr(name or "the model itself") for name in found)
         raise IncompatibleError(
-            f"{len(found)} modules are wrapped by DistributedDataParallel, {names}; wrap the whole model in one."
+            f"{len(found)} modules are wrapped by DistributedDataParallel, {names}; wrap the whole model once."
         )
     return next(iter(found.values()), None)
 
 
 def check_ranks(ddp: DistributedDataParallel, wanted: range, advice: str) -> None:
-    """Raise :class:`IncompatibleError` unless DDP averages over just these ranks; ``advice`` says what to do."""
+    """Raise :class:`IncompatibleError` unless DDP averages over exactly these ranks. ``advice`` says what to do."""
     found = sorted(dist.get_process_group_ranks(ddp.process_group))
     if found != list(wanted):
         raise IncompatibleError(f"DistributedDataParallel averages the gradients over {len(found)} ranks; {advice}")
@@ -57,7 +58,7 @@ def check_mesh(model: nn.Module, topology: Topology) -> bool:
     """Return whether FSDP2 shards the model.
 
     Raises:
-        IncompatibleError: It does so over other ranks than those of the node, or leaves parameters out.
+        IncompatibleError: The mesh is not that of the node's ranks, or some parameters are not sharded.
     """
     meshes: dict[str, Any] = {n: getattr(p, "device_mesh", None) for n, p in unwrap(model).named_parameters()}
     if all(mesh is None for mesh in meshes.values()):
@@ -66,18 +67,18 @@ def check_mesh(model: nn.Module, topology: Topology) -> bool:
         if mesh is None or mesh.ndim != 1 or sorted(mesh.mesh.flatten().tolist()) != list(topology.node):
             found = "is not sharded" if mesh is None else f"lies on a mesh of shape {tuple(mesh.shape)}"
             raise IncompatibleError(
-                f"the parameter '{name}' {found}, but FSDP2 must shard and average over the ranks of the node alone, "
-                "as AdaSum takes the place of the mean over nodes; give fully_shard a mesh of one dimension over the "
+                f"the parameter '{name}' {found}, but FSDP2 must shard and average over the ranks of the node only, "
+                "because AdaSum replaces the mean over nodes. Pass fully_shard a one-dimensional mesh over the "
                 f"{topology.devices_per_node} ranks of a node."
             )
     return True
 
 
 def sharded_units(model: nn.Module) -> dict[str, Any]:
-    """Return by name the FSDP2 modules that have parameters of their own.
+    """Return the FSDP2 modules that own parameters, by name.
 
     Raises:
-        IncompatibleError: One of them has an all-reduce hook already, or parameters on several meshes.
+        IncompatibleError: A module already has an all-reduce hook, or its parameters are on several meshes.
     """
     units = {}
     for name, module in unwrap(model).named_modules():
@@ -87,8 +88,8 @@ def sharded_units(model: nn.Module) -> dict[str, Any]:
         groups = module._get_fsdp_state()._fsdp_param_groups  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         if len(groups) > 1 or any(group._all_reduce_hook is not None for group in groups):
             raise IncompatibleError(
-                f"the FSDP2 unit '{name or 'root'}' has an all-reduce hook already, or parameters on several meshes; "
-                "take the hook away with set_all_reduce_hook(None), or use on='delta'."
+                f"the FSDP2 unit '{name or 'root'}' already has an all-reduce hook, or parameters on several meshes; "
+                "remove the hook with set_all_reduce_hook(None), or use on='delta'."
             )
         if groups:
             units[name or "root"] = module

@@ -1,4 +1,4 @@
-"""Optimizers that look at the loss again while they step, and the forward pass they repeat."""
+"""Optimizers that evaluate the loss again during a step, and the forward pass that they repeat."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["ClosureOptimizer", "Replay", "after_closure"]
 def after_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Call ``act`` when the gradients of a step are there: now, or after the closure that makes them inside ``step``.
+    """Call ``act`` when the gradients of a step exist: now, or after the closure that computes them inside ``step``.
 
-    For step pre-hooks of optimizers, whose arguments these are and whose result this is.
+    For step pre-hooks of optimizers: it takes their arguments and returns their result.
 
     Args:
-        args: The optimizer, and what ``step`` was called with.
-        kwargs: The same by name.
+        args: The optimizer and the positional arguments of ``step``.
+        kwargs: The keyword arguments of ``step``.
         act: Called once without a closure, and after every call of a closure.
 
     Returns:
-        The arguments with the closure covered; None without one.
+        The arguments with the closure wrapped; None without a closure.
     """
     named = kwargs.get("closure")
     closure = named if named is not None else next((value for value in args[1:] if callable(value)), None)
@@ -46,24 +46,24 @@ def after_closure(
 class ClosureOptimizer(Optimizer):
     """An optimizer whose ``step`` needs a function that returns the loss of the batch, without a backward pass.
 
-    :class:`~torchboost.core.step.TrainStep` computes loss and gradients as always, then calls
-    ``step(closure)`` with a :class:`Replay`.
+    :class:`~torchboost.core.step.TrainStep` computes the loss and the gradients as usual, then calls ``step(closure)``
+    with a :class:`Replay`.
     """
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update; ``closure`` is called under ``no_grad`` after the weights were moved on trial."""
+        """Update the weights. ``closure`` is called under ``no_grad`` after each trial move of the weights."""
         raise NotImplementedError
 
 
 class Replay:
-    """Repeats a forward pass with the random numbers of the first time, so that dropout drops the same.
+    """Repeats a forward pass with the same random numbers, so that dropout drops the same entries.
 
     Args:
         forward: Returns the loss.
-        device: Whose generator is used besides that of the host.
+        device: The device whose generator is restored in addition to the host's.
 
     Attributes:
-        loss: What the first pass returned, detached; None before it.
+        loss: The detached loss of the first pass; None before it.
     """
 
     def __init__(self, forward: Callable[[], Tensor], device: torch.device) -> None:
@@ -75,11 +75,11 @@ class Replay:
         self.loss: Tensor | None = None
 
     def first(self) -> Tensor:
-        """Run the pass, with autograd, and remember where the generators stood.
+        """Run the pass with autograd, and save the states of the generators.
 
         Raises:
-            TypeError: It returns no tensor.
-            ValueError: It returns more than one number, or one without a gradient.
+            TypeError: The pass does not return a tensor.
+            ValueError: The pass returns more than one number, or a number without a gradient.
         """
         self._note_generators()
         torch.clear_autocast_cache()
@@ -94,10 +94,10 @@ class Replay:
         return loss
 
     def backward(self, parameters: Sequence[Tensor]) -> None:
-        """Run the pass and its backward pass, with gradients that begin at None.
+        """Run the pass and its backward pass. Gradients start at None.
 
         Raises:
-            TypeError, ValueError: As :meth:`first`; or the closure ran the backward pass itself.
+            TypeError, ValueError: As for :meth:`first`; also if the closure ran the backward pass itself.
         """
         for parameter in parameters:
             parameter.grad = None
@@ -105,14 +105,14 @@ class Replay:
             loss = self.first()
             if any(parameter.grad is not None for parameter in parameters):
                 raise ValueError(
-                    "the closure called backward(), as one for torch.optim.LBFGS does; it must only return the loss, "
-                    "which is looked at several times."
+                    "the closure called backward(), as for torch.optim.LBFGS; it must only return the loss, "
+                    "which is evaluated several times."
                 )
             with torch.autocast(self._device.type, enabled=False):  # backward ops take the precisions of the forward
                 loss.backward()
 
     def told(self, loss: Tensor) -> None:
-        """Take the loss of a first pass that others ran; the random numbers are those from here on."""
+        """Take the loss of a first pass that the caller ran. Later passes use the random numbers from here on."""
         self._note_generators()
         self.loss = loss.detach()
 
@@ -121,11 +121,11 @@ class Replay:
         self._generators += [torch.get_device_module(d).get_rng_state(d) for d in self._devices]
 
     def __call__(self) -> Tensor:
-        """Return the loss again; the generators are left as they are."""
+        """Return the loss of another pass. The states of the generators are restored afterwards."""
         with torch.random.fork_rng(self._devices, device_type=self._kind):
             torch.set_rng_state(self._generators[0])
             for device, state in zip(self._devices, self._generators[1:], strict=True):
                 torch.get_device_module(device).set_rng_state(state, device)
-            # Where autocast surrounds the step it keeps casts of the weights from before they were moved.
+            # If autocast surrounds the step, its cache holds casts of the weights from before the move.
             torch.clear_autocast_cache()
             return self._forward()

@@ -1,4 +1,4 @@
-"""Exchange the tensors inside what a forward pass returns; what holds them stays what it is."""
+"""Replace the tensors inside the output of a forward pass, whatever containers hold them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["with_tensors"]
 
 
 def with_tensors(value: Any, change: Callable[[Tensor], Tensor], strange: Callable[[Any], None] | None = None) -> Any:
-    """Return ``value`` with ``change`` applied to the tensors in it, however nested.
+    """Return ``value`` with ``change`` applied to all tensors in it.
 
-    Mappings, sequences, named tuples, the tuples that torch returns and dataclasses are looked into. They are copied
-    and not built again: constructors and ``__post_init__`` do not run, attributes stay. Where nothing changes, the
-    object itself is returned, and so is one that is of another kind or cannot be copied.
+    Nested mappings, sequences, named tuples, torch's return types and dataclasses are searched. They are copied, not
+    constructed: constructors and ``__post_init__`` do not run, and attributes are kept. If nothing changes, the object
+    itself is returned. Objects of other types and objects that cannot be copied are returned unchanged.
 
     Args:
         value: A tensor, or anything else.
-        change: Returns the tensor itself where it has nothing to change.
-        strange: Called with what is of another kind or cannot be copied; it may raise a ``RuntimeError``.
+        change: Returns the new tensor, or the same one if it has nothing to change.
+        strange: Called with objects of other types and objects that cannot be copied. It may raise a ``RuntimeError``.
     """
     if isinstance(value, Tensor):
         return change(value)
@@ -38,7 +38,7 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor], strange: Callab
             return _filled(value, value.items(), inner)
         if isinstance(value, MutableSequence):
             return _filled(value, enumerate(value), inner)
-    except (TypeError, ValueError, AttributeError):  # a class with rules of its own
+    except (TypeError, ValueError, AttributeError):  # a class with special rules
         pass
     if strange is not None:
         strange(value)
@@ -69,7 +69,7 @@ def _record(value: Any, inner: Callable[[Any], Any]) -> Any:
     changed = {name: entry for name, entry in changed.items() if entry is not held[name]}
     if not changed:
         return value
-    if torch.compiler.is_compiling():  # the compiler follows this, not the copy of any class
+    if torch.compiler.is_compiling():  # the compiler can trace this, but not copy.copy of any class
         return dataclasses.replace(value, **changed)
     made = copy.copy(value)
     for name, entry in changed.items():
@@ -81,7 +81,7 @@ def _record(value: Any, inner: Callable[[Any], Any]) -> Any:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return what a dataclass holds besides its fields, such as what ``__post_init__`` has made of them."""
+    """Return the attributes of a dataclass that are not fields, such as those set by ``__post_init__``."""
     return {} if isinstance(value, MutableMapping) else getattr(value, "__dict__", {})
 
 

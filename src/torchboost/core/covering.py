@@ -1,4 +1,4 @@
-"""Cover the ``forward`` of one module instance by a function of ours, and give it back."""
+"""Wrap the ``forward`` of one module instance, and unwrap it again."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from torchboost.core.algorithm import Attachment
 __all__ = ["Around", "cover_forward", "own_forward", "uncover_copy"]
 
 Forward = Callable[..., Any]
-"""Takes the module first, like a function in a class."""
+"""Takes the module as its first argument, like a function in a class."""
 Around = Callable[[Forward, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-"""``around(forward, module, args, kwargs)`` calls ``forward(module, *args, **kwargs)``, or something in its place."""
+"""``around(forward, module, args, kwargs)`` calls ``forward(module, *args, **kwargs)``, or something else instead."""
 _COVER = "torchboost_cover"
-"""Entry of a covering function's own dictionary that holds its :class:`_Cover`."""
+"""Entry of a covering function's ``__dict__`` that holds its :class:`_Cover`."""
 _OWN = "_forward_under_torchboost"
-"""Attribute of a covered module: the forwards that somebody else set on it, by their ``id`` at that time. A copy of the
-module has copies: a method of another object is one of the copy of that object, as if nothing were covered."""
+"""Attribute of a covered module: the forwards that the user set on it, by their ``id`` at that time. A deep copy of the
+module copies them too, so that a method of another object becomes a method of the copy of that object."""
 _REPLICATE = "_replicate_for_data_parallel"
-"""The method of modules that ``DataParallel`` calls for a replica: a copy of the attributes, ``forward`` among them."""
+"""The method of modules that ``DataParallel`` calls for a replica. It copies the attributes, including ``forward``."""
 
 
 @dataclass(slots=True, eq=False)
 class _Cover:
-    """How a covering function stands between its neighbours.
+    """The neighbours of a covering function.
 
     Args:
-        under: One entry, what it calls. A list, because closures share it and compiled graphs guard on it.
+        under: One entry, the function that it calls. A list, because closures share it and compiled graphs guard on it.
         beneath: The covering function under it, or None.
-        own: The user's own ``forward`` of the instance under the lowest cover; None where that of the class is.
+        own: The user's ``forward`` of the instance, under the lowest cover; None if the class's ``forward`` is there.
     """
 
     under: list[Forward]
@@ -43,22 +43,22 @@ class _Cover:
 
 
 def cover_forward(model: nn.Module, around: Around, *, innermost: bool = False) -> Attachment:
-    """Let ``around`` stand between the callers of ``model.forward`` and the forward of this one instance.
+    """Call ``around`` whenever ``model.forward`` is called, for this one instance.
 
-    Hooks, wrappers, ``torch.compile`` before or after, copies and pickles go on as before. A deep copy of the model
-    is covered too, by the same function, and calls it with itself as the module; :func:`uncover_copy` frees it. The
-    replicas of ``DataParallel`` compute with their own weights.
+    Hooks, wrappers, ``torch.compile`` before or after, copies and pickles still work. A deep copy of the model is
+    covered by the same function, which then receives the copy as the module; :func:`uncover_copy` uncovers the copy.
+    The replicas of ``DataParallel`` compute with their own weights.
 
     Args:
-        model: Gets an instance attribute ``forward``, and one that makes its replicas.
-        around: Called in place of ``forward``.
-        innermost: Slide beneath the covers that are there already, next to the forward of the class.
+        model: Gets an instance attribute ``forward``, and another one that makes its replicas.
+        around: Called instead of ``forward``.
+        innermost: Insert the cover under all existing covers, next to the class's forward.
 
     Returns:
-        Its ``remove()`` gives the covered ``forward`` back, also after the model was covered again: whoever holds on
-        to the cover, calls through it from then on.
+        An attachment whose ``remove()`` restores ``forward``, even if the model was covered again in the meantime.
+        Afterwards the removed cover only calls what is under it.
     """
-    # Whoever covers this forward in turn keeps calling it after remove(): from then on it only passes through.
+    # Code that wrapped this forward still calls it after remove(). Then it only calls what is under it.
     live = [True]
     under: list[Forward] = []
 
@@ -67,7 +67,7 @@ def cover_forward(model: nn.Module, around: Around, *, innermost: bool = False) 
             return under[0](self, *args, **kwargs)
         return around(under[0], self, args, kwargs)
 
-    # Tools read the signature of forward, for instance to choose the columns of a data set.
+    # Tools read the signature of forward, for example to choose the columns of a data set.
     covering: Any = functools.update_wrapper(forward, type(model).forward)
     top = _top(model)
     if innermost and top is not None:
@@ -94,7 +94,7 @@ def cover_forward(model: nn.Module, around: Around, *, innermost: bool = False) 
 
 
 def own_forward(model: nn.Module) -> Any:
-    """Return the ``forward`` that somebody else set on this instance, under all covers; None without one."""
+    """Return the ``forward`` that the user set on this instance, under all covers; None without one."""
     function = _top(model)
     if function is None:
         return vars(model).get("forward")
@@ -102,9 +102,9 @@ def own_forward(model: nn.Module) -> Any:
 
 
 def uncover_copy(model: nn.Module) -> None:
-    """Give every module in a deep copy of a covered model the forward that was covered.
+    """Uncover every module in a deep copy of a covered model.
 
-    The attachments belong to the model that was copied; their ``remove()`` does not reach the copy.
+    The attachments belong to the original model. Their ``remove()`` does not change the copy.
     """
     for module in model.modules():
         function = _top(module)
@@ -114,9 +114,9 @@ def uncover_copy(model: nn.Module) -> None:
 
 
 def _replicate_for_data_parallel(model: nn.Module) -> nn.Module:
-    """Make a replica, as ``DataParallel`` does for each device, whose forward is its own and not that of the model.
+    """Make a replica for ``DataParallel`` whose forward is bound to the replica, not to the model.
 
-    A pickle refers to the method of a module by its name, which is why this function has the same.
+    A pickle refers to a module's method by name, so this function must have the same name.
     """
     replica = type(model)._replicate_for_data_parallel(model)
     function = _top(model)
@@ -136,7 +136,7 @@ def _cover(function: Any) -> _Cover:
 
 
 def _top(model: nn.Module) -> Any:
-    """The function that covers the model last, if it is one of ours."""
+    """Return the outermost covering function of the model; None without one."""
     function = getattr(vars(model).get("forward"), "__func__", None)
     return function if isinstance(function, types.FunctionType) and _COVER in vars(function) else None
 
@@ -148,7 +148,7 @@ def _lowest(function: Any) -> _Cover:
 
 
 def _own(model: nn.Module, own: Any) -> Any:
-    """What the user's ``forward`` of a covered instance is in a copy of it; itself in that instance."""
+    """Return the user's ``forward`` of a covered instance, or its copy if ``model`` is a copy of that instance."""
     return vars(model).get(_OWN, {}).get(id(own), own)
 
 
@@ -157,7 +157,7 @@ def _call_own(own: Any, model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _put_back(model: nn.Module, own: Any) -> None:
-    """Give the instance its own ``forward``, or that of its class, in place of the covers."""
+    """Replace the covers by the instance's own ``forward``, or by that of its class."""
     del model.forward
     if own is not None:
         model.forward = _own(model, own)

@@ -1,4 +1,4 @@
-"""Say so if the forward that an algorithm acts through is not the one that is trained."""
+"""Warn if the loop does not call the forward that an algorithm acts on."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["ForwardWatch"]
 
 
 class ForwardWatch(Attachment):
-    """Warns after the first update if the forward of a model was not called until then.
+    """Warns after the first update if the model's forward was not called before it.
 
-    A loop may call a part of the model instead, as a ``training_step`` that calls ``self.net(x)`` does; whatever acts
-    as the model is entered then does nothing.
+    A loop may call a part of the model instead, such as a ``training_step`` that calls ``self.net(x)``. An algorithm
+    that acts in the model's own forward then has no effect.
 
     Args:
-        name: Of the algorithm.
-        model: What was given to it.
-        optimizer: Whose first update with gradients other than zero counts.
+        name: Name of the algorithm.
+        model: The model that the algorithm acts on.
+        optimizer: The optimizer of the model. Its first update with nonzero gradients counts.
 
     Attributes:
-        called: Whether the forward was called; set by who covers it.
+        called: Whether the forward was called. Set by the function that covers it.
     """
 
     def __init__(self, name: str, model: nn.Module, optimizer: Optimizer) -> None:
@@ -48,7 +48,7 @@ class ForwardWatch(Attachment):
     def _warn(self) -> None:
         such = f" (here one of {', '.join(self._parts[:4])})" if self._parts else ""
         warnings.warn(
-            f"{self._name} had no effect: there was an update, but {self._kind} itself was not called before it. Give "
+            f"{self._name} had no effect: there was an update, but {self._kind} itself was not called before it. Pass "
             f"the module that the training step calls{such}, or call the {self._kind}.",
             NoEffectWarning,
             stacklevel=2,
@@ -56,6 +56,6 @@ class ForwardWatch(Attachment):
 
 
 def _moves(optimizer: Optimizer) -> bool:
-    """Whether there is a gradient: checkpoint functions of torch step with zeros to find out about the state."""
+    """Whether a gradient is nonzero. torch's checkpoint functions step with zeros to create the optimizer's state."""
     grads = (param.grad for group in optimizer.param_groups for param in group["params"])
     return any(bool((grad.coalesce().values() if grad.is_sparse else grad).any()) for grad in grads if grad is not None)

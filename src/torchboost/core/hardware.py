@@ -1,4 +1,4 @@
-"""What the hardware is fast at, as far as an algorithm depends on it."""
+"""Properties of the hardware that algorithms depend on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["device_fault", "half_precision_is_fast"]
 
 
 def device_fault(device: torch.device | str) -> str | None:
-    """Return in one line why no tensor can be put on ``device`` here; None where one can."""
+    """Return in one line why ``device`` cannot hold a tensor; None if it can."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -17,13 +17,13 @@ def device_fault(device: torch.device | str) -> str | None:
 
 
 def half_precision_is_fast(device: torch.device | str) -> bool:
-    """Whether ``device`` has instructions for bfloat16, so that autocast saves time instead of costing some.
+    """Whether ``device`` has instructions for bfloat16, so that autocast saves time.
 
     CPU: AVX512-BF16 or AMX, with oneDNN in this build of torch. CUDA: compute capability 8.0 or newer (on ROCm
-    every supported device). Everything else, MPS and ARM included, was never measured and counts as slow.
+    every supported device). Other devices, including MPS and ARM, were not measured and count as slow.
 
     Args:
-        device: A device or its name; ``"cuda"`` asks for the current one.
+        device: A device or its name. ``"cuda"`` means the current CUDA device.
 
     Example:
         >>> import torch
@@ -32,7 +32,7 @@ def half_precision_is_fast(device: torch.device | str) -> bool:
     """
     device = torch.device(device)
     if device.type == "cpu":
-        # Older versions of torch cannot be asked: then nothing is promised.
+        # Older versions of torch do not report capabilities. They count as slow.
         capabilities = getattr(torch.cpu, "get_capabilities", dict)()
         fast = capabilities.get("avx512_bf16", False) or capabilities.get("amx_bf16", False)
         return bool(fast) and torch.backends.mkldnn.is_available()

@@ -1,4 +1,4 @@
-"""Objects that the caller did not hand over, found among all that this process holds."""
+"""Find objects of a class among all objects of this process."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Kind = TypeVar("Kind")
 
 
 def living(kind: type[Kind]) -> list[Kind]:
-    """Find the objects of a class, wherever in this process they are.
+    """Return all objects of a class in this process.
 
-    The last resort, for two questions that torch does not answer: which optimizers hold a parameter, and which wrapper
-    holds an optimizer. No hook tells of an object that was made before and has not been used yet, and a registry of our
-    own would have to patch torch when it is imported. An argument tells it better; LessBN has one.
+    A last resort for two questions that torch does not answer: which optimizers hold a parameter, and which wrapper
+    holds an optimizer. Hooks do not report objects that were created before and not used yet, and a registry would
+    have to patch torch at import. If the caller can pass the object, prefer an argument, as LessBN does.
 
-    Limit: objects that ``gc.freeze()`` has set aside are not found.
+    Limit: objects that ``gc.freeze()`` has moved aside are not found.
 
-    Cost: one look at every object that the garbage collector knows, some 0.1 s for a million.
+    Cost: one pass over all objects of the garbage collector, about 0.1 s for a million.
     """
-    # Not isinstance, which asks proxies for their __class__ and runs code of theirs.
+    # Not isinstance, which reads __class__ of proxies and runs their code.
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]

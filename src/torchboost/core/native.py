@@ -1,4 +1,4 @@
-"""Compile a C source of this package at first use, keep the library on disk, and load it."""
+"""Compile a C source of this package at first use, cache the library on disk, and load it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPI
 COMPILERS = ("cc", "gcc", "clang")
 
 DIGEST = 32
-"""Bytes of the checksum that ends a kept library; the loader of the system ignores what follows its last section."""
+"""Length in bytes of the checksum at the end of a cached library. The system's loader ignores trailing bytes."""
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 LONGEST = 120.0
-"""Seconds a compiler may take."""
+"""Time limit of the compiler in seconds."""
 
 ELSEWHERE = "Set TORCHBOOST_CACHE to a folder of your own, or leave native out."
 
 
 def cache_folder() -> Path:
-    """Return where compiled libraries are kept: ``TORCHBOOST_CACHE``, or ``torchboost`` in the user's cache folder.
+    """Return the folder of compiled libraries: ``TORCHBOOST_CACHE``, or ``torchboost`` in the user's cache folder.
 
     Raises:
         IncompatibleError: There is no home folder.
@@ -41,7 +41,7 @@ def cache_folder() -> Path:
     if given:
         return Path(given).absolute()
     shared = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG rules: an empty or relative path counts for nothing.
+    # The XDG rules: an empty or relative path is ignored.
     if Path(shared).is_absolute():
         return Path(shared) / "torchboost"
     try:
@@ -53,15 +53,15 @@ def cache_folder() -> Path:
 
 @cache
 def compiled(source: Path) -> ctypes.CDLL:
-    """Compile ``source`` for this processor, unless that was done before, and load it.
+    """Compile ``source`` for this processor if it is not cached, and load it.
 
-    Takes under a second once per machine and version. The compiler is that of the environment variable ``CC``, else
-    the first found of cc, gcc and clang; OpenMP is the one that torch has loaded. A file that is not whole, or not the
-    user's own, is never loaded: it is compiled again and replaced.
+    Compilation takes less than a second, once per machine and version. The compiler is that of the environment variable
+    ``CC``, otherwise the first of cc, gcc and clang that is found. OpenMP is the library that torch has loaded. An
+    incomplete file, or a file of another user, is never loaded: it is compiled again and replaced.
 
     Raises:
-        IncompatibleError: There is no compiler, or it refuses; its message is quoted. The folder cannot be written, or
-            others may write to it.
+        IncompatibleError: There is no compiler, or it fails, in which case its message is quoted. Or the folder cannot
+            be written, or other users may write to it.
     """
     compiler = _compiler()
     code = source.read_bytes()
@@ -74,31 +74,31 @@ def compiled(source: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(built))
     except OSError as error:
         raise IncompatibleError(
-            f"native=True keeps its compiled kernel in {built.parent}, which failed: {error}. {ELSEWHERE}"
+            f"native=True cannot keep its compiled kernel in {built.parent}: {error}. {ELSEWHERE}"
         ) from error
 
 
 def _own_folder(folder: Path) -> None:
-    """Make the folder; refuse one into which others could put a library that this process would run."""
+    """Create the folder. Raise if other users could put a library there, which this process would run."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.stat()
     if not _mine(found):
         raise IncompatibleError(
             f"native=True keeps its compiled kernel in {folder}, which belongs to user {found.st_uid} and has mode "
-            f"{stat.S_IMODE(found.st_mode):04o}: others could put their own code there. Take that right away "
+            f"{stat.S_IMODE(found.st_mode):04o}: other users could put code there. Remove their write permission "
             "(chmod go-w), set TORCHBOOST_CACHE to a folder of your own, or leave native out."
         )
 
 
 def _mine(found: os.stat_result) -> bool:
-    """Whether nobody else can have written it; where there are no owners, everything is the user's."""
+    """Whether only this user can have written it. On systems without file owners, always true."""
     owner = getattr(os, "geteuid", None)
     return owner is None or (found.st_uid == owner() and not found.st_mode & OTHERS_WRITE)
 
 
 def _whole(built: Path) -> bool:
-    """Whether a library lies there that this user wrote to its end."""
+    """Whether there is a complete library that belongs to this user."""
     try:
         found = built.lstat()
     except FileNotFoundError:
@@ -115,21 +115,21 @@ def _compiler() -> list[str]:
         candidates = [shlex.split(given)] if given else [[name] for name in COMPILERS]
     except ValueError as error:
         raise IncompatibleError(
-            f"native=True: CC is {given!r}, which is no command line ({error}). "
-            "Set CC to a compiler; or leave native out."
+            f"native=True: CC is {given!r}, which is not a valid command line ({error}). "
+            "Set CC to a compiler, or leave native out."
         ) from error
     found = next((c for c in candidates if c and shutil.which(c[0])), None)
     if found is None:
         looked = given or ", ".join(COMPILERS)
         raise IncompatibleError(
             f"native=True needs a C compiler with OpenMP, looked for {looked}. "
-            "Install gcc or set CC; or leave native out."
+            "Install gcc, set CC, or leave native out."
         )
     return found
 
 
 def _compile(compiler: list[str], source: Path, built: Path) -> None:
-    """Compile beside the goal, add the checksum and move: processes that start together never load half a file."""
+    """Compile to a temporary file, add the checksum and rename, so that other processes never load a partial file."""
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:
         fresh = Path(folder) / built.name
         command = [*compiler, *FLAGS, str(source), "-o", str(fresh), "-lm"]
@@ -150,7 +150,7 @@ def _compile(compiler: list[str], source: Path, built: Path) -> None:
 
 
 def _processor() -> bytes:
-    """Identify what ``-march=native`` depends on: a cache on a shared disk serves several kinds of machines."""
+    """Return what ``-march=native`` depends on. A cache on a shared disk may serve different machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The one training step: forward, backward and, when the accumulation window is full, the update."""
+"""The training step: forward, backward and, when the accumulation window is full, the update."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torchboost.errors import NoEffectWarning
 __all__ = ["StepOutput", "TrainStep"]
 
 _SHOWN = 5
-"""Names of parameters in a warning."""
+"""Most parameter names that a warning lists."""
 
 
 class StepOutput(NamedTuple):
-    """What one step tells its caller; every entry is a tensor of shape ``()``, detached.
+    """The result of one step. Every entry is a detached tensor of shape ``()``.
 
     Attributes:
         loss: The loss of this call, not scaled, in its own dtype.
@@ -35,36 +35,36 @@ class StepOutput(NamedTuple):
 
 
 class TrainStep:
-    """One call trains one batch. It is an ordinary loop body and knows no algorithm.
+    """Train on one batch per call: an ordinary loop body that does not depend on any algorithm.
 
-    What a call does, with ``s`` the scaler and ``a`` the accumulator::
+    A call does the following, with ``s`` the scaler and ``a`` the accumulator::
 
         loss = loss_fn(*inputs);  s.scale(a.share(loss)).backward()
         when the window is full:  s.unscale_(opt); s.step(opt); s.update(); opt.zero_grad()
 
-    An optimizer that searches along the loss (:class:`~torchboost.core.closure.ClosureOptimizer`) is handed the
-    forward pass of the batch.
+    An optimizer with a line search (:class:`~torchboost.core.closure.ClosureOptimizer`) receives the forward pass of
+    the batch.
 
-    An algorithm acts through the hooks it attached to the model and the optimizer, so the same weights come
-    out of this step and of the same lines written by hand. Gradients are always unscaled before the hooks of
-    the optimizer see them. Learning-rate schedulers stay with the caller: step them after this step, where
-    ``updated`` says that it moved the weights.
+    Algorithms act through hooks on the model and the optimizer, so this step gives the same weights as the same lines
+    written by hand. Gradients are always unscaled before the hooks of the optimizer see them. Learning-rate schedulers
+    remain with the caller: step them after this step, if ``updated`` is true.
 
     Args:
-        target: The handles of the loop; read again at every call, so algorithms may exchange them.
-        loss: Called with the inputs of the step; returns the loss, a tensor of shape ``()``, or the loss and the number
-            of samples or tokens it is the mean of, by which an accumulator weighs it (ignored where there is none).
-        attached: What :meth:`state_dict` saves besides the scaler and the accumulator.
+        target: The handles of the loop. They are read at every call, so algorithms may replace them.
+        loss: Called with the inputs of the step. Returns the loss, a tensor of shape ``()``, or the loss and the number
+            of samples or tokens that it is the mean of. An accumulator weighs the loss by this number; without an
+            accumulator it is ignored.
+        attached: The attachments, which :meth:`state_dict` saves together with the scaler and the accumulator.
 
     Attributes:
-        updated: Whether the last call moved the weights: the window was full and no gradient had overflowed.
+        updated: Whether the last call updated the weights: the window was full and no gradient overflowed.
 
     Warns:
-        NoEffectWarning: The model has trainable parameters that the optimizer does not hold; names them.
+        NoEffectWarning: The model has trainable parameters that the optimizer does not hold. The warning names them.
 
-    Cost: a few microseconds per call over the same loop written by hand. The scalers of this package wait
-    for the device once per update, ``GradScaler`` once more for each reading of its scale; without a scaler nothing
-    does.
+    Cost: a few microseconds per call more than the same loop written by hand. The scalers of this package synchronise
+    with the device once per update, and ``GradScaler`` once more for each reading of its scale. Without a scaler there
+    is no synchronisation.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class TrainStep:
         """Train on one batch.
 
         Args:
-            *inputs: Handed to the loss function as they are.
+            *inputs: Passed to the loss function unchanged.
 
         Raises:
-            TypeError: The loss is not a tensor; nothing was changed.
-            ValueError: The loss is not a single number; nothing was changed.
+            TypeError: The loss is not a tensor. Nothing is changed.
+            ValueError: The loss is not a single number. Nothing is changed.
         """
         accumulator = self.target.accumulator
         if accumulator is None:
@@ -106,20 +106,20 @@ class TrainStep:
         return StepOutput(self._last, self._clean, self._scale_tensor())
 
     def flush(self) -> StepOutput | None:
-        """Update with what a window holds that is not full, as at the end of an epoch; None where there is nothing.
+        """Update with a partial window, for example at the end of an epoch. Return None if the window is empty.
 
-        The loss is that of the last call. On several ranks all must flush together.
+        The loss is that of the last call. All ranks must flush together.
         """
         accumulator, scaler = self.target.accumulator, self.target.scaler
         if accumulator is not None and accumulator.flush():
             if scaler is not None:
-                scaler.scale(self._last)  # it must know a scale where only other ranks held something
+                scaler.scale(self._last)  # the scaler must have a scale, even if only other ranks hold gradients
             return self._update()
         self.updated = False
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the attachments and, where there are any, of the scaler and the accumulator."""
+        """Return the states of the attachments, the scaler and the accumulator, as far as they exist."""
         state: dict[str, Any] = {"attached": self.attached.state_dict()}
         for name in ("scaler", "accumulator"):
             part = getattr(self.target, name)
@@ -128,10 +128,10 @@ class TrainStep:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned.
+        """Load what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: The checkpoint belongs to a step with other parts; nothing was loaded.
+            ValueError: The checkpoint belongs to a step with other parts. Nothing is loaded.
         """
         present = {"attached"} | {n for n in ("scaler", "accumulator") if getattr(self.target, n) is not None}
         if set(state) != present:
@@ -164,12 +164,12 @@ class TrainStep:
         if not isinstance(loss, Tensor) or not (count is None or type(count) in (int, float)):
             raise TypeError(
                 f"the loss is a {type(returned).__name__}; a training step needs a tensor of shape (), alone or with "
-                "the number of samples behind it: pass a loss_fn that makes this of what the model returns."
+                "the number of samples after it. Pass a loss_fn that computes this from the output of the model."
             )
         if loss.numel() != 1:
             raise ValueError(
-                f"the loss has shape {tuple(loss.shape)}; a training step needs a single number: "
-                "reduce it (for instance with .mean()) or pass a loss_fn."
+                f"the loss has shape {tuple(loss.shape)}; a training step needs a single number. "
+                "Reduce it (for example with .mean()) or pass a loss_fn."
             )
         return loss, count
 
@@ -198,7 +198,7 @@ class TrainStep:
 
 
 def _announce_untrained(target: Target) -> None:
-    """Warn if a backward pass makes gradients that nobody uses, as of parameters that are newer than the optimizer."""
+    """Warn about trainable parameters that the optimizer does not hold, such as parameters newer than the optimizer."""
     held = {id(param) for group in target.optimizer.param_groups for param in group["params"]}
     trained = [(name, param) for name, param in unwrap(target.model).named_parameters() if param.requires_grad]
     missing = [name for name, param in trained if id(param) not in held]
@@ -208,7 +208,7 @@ def _announce_untrained(target: Target) -> None:
     warnings.warn(
         f"{len(missing)} trainable parameters of the model are in no group of the optimizer, so nothing updates them: "
         f"{', '.join(missing[:_SHOWN])}{more}. Add them with optimizer.add_param_group, or build the optimizer after "
-        "the model was changed; if they are to stay as they are, requires_grad_(False) saves their gradients.",
+        "the model was changed. If they must not train, call requires_grad_(False), which saves their gradients.",
         NoEffectWarning,
         stacklevel=3,
     )

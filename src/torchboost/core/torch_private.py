@@ -1,7 +1,7 @@
 """Every private name of torch that this package reads: one function each, with the version it was last seen in.
 
-Nothing else in the package reads a private name of torch. What breaks here after an update of torch is mended here;
-``tests/core/test_torch_private.py`` says which name it was.
+Nothing else in the package reads a private name of torch. If an update of torch breaks a name,
+``tests/core/test_torch_private.py`` names it, and it is fixed here.
 """
 
 from __future__ import annotations

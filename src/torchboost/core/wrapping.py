@@ -1,4 +1,4 @@
-"""Recognise models that were already handed to DDP, FSDP2 or ``torch.compile``, and optimizers inside of others."""
+"""Recognise models that are wrapped by DDP, FSDP2 or ``torch.compile``, and optimizers that wrap other optimizers."""
 
 from __future__ import annotations
 
@@ -19,35 +19,34 @@ _REGISTRIES = (
 
 
 def hookable(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer whose hooks are called: ``optimizer``, or the one that it wraps.
+    """Return the optimizer that calls hooks: ``optimizer``, or the one that it wraps.
 
-    ``AcceleratedOptimizer`` of Accelerate and ``Lookahead`` of timm are optimizers by class only: they do not call
-    ``Optimizer.__init__``, which makes the registries of the hooks and lets ``step`` call them, but the ``step`` of
-    an optimizer that they hold.
+    ``AcceleratedOptimizer`` of Accelerate and ``Lookahead`` of timm do not call ``Optimizer.__init__``, which creates
+    the hook registries and makes ``step`` call them. Their ``step`` calls the ``step`` of an inner optimizer.
 
     Raises:
-        IncompatibleError: No hook would be called, and there is not exactly one optimizer inside.
+        IncompatibleError: The optimizer does not call hooks and does not hold exactly one inner optimizer.
     """
     while not _calls_hooks(optimizer):
         inside = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
         if len(inside) != 1:
             raise IncompatibleError(
-                f"{type(optimizer).__name__} calls no hooks of torch.optim (its __init__ does not call "
-                f"super().__init__()) and holds {len(inside)} optimizers; give the optimizer whose step moves the "
-                "weights, or call super().__init__() in yours."
+                f"{type(optimizer).__name__} does not call the hooks of torch.optim (its __init__ does not call "
+                f"super().__init__()) and holds {len(inside)} optimizers. Pass the optimizer whose step updates the "
+                "weights, or call super().__init__() in your class."
             )
         optimizer = inside[0]
     return optimizer
 
 
 def _calls_hooks(optimizer: Optimizer) -> bool:
-    # Optimizer.__init__ replaces the step of the class by one that calls the hooks, and marks it so.
+    # Optimizer.__init__ replaces the step of the class by one that calls the hooks, and marks it.
     marked = getattr(type(optimizer).step, "hooked", False)
     return bool(marked) and all(name in vars(optimizer) for name in _REGISTRIES)
 
 
 def wrapper_of(model: nn.Module) -> str | None:
-    """Name what wraps ``model`` (or was applied to it in place), or return None for a bare module."""
+    """Return the name of the wrapper of ``model``, or of what was applied in place; None for a bare module."""
     if isinstance(model, DistributedDataParallel):
         return "DistributedDataParallel"
     if isinstance(model, DataParallel):
@@ -65,7 +64,7 @@ def wrapper_of(model: nn.Module) -> str | None:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the user's own module inside DDP, ``DataParallel`` or ``torch.compile``, however nested."""
+    """Return the user's module inside any nesting of DDP, ``DataParallel`` and ``torch.compile``."""
     while True:
         if isinstance(model, (DistributedDataParallel, DataParallel)):
             model = model.module
@@ -84,6 +83,6 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def _is_instance(module: nn.Module, package: str, name: str) -> bool:
-    """``isinstance`` without importing ``package``: a class never imported has no instances (saves 0.4 s of import)."""
+    """``isinstance`` without importing ``package``, which saves 0.4 s: a class never imported has no instances."""
     loaded = sys.modules.get(package)
     return loaded is not None and isinstance(module, getattr(loaded, name))

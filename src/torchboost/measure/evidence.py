@@ -1,4 +1,4 @@
-"""What a measurement leaves behind: plain, frozen data that is saved as JSON and drawn by the report.
+"""The data of a measurement: plain, frozen values that are saved as JSON and drawn by the report.
 
 Times are seconds, ratios are pure numbers (above 1: faster than the baseline), accuracies lie in [0, 1].
 """
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class _Record(BaseModel):
-    # A run that diverged has losses that are not numbers; as strings they survive the way through JSON.
+    # A diverged run has losses that are not numbers. JSON keeps them as strings.
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
 
@@ -39,7 +39,7 @@ class Interval(_Record):
 
 
 class Environment(_Record):
-    """Machine and versions a result belongs to."""
+    """The machine and the versions of a result."""
 
     torchboost: str
     torch: str
@@ -54,23 +54,23 @@ class Environment(_Record):
 
 
 class AlgorithmRow(_Record):
-    """An algorithm that was on, as its settings print."""
+    """An algorithm that was on, with its settings as text."""
 
     name: str
     settings: str
 
 
 class DroppedRow(_Record):
-    """An algorithm that was asked for and left out, with the reason."""
+    """A requested algorithm that was left out, with the reason."""
 
     name: str
     reason: str
 
 
 class Curve(_Record):
-    """One training run: a point per evaluation, all lists of equal length.
+    """One training run, with one point per evaluation. All lists have the same length.
 
-    ``seconds`` is training time alone, evaluation excluded; set-up such as compiling is in ``setup_seconds``.
+    ``seconds`` is the training time without evaluation. Set-up, such as compilation, is in ``setup_seconds``.
     """
 
     seed: int
@@ -82,7 +82,7 @@ class Curve(_Record):
 
     @property
     def final(self) -> float:
-        """The last metric; NaN if there is none or the loss is no number, as NaN logits have an accuracy too."""
+        """The last metric; NaN without one or if the last loss is NaN, because NaN logits have an accuracy too."""
         sound = all(math.isfinite(loss) for loss in self.train_loss[-1:])
         return self.metric[-1] if self.metric and sound else math.nan
 
@@ -90,8 +90,8 @@ class Curve(_Record):
 class Ratio(_Record):
     """Paired ratio ``baseline time / contestant time`` with a bootstrap interval.
 
-    ``detectable`` is the smallest gain these pairs would have shown in four of five repetitions (0.03: 3 %);
-    None where there are too few pairs to say.
+    ``detectable`` is the smallest gain that these pairs would have shown in four of five repetitions (0.03 is 3 %);
+    None if there are too few pairs.
     """
 
     baseline: str
@@ -101,11 +101,11 @@ class Ratio(_Record):
 
 
 class Quality(_Record):
-    """Whether the accuracy held: final metric against a baseline's, paired by seed, higher is better.
+    """Whether the accuracy was kept: the final metric against a baseline's, paired by seed; higher is better.
 
-    ``difference`` is contestant minus baseline in units of the metric (sign turned where lower is better),
-    each bound one-sided at its confidence. ``passed``: its low end lies above ``-margin``. ``detectable`` is
-    the smallest drop these seeds would have shown in four of five repetitions.
+    ``difference`` is contestant minus baseline in units of the metric, with the sign changed if lower is better. Each
+    bound is one-sided at its confidence. ``passed`` means that the lower bound is above ``-margin``. ``detectable`` is
+    the smallest drop that these seeds would have shown in four of five repetitions.
     """
 
     baseline: str
@@ -117,7 +117,7 @@ class Quality(_Record):
 
 
 class Contestant(_Record):
-    """One way of training the same model, with everything measured of it."""
+    """One way to train the model, with all of its measurements."""
 
     name: str
     kind: Literal["stock", "hand", "level", "algorithm"]
@@ -150,7 +150,7 @@ class BenchReport(_Record):
     notes: list[str] = []
 
     def save(self, path: str | Path) -> Path:
-        """Write the report as JSON, whole or not at all, and return the path."""
+        """Write the report as JSON, completely or not at all, and return the path."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(path.suffix + ".partial")
@@ -159,5 +159,5 @@ class BenchReport(_Record):
 
     @classmethod
     def load(cls, path: str | Path) -> BenchReport:
-        """Read what :meth:`save` wrote; a file of another format or encoding is a ``pydantic.ValidationError``."""
+        """Read what :meth:`save` wrote. Raise ``pydantic.ValidationError`` for another format or encoding."""
         return cls.model_validate_json(Path(path).read_bytes())

@@ -1,4 +1,4 @@
-"""Intervals for paired measurements: how much faster, and whether the accuracy held."""
+"""Intervals for paired measurements of speed and accuracy."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ def bootstrap_median(
 ) -> Interval:
     """Return the median with its percentile bootstrap interval.
 
-    Limits: the interval never reaches beyond the smallest and largest value, which enclose the true median
-    with probability ``1 - 2 ** (1 - n)``; fewer than six values cannot carry 95 %. A single value is its own
-    interval.
+    Limits: the interval never exceeds the smallest and the largest value, which enclose the true median with
+    probability ``1 - 2 ** (1 - n)``. Fewer than six values cannot give 95 %. A single value is its own interval.
 
     Raises:
-        ValueError: No values, or a confidence outside (0, 1).
+        ValueError: There are no values, or the confidence is outside (0, 1).
     """
     _check_confidence(confidence)
     data = np.asarray(values, dtype=np.float64)
@@ -49,13 +48,13 @@ def bootstrap_median(
 def paired_ratio(
     baseline: Sequence[float], contestant: Sequence[float], *, confidence: float = 0.95, seed: int = 0
 ) -> Interval:
-    """Return the typical ratio ``baseline[i] / contestant[i]``: above 1 the contestant is faster.
+    """Return the typical ratio ``baseline[i] / contestant[i]``. Above 1 the contestant is faster.
 
-    The statistic is the exponential of the median of the log-ratios. Logarithms make it symmetric: swapping
-    the two gives exactly the reciprocal interval. The median is chosen over the mean because the usual noise
-    of a shared machine is one-sided and heavy-tailed: a neighbour's burst in one round moves a mean by tens
-    of percent and a median not at all. A contestant that alternates between cheap and dear steps must
-    therefore be sampled in whole cycles (``calls`` of :func:`torchboost.measure.stopwatch.compare`).
+    The statistic is the exponential of the median of the log-ratios. Logarithms make it symmetric: swapping the two
+    gives exactly the reciprocal interval. The median is used instead of the mean because the noise of a shared machine
+    is one-sided and heavy-tailed: a disturbance in one round changes a mean by tens of percent, but not the median. If
+    the steps of a contestant alternate between cheap and expensive ones, sample it in whole cycles (``calls`` of
+    :func:`torchboost.measure.stopwatch.compare`).
 
     Args:
         baseline: Seconds, one per round.
@@ -74,9 +73,9 @@ def paired_ratio(
 def total_ratio(
     baseline: Sequence[float], contestant: Sequence[float], *, confidence: float = 0.95, seed: int = 0
 ) -> Interval:
-    """Return ``sum(baseline) / sum(contestant)`` with its paired bootstrap interval, for steps that differ in cost.
+    """Return ``sum(baseline) / sum(contestant)`` with its paired bootstrap interval, for steps of different cost.
 
-    Rounds are resampled whole, so that a disturbance of one round stays with both.
+    Rounds are resampled as a whole, so a disturbance in one round affects both.
 
     Raises:
         ValueError: Different lengths, nothing measured, or a time that is not positive.
@@ -95,11 +94,10 @@ def total_ratio(
 def detectable_ratio(
     baseline: Sequence[float], contestant: Sequence[float], *, confidence: float = 0.95, seed: int = 0
 ) -> float:
-    """Return the smallest gain these rounds would have shown in four of five repetitions; 0.03 means 3 %.
+    """Return the smallest gain that these rounds would have shown in four of five repetitions; 0.03 is 3 %.
 
     It is ``exp((z_confidence + z_power) * s) - 1`` with ``s`` the bootstrap standard error of the median
-    log-ratio. A measured "no difference" says nothing about differences below it. Infinite for fewer than
-    three rounds.
+    log-ratio. A result of "no difference" does not exclude smaller differences. Infinite for fewer than three rounds.
     """
     _check_confidence(confidence)
     logs = np.asarray(_log_ratios(baseline, contestant))
@@ -111,11 +109,11 @@ def detectable_ratio(
 
 
 def paired_difference(baseline: Sequence[float], candidate: Sequence[float], *, confidence: float = 0.95) -> Interval:
-    """Return the mean of ``candidate[i] - baseline[i]`` with one-sided Student bounds on either side.
+    """Return the mean of ``candidate[i] - baseline[i]`` with a one-sided Student bound on each side.
 
-    Each bound alone holds with ``confidence``, as a non-inferiority test needs it (both together hold with
-    ``2 * confidence - 1``). Student's interval is used here and not the bootstrap because there are three to
-    ten seeds, where a bootstrap is far too narrow.
+    Each bound alone holds with ``confidence``, as a non-inferiority test requires; both together hold with ``2 *
+    confidence - 1``. Student's interval is used because there are three to ten seeds, for which a bootstrap interval is
+    far too narrow.
 
     Raises:
         ValueError: Different lengths or fewer than two pairs.
@@ -136,17 +134,17 @@ def noninferiority(
     confidence: float = 0.95,
     against: str = "baseline",
 ) -> Quality:
-    """Ask whether the candidate is at most ``margin`` worse than the baseline; higher metrics are better.
+    """Test whether the candidate is at most ``margin`` worse than the baseline. Higher metrics are better.
 
-    It passes when the one-sided lower bound of the paired difference lies above ``-margin``: "no difference
-    seen" is not enough, the runs must exclude the drop. Negate metrics of which lower is better.
+    It passes if the one-sided lower bound of the paired difference is above ``-margin``. To see no difference is not
+    enough: the runs must exclude the drop. Negate the metric if lower is better.
 
     Args:
         baseline: Final metric of the baseline, one per seed.
         candidate: Final metric of the candidate, same seeds in the same order.
-        margin: Largest drop that is accepted, in the metric's own units; positive.
+        margin: Largest accepted drop in units of the metric, positive.
         confidence: One-sided.
-        against: Name of the baseline, kept in the result.
+        against: Name of the baseline, stored in the result.
 
     Raises:
         ValueError: Different lengths, fewer than two seeds, or a margin that is not positive.
@@ -183,7 +181,7 @@ def t_quantile(probability: float, freedom: int) -> float:
 
 
 def _t_cdf_at_angle(angle: float, freedom: int) -> float:
-    # Finite series in the angle atan(t / sqrt(freedom)), exact for whole numbers: Abramowitz and Stegun 26.7.3, 26.7.4.
+    # Finite series in the angle atan(t / sqrt(freedom)), exact for integers: Abramowitz and Stegun 26.7.3, 26.7.4.
     cosine, sine = math.cos(angle), math.sin(angle)
     odd = freedom % 2
     term, total = (cosine, 0.0) if odd else (1.0, 0.0)
@@ -203,7 +201,7 @@ def _log_ratios(baseline: Sequence[float], contestant: Sequence[float]) -> list[
 
 def _resampled_medians(data: np.ndarray, resamples: int, seed: int) -> np.ndarray:
     picks = np.random.default_rng(seed).integers(0, data.size, size=(resamples, data.size))
-    # Sorting short rows takes a third of the time of np.median, which partitions them one by one.
+    # Sorting short rows takes a third of the time of np.median, which partitions rows one by one.
     ordered = np.sort(data[picks], axis=1)
     return (ordered[:, (data.size - 1) // 2] + ordered[:, data.size // 2]) / 2
 
@@ -214,7 +212,9 @@ def _standard_error(differences: np.ndarray) -> float:
 
 def _check_pairs(first: Sequence[float], second: Sequence[float], *, least: int) -> None:
     if len(first) != len(second):
-        raise ValueError(f"found {len(first)} and {len(second)} values; a paired comparison needs equally many.")
+        raise ValueError(
+            f"found {len(first)} and {len(second)} values; a paired comparison needs the same number of each."
+        )
     if len(first) < least:
         raise ValueError(f"found {len(first)} pairs; at least {least} needed.")
 

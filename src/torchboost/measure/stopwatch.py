@@ -1,4 +1,4 @@
-"""The only clock of the project: fair, paired timing of several ways of doing one thing."""
+"""The clock of the project: fair, paired timing of several callables."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ __all__ = ["Clock", "Comparison", "Progress", "Stopwatch", "Warmup", "compare", 
 
 
 class Progress(Protocol):
-    """Called as work goes on; the command line draws bars from it."""
+    """Called while work is in progress. The command line draws bars from it."""
 
     def __call__(self, phase: str, done: int, total: int, note: str = "") -> None:
-        """Take note that ``done`` of ``total`` parts of ``phase`` are done; ``note`` names the part under way."""
+        """Report that ``done`` of ``total`` parts of ``phase`` are done. ``note`` names the current part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Seconds at a moment when the device has finished its queue.
+    """A clock that is read when the device has finished its queue.
 
     Args:
-        read: Returns seconds, never going backwards.
-        synchronize: Waits for the device; called before each reading.
+        read: Returns seconds, monotonically.
+        synchronize: Waits for the device. Called before each reading.
     """
 
     read: Callable[[], float] = time.perf_counter
@@ -50,20 +50,20 @@ class Clock:
 
     @classmethod
     def of(cls, device: torch.device | str = "cpu") -> Clock:
-        """Return the clock that waits for ``device`` before it is read."""
+        """Return a clock that waits for ``device`` before each reading."""
         device = torch.device(device)
         if device.type == "cuda":
             return cls(synchronize=functools.partial(torch.cuda.synchronize, device))
         return cls()
 
     def __call__(self) -> float:
-        """Return the seconds, once the device is done."""
+        """Wait for the device and return the seconds."""
         self.synchronize()
         return self.read()
 
 
 class Stopwatch:
-    """Adds up the seconds spent inside ``with watch:``; ``watch.seconds`` is the sum so far."""
+    """Adds up the seconds spent inside ``with watch:``. ``watch.seconds`` is the current sum."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.seconds = 0.0
@@ -84,18 +84,18 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warmup:
-    """When a contestant counts as warm.
+    """The rule by which a contestant counts as warm.
 
-    It is warm once, over the last ``window`` calls, no graph was compiled and the median time lies within
-    ``tolerance`` of that of the ``window`` calls before. It is given up as unsettled after ``limit`` calls or
-    ``seconds``, whichever comes first, but never before ``least`` calls.
+    It is warm if no graph was compiled in the last ``window`` calls and their median time is within ``tolerance`` of
+    the median of the ``window`` calls before them. It counts as unsettled after ``limit`` calls or ``seconds``,
+    whichever comes first, but not before ``least`` calls.
 
     Args:
-        least: Calls made in any case.
-        window: Calls that must look alike.
-        tolerance: Relative.
-        limit: Most calls.
-        seconds: Most seconds; a call under way is finished.
+        least: Minimum number of calls.
+        window: Number of calls whose times are compared.
+        tolerance: Relative difference that is allowed.
+        limit: Maximum number of calls.
+        seconds: Maximum time. The current call is finished.
     """
 
     least: int = 3
@@ -114,15 +114,15 @@ class Warmup:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Raw times of all contestants in the same rounds, and what follows from them.
+    """Raw times of all contestants in the same rounds, and the intervals computed from them.
 
     Args:
         samples: Name -> seconds per call, one entry per round.
-        warmup_seconds: Name -> seconds of warming up, compiling included.
-        baselines: Names the others are compared with.
-        unsettled: Names whose time still moved when warming up was given up.
-        confidence: Of every interval.
-        seed: Of the resampling.
+        warmup_seconds: Name -> seconds of warm-up, including compilation.
+        baselines: Names that the others are compared with.
+        unsettled: Names whose time still changed at the end of the warm-up.
+        confidence: Confidence of every interval.
+        seed: Seed of the resampling.
     """
 
     samples: Mapping[str, list[float]]
@@ -137,7 +137,7 @@ class Comparison:
         return bootstrap_median(self.samples[name], confidence=self.confidence, seed=self.seed)
 
     def ratio(self, name: str, baseline: str) -> Ratio:
-        """Return how many times faster ``name`` is than ``baseline``, round by round."""
+        """Return how many times as fast as ``baseline`` ``name`` is, paired by round."""
         base, own = self.samples[baseline], self.samples[name]
         detectable = detectable_ratio(base, own, confidence=self.confidence, seed=self.seed)
         return Ratio(
@@ -148,7 +148,7 @@ class Comparison:
         )
 
     def ratios(self, name: str) -> list[Ratio]:
-        """Return the ratios of ``name`` to every baseline but itself."""
+        """Return the ratios of ``name`` to every baseline except itself."""
         return [self.ratio(name, baseline) for baseline in self.baselines if baseline != name]
 
 
@@ -166,24 +166,25 @@ def compare(
 ) -> Comparison:
     """Time several callables against each other in one process.
 
-    Each contestant is warmed up until every graph it needs has been compiled. Then come ``pairs`` rounds; in
-    each every contestant is timed once. Rounds come in twos, a random order and then its reverse
-    (B C A, A C B), so a slow drift of the machine falls on everyone alike, and a burst of a neighbour falls on
-    one round, which the median ignores. The garbage collector is off while the clock runs.
+    Each contestant is warmed up until all of its graphs are compiled. Then there are ``pairs`` rounds, in each of which
+    every contestant is timed once. Two consecutive rounds use a random order and its reverse (B C A, A C B), so a slow
+    drift of the machine affects all contestants equally, and a short disturbance affects one round, which the median
+    ignores. The garbage collector is off during the timing.
 
     Args:
         contestants: Name -> one step of it; called many times.
         baselines: Names that the others are compared with.
-        pairs: Rounds.
-        calls: Calls per sample; take a whole cycle where steps differ, and several for very short steps.
-        warmup: When a contestant counts as warm.
-        seed: Of the order of rounds and of the resampling.
-        confidence: Of the intervals, two-sided.
-        clock: Wall clock by default; pass ``Clock.of(device)`` for a GPU.
-        progress: Told about every contestant warmed and every round timed.
+        pairs: Number of rounds.
+        calls: Calls per sample. Use a whole cycle if steps differ, and several calls for very short steps.
+        warmup: The rule by which a contestant counts as warm.
+        seed: Seed of the order of rounds and of the resampling.
+        confidence: Two-sided confidence of the intervals.
+        clock: By default the wall clock. Pass ``Clock.of(device)`` for a GPU.
+        progress: Called for every contestant that is warmed up and every round.
 
     Raises:
-        ValueError: No contestants, an unknown baseline, or ``pairs`` or ``calls`` below 1; nothing was called.
+        ValueError: There are no contestants, a baseline is unknown, or ``pairs`` or ``calls`` is below 1. Nothing is
+            called.
     """
     _check(contestants, baselines, pairs, calls)
     clock = clock if clock is not None else Clock()
@@ -214,9 +215,9 @@ def compare(
 
 
 def environment(device: torch.device | str = "cpu") -> Environment:
-    """Describe the machine and the versions a result belongs to.
+    """Describe the machine and the versions of a result.
 
-    ``commit`` is that of the checkout this package lies in, with ``+changes`` where files differ from it, and
+    ``commit`` is that of the checkout that contains this package, with ``+changes`` if files differ from it. It is
     empty for an installed package.
     """
     device = torch.device(device)
@@ -261,7 +262,7 @@ class _History:
 
 
 def _warm_up(call: Callable[[], object], rule: Warmup, clock: Clock) -> tuple[float, bool]:
-    """Return the seconds it took and whether the time settled."""
+    """Return the seconds of the warm-up and whether the time settled."""
     history = _History()
     while len(history.times) < rule.limit:
         if len(history.times) >= rule.least and sum(history.times) >= rule.seconds:
@@ -274,7 +275,7 @@ def _warm_up(call: Callable[[], object], rule: Warmup, clock: Clock) -> tuple[fl
 
 
 def _compiled_graphs() -> int:
-    # Looked up and never imported: a process that compiles nothing must not pay for the compiler's import.
+    # Looked up, not imported: a process that does not compile must not pay for the compiler's import.
     dynamo = sys.modules.get("torch._dynamo.utils")
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
 

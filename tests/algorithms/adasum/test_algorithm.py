@@ -61,7 +61,7 @@ def test_split_groups_are_a_value_however_they_are_written():
 def test_one_process_is_told_and_left_alone():
     model = mlp()
     optimizer = sgd(model)
-    assert "no other to combine with" in (AdaptiveSum().idle(model, optimizer) or "")
+    assert "no other node to combine with" in (AdaptiveSum().idle(model, optimizer) or "")
     with pytest.warns(NoEffectWarning, match="one node of 1 rank has"):
         summing = adasum(model, optimizer)
     assert not optimizer._optimizer_step_pre_hooks
@@ -175,7 +175,7 @@ def test_what_cannot_work_is_refused_with_what_to_do():
     assert "mean over nodes" in said["HSDP on gradients"]
     assert "a mesh of shape (4,)" in said["sharded over all"]
     assert "is not sharded" in said["half sharded"]
-    assert "all-reduce hook already" in said["a unit with a hook"]
+    assert "already has an all-reduce hook" in said["a unit with a hook"]
     assert "float32 master weights" in said["masters"]
     assert "exact=True" in said["moves between steps"]
     assert "DynamicLossScale" in said["a deaf scaler"]

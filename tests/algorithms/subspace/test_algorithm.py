@@ -335,7 +335,7 @@ def test_step_without_a_closure_says_how() -> None:
 def test_a_plan_drops_everything_else() -> None:
     plan = Plan.of("O1", {"extra": {"dim_reduce": {"n_components": 4}}})
     assert plan.algorithms == (SubspaceDescent(n_components=4),)
-    assert all("dim_reduce is on, which stands alone" in d.reason for d in plan.dropped)
+    assert all("dim_reduce is on, and it cannot be combined" in d.reason for d in plan.dropped)
     assert {"less_bn", "grad_freeze"} <= {d.name for d in plan.dropped}
 
 

@@ -94,7 +94,7 @@ def test_promise_kept_missed_and_open():
     assert ("good", "O1 promises 20 % more speed for at most 0.5 points: kept here.") in said(made, "O1")
     slow = report(STOCK, contestant("O1", "level", 0.045, stock=0.05))
     assert said(slow, "O1")[-1][0] == "bad"
-    assert said(slow, "O1")[-1][1].endswith("missed here, the speed is not there.")
+    assert said(slow, "O1")[-1][1].endswith("missed here, the speed is not reached.")
     lossy = report(STOCK, contestant("O1", "level", 0.02, 0.9, stock=0.05))
     assert said(lossy, "O1")[-1][1].endswith("missed here, the metric falls by more.")
     unsure = report(STOCK, contestant("O1", "level", 0.0415, stock=0.05))

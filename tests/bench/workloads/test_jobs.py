@@ -64,7 +64,7 @@ def test_digits_job_needs_no_path(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     job = find_job("digits-resnet")
     assert job.load(None, 100).samples == 100
-    with pytest.raises(ValueError, match="need none"):
+    with pytest.raises(ValueError, match="leave it out"):
         job.load(tmp_path, None)
 
 

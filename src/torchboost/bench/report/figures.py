@@ -1,4 +1,4 @@
-"""The figures of a report as SVG text: step times, and training curves. Colours come from the page's style sheet."""
+"""The figures of a report as SVG text: step times and training curves. The page's style sheet sets the colours."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ LABEL_GAP = 17.0
 
 
 def colour_classes(report: BenchReport) -> dict[str, str]:
-    """Return contestant name -> style class: stock is grey, the others take the palette in their order."""
+    """Return contestant name -> style class. Stock is grey, the others take the colours of the palette in order."""
     others = [c.name for c in report.contestants if c.kind != "stock"]
     classes = {name: f"k{1 + k % COLOURS}" for k, name in enumerate(others)}
     return {c.name: classes.get(c.name, "k0") for c in report.contestants}
 
 
 def step_time_figure(report: BenchReport, *, narrow: bool = False) -> str:
-    """Draw time per step as bars from zero with intervals, ratios beside them.
+    """Draw the time per step as bars from zero with intervals, and the ratios next to them.
 
     Args:
-        report: What to draw.
-        narrow: Lay it out for a phone: name, bar and ratios one below the other.
+        report: The report to draw.
+        narrow: Layout for a phone: name, bar and ratios below each other.
     """
     width, label = (358.0, 0.0) if narrow else (1040.0, 176.0)
     row_height, top, foot = (88.0, 0.0, 0.0) if narrow else (46.0, 34.0, 34.0)
@@ -51,7 +51,7 @@ def step_time_figure(report: BenchReport, *, narrow: bool = False) -> str:
     stock = stock_of(report)
     if stock is not None:
         x = scale(stock.step_seconds.mid * factor)
-        # On a phone there is text between the bars: the line marks each bar by itself.
+        # On a phone there is text between the bars, so the line marks each bar separately.
         spans = [(top + k * row_height + 22, top + k * row_height + 46) for k in range(len(report.contestants))]
         for start, end in spans if narrow else [(top, height - foot)]:
             parts.append(svg.element("line", x1=x, x2=x, y1=start, y2=end, class_="reference"))
@@ -200,20 +200,20 @@ def _vertical(
 def curve_figure(
     report: BenchReport, y: Quantity, x: Against, *, narrow: bool = False, wide: bool = False, target: bool = False
 ) -> str:
-    """Draw a quantity against time or epochs: a thin line per seed, a thick one for their mean, names at the ends.
+    """Draw a quantity against time or epochs: thin lines for the seeds, thick lines for their mean, names at the ends.
 
-    Time includes set-up such as compiling. An axis that does not start where the data starts says so.
+    Time includes set-up such as compilation. If an axis does not start at the start of the data, its title says so.
 
     Args:
-        report: What to draw.
-        y: Which quantity goes up the page.
-        x: Which goes along it.
+        report: The report to draw.
+        y: Quantity on the vertical axis.
+        x: Quantity on the horizontal axis.
         narrow: Size for a phone.
         wide: Size for the full width of a large screen.
-        target: Mark the value that the column "time to target" is about.
+        target: Mark the target of the column "time to target".
 
     Returns:
-        The figure, or an empty string where the report has no such curve.
+        The figure, or an empty string if the report does not have this curve.
     """
     lines = _lines(report, x, y)
     finite = [p for line in lines for seed in line.seeds for p in seed if all(map(math.isfinite, p))]

@@ -1,4 +1,4 @@
-"""A report as one HTML page: no scripts, nothing loaded from elsewhere, the same bytes for the same report."""
+"""A report as one HTML page, without scripts and external files. The same report gives the same bytes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["html_page"]
 
 
 def html_page(report: BenchReport) -> str:
-    """Return the page. All text of the report is escaped; figures are inline SVG, for large and for small screens.
+    """Return the page. All text of the report is escaped. Figures are inline SVG for large and small screens.
 
     Args:
-        report: What to show. Sections without data, such as training curves, are left out.
+        report: The report to show. Sections without data, such as training curves, are left out.
     """
     style = importlib.resources.files("torchboost.bench.report").joinpath("report.css").read_text(encoding="utf-8")
     sections = [
@@ -90,11 +90,15 @@ def _results(report: BenchReport) -> str:
     rows = []
     for contestant, row in zip(report.contestants, table.rows, strict=True):
         rows.append([_named(contestant.name, colours[contestant.name]), *(_stacked(cell) for cell in row[1:])])
-    lead = "Small figures are 95 % intervals. Ratios above 1 are faster than the loop they are measured against."
+    lead = "Small figures are 95 % intervals. A ratio above 1 is faster than the loop that it is measured against."
     target = target_of(report)
     if target is not None:
         shown = wording.measure(target, share=wording.is_share(report))
-        short = ", half a point short of where stock ends" if wording.is_share(report) else ", where stock ends"
+        short = (
+            ", half a point below the final value of stock"
+            if wording.is_share(report)
+            else ", the final value of stock"
+        )
         lead += f" The target is {escape(report.metric_name)} {shown}{short}; the time to it includes set-up."
     return _section("Results", _rows(table.headings, rows), lead=lead)
 
@@ -108,7 +112,7 @@ def _findings(report: BenchReport) -> str:
     notes = "".join(f"<p>{escape(note)}</p>" for note in report.notes)
     if not blocks and not notes:
         return ""
-    lead = "Sentences computed from the numbers: + good news, \N{MINUS SIGN} bad news, ? not decided by this run."
+    lead = "Sentences computed from the numbers: + good, \N{MINUS SIGN} bad, ? not decided by this run."
     return _section("What it means", notes, f'<div class="findings">{"".join(blocks)}</div>', lead=lead)
 
 
@@ -119,7 +123,7 @@ def _figure(large: str, small: str, caption: str) -> str:
 def _step_times(report: BenchReport) -> str:
     caption = (
         "Median time of one training step: forward, backward and update. Shorter is better. The thin line over "
-        "each bar is its interval, the dotted line marks stock. Ratios come from paired rounds: steadier than the bars."
+        "each bar is its interval, the dotted line marks stock. Ratios come from paired rounds and vary less than bars."
     )
     figure = _figure(step_time_figure(report), step_time_figure(report, narrow=True), caption)
     return _section("Time per step", figure)
@@ -134,7 +138,7 @@ def _training(report: BenchReport) -> str:
     first = _figure(
         hero,
         small,
-        f"{metric.capitalize()} against training time, set-up included and evaluation left out. Thin lines are single "
+        f"{metric.capitalize()} against training time, with set-up and without evaluation. Thin lines are single "
         "seeds, thick lines their mean. Further left is sooner.",
     )
     loss = _figure(
@@ -145,7 +149,7 @@ def _training(report: BenchReport) -> str:
     epochs = _figure(
         curve_figure(report, "metric", "epochs"),
         curve_figure(report, "metric", "epochs", narrow=True),
-        f"{metric.capitalize()} against epochs: speed plays no part. Where lines coincide, an epoch teaches as much.",
+        f"{metric.capitalize()} against epochs, regardless of speed. If lines coincide, they learn as much per epoch.",
     )
     return _section("Training", first, f'<div class="pair">{loss}{epochs}</div>')
 
@@ -170,15 +174,13 @@ def _method(report: BenchReport) -> str:
     seeds = max((len(c.curves) for c in report.contestants), default=0)
     baselines = f"The stock loop ({stock.name}) is the plain eager one. " if stock else ""
     if hand:
-        baselines += (
-            f"The hand-tuned loop ({hand.name}) uses what PyTorch itself offers, set by hand; it is harder to beat."
-        )
+        baselines += f"The hand-tuned loop ({hand.name}) uses PyTorch's own options, set by hand; it is harder to beat."
     entries = [("Baselines", baselines)] if baselines else []
     entries += [
         (
             "Interleaved",
             "All contestants are warmed up first and then take turns in one process, so that a slow "
-            "spell of the machine hits all of them alike. Set-up and warm-up are reported apart.",
+            "phase of the machine affects all of them equally. Set-up and warm-up are reported separately.",
         ),
         (
             "Paired",
@@ -187,7 +189,7 @@ def _method(report: BenchReport) -> str:
         ),
         (
             "Interval",
-            "The range comes from drawing the pairs again and again at random (bootstrap). Ranges made this way hold "
+            "The range comes from resampling the pairs at random (bootstrap). Such ranges contain "
             "the true value about 95 times in 100. A gain counts only when the whole range lies above 1.",
         ),
     ]
@@ -202,8 +204,8 @@ def _method(report: BenchReport) -> str:
         entries.append(
             (
                 "Non-inferiority",
-                "Seeing no difference does not prove there is none. Therefore the worst case is stated: with 95 % "
-                "confidence the loss is no larger than the figure given as \N{LEFT DOUBLE QUOTATION MARK}at worst"
+                "Seeing no difference does not prove that none exists. Therefore the worst case is stated: with 95 % "
+                "confidence the loss is at most the figure given as \N{LEFT DOUBLE QUOTATION MARK}at worst"
                 "\N{RIGHT DOUBLE QUOTATION MARK}. It must stay inside the margin: half a point, or what the level "
                 "promises. More seeds make it tighter.",
             )

@@ -1,4 +1,4 @@
-"""A report for people: to the terminal, as Markdown, as one HTML page.
+"""A report for people: on the terminal, as Markdown, or as one HTML page.
 
 The data is :class:`~torchboost.measure.evidence.BenchReport`; the sentences come from ``verdict``, the drawing from
 ``figures``.
@@ -16,11 +16,11 @@ __all__ = ["html_page", "markdown", "plain", "print_report", "result_table", "wr
 
 
 def write_html(report: BenchReport, path: str | Path) -> Path:
-    """Write the page of a report, whole or not at all, and return its path.
+    """Write the page of a report, completely or not at all, and return its path.
 
     Args:
-        report: What to show.
-        path: Where to; missing folders are made.
+        report: The report to show.
+        path: The file to write. Missing folders are created.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

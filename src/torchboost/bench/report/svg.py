@@ -1,4 +1,4 @@
-"""The few drawing pieces the figures need: scales, ticks, elements and labels that do not overlap."""
+"""Drawing primitives for the figures: scales, ticks, elements and labels that do not overlap."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ WIDTH = 0.62
 
 
 def number(value: float) -> str:
-    """Write a coordinate with one decimal and no needless zeros."""
+    """Format a coordinate with one decimal, without trailing zeros."""
     rounded = f"{value:.1f}".removesuffix(".0")
     return "0" if rounded == "-0" else rounded
 
 
 def element(name: str, content: str | None = None, /, **attributes: str | float) -> str:
-    """Return one SVG element. Attribute values are escaped, ``content`` is markup already.
+    """Return one SVG element. Attribute values are escaped; ``content`` must be markup.
 
     A trailing underscore of an attribute name is dropped and inner ones become hyphens: ``class_``, ``text_anchor``.
     """
@@ -40,18 +40,18 @@ def text(x: float, y: float, content: str, *, anchor: str = "start", class_: str
 
 
 def text_width(content: str, size: float = FONT) -> float:
-    """Estimate the width of a line in a sans-serif face."""
+    """Estimate the width of a line in a sans-serif font."""
     return WIDTH * size * len(content)
 
 
 def fit(content: str, width: float, size: float = FONT) -> str:
-    """Shorten text to about ``width``, with an ellipsis where something was cut."""
+    """Shorten text to about ``width``, with an ellipsis if something was cut."""
     room = max(2, int(width / (WIDTH * size)))
     return content if len(content) <= room else content[: room - 1].rstrip() + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def path(points: Sequence[tuple[float, float]], **attributes: str | float) -> str:
-    """Return an open line through the points; a point that is not finite leaves a gap."""
+    """Return an open line through the points. A point that is not finite leaves a gap."""
     commands, pen = [], "M"
     for x, y in points:
         if not (math.isfinite(x) and math.isfinite(y)):
@@ -63,7 +63,7 @@ def path(points: Sequence[tuple[float, float]], **attributes: str | float) -> st
 
 
 def document(width: float, height: float, label: str, content: str, class_: str) -> str:
-    """Return a whole figure of the given size that scales with its surroundings; ``label`` is read out aloud."""
+    """Return a complete figure of the given size that scales with its container. Screen readers read ``label``."""
     box = f"0 0 {number(width)} {number(height)}"
     return element("svg", content, viewBox=box, role="img", aria_label=label, class_=class_)
 
@@ -77,7 +77,7 @@ class Scale:
         high: Data value at ``end``, different from ``low``.
         start: Pixel of ``low``.
         end: Pixel of ``high``.
-        log: Whether steps are factors; then ``low`` and ``high`` must be above 0.
+        log: Whether the scale is logarithmic. If so, ``low`` and ``high`` must be above 0.
     """
 
     low: float
@@ -87,7 +87,7 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Return the pixel of ``value``; NaN where a logarithm does not exist."""
+        """Return the pixel of ``value``; NaN if its logarithm does not exist."""
         if not math.isfinite(value) or (self.log and value <= 0):
             return math.nan
         if self.log:
@@ -98,7 +98,7 @@ class Scale:
 
 
 def ticks(low: float, high: float, *, most: int = 6, log: bool = False, whole: bool = False) -> list[float]:
-    """Return round values in ``[low, high]``, at most about ``most`` of them, whole numbers only if asked for."""
+    """Return round values in ``[low, high]``, about ``most`` at most. ``whole`` gives integers only."""
     if log:
         for mantissas in ((1, 2, 5), (1, 3), (1,)):
             decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -115,7 +115,7 @@ def ticks(low: float, high: float, *, most: int = 6, log: bool = False, whole: b
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Move positions apart to at least ``gap`` within ``[low, high]``, each as near to its wish as the order allows."""
+    """Move positions apart by at least ``gap`` within ``[low, high]``. Each stays as near to its wish as possible."""
     order = sorted(range(len(wanted)), key=lambda k: wanted[k])
     placed = [0.0] * len(wanted)
     previous = low - gap

@@ -1,4 +1,4 @@
-"""The result as a table: one set of rows for the terminal, for plain text and for Markdown."""
+"""The result as a table, for the terminal, plain text and Markdown."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["Table", "markdown", "plain", "print_report", "result_table"]
 
 NOTHING = "\N{EN DASH}"
 FULL_WIDTH = 130
-"""On a terminal with fewer columns the table leaves intervals to the sentences below it."""
+"""On a terminal with fewer columns the table has no intervals; the sentences below it give them."""
 
 _MARKS = {"good": "+", "bad": "-", "open": "?"}
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Text cells under headings; the first column names the row, the others hold numbers.
+    """Text cells under headings. The first column names the row, the others hold numbers.
 
     Args:
         headings: One per column.
@@ -67,9 +67,9 @@ def _cells(summary: Summary, share: bool) -> tuple[str, ...]:
 
 
 def result_table(report: BenchReport) -> Table:
-    """Return a row per contestant: step time, both ratios, metric, its difference to stock, time to target, set-up.
+    """Return one row per contestant: step time, both ratios, metric, difference to stock, time to target, set-up.
 
-    Columns without any entry, such as the metric where no training was run, are left out.
+    Columns without entries, such as the metric if there was no training, are left out.
     """
     share = wording.is_share(report)
     headings = (
@@ -91,7 +91,7 @@ def result_table(report: BenchReport) -> Table:
 
 
 def plain(table: Table) -> str:
-    """Lay a table out with spaces alone."""
+    """Format a table with spaces only."""
     lines = [table.headings, *table.rows]
     widths = [max(len(line[k]) for line in lines) for k in range(len(table.headings))]
     rendered = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
@@ -107,7 +107,7 @@ def _cell(text: str) -> str:
 
 
 def markdown(report: BenchReport) -> str:
-    """Return the result as Markdown: headline, table, verdicts and the environment."""
+    """Return the result as Markdown: headline, table, verdicts and environment."""
     table = result_table(report)
     env = report.environment
     lines = [f"## {_cell(report.title)}", "", f"**{_cell(headline(report).text)}**", ""]
@@ -131,11 +131,11 @@ def markdown(report: BenchReport) -> str:
 
 
 def print_report(report: BenchReport, file: TextIO | None = None) -> None:
-    """Print table and verdicts: with rich on a terminal where it is installed, else as plain text.
+    """Print the table and the verdicts: with rich on a terminal if it is installed, otherwise as plain text.
 
     Args:
-        report: What to print.
-        file: Standard output by default.
+        report: The report to print.
+        file: By default standard output.
     """
     output = sys.stdout if file is None else file
     if not output.isatty() or importlib.util.find_spec("rich") is None:

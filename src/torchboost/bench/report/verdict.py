@@ -1,8 +1,8 @@
-"""What a report means: per contestant the derived figures, and sentences computed from them.
+"""The meaning of a report: derived figures per contestant, and sentences computed from them.
 
-Speed is judged on the paired ratio: a gain counts when the whole interval lies above 1. The metric is judged by
-non-inferiority: the difference to stock is taken seed by seed, and its one-sided bound must stay above minus the
-margin. "No difference seen" is never taken for "no difference".
+Speed is judged by the paired ratio: a gain counts if the whole interval is above 1. The metric is judged by
+non-inferiority: the difference to stock is paired by seed, and its one-sided bound must be above minus the margin. "No
+difference seen" is never taken for "no difference".
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ __all__ = [
 ]
 
 MARGIN = 0.005
-"""Largest drop of a share metric that counts as unchanged where no level promises another: half a point."""
+"""Largest drop of a share metric that counts as unchanged, unless a level promises another: half a point."""
 
 MIN_GAIN = 1.03
-"""A contestant that is less than 3 % faster is not worth its complication."""
+"""A gain of less than 3 % does not repay the complication."""
 
 COARSE = 0.2
-"""A headline gives both ends of a ratio whose interval is wider than this share of it."""
+"""A headline gives both ends of a ratio if its interval is wider than this share of the ratio."""
 
 Tone = Literal["good", "bad", "open"]
 
 
 class Promise(NamedTuple):
-    """What a level promises: at least ``gain`` times the speed of stock, at most ``drop`` lower metric."""
+    """The promise of a level: at least ``gain`` times the speed of stock, and a metric at most ``drop`` lower."""
 
     gain: float
     drop: float
@@ -56,14 +56,14 @@ PROMISES = {"O1": Promise(1.2, 0.005), "O2": Promise(1.3, 0.03)}
 
 
 class Difference(NamedTuple):
-    """Difference of the final metric to stock, above 0 is better.
+    """Difference of the final metric to stock. Above 0 is better.
 
     Args:
-        mean: Mean over the seeds that both ran; NaN if one of them diverged.
-        worst: One-sided bound: it is this bad at worst. Minus infinity with fewer than two seeds.
-        best: The bound on the other side.
+        mean: Mean over the common seeds; NaN if one of the two diverged.
+        worst: Lower one-sided bound. Minus infinity with fewer than two seeds.
+        best: Upper one-sided bound.
         seeds: Number of seeds.
-        margin: Largest drop that is allowed; None where nobody said.
+        margin: Largest allowed drop; None if it is not defined.
     """
 
     mean: float
@@ -75,16 +75,16 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The derived figures of one contestant; None where the report does not hold what is needed.
+    """The derived figures of one contestant. A figure is None if the report does not hold its data.
 
     Args:
-        contestant: What they are derived from.
+        contestant: The contestant.
         stock: Ratio against the stock loop.
         hand: Ratio against the best hand-tuned loop.
-        final: Mean final metric over the seeds, with a 95 % interval where there are two or more.
+        final: Mean final metric over the seeds, with a 95 % interval if there are two or more.
         difference: Final metric against stock.
         seconds_to_target: Training time including set-up until the mean metric reaches the target of the report.
-        repaid_after: Steps after which the longer warm-up is earned back against stock.
+        repaid_after: Number of steps that repay the longer warm-up compared with stock.
     """
 
     contestant: Contestant
@@ -97,7 +97,7 @@ class Summary:
 
 
 class Verdict(NamedTuple):
-    """One sentence and whether it is good news, bad news or an open question."""
+    """One sentence, and whether it is good, bad or open."""
 
     tone: Tone
     text: str
@@ -115,7 +115,7 @@ def best_hand(report: BenchReport) -> Contestant | None:
 
 
 def promise_of(contestant: Contestant) -> Promise | None:
-    """Return what a level promises, also one with additions such as ``O1+compile``; None for everything else."""
+    """Return the promise of a level, also with additions such as ``O1+compile``; None for other contestants."""
     return PROMISES.get(contestant.name.partition("+")[0]) if contestant.kind == "level" else None
 
 
@@ -160,7 +160,7 @@ def _difference(contestant: Contestant, stock: Contestant, sign: float, share: b
 
 
 def target_of(report: BenchReport) -> float | None:
-    """Return the metric that counts as reached: where stock ends on average, less half a point for a share."""
+    """Return the target metric: the mean final metric of stock, minus half a point for a share."""
     stock = stock_of(report)
     finals = list(_finals(stock).values()) if stock else []
     if stock is None or not finals or _diverged(stock):
@@ -185,7 +185,7 @@ def _repaid_after(contestant: Contestant, stock: Contestant) -> int | None:
 
 
 def summarise(report: BenchReport) -> list[Summary]:
-    """Derive the figures of every contestant, in the order of the report."""
+    """Return the derived figures of every contestant, in the order of the report."""
     stock, hand, target = stock_of(report), best_hand(report), target_of(report)
     sign, share = 1.0 if report.metric_higher_is_better else -1.0, wording.is_share(report)
     summaries = []
@@ -229,9 +229,7 @@ def _metric(summary: Summary, name: str, share: bool) -> Verdict | None:
     if _diverged(contestant):
         return Verdict("bad", f"{contestant.name} diverged on at least one seed: its loss or {name} is not a number.")
     if not math.isfinite(found.mean):
-        text = (
-            f"stock diverged on at least one seed, so there is nothing to compare the {name} of {contestant.name} with."
-        )
+        text = f"stock diverged on at least one seed, so the {name} of {contestant.name} cannot be compared with it."
         return Verdict("open", text)
     if found.seeds < 2:
         text = f"{contestant.name} ends {mean} from stock in {name} on one seed: too few to say anything."
@@ -262,7 +260,7 @@ def _promise(summary: Summary, share: bool) -> Verdict | None:
         asked += f" for at most {wording.amount(margin, share=share)}"
     interval = summary.stock.interval
     if interval.high < gain:
-        return Verdict("bad", f"{asked}: missed here, the speed is not there.")
+        return Verdict("bad", f"{asked}: missed here, the speed is not reached.")
     if _diverged(summary.contestant):
         return Verdict("bad", f"{asked}: missed here, the training diverged.")
     if found is None or margin is None:
@@ -289,7 +287,7 @@ def _setup(summary: Summary, report: BenchReport) -> Verdict | None:
 
 
 def verdicts(report: BenchReport) -> dict[str, list[Verdict]]:
-    """Return contestant name -> sentences; the baselines that are only compared against themselves say nothing."""
+    """Return contestant name -> sentences. A baseline that is compared only with itself has none."""
     share, hand = wording.is_share(report), best_hand(report)
     said: dict[str, list[Verdict]] = {}
     for summary in summarise(report):
@@ -310,7 +308,7 @@ def verdicts(report: BenchReport) -> dict[str, list[Verdict]]:
 
 
 def headline(report: BenchReport) -> Verdict:
-    """Return the one sentence to remember: the fastest contestant whose metric held, else whose metric is undecided."""
+    """Return the headline: the fastest contestant whose metric was kept, otherwise one whose metric is undecided."""
     share = wording.is_share(report)
     paying = [s for s in summarise(report) if s.contestant.kind in ("level", "algorithm") and _pays(s.stock)]
     heard = {s.contestant.name: _metric(s, report.metric_name, share) for s in paying}
@@ -331,7 +329,7 @@ def _speed_against_stock(summary: Summary) -> float:
 
 
 def _times(interval: Interval) -> str:
-    """One figure, or both ends where one figure would pretend to more than was found."""
+    """Return one figure, or both ends of the interval if one figure would be too precise."""
     if interval.high < interval.low * (1 + COARSE):
         return wording.ratio(interval.mid)
     return f"{wording.ratio(interval.low)} to {wording.ratio(interval.high)}"

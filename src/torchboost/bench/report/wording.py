@@ -1,4 +1,4 @@
-"""Numbers as people read them: times, ratios, accuracies and differences as short text."""
+"""Format times, ratios, accuracies and differences as short text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNITS = ((1e-3, 1e6, "\N{MICRO SIGN}s"), (1.0, 1e3, "ms"), (180.0, 1.0, "s"), (
 
 
 def time_unit(value: float) -> tuple[float, str]:
-    """Return the factor from seconds to the unit in which ``value`` seconds read best, and that unit's name."""
+    """Return the factor from seconds to the best unit for ``value`` seconds, and the unit's name."""
     for limit, factor, unit in _UNITS:
         if abs(value) < limit:
             return factor, unit
@@ -42,43 +42,43 @@ def _significant(value: float, digits: int = 3) -> str:
 
 
 def seconds(value: float) -> str:
-    """``0.01234`` -> ``12.3 ms``."""
+    """Format seconds: ``0.01234`` -> ``12.3 ms``."""
     factor, unit = time_unit(value)
     return f"{_significant(value * factor)} {unit}"
 
 
 def seconds_interval(interval: Interval) -> str:
-    """Middle with its interval in one unit: ``12.3 ms (12.1 to 12.6)``."""
+    """Format seconds with their interval in one unit: ``12.3 ms (12.1 to 12.6)``."""
     factor, unit = time_unit(interval.mid)
     low, mid, high = (_significant(v * factor) for v in (interval.low, interval.mid, interval.high))
     return f"{mid} {unit} ({low} to {high})"
 
 
 def ratio(value: float) -> str:
-    """``3.104`` -> ``3.10x`` with the multiplication sign."""
+    """Format a ratio: ``3.104`` -> ``3.10x``, with the multiplication sign."""
     return f"{value:.2f}{_TIMES}"
 
 
 def ratio_interval(interval: Interval) -> str:
-    """``3.10x (2.95 to 3.28)`` with the multiplication sign."""
+    """Format a ratio with its interval: ``3.10x (2.95 to 3.28)``, with the multiplication sign."""
     return f"{ratio(interval.mid)} ({interval.low:.2f} to {interval.high:.2f})"
 
 
 def is_share(report: BenchReport) -> bool:
-    """Whether the metric is a share such as accuracy, so that it reads in percent and differs in points."""
+    """Whether the metric is a share such as accuracy. A share is shown in percent, and its differences in points."""
     values = [v for c in report.contestants for curve in c.curves for v in curve.metric if math.isfinite(v)]
     return report.metric_higher_is_better and bool(values) and all(0.0 <= v <= 1.0 for v in values)
 
 
 def measure(value: float, *, share: bool) -> str:
-    """A value of the metric: ``98.12 %`` for a share, else four significant digits."""
+    """Format a value of the metric: ``98.12 %`` for a share, otherwise four significant digits."""
     if not math.isfinite(value):
         return str(value)
     return f"{100 * value:.2f} %" if share else _significant(value, 4)
 
 
 def difference(value: float, *, share: bool) -> str:
-    """A signed difference of the metric: ``+0.12 points`` for a share."""
+    """Format a signed difference of the metric: ``+0.12 points`` for a share."""
     if not math.isfinite(value):
         return str(value)
     text = f"{100 * value:+.2f} points" if share else f"{value:+.4g}"
@@ -86,10 +86,10 @@ def difference(value: float, *, share: bool) -> str:
 
 
 def amount(value: float, *, share: bool) -> str:
-    """An amount of the metric without a sign: ``0.5 points`` for a share."""
+    """Format an amount of the metric without a sign: ``0.5 points`` for a share."""
     return f"{100 * value:g} points" if share else f"{value:g}"
 
 
 def count(number: int, noun: str) -> str:
-    """``1 seed``, ``2,000 seeds``."""
+    """Format a count: ``1 seed``, ``2,000 seeds``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

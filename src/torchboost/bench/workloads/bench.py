@@ -1,4 +1,4 @@
-"""A whole benchmark: step times of all contestants side by side, then training curves seed by seed."""
+"""A whole benchmark: interleaved step times of all contestants, then training curves for each seed."""
 
 from __future__ import annotations
 
@@ -76,35 +76,35 @@ def run_bench(
     planner: Planner = plan_for,
     progress: Progress | None = None,
 ) -> BenchReport:
-    """Measure how fast each contestant steps and how well it learns, on equal terms.
+    """Measure how fast each contestant steps and how well it learns, under equal conditions.
 
-    First the step times: all contestants in this process, interleaved, on the same batches. Then, for every
-    seed, each contestant trains the same number of epochs from the same weights on the same batches; the
-    metric is taken on the test set after each epoch, outside the clock. The first step of a training run
-    (allocation, kernel choice) is booked under set-up, for everyone alike. Graphs compiled while timing are
-    found again by the runs of the same process, so the price of compiling stands in ``warmup_seconds``.
+    First the step times are measured: all contestants in this process, interleaved, on the same batches. Then, for
+    every seed, each contestant trains the same number of epochs from the same weights on the same batches. The metric
+    is computed on the test set after each epoch and is not timed. The first step of a training run (allocation, kernel
+    choice) counts as set-up for all contestants. The training runs reuse the graphs that were compiled for the step
+    times, so the cost of compilation is in ``warmup_seconds``.
 
     Args:
-        job: What to train.
+        job: The training job.
         contestants: Names as in :mod:`torchboost.bench.workloads.contestants`.
-        pairs: Interleaved rounds of timing.
+        pairs: Number of interleaved rounds of timing.
         calls: Steps per sample.
-        seeds: Training runs per contestant, from the seeds 0, 1, ...
-        epochs: Per run; the job's by default. 0 measures step times only.
-        total_steps: Length of the run that the levels plan for; that of the curves by default.
-        train_limit: Only the first so many training samples.
-        data_path: Where the data lie, for jobs that need to be told.
+        seeds: Training runs per contestant, with the seeds 0, 1, ...
+        epochs: Epochs per run, by default the job's. 0 measures step times only.
+        total_steps: Length of the run that the levels plan for, by default that of the curves.
+        train_limit: Use only the first so many training samples.
+        data_path: Path of the data, for jobs that need it.
         device: Where to train.
-        out: File to save the report to, after the timing and after every run.
-        resume: Continue the report in ``out``: what it holds is not measured again.
-        warmup: When a contestant counts as warm.
-        clock: That of ``device`` by default.
+        out: File of the report. Saved after the timing and after every run.
+        resume: Continue the report in ``out`` and do not repeat its measurements.
+        warmup: The rule by which a contestant counts as warm.
+        clock: By default that of ``device``.
         planner: Chooses the algorithms of levels and additions.
-        progress: Told about every phase.
+        progress: Called in every phase.
 
     Raises:
-        ValueError: Unknown or repeated contestants, or a report in ``out`` that was measured on something else.
-        KeyboardInterrupt: Passed on; the report in ``out`` holds all runs that were complete.
+        ValueError: Contestants are unknown or repeated, or the report in ``out`` belongs to another measurement.
+        KeyboardInterrupt: Passed on. The report in ``out`` holds all complete runs.
     """
     _check(contestants, seeds, epochs)
     device = torch.device(device)
@@ -170,7 +170,7 @@ def _frame(settings: _Settings) -> BenchReport:
 
 
 def _resumed(saved: BenchReport, now: BenchReport, path: Path) -> BenchReport:
-    """Return the saved report if it was measured on what is about to be measured now."""
+    """Return the saved report if it belongs to the same measurement, otherwise raise ``ValueError``."""
     for key in ("workload", "model", "batch", "epochs", "train_samples"):
         _must_agree(key, getattr(saved, key), getattr(now, key), path)
     for key in ("torch", "torchboost", "processor", "device", "threads"):
@@ -184,15 +184,15 @@ def _resumed(saved: BenchReport, now: BenchReport, path: Path) -> BenchReport:
 def _must_agree(key: str, saved: object, now: object, path: Path) -> None:
     if saved != now:
         raise ValueError(
-            f"{path} was measured with {key} {saved!r}, now it is {now!r}; "
-            "these cannot be mixed: save to another file, or do not resume."
+            f"{path} was measured with {key} {saved!r}, but now it is {now!r}; "
+            "they cannot be mixed. Save to another file, or do not resume."
         )
 
 
 def _timed(
     report: BenchReport, names: list[str], settings: _Settings, *, pairs: int, calls: int, warmup: Warmup | None
 ) -> BenchReport:
-    """Return the report with fresh step times of all ``names``; curves it holds are kept."""
+    """Return the report with new step times of all ``names``. Its curves are kept."""
     first_epoch = settings.data.train(settings.job.batch, seed=0, epoch=0)
     batches = list(itertools.islice(first_epoch, DISTINCT_BATCHES))
     loops = {name: settings.loop(name, 0, TIMING_SCHEDULE) for name in names}
@@ -211,7 +211,7 @@ def _timed(
     for name, loop in loops.items():
         notes = list(loop.notes)
         if name in measured.unsettled:
-            notes.append("its step time still moved when warming up was given up")
+            notes.append("its step time still changed at the end of the warm-up")
         found.append(
             Contestant(
                 name=name,
@@ -238,7 +238,7 @@ def _stepper(loop: Loop, batches: list[tuple[Tensor, Tensor]]) -> Callable[[], o
 def _trained(
     report: BenchReport, names: list[str], settings: _Settings, *, seeds: int, out: str | Path | None
 ) -> BenchReport:
-    """Return the report with the curves that are still missing, saved after each of them."""
+    """Return the report with the missing curves. It is saved after each of them."""
     held = {(c.name, curve.seed) for c in report.contestants for curve in c.curves}
     runs = [(seed, name) for seed in range(seeds) for name in names] if settings.epochs else []
     for done, (seed, name) in enumerate(runs):
@@ -274,7 +274,7 @@ def _curve(name: str, seed: int, settings: _Settings, done: int, total: int) -> 
 
 
 def _evaluated(loop: Loop, settings: _Settings) -> float:
-    """Take the metric without compiling the model once more for it."""
+    """Compute the metric without another compilation of the model."""
     loop.model.eval()
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -284,7 +284,7 @@ def _evaluated(loop: Loop, settings: _Settings) -> float:
 
 
 def _smoothed(losses: list[Tensor]) -> float:
-    """Return the exponential average of the losses so far, corrected for its start."""
+    """Return the exponential average of the losses, corrected for its start."""
     average, weight = 0.0, 0.0
     for loss in torch.stack(losses).float().tolist():
         average = SMOOTHING * average + (1 - SMOOTHING) * loss

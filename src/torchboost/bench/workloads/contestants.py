@@ -1,11 +1,11 @@
-"""The ways of training a job that a benchmark sets against each other, each as a loop ready to step.
+"""The contestants of a benchmark: the ways to train a job, each as a loop that is ready to step.
 
-A contestant's name says what it is: a base and, after plus signs, what is added to it.
+The name of a contestant is a base and, after plus signs, the additions to it.
 
 =========================  ==========================================================================
 ``stock``                  the plain eager loop
 ``hand``                   the best loop by hand, in plain PyTorch: channels-last, bfloat16 autocast
-                           where the hardware is fast at it, fused optimizer
+                           if the hardware is fast at it, fused optimizer
 ``hand+compile``           the same, and ``torch.compile``
 ``O0``, ``O1``, ``O2``     the plain loop with that level attached
 ``hand+less_bn``           the hand loop with one algorithm attached; likewise ``stock+...``
@@ -53,17 +53,17 @@ class Planner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a contestant's name asks for."""
+    """The parts of a contestant's name."""
 
     base: str
     added: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, name: str) -> Recipe:
-        """Read a name.
+        """Parse a name.
 
         Raises:
-            ValueError: The part before the first plus is no base, or something is added twice or is empty.
+            ValueError: The part before the first plus is not a base, or an addition is empty or repeated.
         """
         base, *added = name.split("+")
         if base not in BASES:
@@ -75,7 +75,7 @@ class Recipe:
 
     @property
     def kind(self) -> Kind:
-        """Which sort of contestant it is."""
+        """The kind of contestant."""
         if self.base not in ("stock", "hand"):
             return "level"
         if self.planned:
@@ -84,7 +84,7 @@ class Recipe:
 
     @property
     def planned(self) -> tuple[str, ...]:
-        """Algorithms of the library to attach besides those of the level."""
+        """The algorithms to attach in addition to those of the level."""
         return tuple(name for name in self.added if self.base != "hand" or name != BY_HAND)
 
     @property
@@ -95,15 +95,15 @@ class Recipe:
 
 @dataclass(slots=True, kw_only=True)
 class Loop:
-    """One way of training, ready to step.
+    """A training loop that is ready to step.
 
     Args:
         step: ``(inputs, targets) -> loss``: forward, backward, update, schedule.
-        predict: What maps inputs to outputs; put it into evaluation mode first.
-        model: What is trained.
-        algorithms: What is attached.
-        dropped: What was asked for and left out.
-        notes: What else there is to say.
+        predict: Maps inputs to outputs. Call ``model.eval()`` first.
+        model: The model to train.
+        algorithms: The attached algorithms.
+        dropped: The requested algorithms that were left out.
+        notes: Notes for the report.
     """
 
     step: Callable[[Tensor, Tensor], Tensor]
@@ -115,7 +115,7 @@ class Loop:
 
 
 def plan_for(level: str, added: Sequence[str], model: nn.Module, optimizer: Optimizer, total_steps: int) -> Plan:
-    """Return the plan of ``level`` and the algorithms ``added``, without those that find nothing to do."""
+    """Return the plan of ``level`` and the algorithms ``added``, without those that would have no effect."""
     facts = Facts.measure(model, total_steps=total_steps, loop="own")
     return Plan.of(level, {"extra": dict.fromkeys(added, True)}, facts).fit(model, optimizer)
 
@@ -135,16 +135,16 @@ def build_loop(
 
     Args:
         recipe: The contestant.
-        job: What to train.
-        data: Of the job, on ``device``.
-        seed: Of the weights.
+        job: The training job.
+        data: The data of the job, on ``device``.
+        seed: Seed of the weights.
         steps: Length of the schedule.
-        total_steps: Steps that must repay what an algorithm costs at the start; ``steps`` by default.
-        device: Where the model lies.
+        total_steps: Number of steps that must repay the start-up cost of an algorithm, by default ``steps``.
+        device: Device of the model.
         planner: Chooses the algorithms of levels and additions.
 
     Raises:
-        ValueError: A plan brings gradient accumulation, which these loops do not have.
+        ValueError: The plan has gradient accumulation, which these loops do not support.
     """
     device = torch.device(device)
     by_hand = recipe.base == "hand"

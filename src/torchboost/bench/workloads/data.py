@@ -1,7 +1,7 @@
-"""Small real data sets as tensors in memory, and the order in which a seed walks through them.
+"""Small real data sets as tensors in memory, and their order for a seed.
 
-The same seed and epoch give the same batches, augmentation included, whoever asks: contestants of a
-benchmark see identical data.
+The same seed and epoch give the same batches, including augmentation, so all contestants of a benchmark see identical
+data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COLUMNS = ("img", "label")
 
 
 class Data(Protocol):
-    """What a job needs of a data set."""
+    """The interface of a data set that a job needs."""
 
     @property
     def samples(self) -> int:
@@ -66,8 +66,8 @@ class Images:
         classes: Number of labels.
         mean: Per channel, of pixels in [0, 1].
         std: Per channel, of pixels in [0, 1].
-        shift: Training images are moved by up to so many pixels each way, zeros moving in.
-        flip: Training images are mirrored half of the time.
+        shift: Training images are moved by up to so many pixels in each direction and padded with zeros.
+        flip: Training images are mirrored with probability 0.5.
     """
 
     train_images: Tensor
@@ -142,7 +142,7 @@ class Images:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Text:
-    """Characters as numbers; a sample is a window and, as its target, the same window one character on.
+    """Characters as numbers. A sample is a window; its target is the window shifted by one character.
 
     Args:
         train_tokens: int64, shape (N,).
@@ -166,7 +166,7 @@ class Text:
         return _whole_batches(self.samples, batch)
 
     def train(self, batch: int, *, seed: int, epoch: int) -> Iterator[Batch]:
-        """Yield as many random windows as cover the text once, in whole batches."""
+        """Yield whole batches of random windows, as many as would cover the text once."""
         last = len(self.train_tokens) - self.context
         generator = _generator(seed, epoch)
         for _ in range(self.steps(batch)):
@@ -195,12 +195,12 @@ class Text:
 def augment(images: Tensor, generator: torch.Generator, *, shift: int, flip: bool) -> Tensor:
     """Move each image by up to ``shift`` pixels each way and mirror half of them.
 
-    Works on whole batches of bytes; well under a millisecond for 64 images of 32 x 32.
+    Works on whole batches of bytes. Takes well under a millisecond for 64 images of 32 x 32.
 
     Args:
         images: Shape (N, C, H, W), any dtype; not changed.
-        generator: On the CPU; draws the same numbers whatever the device of the images.
-        shift: Pixels; zeros move in from outside.
+        generator: A generator on the CPU, so that the numbers do not depend on the device of the images.
+        shift: Pixels. The border is padded with zeros.
         flip: Whether to mirror left to right.
     """
     count, _, height, width = images.shape
@@ -216,7 +216,7 @@ def augment(images: Tensor, generator: torch.Generator, *, shift: int, flip: boo
 
 
 def digits(size: int = 16) -> Images:
-    """Load the 1,797 handwritten digits that come with scikit-learn, enlarged to ``size``; no network.
+    """Load the 1,797 handwritten digits that come with scikit-learn, enlarged to ``size``. Nothing is downloaded.
 
     Every fifth image is a test image (360 of them). Training images move by up to ``size // 8`` pixels.
 
@@ -224,7 +224,7 @@ def digits(size: int = 16) -> Images:
         size: Height and width; a multiple of 8.
 
     Raises:
-        ValueError: Another size.
+        ValueError: ``size`` is not a multiple of 8.
         ImportError: scikit-learn is missing.
     """
     if size < 8 or size % 8:
@@ -256,12 +256,12 @@ def cifar10(path: str | Path | None = None, *, train_limit: int | None = None) -
     Args:
         path: Folder with ``train.parquet`` and ``test.parquet``, or one of these files; columns ``img`` (JPEG
             or PNG bytes, or a dict with ``bytes``) and ``label``. None fetches it from the Hugging Face Hub.
-        train_limit: Only the first so many training images.
+        train_limit: Use only the first so many training images.
 
     Raises:
-        FileNotFoundError: A file is not there.
+        FileNotFoundError: A file does not exist.
         ValueError: A file has other columns.
-        ImportError: A package that reads the files is missing; the message names it.
+        ImportError: A package that reads the files is missing. The message names it.
     """
     tables = {split: _hub(split) if path is None else _parquet(Path(path), split) for split in ("train", "test")}
     train_images, train_labels = _decoded(tables["train"], train_limit)
@@ -280,7 +280,7 @@ def cifar10(path: str | Path | None = None, *, train_limit: int | None = None) -
 
 
 def text(path: str | Path | None = None, *, context: int = 128) -> Text:
-    """Load a text as characters; the last tenth is the test text.
+    """Load a text as characters. The last tenth is the test text.
 
     Args:
         path: A UTF-8 text file. None takes the language reference that ships with Python as
@@ -288,7 +288,7 @@ def text(path: str | Path | None = None, *, context: int = 128) -> Text:
         context: Characters per sample.
 
     Raises:
-        FileNotFoundError: The file is not there.
+        FileNotFoundError: The file does not exist.
         ValueError: The text is too short for one window in each part.
     """
     if path is None:
@@ -309,7 +309,7 @@ def text(path: str | Path | None = None, *, context: int = 128) -> Text:
 
 
 def synthetic_images(count: int, *, size: int, classes: int = 1000, channels: int = 3) -> Images:
-    """Return random images with random labels, for timing alone; the same images serve as the test set."""
+    """Return random images with random labels, for timing only. The test set holds the same images."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, (count, channels, size, size), generator=generator, dtype=torch.uint8)
     labels = torch.randint(classes, (count,), generator=generator)

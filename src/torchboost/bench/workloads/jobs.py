@@ -1,4 +1,4 @@
-"""Named training jobs: model, data, optimizer, schedule and metric, each built from a seed alone."""
+"""Named training jobs: model, data, optimizer, schedule and metric, each built from a seed."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ Metric = Literal["accuracy", "bits per character"]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that fixes a training run but the seed and the way of training.
+    """Everything that defines a training run, except the seed and the contestant.
 
     Args:
-        name: What the command line calls it.
-        title: For people.
-        model_name: For people.
+        name: Name on the command line.
+        title: Title in reports.
+        model_name: Name of the model in reports.
         load: ``(path or None, train_limit or None) -> data``.
         build: ``data -> model``, drawing its weights from torch's global generator.
         optimizer: ``(parameters, **flags) -> optimizer`` with the rates of this job.
         loss: ``(outputs, targets) -> scalar``.
         batch: Samples per step.
         epochs: Passes over the training data.
-        metric: What is measured on the test set.
-        margin: Drop of the metric that still counts as unchanged, in its own units.
+        metric: The metric on the test set.
+        margin: Drop of the metric that counts as unchanged, in units of the metric.
         loose_margin: Drop that level O2 may cost.
     """
 
@@ -59,27 +59,27 @@ class Job:
 
     @property
     def higher_is_better(self) -> bool:
-        """Whether a higher metric is a better one."""
+        """Whether a higher metric is better."""
         return self.metric == "accuracy"
 
     def model(self, data: Data, seed: int) -> nn.Module:
-        """Return the model with the weights of ``seed``, without touching the global random state."""
+        """Return the model with the weights of ``seed``. The global random state is not changed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.build(data)
 
     def schedule(self, optimizer: Optimizer, steps: int) -> LambdaLR:
-        """Return the learning-rate schedule of a run of ``steps`` steps; step it after every update."""
+        """Return the learning-rate schedule of a run of ``steps`` steps. Step it after every update."""
         return LambdaLR(optimizer, functools.partial(one_cycle, total=steps))
 
     def evaluate(self, predict: Predict, data: Data) -> float:
-        """Return the metric on the test set; ``predict`` maps inputs to outputs, in evaluation mode."""
+        """Return the metric on the test set. ``predict`` maps inputs to outputs in evaluation mode."""
         measure = accuracy if self.metric == "accuracy" else bits_per_character
         return measure(predict, data)
 
 
 def one_cycle(step: int, total: int, *, warmup: float = 0.2) -> float:
-    """Return the factor on the peak learning rate: linear up over the first ``warmup``, then a cosine down to 0."""
+    """Return the factor on the peak learning rate: a linear warm-up over ``warmup``, then a cosine decay to 0."""
     rise = max(1, round(total * warmup))
     if step < rise:
         return (step + 1) / rise
@@ -88,7 +88,7 @@ def one_cycle(step: int, total: int, *, warmup: float = 0.2) -> float:
 
 @torch.no_grad()
 def accuracy(predict: Predict, data: Data, *, batch: int = 64) -> float:
-    """Return the share of test samples whose highest score is at the right label.
+    """Return the share of test samples whose highest score is that of the correct label.
 
     Small batches stay in the caches: on 2 CPU cores 64 took a third of the time of 500.
     """
@@ -101,7 +101,7 @@ def accuracy(predict: Predict, data: Data, *, batch: int = 64) -> float:
 
 @torch.no_grad()
 def bits_per_character(predict: Predict, data: Data, *, batch: int = 64) -> float:
-    """Return the mean surprise of the test text's characters in bits; lower is better."""
+    """Return the mean cross-entropy of the test text in bits per character. Lower is better."""
     total, count = 0.0, 0
     for inputs, targets in data.test(batch):
         scores = predict(inputs).float().flatten(0, 1)
@@ -111,10 +111,10 @@ def bits_per_character(predict: Predict, data: Data, *, batch: int = 64) -> floa
 
 
 def find_job(name: str) -> Job:
-    """Return the job of that name, or the first one in the list whose name starts with it.
+    """Return the job with this name, or the first job whose name starts with it.
 
     Raises:
-        ValueError: There is none; the message lists all.
+        ValueError: There is none. The message lists all jobs.
     """
     for job in JOBS:
         if job.name == name:
@@ -128,7 +128,7 @@ def find_job(name: str) -> Job:
 
 def _digits(path: str | Path | None, limit: int | None) -> Data:
     if path is not None:
-        raise ValueError(f"found the path {path}; the digits come with scikit-learn and need none, leave it out.")
+        raise ValueError(f"found the path {path}; leave it out, since the digits come with scikit-learn.")
     return digits(16).limited(limit)
 
 
@@ -218,4 +218,4 @@ JOBS: tuple[Job, ...] = (
         loose_margin=0.1,
     ),
 )
-"""All jobs; the first whose name starts with what was asked for is meant."""
+"""All jobs. A prefix of a name selects the first match."""

@@ -1,4 +1,4 @@
-"""Plain PyTorch models, written as a user would write them: nothing in them knows torchboost."""
+"""Plain PyTorch models, written as a user would write them, without torchboost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 1 x 1, a 3 x 3 and a widening 1 x 1 convolution and a shortcut; the stride sits in the 3 x 3."""
+    """A 1 x 1, a 3 x 3 and a widening 1 x 1 convolution, and a shortcut. The 3 x 3 convolution has the stride."""
 
     expansion: ClassVar[int] = 4
 
@@ -71,7 +71,7 @@ class ResNet(nn.Module):
         layers: Blocks per stage; every stage after the first halves the resolution and doubles the width.
         width: Channels of the first stage, before the block's expansion.
         classes: Number of outputs.
-        in_channels: Of the images.
+        in_channels: Channels of the images.
         stem: ``"cifar"``, one 3 x 3 convolution, or ``"imagenet"``, 7 x 7 with stride 2 and pooling.
     """
 
@@ -105,11 +105,11 @@ class ResNet(nn.Module):
 
 
 class VGG(nn.Module):
-    """A plain stack of 3 x 3 convolutions with BatchNorm, pooled between stages.
+    """A stack of 3 x 3 convolutions with BatchNorm, with pooling between the stages.
 
     Args:
         layers: Convolutions per stage.
-        width: Channels of the first stage; doubled from stage to stage, at most eightfold.
+        width: Channels of the first stage. They double from stage to stage, up to eightfold.
         classes: Number of outputs.
         in_channels: Of the images.
     """
@@ -140,17 +140,17 @@ class VGG(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer: pre-norm, learned positions, output tied to the input embedding.
+    """A decoder-only transformer: pre-norm, learned positions, output layer tied to the input embedding.
 
-    ``GPT(50257)`` is GPT-2 small. Weights start as in GPT-2, normal with deviation 0.02, because a tied
-    embedding in PyTorch's default (deviation 1) gives useless first losses.
+    ``GPT(50257)`` is GPT-2 small. Weights are initialised as in GPT-2, normal with standard deviation 0.02, because
+    PyTorch's default for embeddings (standard deviation 1) gives useless initial losses in a tied layer.
 
     Args:
         vocabulary: Number of tokens.
-        context: Most tokens of one sequence.
+        context: Largest number of tokens in a sequence.
         layers: Transformer blocks.
         heads: Attention heads per block.
-        width: Size of a token's vector; a multiple of ``heads``.
+        width: Size of a token's vector, a multiple of ``heads``.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class GPT(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Causal attention, then a two-layer perceptron, each behind a norm and added to its input."""
+    """Causal attention, then a two-layer perceptron, each after a norm and added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
