@@ -125,7 +125,7 @@ WRONG = [
     ("less_bn", "fn_flag", 0),
     ("less_bn", "gc_flag", None),
     ("grad_freeze", "param_groups", 0),
-    ("grad_freeze", "freeze_type", 4),
+    ("grad_freeze", "freeze_type", 3),
     ("grad_freeze", "freeze_type", -1),
     ("grad_freeze", "freeze_type", True),
     ("grad_freeze", "freeze_p", 1.0),
@@ -174,7 +174,7 @@ def test_a_section_is_an_object(section, value):
 def test_edges_of_the_ranges_are_allowed():
     loaded = BoostConfig.load(
         {
-            "grad_freeze": {"freeze_p": 0, "freeze_type": 3, "param_groups": 1, "total_steps": 1},
+            "grad_freeze": {"freeze_p": 0, "freeze_type": 2, "param_groups": 1, "total_steps": 1},
             "dim_reduce": {"alpha": 0, "gamma": 0.0, "n_components": 1, "timeout": 1, "pca_mat_path": "p.npy"},
         }
     )
@@ -270,7 +270,7 @@ VALID = st.fixed_dictionaries(
                 "device_number": COUNT,
             }
         ),
-        "grad_freeze": st.fixed_dictionaries({"freeze_type": st.integers(0, 3), "freeze_p": SHARE}),
+        "grad_freeze": st.fixed_dictionaries({"freeze_type": st.integers(0, 2), "freeze_p": SHARE}),
         "dim_reduce": st.fixed_dictionaries({"rho": OPEN, "sigma": OPEN, "gamma": SHARE, "pca_mat_path": PATHS}),
         "extra": st.dictionaries(
             st.text(max_size=6), st.booleans() | st.dictionaries(st.text(max_size=6), st.integers())

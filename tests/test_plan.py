@@ -300,7 +300,7 @@ def test_enable_all_takes_the_rest_of_the_registry_without_it():
     everything = {"boost": {"mode": "enable_all"}, "extra": {"dim_reduce": False}}
     plan = Plan.of("O0", everything, FAST)
     assert names(plan) == set(REGISTRY) - {"adasum", "dim_reduce"}
-    assert "one node of 1 rank has no other to combine with" in reasons(plan)["adasum"]
+    assert "one node of 1 rank has no other node to combine with" in reasons(plan)["adasum"]
     assert names(Plan.of("O0", everything, NODES)) == set(REGISTRY) - {"dim_reduce"}
 
 

@@ -101,7 +101,7 @@ def test_explain_refuses_in_json_too():
 def test_a_device_that_is_not_here_is_said_to_be_unknown(monkeypatch):
     monkeypatch.setattr("torchboost.cli.app.device_fault", lambda device: "not here")
     shown = run("explain", "--level", "O1", "--device", "cuda").stdout
-    assert "there is no cuda here, so whether it computes faster in bfloat16 is not known" in shown
+    assert "cuda is not available here, so it is not known whether it computes faster in bfloat16" in shown
     assert "does not compute faster" not in shown
 
 

@@ -113,14 +113,14 @@ def test_the_report_of_another_workload_is_not_overwritten(calls, tmp_path):
     before = (tmp_path / "report.json").read_bytes()
     result = run("--out", str(tmp_path))
     assert result.exit_code == 1
-    assert "holds a report of text-gpt, this is digits-resnet; choose another folder with --out" in result.stderr
+    assert "holds a report of text-gpt, but this is digits-resnet; choose another folder with --out" in result.stderr
     assert (tmp_path / "report.json").read_bytes() == before
     assert not calls
     assert run("--out", str(tmp_path), "--force").exit_code == 0
     place_report(tmp_path)
     assert run("--out", str(tmp_path)).exit_code == 0
     (tmp_path / "report.json").write_text("{}")
-    assert "holds no report of torchboost" in run("--out", str(tmp_path)).stderr
+    assert "holds a file that is not a report of torchboost" in run("--out", str(tmp_path)).stderr
 
 
 def test_help_names_the_workloads():

@@ -79,7 +79,7 @@ def test_flags_keep_the_groups_of_the_user(file):
     fused = job.optimizer(model.parameters(), fused=True)
     assert type(fused) is torch.optim.SGD
     assert [(g["lr"], g["momentum"], g["fused"]) for g in fused.param_groups] == [(0.5, 0.9, True), (0.1, 0.9, True)]
-    with pytest.warns(NoEffectWarning, match="SGD has no setting turbo"):
+    with pytest.warns(NoEffectWarning, match="SGD does not have the setting turbo"):
         assert "turbo" not in job.optimizer(model.parameters(), turbo=True).defaults
 
 
@@ -106,7 +106,7 @@ def test_without_evaluate_only_step_times(file):
         ("wrong", "returned int"),
         ("swapped", "model is a SGD"),
         ("empty", "batches are empty"),
-        ("gone", "has no function 'gone'; there are: make, without"),
+        ("gone", "does not define a function 'gone'; it defines: make, without"),
     ],
 )
 def test_what_does_not_fit_is_named(file, name, said):

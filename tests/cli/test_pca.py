@@ -30,7 +30,7 @@ def test_writes_the_directions_and_says_what_they_hold(folder: Path, tmp_path: P
     out = tmp_path / "basis.npy"
     found = run(folder, "--components", 3, "--out", out)
     assert found.exit_code == 0, found.output
-    assert "3 directions of 12 weights in 4 parameters, from 4 checkpoints; they hold 100.0%" in found.stdout
+    assert "3 directions of 12 weights in 4 parameters, from 4 checkpoints; they explain 100.0%" in found.stdout
     matrix = np.load(out)
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(3), atol=1e-6)
     assert "comparing the snapshots, weights: " in found.stderr
@@ -54,7 +54,7 @@ def test_what_is_wrong_is_said_in_one_line(folder: Path, tmp_path: Path) -> None
     for words, said in (
         ([folder, "--out", tmp_path / "basis.bin"], "ends in .npy"),
         ([folder, "--components", 9, "--out", out], "n_components: found 9 and 4 snapshots"),
-        ([tmp_path / "none", "--out", out], "does not exist"),
+        ([tmp_path / "none", "--out", out], "found no folder"),
         ([folder, "--out", tmp_path / "none" / "basis.npy"], "create it first"),
     ):
         found = run(*words)

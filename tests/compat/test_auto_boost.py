@@ -189,7 +189,7 @@ def test_a_refused_pair_is_left_as_it_was():
     for level in ("O0", "O1"):
         booster = AutoBoost(level)
         plan = booster.plan
-        with pytest.raises(IncompatibleError, match="Wrapping calls no hooks"):
+        with pytest.raises(IncompatibleError, match="Wrapping does not call the hooks"):
             booster.network_auto_process_train(network, wrapped)
         with pytest.raises(TypeError, match="scaler must be"):
             booster.network_auto_process_train(network, sgd(network), scaler=3)  # pyright: ignore[reportArgumentType]

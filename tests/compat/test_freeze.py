@@ -63,14 +63,16 @@ def test_progressive_sequences():
     assert len(sequence) == 101
     assert sequence == sorted(sequence)
     assert sequence.count(0) / 101 == pytest.approx(0.5, abs=0.15)
-    with pytest.raises(ValueError, match=r"freeze_type: found 3; 0 continuous, 1 interval, 2 progressive"):
+    with pytest.raises(
+        ValueError, match=r"freeze_type: found 3; give 0 \(continuous\), 1 \(interval\) or 2 \(progressive\)"
+    ):
         freeze.generate_freeze_index_sequence(4, 3, 0.5, 100)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((4, 1, 1.0, 10), "freeze_p: found 1.0; the share of updates that train everything"),
+        ((4, 1, 1.0, 10), "freeze_p: found 1.0; give the share of updates that train everything"),
         ((4, 1, -0.1, 10), "freeze_p: found -0.1"),
         ((4, 4, 0.5, 10), "freeze_type: found 4"),
         ((0, 1, 0.5, 10), "found 0 groups"),
@@ -91,7 +93,7 @@ def test_bad_groups():
         GradientFreeze([[]], 1, 0.5, 10)
     with pytest.raises(ValueError, match="1 or more"):
         GradientFreeze(4, 1, 0.5, 10).split_parameters_groups(network(), 0)
-    with pytest.warns(NoEffectWarning, match="20 groups were asked for, the parameters form 5 units"):
+    with pytest.warns(NoEffectWarning, match="20 groups were requested, but the parameters form 5 units"):
         assert len(GradientFreeze(4, 1, 0.5, 10).split_parameters_groups(network(), 20)) == 5
     with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer, found str"):
         GradientFreeze(4, 1, 0.5, 10).freeze_generate(network(), "sgd")  # pyright: ignore[reportArgumentType]
@@ -121,7 +123,7 @@ def test_freeze_opt_is_the_optimizer_it_was_given_on_a_schedule():
 
 
 def test_freeze_opt_without_groups_goes_through_ten_or_as_many_as_there_are():
-    with pytest.warns(NoEffectWarning, match="10 groups were asked for"):
+    with pytest.warns(NoEffectWarning, match="10 groups were requested"):
         optimizer = FreezeOpt(sgd(network()))
     assert len(optimizer.groups) == 5
 

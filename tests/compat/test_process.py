@@ -227,7 +227,7 @@ def test_every_rule_of_ours_continues_over_the_new_groups(name):
 def test_an_optimizer_in_front_of_another_is_refused():
     model = nn.Linear(4, 2)
     front = FreezeOpt(torch.optim.SGD(model.parameters(), lr=0.1), [list(model.parameters())], [0])
-    with pytest.raises(IncompatibleError, match="found FreezeOpt, which stands in front of a SGD"):
+    with pytest.raises(IncompatibleError, match="found FreezeOpt, which wraps a SGD"):
         OptimizerProcess(front)
 
 

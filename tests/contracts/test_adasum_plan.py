@@ -58,9 +58,17 @@ def test_a_written_device_number_makes_the_nodes(config):
 @pytest.mark.parametrize(
     ("facts", "number", "reason"),
     [
-        ({"world_size": 8, "devices_per_node": 4, "nodes": 2}, 8, "one node of 8 ranks has no other to combine with"),
+        (
+            {"world_size": 8, "devices_per_node": 4, "nodes": 2},
+            8,
+            "one node of 8 ranks has no other node to combine with",
+        ),
         ({"world_size": 8, "devices_per_node": 4, "nodes": 2}, 99, "one node of 8 ranks"),
-        ({"world_size": 8, "devices_per_node": 4, "nodes": 2}, 3, "8 ranks in nodes of 3 leave the last node not full"),
+        (
+            {"world_size": 8, "devices_per_node": 4, "nodes": 2},
+            3,
+            "8 ranks in nodes of 3 leave the last node incomplete",
+        ),
         ({}, None, "one node of 1 rank has no other"),
     ],
 )

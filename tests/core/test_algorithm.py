@@ -183,7 +183,7 @@ class Replace(Narrow):
 def test_an_optimizer_inside_another_is_not_replaced():
     target = make_target()
     target.optimizer = Around(target.optimizer)
-    with pytest.raises(IncompatibleError, match="yours is Around around SGD"):
+    with pytest.raises(IncompatibleError, match="the optimizer is a Around around a SGD"):
         attach_all(target, [Widen(), Replace()])
     assert not hasattr(target.model, "wide")
 
@@ -193,7 +193,7 @@ def test_an_optimizer_without_hooks_is_refused_at_once():
         def __init__(self) -> None:
             self.param_groups = []
 
-    with pytest.raises(IncompatibleError, match="Empty calls no hooks"):
+    with pytest.raises(IncompatibleError, match="Empty does not call the hooks"):
         Target(nn.Linear(1, 1), Empty())
 
 

@@ -25,7 +25,7 @@ def test_a_bare_model_averages_over_nothing():
 
 
 def test_data_parallel_of_one_process_is_refused():
-    with pytest.raises(IncompatibleError, match="DataParallel, which this does not know; use"):
+    with pytest.raises(IncompatibleError, match="DataParallel, which is not supported; use"):
         data_parallel(DataParallel(mlp()))
 
 

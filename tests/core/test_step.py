@@ -193,7 +193,7 @@ def test_state_round_trip_and_mismatch():
 def test_a_loss_that_is_no_tensor_is_refused_unchanged():
     model, optimizer = make()
     step = TrainStep(Target(model, optimizer), lambda x, y: {"logits": model(x)})
-    with pytest.raises(TypeError, match=r"a dict; .*pass a loss_fn"):
+    with pytest.raises(TypeError, match=r"a dict; .*Pass a loss_fn"):
         step(*batches(1)[0])
     assert same(model, make()[0])
 

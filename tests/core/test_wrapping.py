@@ -49,7 +49,7 @@ def test_a_scheduler_leaves_its_optimizer_as_it_is():
 @pytest.mark.parametrize("count", [0, 2])
 def test_no_single_optimizer_inside(count: int):
     parts = [SGD([nn.Parameter(torch.ones(1))]) for _ in range(count)]
-    with pytest.raises(IncompatibleError, match=f"Around calls no hooks .* and holds {count} optimizers"):
+    with pytest.raises(IncompatibleError, match=f"Around does not call the hooks .* and holds {count} optimizers"):
         hookable(Around(*parts))
 
 

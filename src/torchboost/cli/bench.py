@@ -113,7 +113,7 @@ def _check_place(path: Path, job: Job) -> None:
     try:
         held = f"a report of {BenchReport.load(path).workload}"
     except (ValueError, OSError):
-        held = "another file than a report of torchboost"
+        held = "a file that is not a report of torchboost"
     if held != f"a report of {job.name}":
         raise ValueError(
             f"--out: {path} holds {held}, but this is {job.name}; choose another folder with --out, "

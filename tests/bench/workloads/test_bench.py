@@ -173,7 +173,7 @@ def test_a_report_of_something_else_is_not_continued(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     settings = {"contestants": ("stock",), "pairs": 1, "seeds": 1, "out": out, "warmup": QUICK}
     run_bench(tiny_job(), epochs=1, **settings)
-    with pytest.raises(ValueError, match=r"measured with epochs 1, now it is 2; .*another file"):
+    with pytest.raises(ValueError, match=r"measured with epochs 1, but now it is 2; .*another file"):
         run_bench(tiny_job(), epochs=2, resume=True, **settings)
 
 
