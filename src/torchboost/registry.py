@@ -24,6 +24,7 @@ from torchboost.algorithms.subspace.algorithm import SubspaceDescent
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import check_count, check_module
 from torchboost.core.hardware import half_precision_is_fast
+from torchboost.core.torch_private import AnyConv
 from torchboost.distributed.topology import Topology
 from torchboost.errors import nearest
 from torchboost.graph.norm_roles import was_trained
@@ -87,7 +88,7 @@ class Facts:
         if model is not None:
             check_module(model)
             device = next((p.device for p in model.parameters()), device)
-            convolutions = sum(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
+            convolutions = sum(isinstance(m, AnyConv) for m in model.modules())
             trained = was_trained(model)
         return cls(
             world_size=topology.world_size,

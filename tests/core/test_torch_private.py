@@ -1,19 +1,423 @@
-"""The private names of torch are still there, and mean what they meant."""
+"""The private names of torch are still there, and mean what they meant in torch 2.13.0.
+
+A failure of one of these tests after an update of torch names what has moved, and so what else of the package fails.
+"""
 
 from __future__ import annotations
 
-import torch
+import copy
+import subprocess
+import sys
+from collections.abc import Iterator
 
-from torchboost.core.torch_private import step_pre_hooks
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from torchboost.core import torch_private as private
+from torchboost.distributed.teardown import shutdown
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    shutdown()
+
+
+def adam(**options: bool) -> torch.optim.Adam:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    return torch.optim.Adam([parameter], **options)
+
+
+# Modules
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        (private.AnyBatchNorm, [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2)]),
+        (private.AnyNorm, [nn.BatchNorm2d(2), nn.InstanceNorm1d(2), nn.InstanceNorm2d(2), nn.InstanceNorm3d(2)]),
+        (private.AnyConv, [nn.Conv1d(2, 2, 1), nn.Conv2d(2, 2, 1), nn.Conv3d(2, 2, 1), nn.ConvTranspose2d(2, 2, 1)]),
+        (private.AnyTransposedConv, [nn.ConvTranspose1d(2, 2, 1), nn.ConvTranspose3d(2, 2, 1)]),
+        (private.AnyDropout, [nn.Dropout(), nn.Dropout2d(), nn.AlphaDropout(), nn.FeatureAlphaDropout()]),
+        (private.POOLING, [nn.MaxPool1d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1), nn.AdaptiveMaxPool3d(1)]),
+        (private.PADDING, [nn.ZeroPad2d(1), nn.ConstantPad1d(1, 0.0), nn.ReflectionPad2d(1), nn.ReplicationPad3d(1)]),
+    ],
+)
+def test_base_classes_cover_their_layers(kind, layers):
+    assert all(isinstance(layer, kind) for layer in layers)
+    assert not isinstance(nn.Linear(1, 1), kind)
+
+
+def test_normalisations_of_batches_are_no_others():
+    assert not isinstance(nn.InstanceNorm2d(2), private.AnyBatchNorm)
+    assert not isinstance(nn.Conv2d(2, 2, 1), private.AnyTransposedConv)
+
+
+def test_slots_name_what_a_module_holds_and_what_is_absent():
+    model = nn.Sequential(nn.Conv2d(2, 3, 1, bias=False), nn.BatchNorm2d(3))
+    assert list(private.parameter_slots(model[0])) == ["weight", "bias"]
+    assert private.parameter_slots(model[0])["bias"] is None
+    assert set(private.buffer_slots(model[1])) == {"running_mean", "running_var", "num_batches_tracked"}
+    assert list(private.child_slots(model)) == ["0", "1"]
+    private.child_slots(model)["1"] = replaced = nn.Identity()
+    assert model[1] is replaced
+    private.parameter_slots(model[0])["bias"] = nn.Parameter(torch.ones(3))
+    assert len(list(model.parameters())) == 2
+
+
+def test_a_module_shares_the_attributes_of_another():
+    norm = nn.BatchNorm2d(3, eps=0.5)
+    other = nn.BatchNorm2d.__new__(nn.BatchNorm2d)
+    private.share_attributes(other, norm, buffers={"running_mean": torch.ones(3)}, children={"act": nn.ReLU()})
+    assert other.weight is norm.weight
+    assert other.eps == 0.5
+    assert [name for name, _ in other.named_buffers()] == ["running_mean"]
+    assert [name for name, _ in other.named_children()] == ["act"]
+    assert norm.running_mean is not None
+    assert not norm.running_mean.any()
+
+
+def test_hooks_of_a_module_stand_in_four_registries():
+    module = nn.Linear(1, 1)
+    assert not any(private.module_hooks(module))
+    module.register_forward_pre_hook(lambda *_: None)
+    module.register_forward_hook(lambda *_: None)
+    module.register_full_backward_pre_hook(lambda *_: None)
+    module.register_full_backward_hook(lambda *_: None)
+    assert [len(hooks) for hooks in private.module_hooks(module)] == [1, 1, 1, 1]
+    private.module_hooks(module)[1].clear()
+    assert [len(hooks) for hooks in private.module_hooks(module)] == [1, 0, 1, 1]
+
+
+def test_a_convolution_computes_in_an_inner_forward():
+    class Standardised(nn.Conv2d):
+        def _conv_forward(self, input, weight, bias):
+            return super()._conv_forward(input, weight - weight.mean(), bias)
+
+    plain, standardised = nn.Conv2d(1, 1, 1), Standardised(1, 1, 1)
+    assert private.conv_forward(plain) is private.conv_forward(nn.Conv2d)
+    assert private.conv_forward(standardised) is not private.conv_forward(nn.Conv2d)
+    assert not standardised(torch.ones(1, 1, 2, 2)).ne(standardised.bias).any()  # it is called
+    plain._conv_forward = lambda *_: torch.zeros(1)
+    assert private.conv_forward(plain) is not private.conv_forward(nn.Conv2d)
+    assert private.conv_forward(nn.Linear(1, 1)) is None
+
+
+def test_padding_of_a_convolution_is_a_number_per_side():
+    assert list(private.conv_padding(nn.Conv2d(1, 1, 3, padding=(1, 2)))) == [2, 2, 1, 1]
+    assert list(private.conv_padding(nn.Conv2d(1, 1, 3, padding="same"))) == [1, 1, 1, 1]
+
+
+def test_data_parallel_asks_a_module_for_replicas():
+    module = nn.Linear(2, 2)
+    replica = private.make_replica(module)
+    assert type(replica) is nn.Linear
+    assert replica is not module
+    assert replica.in_features == 2
+    assert callable(getattr(module, private.MAKES_REPLICAS))
+    asked = []
+    setattr(module, private.MAKES_REPLICAS, lambda: asked.append(1) or private.make_replica(module))
+    replication = sys.modules["torch.nn.parallel.replicate"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replication, "_broadcast_coalesced_reshape", lambda tensors, devices, detach=False: [tensors])
+        replication.replicate(module, [0])
+    assert asked == [1]
+
+
+# Tensors
+
+
+def test_versions_count_what_was_written_in_place():
+    tensor = torch.ones(2)
+    before = private.version(tensor)
+    tensor.add_(1)
+    assert private.version(tensor) == before + 1
+    assert private.versions([tensor, torch.ones(1)]) == [before + 1, 0]
+
+
+def test_a_stamp_tells_writes_and_moves():
+    tensor = torch.ones(2)
+    first = private.memory_stamp(tensor)
+    tensor.mul_(2)
+    second = private.memory_stamp(tensor)
+    tensor.data = torch.ones(2)
+    assert first[1] == second[1] != private.memory_stamp(tensor)[1]
+    assert first[0] != second[0]
+
+
+def test_a_stamp_of_a_sharded_tensor_is_that_of_its_shard(one_rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)))
+    assert private.memory_stamp(sharded)[1] == sharded.to_local().data_ptr()
+
+
+def test_a_sparse_tensor_shows_rows_and_values_before_it_is_coalesced():
+    sparse = torch.sparse_coo_tensor([[2, 0, 2]], torch.ones(3, 4), (5, 4), check_invariants=True)
+    assert private.sparse_rows(sparse).tolist() == [2, 0, 2]
+    assert private.sparse_values(sparse).shape == (3, 4)
+    private.sparse_values(sparse).mul_(3)  # the memory of the tensor itself
+    assert sparse.to_dense()[0, 0] == 3
+
+
+def test_hooks_that_wait_for_a_gradient_are_seen():
+    tensor = torch.ones(1, requires_grad=True)
+    assert not private.has_gradient_hooks(tensor)
+    handle = tensor.register_hook(lambda grad: grad)
+    assert private.has_gradient_hooks(tensor)
+    handle.remove()
+    assert not private.has_gradient_hooks(tensor)
+
+
+def test_gradients_are_checked_and_divided_in_one_pass():
+    grads = [torch.full((2,), 8.0), torch.tensor([4.0])]
+    found = torch.zeros(1)
+    private.check_and_unscale_(grads, found, torch.tensor(0.25))
+    assert [grad.tolist() for grad in grads] == [[2.0, 2.0], [1.0]]
+    assert found.item() == 0
+    private.check_and_unscale_([torch.tensor([float("inf")])], found, torch.tensor(1.0))
+    assert found.item() == 1
+
+
+def test_a_reentrant_checkpoint_shows_in_the_graph():
+    x = torch.ones(1, requires_grad=True)
+    reentrant = checkpoint(torch.exp, x, use_reentrant=True)
+    plain = checkpoint(torch.exp, x, use_reentrant=False)
+    assert private.is_reentrant_checkpoint(reentrant.grad_fn)
+    assert not private.is_reentrant_checkpoint(plain.grad_fn)
+
+
+def test_constants_of_a_trace_have_names_of_their_own():
+    class Adds(nn.Module):
+        def forward(self, x):
+            return x + torch.ones(1)
+
+    class Sets(nn.Module):
+        def forward(self, x):
+            self.kept = torch.zeros(1)
+            return x + self.kept
+
+    for kind, expected in ((Adds, {True}), (Sets, {True, False})):
+        model = kind()
+        before = set(vars(model))
+        torch.fx.Tracer().trace(model)
+        assert {private.is_traced_constant(name) for name in set(vars(model)) - before} == expected
+
+
+def test_tensors_under_vmap_are_told():
+    seen = []
+    torch.func.vmap(lambda x: seen.append(private.is_functorch_wrapped_tensor(x)) or x)(torch.ones(2))
+    assert seen == [True]
+    assert not private.is_functorch_wrapped_tensor(torch.ones(2))
+
+
+def test_a_tree_comes_apart_and_together():
+    tree = {"a": [1, 2], "b": (3,)}
+    leaves, spec = private.tree_flatten(tree)
+    assert isinstance(spec, private.TreeSpec)
+    assert leaves == [1, 2, 3]
+    assert private.tree_unflatten(leaves, spec) == tree
+    assert spec == private.tree_flatten(tree)[1]
+
+
+def test_a_dispatch_mode_sees_every_operation():
+    class Counts(private.DispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Counts.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counts():
+        torch.ones(1).add(1)
+    assert Counts.seen == 2
+
+
+@pytest.mark.parametrize("name", sorted(vars(private.foreach)))
+def test_an_operation_on_lists_does_what_the_one_on_tensors_does(name):
+    lists = [[torch.rand(3) + 0.5, torch.rand(2, 2) + 0.5] for _ in range(3)]
+    plain = name.rstrip("_")
+    count = {"neg": 1, "sqrt": 1, "norm": 1, "addcdiv": 3, "addcmul": 3, "lerp": 2}.get(plain, 2)
+    number = [0.5] if plain in ("lerp", "clamp_max", "clamp_min", "pow") else []
+    count -= plain in ("clamp_max", "clamp_min", "pow")
+    args = [copy.deepcopy(entries) for entries in lists[:count]]
+    result = getattr(private.foreach, name)(*args, *number)
+    result = args[0] if name.endswith("_") else result
+    one_by_one = torch.linalg.vector_norm if plain == "norm" else getattr(torch.Tensor, plain, None)
+    for at, value in enumerate(result):
+        own = [entries[at].clone() for entries in lists[:count]]
+        expected = own[1] if plain == "copy" else one_by_one(*own, *number)
+        assert torch.equal(value, expected)
+
+
+# Optimizers
 
 
 def test_hooks_before_a_step_are_listed_in_order():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer = adam()
     seen = []
     first = optimizer.register_step_pre_hook(lambda *_: seen.append("first"))
     optimizer.register_step_pre_hook(lambda *_: seen.append("second"))
-    for hook in step_pre_hooks(optimizer):
+    for hook in private.step_pre_hooks(optimizer):
         hook(optimizer, (), {})
     assert seen == ["first", "second"]
     first.remove()
-    assert len(step_pre_hooks(optimizer)) == 1
+    assert len(private.step_pre_hooks(optimizer)) == 1
+
+
+def test_an_optimizer_without_registries_calls_no_hooks():
+    class Around(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner = inner
+
+    assert private.calls_hooks(adam())
+    assert not private.calls_hooks(Around(adam()))
+
+
+def test_hooks_are_all_that_is_left_out_of_the_attributes():
+    attributes = vars(adam())
+    left = private.without_hooks(attributes)
+    assert {"state", "param_groups", "defaults"} <= set(left)
+    assert all("hooks" in name for name in set(attributes) - set(left))
+    assert not any("hooks" in name for name in left)
+
+
+def test_a_fused_step_remembers_that_it_has_checked():
+    optimizer = adam(fused=True)
+    assert not private.has_fused_mark(optimizer)
+    optimizer.step()
+    assert private.has_fused_mark(optimizer)
+    private.forget_fused_mark(optimizer)
+    assert not private.has_fused_mark(optimizer)
+    optimizer.step()  # it looks once more
+    assert private.has_fused_mark(optimizer)
+
+
+def test_devices_of_fused_and_capturable_steps_are_named():
+    assert {"cpu", "cuda"} <= set(private.fused_devices())
+    assert "cuda" in private.capturable_devices()
+
+
+# torch.compile
+
+
+def test_a_module_compiled_in_place_is_told_and_freed():
+    module = nn.Linear(1, 1)
+    assert private.compiled_call(module) is None
+    module.compile(backend="eager")
+    assert private.compiled_call(module) is not None
+    private.set_compiled_call(module, None)
+    assert private.compiled_call(module) is None
+    private.set_compiled_call(module, lambda x: (private.call_uncompiled(module, x), "ours"))
+    output, mark = module(torch.ones(1, 1))
+    assert mark == "ours"
+    assert torch.equal(output, module.forward(torch.ones(1, 1)))
+
+
+def test_the_module_inside_a_compiled_one_is_found():
+    module = nn.Linear(1, 1)
+    compiled = torch.compile(module, backend="eager")
+    assert private.inside_compiled(compiled) is module
+    assert private.inside_compiled(module) is None
+    assert all(name.startswith(private.COMPILED_PREFIX) for name in compiled.state_dict())
+
+
+def test_graphs_are_counted_and_limited():
+    assert private.recompile_limit() == torch._dynamo.config.recompile_limit
+    torch._dynamo.reset()
+    before = private.compiled_graphs()
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    assert private.compiled_graphs() == before + 1
+
+
+def test_wrappers_leave_their_child_out_of_the_names(one_rank):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    wrapped = checkpoint_wrapper(nn.Linear(1, 1))
+    assert {name for name, _ in wrapped.named_children()} <= private.TRANSPARENT_WRAPPERS
+    assert set(wrapped.state_dict()) == {"weight", "bias"}
+
+
+def test_it_imports_neither_the_compiler_nor_the_package():
+    code = "import sys, torch; before = set(sys.modules); import torchboost.core.torch_private; "
+    code += "print(*sorted(set(sys.modules) - before))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert [name for name in loaded if name.startswith("torch.")] == []
+    ours = [name for name in loaded if name.startswith("torchboost.")]
+    assert ours == ["torchboost.core", "torchboost.core.torch_private"]
+
+
+# Several ranks
+
+
+def test_a_communication_hook_is_listed_with_its_state(one_rank):
+    ddp = DistributedDataParallel(nn.Linear(1, 1))
+    assert private.comm_hooks(ddp) == []
+    assert private.built_in_comm_hook(ddp) is None
+    ddp.register_comm_hook(None, allreduce_hook)
+    assert private.comm_hooks(ddp) == [(allreduce_hook, None)]
+    assert private.built_in_comm_hook(ddp) == "allreduce_hook"
+
+
+def test_a_built_in_communication_hook_is_known_by_its_name_only(one_rank):
+    ddp = DistributedDataParallel(nn.Linear(1, 1))
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    assert private.comm_hooks(ddp) == []
+    assert private.built_in_comm_hook(ddp)
+
+
+def test_ddp_is_built_again_for_other_flags(one_rank):
+    module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    ddp = DistributedDataParallel(module)
+    ddp.register_comm_hook(None, allreduce_hook)
+    reducer, group = ddp.reducer, ddp.process_group
+    module[0].requires_grad_(False)
+    private.build_again(ddp)
+    assert ddp.reducer is not reducer
+    assert ddp.process_group is group
+    assert private.comm_hooks(ddp) == []
+    ddp.register_comm_hook(None, allreduce_hook)  # a reducer takes one only
+    ddp(torch.ones(1, 1)).sum().backward()  # the old reducer would wait for the frozen layer
+    ddp(torch.ones(1, 1)).sum().backward()
+    assert module[0].weight.grad is None
+    assert module[1].weight.grad is not None
+
+
+def test_ddp_says_that_its_forward_runs(one_rank):
+    seen = []
+
+    class Asks(nn.Linear):
+        def forward(self, input):
+            seen.append(private.active_ddp())
+            return super().forward(input)
+
+    ddp = DistributedDataParallel(Asks(1, 1))
+    ddp(torch.ones(1, 1))
+    assert seen == [ddp]
+    assert private.active_ddp() is None
+
+
+def test_the_exchange_of_a_pass_runs_without_the_model(one_rank):
+    module = nn.BatchNorm1d(1)
+    ddp = DistributedDataParallel(module)
+    with torch.enable_grad(), ddp.no_sync():
+        private.exchange_of_a_pass(ddp)
+    assert module.num_batches_tracked == 0
+
+
+def test_all_reduce_hooks_of_a_sharded_module_are_listed(one_rank):
+    from torch.distributed.fsdp import fully_shard
+
+    unit = fully_shard(nn.Linear(2, 2))
+    assert private.all_reduce_hooks(unit) == [None]
+    hook = print
+    unit.set_all_reduce_hook(hook)
+    assert private.all_reduce_hooks(unit) == [hook]

@@ -6,13 +6,14 @@ import torch
 from torch.autograd.profiler import profile
 
 import torchboost
-from torchboost.optim.tensor_lists import foreach, together
+from torchboost.core.torch_private import foreach
+from torchboost.optim.tensor_lists import together
 
 
 def test_lists_of_tensors_are_not_read_entry_by_entry():
     lists = [[torch.ones(40, 3) for _ in range(2)] for _ in range(2)]
     with profile(use_kineto=False) as trace:
-        foreach._foreach_add_(*lists)
+        foreach.add_(*lists)
     names = [event.name for event in trace.function_events or ()]
     assert names
     assert not {"aten::select", "aten::item", "aten::is_nonzero"} & set(names)

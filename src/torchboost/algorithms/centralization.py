@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.torch_private import AnyConv
 from torchboost.errors import NoEffectWarning
 from torchboost.graph.normalized_linear import NormalizedLinear
 from torchboost.optim.group_rules import NORMS
@@ -50,7 +50,7 @@ def centralizable(param: Tensor, owner: nn.Module | None) -> bool:
     two axes, or one entry per row), for depthwise convolutions (one input channel per filter), for normalisation layers
     and for the ``NormalizedLinear`` head. The decision depends on structure, never on names.
     """
-    depthwise = isinstance(owner, _ConvNd) and owner.groups > 1 and owner.groups == owner.in_channels
+    depthwise = isinstance(owner, AnyConv) and owner.groups > 1 and owner.groups == owner.in_channels
     return has_rows(param) and not depthwise and not isinstance(owner, (*NORMS, NormalizedLinear))
 
 

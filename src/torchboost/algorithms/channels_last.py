@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
 from torchboost.core.forward_watch import ForwardWatch
+from torchboost.core.torch_private import AnyConv, is_functorch_wrapped_tensor, module_hooks, parameter_slots
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.dataflow import evaluate, runnable
@@ -271,8 +271,7 @@ def _copied(model: nn.Module) -> nn.Module | None:
     except Exception:  # whatever the attributes of the user's modules raise
         return None
     for module in made.modules():
-        hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-        for registered in hooks:
+        for registered in module_hooks(module):
             registered.clear()
     return made
 
@@ -310,12 +309,12 @@ def _does_not_run(model: nn.Module, error: RuntimeError) -> str:
 
 def _convolutions(model: nn.Module) -> Iterator[nn.Module]:
     # A parametrised kernel (weight norm, pruning) is computed at every forward and no parameter of its layer.
-    found = (module for module in model.modules() if isinstance(module, nn.modules.conv._ConvNd))
-    return (module for module in found if module._parameters.get("weight") is not None)
+    found = (module for module in model.modules() if isinstance(module, AnyConv))
+    return (module for module in found if parameter_slots(module).get("weight") is not None)
 
 
 def _dimensions(model: nn.Module) -> frozenset[int]:
-    found = (len(m.kernel_size) + 2 for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd))
+    found = (len(m.kernel_size) + 2 for m in model.modules() if isinstance(m, AnyConv))
     return frozenset(found) & _FORMATS.keys()
 
 

@@ -12,6 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.torch_private import (
+    call_uncompiled,
+    compiled_call,
+    compiled_graphs,
+    inside_compiled,
+    set_compiled_call,
+)
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError
 
@@ -26,17 +33,17 @@ class Compiled(Attachment):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(undo=self._release)
         self._model = model
-        self._compiled_call = model._compiled_call_impl
-        self._graphs_before = _graphs_of_process()
+        self._compiled_call = compiled_call(model)
+        self._graphs_before = compiled_graphs()
 
     @property
     def graphs(self) -> int:
         """Graphs compiled in this process since the model was handed to the compiler; grows with each recompilation."""
-        return max(0, _graphs_of_process() - self._graphs_before)
+        return max(0, compiled_graphs() - self._graphs_before)
 
     def _release(self) -> None:
-        if self._model._compiled_call_impl is self._compiled_call:
-            del self._model._compiled_call_impl
+        if compiled_call(self._model) is self._compiled_call:
+            set_compiled_call(self._model, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +131,9 @@ def _compiled_part(model: nn.Module) -> str | None:
     """Name what of ``model`` is compiled already, or return None."""
     for name, module in model.named_modules():
         where = f"at '{name}'" if name else "as a whole"
-        if module._compiled_call_impl is not None:
+        if compiled_call(module) is not None:
             return f"nn.Module.compile {where}"
-        if module is not unwrap(module) and hasattr(module, "_orig_mod"):
+        if inside_compiled(module) is not None:
             return f"torch.compile {where}"
     return None
 
@@ -140,12 +147,6 @@ def _compile_from_outside(model: nn.Module, options: dict[str, Any]) -> None:
     """``nn.Module.compile`` for a root whose own frame the compiler would skip, leaving the model uncompiled."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)
+        return call_uncompiled(model, *args, **kwargs)
 
-    model._compiled_call_impl = torch.compile(call, **options)
-
-
-def _graphs_of_process() -> int:
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
+    set_compiled_call(model, torch.compile(call, **options))

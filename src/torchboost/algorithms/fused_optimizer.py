@@ -16,6 +16,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.closure import after_closure
+from torchboost.core.torch_private import forget_fused_mark, has_fused_mark
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.optim.fused_kernels import miscomputes
@@ -152,7 +153,7 @@ class _Fusion(Attachment):
         self._chosen = chosen
         self._flags = [_flags(group) for group in optimizer.param_groups]
         self._defaults = _flags(optimizer.defaults)
-        self._checks_before = "_need_device_dtype_check_for_fused" in vars(optimizer)
+        self._checks_before = has_fused_mark(optimizer)
         self._seen: dict[int, _Seen] = {}
         self._apply(optimizer)
         if all(chosen):
@@ -241,7 +242,7 @@ class _Fusion(Attachment):
             if isinstance(state.get("step"), Tensor):
                 state["step"] = state["step"].cpu()
         if not self._checks_before:
-            vars(optimizer).pop("_need_device_dtype_check_for_fused", None)
+            forget_fused_mark(optimizer)
 
 
 _FUSED = {"fused": True, "foreach": None}

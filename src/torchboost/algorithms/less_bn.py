@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Traits
 from torchboost.core.arguments import check_module
+from torchboost.core.torch_private import AnyBatchNorm, parameter_slots
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.aliasing import may_collide
@@ -124,7 +124,7 @@ class LessBatchNorm(Algorithm):
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Explain why nothing would be removed; None if something would be."""
-        if not any(isinstance(module, _BatchNorm) for module in model.modules()) and not self.normalize_head:
+        if not any(isinstance(module, AnyBatchNorm) for module in model.modules()) and not self.normalize_head:
             return "the model has no BatchNorm"
         return None if self.needs_transform(model) else "the model has no BatchNorm left that can go"
 
@@ -141,7 +141,7 @@ class LessBatchNorm(Algorithm):
         inner = unwrap(model)
         if wrapper_of(inner) is None:
             return _plan(inner, self, None).changes
-        return not self.applied(inner) and any(isinstance(m, _BatchNorm) for m in inner.modules())
+        return not self.applied(inner) and any(isinstance(m, AnyBatchNorm) for m in inner.modules())
 
     def transform(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         """Remove the BatchNorms; see :func:`remove_batch_norms` for errors and warnings."""
@@ -244,8 +244,8 @@ class _Plan(NamedTuple):
     flow: Dataflow | None
     names: dict[nn.Module, str]
     kept: dict[nn.Module, str]
-    removed: list[_BatchNorm]
-    copies: set[_BatchNorm]
+    removed: list[AnyBatchNorm]
+    copies: set[AnyBatchNorm]
     bare_ends: dict[int, float]
     trained: bool
     head: nn.Linear | None
@@ -283,7 +283,7 @@ def _in_front(plan: _Plan) -> list[Tensor]:
     nodes, calls = plan.flow.nodes, plan.flow.calls
     layers = dict.fromkeys(nodes[nodes[calls(norm)[0]].inputs[0]].module for norm in plan.removed)
     weighted = [layer for layer in layers if isinstance(layer, WEIGHTED)]
-    return [parameter for layer in weighted for parameter in layer._parameters.values() if parameter is not None]
+    return [parameter for layer in weighted for parameter in parameter_slots(layer).values() if parameter is not None]
 
 
 def _normalize(model: nn.Module, linear: nn.Linear, optimizer: Optimizer | None, settings: LessBatchNorm) -> None:
@@ -320,7 +320,7 @@ def _check(model: nn.Module) -> None:
 def _report(plan: _Plan, rescaled: tuple[str, ...] = (), difference: float | None = None) -> LessBNReport:
     names = plan.names
     return LessBNReport(
-        found=tuple(name for module, name in names.items() if isinstance(module, _BatchNorm)),
+        found=tuple(name for module, name in names.items() if isinstance(module, AnyBatchNorm)),
         removed=tuple(names[norm] for norm in plan.removed),
         kept={names[norm]: reason for norm, reason in plan.kept.items()},
         folded=plan.trained and bool(plan.removed),
@@ -334,7 +334,7 @@ def _report(plan: _Plan, rescaled: tuple[str, ...] = (), difference: float | Non
 def _plan(model: nn.Module, settings: LessBatchNorm, sample: Any) -> _Plan:
     """Decide everything and change nothing."""
     names = {module: name for name, module in model.named_modules()}
-    norms = [module for module in names if isinstance(module, _BatchNorm)]
+    norms = [module for module in names if isinstance(module, AnyBatchNorm)]
     if not norms and not (settings.normalize_head and any(isinstance(m, nn.Linear) for m in names)):
         return _Plan(None, names, {}, [], set(), {}, False, None, {})
     flow = trace(model, sample=sample)
@@ -354,7 +354,7 @@ def _plan(model: nn.Module, settings: LessBatchNorm, sample: Any) -> _Plan:
     folds = plan_folds(model, flow=flow, sample=sample, behind=False) if trained else {}
     elsewhere = held_elsewhere(model)
     kept: dict[nn.Module, str] = {}
-    removed: list[_BatchNorm] = []
+    removed: list[AnyBatchNorm] = []
     for norm in norms:
         reason = f"{elsewhere[norm]} also holds it" if norm in elsewhere else _reason(flow, norm, reasons)
         found = folds.get(norm)
@@ -369,7 +369,7 @@ def _plan(model: nn.Module, settings: LessBatchNorm, sample: Any) -> _Plan:
     return _Plan(flow, names, kept, removed, copies, ends, trained, head, folds)
 
 
-def _reason(flow: Dataflow, norm: _BatchNorm, reasons: Mapping[int, str | None]) -> str | None:
+def _reason(flow: Dataflow, norm: AnyBatchNorm, reasons: Mapping[int, str | None]) -> str | None:
     """Return why a BatchNorm stays, by its own properties first, then its position; None if it is removed."""
     calls = flow.calls(norm)
     if norm_tail(norm) is None:
@@ -401,7 +401,7 @@ def _head(
         return None
     if last in elsewhere or is_customised(last) or len(flow.calls(last)) != 1:
         return None
-    return last if last._parameters.get("weight") is not None else None
+    return last if parameter_slots(last).get("weight") is not None else None
 
 
 def _fold(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, sample: Any) -> float | None:
@@ -434,5 +434,5 @@ def _only_layer_before(flow: Dataflow, norm: int, shared: set[Tensor]) -> int | 
     module = before.module
     if not isinstance(module, WEIGHTED) or flow.consumers[before.index] != (norm,) or len(flow.calls(module)) != 1:
         return None
-    weight = module._parameters.get("weight")
+    weight = parameter_slots(module).get("weight")
     return None if weight is None or weight in shared else before.index

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from torchboost.core.torch_private import all_reduce_hooks, inside_compiled
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError
@@ -22,7 +23,8 @@ def data_parallel(model: nn.Module) -> DistributedDataParallel | None:
         IncompatibleError: The model is wrapped by FSDP1 or ``DataParallel``, whose gradient exchange cannot be
             replaced, or it contains several DDPs.
     """
-    outer = model.get_submodule("_orig_mod") if wrapper_of(model) == "torch.compile" else model
+    inside = inside_compiled(model)
+    outer = model if inside is None else inside
     wrapper = wrapper_of(outer)
     if wrapper == "FullyShardedDataParallel" or isinstance(outer, DataParallel):
         raise IncompatibleError(
@@ -84,13 +86,12 @@ def sharded_units(model: nn.Module) -> dict[str, Any]:
     for name, module in unwrap(model).named_modules():
         if not hasattr(module, "set_all_reduce_hook"):
             continue
-        # torch has no public way to ask for the hook; setting one would silently replace it.
-        groups = module._get_fsdp_state()._fsdp_param_groups  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-        if len(groups) > 1 or any(group._all_reduce_hook is not None for group in groups):
+        hooks = all_reduce_hooks(module)
+        if len(hooks) > 1 or any(hook is not None for hook in hooks):
             raise IncompatibleError(
                 f"the FSDP2 unit '{name or 'root'}' already has an all-reduce hook, or parameters on several meshes; "
                 "remove the hook with set_all_reduce_hook(None), or use on='delta'."
             )
-        if groups:
+        if hooks:
             units[name or "root"] = module
     return units

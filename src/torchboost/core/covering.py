@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from torchboost.core.algorithm import Attachment
+from torchboost.core.torch_private import MAKES_REPLICAS, make_replica
 
 __all__ = ["Around", "cover_forward", "own_forward", "uncover_copy"]
 
@@ -23,8 +24,6 @@ _COVER = "torchboost_cover"
 _OWN = "_forward_under_torchboost"
 """Attribute of a covered module: the forwards that the user set on it, by their ``id`` at that time. A deep copy of the
 module copies them too, so that a method of another object becomes a method of the copy of that object."""
-_REPLICATE = "_replicate_for_data_parallel"
-"""The method of modules that ``DataParallel`` calls for a replica. It copies the attributes, including ``forward``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,13 +81,13 @@ def cover_forward(model: nn.Module, around: Around, *, innermost: bool = False) 
         under.append(top or (type(model).forward if own is None else functools.partial(_call_own, own)))
         vars(covering)[_COVER] = _Cover(under, top, own)
         model.forward = types.MethodType(covering, model)
-        setattr(model, _REPLICATE, types.MethodType(_replicate_for_data_parallel, model))
+        setattr(model, MAKES_REPLICAS, types.MethodType(_replicate_for_data_parallel, model))
 
     def uncover() -> None:
         live.clear()
         _take_out(model, covering)
         if _top(model) is None:
-            vars(model).pop(_REPLICATE, None)
+            vars(model).pop(MAKES_REPLICAS, None)
 
     return Attachment(undo=uncover)
 
@@ -110,7 +109,7 @@ def uncover_copy(model: nn.Module) -> None:
         function = _top(module)
         if function is not None:
             _put_back(module, _lowest(function).own)
-            vars(module).pop(_REPLICATE, None)
+            vars(module).pop(MAKES_REPLICAS, None)
 
 
 def _replicate_for_data_parallel(model: nn.Module) -> nn.Module:
@@ -118,7 +117,7 @@ def _replicate_for_data_parallel(model: nn.Module) -> nn.Module:
 
     A pickle refers to a module's method by name, so this function must have the same name.
     """
-    replica = type(model)._replicate_for_data_parallel(model)
+    replica = make_replica(model)
     function = _top(model)
     if function is not None:
         replica.forward = types.MethodType(function, replica)

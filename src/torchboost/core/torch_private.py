@@ -1,19 +1,365 @@
-"""Every private name of torch that this package reads: one function each, with the version it was last seen in.
+"""Every private name of torch that this package reads, each under a public name.
 
-Nothing else in the package reads a private name of torch. If an update of torch breaks a name,
-``tests/core/test_torch_private.py`` names it, and it is fixed here.
+No other module of the package reads a private name of torch; ``tests/contracts/test_private_names.py`` scans for them.
+If an update of torch moves or changes a name, it is mended here, and ``tests/core/test_torch_private.py`` says which
+one it was. All names were last seen in torch 2.13.0. The module imports nothing of this package, and nothing of torch
+that ``import torch`` does not import.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn.modules import padding, pooling
+from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
+from torch.nn.modules.batchnorm import _NormBase as AnyNorm
+from torch.nn.modules.conv import _ConvNd as AnyConv
+from torch.nn.modules.conv import _ConvTransposeNd as AnyTransposedConv
+from torch.nn.modules.dropout import _DropoutNd as AnyDropout
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import _get_capturable_supported_devices as capturable_devices
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices as fused_devices
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointFunction
 
-__all__ = ["step_pre_hooks"]
+__all__ = [
+    "COMPILED_PREFIX",
+    "MAKES_REPLICAS",
+    "PADDING",
+    "POOLING",
+    "TRANSPARENT_WRAPPERS",
+    "AnyBatchNorm",
+    "AnyConv",
+    "AnyDropout",
+    "AnyNorm",
+    "AnyTransposedConv",
+    "DispatchMode",
+    "TreeSpec",
+    "active_ddp",
+    "all_reduce_hooks",
+    "buffer_slots",
+    "build_again",
+    "built_in_comm_hook",
+    "call_uncompiled",
+    "calls_hooks",
+    "capturable_devices",
+    "check_and_unscale_",
+    "child_slots",
+    "comm_hooks",
+    "compiled_call",
+    "compiled_graphs",
+    "conv_forward",
+    "conv_padding",
+    "exchange_of_a_pass",
+    "foreach",
+    "forget_fused_mark",
+    "fused_devices",
+    "has_fused_mark",
+    "has_gradient_hooks",
+    "inside_compiled",
+    "is_functorch_wrapped_tensor",
+    "is_reentrant_checkpoint",
+    "is_traced_constant",
+    "make_replica",
+    "memory_stamp",
+    "module_hooks",
+    "parameter_slots",
+    "recompile_limit",
+    "set_compiled_call",
+    "share_attributes",
+    "sparse_rows",
+    "sparse_values",
+    "step_pre_hooks",
+    "tree_flatten",
+    "tree_unflatten",
+    "version",
+    "versions",
+    "without_hooks",
+]
+
+POOLING = (pooling._MaxPoolNd, pooling._AvgPoolNd, pooling._AdaptiveAvgPoolNd, pooling._AdaptiveMaxPoolNd)
+"""The base classes of the pooling layers."""
+
+PADDING = (padding._ConstantPadNd, padding._ReflectionPadNd, padding._ReplicationPadNd)
+"""The base classes of the padding layers."""
+
+MAKES_REPLICAS = "_replicate_for_data_parallel"
+"""The method of a module that ``DataParallel`` calls for a replica."""
+
+COMPILED_PREFIX = "_orig_mod."
+"""What ``torch.compile(module)`` puts before the names of a state dict."""
+
+TRANSPARENT_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Children that FSDP1 and the checkpoint wrapper add to the module tree and leave out of the names of a state dict."""
+
+_torch: Any = torch  # type checkers count the names below as not exported
+foreach: Any = SimpleNamespace(
+    add=_torch._foreach_add,
+    add_=_torch._foreach_add_,
+    addcdiv_=_torch._foreach_addcdiv_,
+    addcmul=_torch._foreach_addcmul,
+    addcmul_=_torch._foreach_addcmul_,
+    clamp_max_=_torch._foreach_clamp_max_,
+    clamp_min_=_torch._foreach_clamp_min_,
+    copy_=_torch._foreach_copy_,
+    div=_torch._foreach_div,
+    div_=_torch._foreach_div_,
+    lerp=_torch._foreach_lerp,
+    lerp_=_torch._foreach_lerp_,
+    maximum_=_torch._foreach_maximum_,
+    mul_=_torch._foreach_mul_,
+    neg=_torch._foreach_neg,
+    neg_=_torch._foreach_neg_,
+    norm=_torch._foreach_norm,
+    pow=_torch._foreach_pow,
+    sqrt=_torch._foreach_sqrt,
+    sqrt_=_torch._foreach_sqrt_,
+    sub_=_torch._foreach_sub_,
+)
+"""Operations on lists of tensors: ``foreach.add_(params, updates)`` is ``torch._foreach_add_``.
+
+Not those of ``torch.ops.aten``. For a list of tensors, these try the overload for a list of numbers first and read the
+tensors one by one before they give up, which took 6 to 80 times as long as the operation itself. The bits are the same.
+"""
+
+
+# Modules
+
+
+def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters of a module by name, None for absent ones, to read and to write: ``Module._parameters``."""
+    return module._parameters
+
+
+def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers of a module by name, None for absent ones, to read and to write: ``Module._buffers``."""
+    return module._buffers
+
+
+def child_slots(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the children of a module by name, None for absent ones, to read and to write: ``Module._modules``."""
+    return module._modules
+
+
+def share_attributes(
+    module: nn.Module, source: nn.Module, *, buffers: dict[str, Any], children: dict[str, Any]
+) -> None:
+    """Give a module made by ``__new__`` all attributes of ``source``, with other ``_buffers`` and ``_modules``."""
+    vars(module).update(vars(source) | {"_buffers": buffers, "_modules": children})
+
+
+def module_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any], dict[int, Any], dict[int, Any]]:
+    """Return the hooks of a module: before and after forward, before and after backward, to read and to write.
+
+    Reads ``Module._forward_pre_hooks``, ``_forward_hooks``, ``_backward_pre_hooks`` and ``_backward_hooks``.
+    """
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+
+
+def conv_forward(layer: nn.Module | type[nn.Module]) -> Any:
+    """Return the function that computes a convolution, or None for other layers: ``Conv2d._conv_forward``."""
+    found = getattr(layer, "_conv_forward", None)
+    return getattr(found, "__func__", found)
+
+
+def conv_padding(layer: AnyConv) -> Sequence[int]:
+    """Return how far a convolution pads each side, also for "same": ``_ConvNd._reversed_padding_repeated_twice``."""
+    return layer._reversed_padding_repeated_twice
+
+
+def make_replica(module: nn.Module) -> nn.Module:
+    """Return what ``DataParallel`` computes with on a device, by the class: ``Module._replicate_for_data_parallel``."""
+    replica: nn.Module = type(module)._replicate_for_data_parallel(module)
+    return replica
+
+
+# Tensors
+
+
+version: Callable[[Tensor], int] = attrgetter("_version")
+"""Returns how often a tensor was written to in place: ``Tensor._version``."""
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the :data:`version` of each tensor."""
+    return list(map(version, tensors))
+
+
+def memory_stamp(tensor: Tensor) -> tuple[int, int]:
+    """Return how often a tensor was written to, and its address; of a DTensor, that of its shard.
+
+    Reads ``Tensor._version`` and ``DTensor._local_tensor``, without the autograd of ``to_local()``.
+    """
+    return tensor._version, getattr(tensor, "_local_tensor", tensor).data_ptr()
+
+
+def sparse_values(tensor: Tensor) -> Tensor:
+    """Return the numbers of a sparse COO tensor, coalesced or not: ``Tensor._values``."""
+    return tensor._values()
+
+
+def sparse_rows(tensor: Tensor) -> Tensor:
+    """Return the rows that a sparse COO tensor names, coalesced or not: ``Tensor._indices``."""
+    return tensor._indices()[0]
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether hooks wait for the gradient of a tensor: ``Tensor._backward_hooks``."""
+    return bool(tensor._backward_hooks)
+
+
+def check_and_unscale_(grads: list[Tensor], found: Tensor, inverse: Tensor) -> None:
+    """Multiply gradients in place and set ``found`` to 1 if one is not finite: what ``GradScaler`` calls.
+
+    One read and one write of each gradient, without waiting for the device:
+    ``aten._amp_foreach_non_finite_check_and_unscale_``.
+
+    Args:
+        grads: Of one device and one precision.
+        found: Shape ``(1,)``, float32.
+        inverse: Shape ``()``, float32.
+    """
+    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
+
+
+def is_reentrant_checkpoint(node: Any) -> bool:
+    """Whether a node of the autograd graph is a checkpoint with ``use_reentrant=True``: ``Node._forward_cls``."""
+    return getattr(node, "_forward_cls", None) is CheckpointFunction
+
+
+def is_traced_constant(name: str) -> bool:
+    """Whether ``torch.fx`` has set an attribute of this name on the root, for a tensor made in ``forward``."""
+    return name.startswith("_tensor_constant")
+
+
+# Optimizers
 
 
 def step_pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
     """Return the hooks that run before each step of an optimizer, in order: ``Optimizer._optimizer_step_pre_hooks``."""
     return list(optimizer._optimizer_step_pre_hooks.values())
+
+
+def calls_hooks(optimizer: Optimizer) -> bool:
+    """Whether ``Optimizer.__init__`` ran: it makes the registries of hooks, and a ``step`` that calls them.
+
+    Reads ``step.hooked`` and the names of ``Optimizer._optimizer_step_pre_hooks`` and its four neighbours.
+    """
+    marked = getattr(type(optimizer).step, "hooked", False)
+    return bool(marked) and all(name in vars(optimizer) for name in _REGISTRIES)
+
+
+_REGISTRIES = (
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_post_hooks"),
+    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+)
+
+
+def without_hooks(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of an optimizer but for its hooks, all of which begin with ``_optimizer_``."""
+    return {key: value for key, value in attributes.items() if key[:11] != "_optimizer_"}
+
+
+def has_fused_mark(optimizer: Optimizer) -> bool:
+    """Whether a fused step has looked at its parameters, or will: ``Optimizer._need_device_dtype_check_for_fused``."""
+    return "_need_device_dtype_check_for_fused" in vars(optimizer)
+
+
+def forget_fused_mark(optimizer: Optimizer) -> None:
+    """Take away what a fused step has set: ``Optimizer._need_device_dtype_check_for_fused``."""
+    vars(optimizer).pop("_need_device_dtype_check_for_fused", None)
+
+
+# torch.compile
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """Return what ``module.compile()`` made of the call, or None: ``Module._compiled_call_impl``."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let a call of the module run ``call``, or what it ran before for None: ``Module._compiled_call_impl``."""
+    if call is not None:
+        module._compiled_call_impl = call
+    else:
+        vars(module).pop("_compiled_call_impl", None)
+
+
+def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module with its hooks, past what ``module.compile()`` made of the call: ``Module._call_impl``."""
+    return module._call_impl(*args, **kwargs)
+
+
+def inside_compiled(module: nn.Module) -> nn.Module | None:
+    """Return the module that ``torch.compile(module)`` wraps, or None: ``torch._dynamo.OptimizedModule._orig_mod``.
+
+    The compiler is not imported for this (0.4 s): without it there are no such modules.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    found = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    return module.get_submodule("_orig_mod") if found else None
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs this process has compiled: ``torch._dynamo.utils.counters``; imports no compiler."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
+
+
+def recompile_limit() -> int:
+    """Return how many graphs of one code torch compiles before it falls back to eager: ``torch._dynamo.config``."""
+    from torch._dynamo import config
+
+    return config.recompile_limit
+
+
+# Several ranks
+
+
+def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
+    """Return the communication hooks of DDP and their states, to read and to write: ``DDP._comm_hooks``."""
+    return ddp._comm_hooks
+
+
+def built_in_comm_hook(ddp: DistributedDataParallel) -> str | None:
+    """Return the name of the hook that the reducer has, Python or built in: ``DDP._get_ddp_logging_data``."""
+    return ddp._get_ddp_logging_data().get("comm_hook") or None
+
+
+def build_again(ddp: DistributedDataParallel) -> None:
+    """Let DDP make the reducer for the parameters that require a gradient now, without communication hooks.
+
+    Calls ``DDP.__setstate__`` with the attributes that DDP has, the process group included, which ``__getstate__``
+    leaves out, and no ``_comm_hooks``.
+    """
+    ddp.__setstate__(vars(ddp) | {"_comm_hooks": []})
+
+
+def active_ddp() -> DistributedDataParallel | None:
+    """Return the DDP in whose forward this is: ``DDP._get_active_ddp_module``, which is there for the compiler."""
+    return DistributedDataParallel._get_active_ddp_module()
+
+
+def exchange_of_a_pass(ddp: DistributedDataParallel) -> None:
+    """Do all of a forward pass of DDP but calling the model: ``DDP._pre_forward`` and ``DDP._post_forward``."""
+    ddp._post_forward(ddp._pre_forward(torch.zeros(())))
+
+
+def all_reduce_hooks(unit: nn.Module) -> list[Any]:
+    """Return the all-reduce hook of each group of parameters of an FSDP2 module, None without one.
+
+    Reads ``FSDPModule._get_fsdp_state()._fsdp_param_groups`` and ``FSDPParamGroup._all_reduce_hook``. torch has no
+    public way to ask for the hook; setting one silently replaces it.
+    """
+    state: Any = unit._get_fsdp_state()  # pyright: ignore[reportCallIssue]
+    return [group._all_reduce_hook for group in state._fsdp_param_groups]

@@ -8,14 +8,10 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from torchboost.core.torch_private import calls_hooks, compiled_call, inside_compiled
 from torchboost.errors import IncompatibleError
 
 __all__ = ["hookable", "is_compiled", "unwrap", "wrapper_of"]
-
-_REGISTRIES = (
-    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_post_hooks"),
-    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
-)
 
 
 def hookable(optimizer: Optimizer) -> Optimizer:
@@ -27,7 +23,7 @@ def hookable(optimizer: Optimizer) -> Optimizer:
     Raises:
         IncompatibleError: The optimizer does not call hooks and does not hold exactly one inner optimizer.
     """
-    while not _calls_hooks(optimizer):
+    while not calls_hooks(optimizer):
         inside = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
         if len(inside) != 1:
             raise IncompatibleError(
@@ -39,26 +35,20 @@ def hookable(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def _calls_hooks(optimizer: Optimizer) -> bool:
-    # Optimizer.__init__ replaces the step of the class by one that calls the hooks, and marks it.
-    marked = getattr(type(optimizer).step, "hooked", False)
-    return bool(marked) and all(name in vars(optimizer) for name in _REGISTRIES)
-
-
 def wrapper_of(model: nn.Module) -> str | None:
     """Return the name of the wrapper of ``model``, or of what was applied in place; None for a bare module."""
     if isinstance(model, DistributedDataParallel):
         return "DistributedDataParallel"
     if isinstance(model, DataParallel):
         return "DataParallel"
-    if _is_instance(model, "torch._dynamo", "OptimizedModule"):
+    if inside_compiled(model) is not None:
         return "torch.compile"
     for module in model.modules():
         if _is_instance(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
             return "FullyShardedDataParallel"
         if _is_instance(module, "torch.distributed.fsdp", "FSDPModule"):
             return "fully_shard"
-        if module._compiled_call_impl is not None:
+        if compiled_call(module) is not None:
             return "nn.Module.compile"
     return None
 
@@ -68,18 +58,15 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (DistributedDataParallel, DataParallel)):
             model = model.module
-        elif _is_instance(model, "torch._dynamo", "OptimizedModule"):
-            model = model.get_submodule("_orig_mod")
+        elif (inside := inside_compiled(model)) is not None:
+            model = inside
         else:
             return model
 
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether ``model`` or a part of it is compiled, in place or by a wrapper."""
-    return any(
-        module._compiled_call_impl is not None or _is_instance(module, "torch._dynamo", "OptimizedModule")
-        for module in model.modules()
-    )
+    return any(compiled_call(module) is not None or inside_compiled(module) is not None for module in model.modules())
 
 
 def _is_instance(module: nn.Module, package: str, name: str) -> bool:

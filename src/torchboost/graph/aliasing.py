@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from torch import nn
-from torch.nn.modules import activation, pooling
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules import activation
 
+from torchboost.core.torch_private import POOLING, AnyBatchNorm
 from torchboost.graph.flow import Dataflow, Node
 from torchboost.graph.norm_roles import WEIGHTED
 from torchboost.graph.structure import is_customised, norm_tail
 
 __all__ = ["may_collide"]
 
-_POOLING = (pooling._MaxPoolNd, pooling._AvgPoolNd, pooling._AdaptiveAvgPoolNd, pooling._AdaptiveMaxPoolNd)
 _FRESH_CALLS = frozenset(
     {"cat", "stack", "mul", "__mul__", "__rmul__", "sub", "__sub__", "truediv", "__truediv__", "matmul", "__matmul__"}
     | {"mean", "sum", "sigmoid", "tanh", "softmax", "gelu", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"}
@@ -88,7 +87,7 @@ def _writes(node: Node) -> bool:
     module = node.module
     if module is None:
         return node.writes
-    parts = [module.get_submodule(name) for name in norm_tail(module) or ()] if isinstance(module, _BatchNorm) else []
+    parts = [module.get_submodule(name) for name in norm_tail(module) or ()] if isinstance(module, AnyBatchNorm) else []
     return any(getattr(part, "inplace", False) is True for part in (module, *parts))
 
 
@@ -99,4 +98,4 @@ def _is_fresh(node: Node) -> bool:
         return not node.writes and (node.kind == "add" or node.label in _FRESH_CALLS)
     if isinstance(module, nn.Module) and type(module).__module__ == activation.__name__:
         return not _writes(node)
-    return isinstance(module, (*WEIGHTED, _BatchNorm, *_POOLING))
+    return isinstance(module, (*WEIGHTED, AnyBatchNorm, *POOLING))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
+from torchboost.core.torch_private import AnyConv
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.graph.dataflow import trace, undisturbed
 from torchboost.graph.flow import Dataflow
@@ -147,7 +147,7 @@ def _holds_blocks(module: nn.Module) -> bool:
             children = list(container.children())
             if sum(_layers(child) > 1 for child in children) > 1:
                 return True
-            if sum(isinstance(child, (_ConvNd, nn.Linear)) for child in children) >= _STACK:
+            if sum(isinstance(child, (AnyConv, nn.Linear)) for child in children) >= _STACK:
                 return True
     return False
 

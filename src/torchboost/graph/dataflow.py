@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
+from torchboost.core.torch_private import AnyConv
 from torchboost.graph.drawing import generators_kept
 from torchboost.graph.flow import Dataflow
 from torchboost.graph.recording import LAYERS, Arguments, call, is_leaf, record_run, record_symbols, tensors_in
@@ -208,7 +208,7 @@ def _candidates(model: nn.Module, sample: Any) -> Iterator[tuple[nn.Module, Any]
 
 def _guesses(model: nn.Module) -> Iterator[Tensor]:
     """Yield noise that fits the first layer: images of a few sizes, or rows for a linear layer."""
-    first = next((m for m in model.modules() if isinstance(m, (_ConvNd, nn.Linear))), None)
+    first = next((m for m in model.modules() if isinstance(m, (AnyConv, nn.Linear))), None)
     weight = None if first is None else next(first.parameters(), None)
     if first is None or weight is None:
         return

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchboost.core.torch_private import DispatchMode
 
 __all__ = ["generators_kept"]
 
@@ -34,7 +35,7 @@ def generators_kept(devices: Sequence[int] = ()) -> Iterator[None]:
                 random.setstate(python)
 
 
-class _Draws(TorchDispatchMode):
+class _Draws(DispatchMode):
     """Record the state of the default generators before the first draw of this thread."""
 
     def __init__(self, devices: Sequence[int]) -> None:

@@ -12,12 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.optim import Optimizer
 
 from torchboost.core.arguments import check_module
 from torchboost.core.covering import own_forward
+from torchboost.core.torch_private import (
+    AnyBatchNorm,
+    AnyConv,
+    AnyTransposedConv,
+    conv_forward,
+    conv_padding,
+    parameter_slots,
+)
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError
 from torchboost.graph.aliasing import may_collide
@@ -45,7 +51,7 @@ _STOCK_FORWARDS = (
     nn.Linear.forward,
     *(kind.forward for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
     *(kind.forward for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)),
-    *(kind._conv_forward for kind in (_ConvNd, nn.Conv1d, nn.Conv2d, nn.Conv3d)),
+    *(conv_forward(kind) for kind in (AnyConv, nn.Conv1d, nn.Conv2d, nn.Conv3d)),
 )
 
 
@@ -123,7 +129,7 @@ def fold_batch_norms(model: nn.Module, optimizer: Optimizer | None = None, *, sa
     if wrapper is not None:
         raise IncompatibleError(f"found a model wrapped by {wrapper}; fold the bare model, then wrap it.")
     norms: dict[nn.Module, str] = {
-        module: name for name, module in model.named_modules() if isinstance(module, _BatchNorm)
+        module: name for name, module in model.named_modules() if isinstance(module, AnyBatchNorm)
     }
     if not norms:
         return FoldReport()
@@ -167,7 +173,7 @@ def plan_folds(
     flow = trace(model, sample=sample) if flow is None else flow
     proofs = _Proofs.of(model, flow, sample)
     shared, elsewhere = shared_weights(model), held_elsewhere(model)
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    norms = [module for module in model.modules() if isinstance(module, AnyBatchNorm)]
     return {
         norm: f"{elsewhere[norm]} also holds it" if norm in elsewhere else _settled_fold(proofs, norm, shared, behind)
         for norm in norms
@@ -205,7 +211,7 @@ class _Proofs(NamedTuple):
 
 
 def _regions(module: nn.Module, flow: Dataflow, sample: Any) -> Iterator[_Region]:
-    if not any(isinstance(inner, _BatchNorm) for inner in module.modules()):
+    if not any(isinstance(inner, AnyBatchNorm) for inner in module.modules()):
         return
     if sample is not None or _has_fixed_arguments(module):
         is_root = any(node.running[:1] == (module,) for node in flow.nodes)
@@ -226,7 +232,7 @@ def _has_fixed_arguments(module: nn.Module) -> bool:
     return all(a.kind in plain and a.default is a.empty for a in arguments)
 
 
-def _settled_fold(proofs: _Proofs, norm: _BatchNorm, shared: set[Tensor], behind: bool) -> Fold | str:
+def _settled_fold(proofs: _Proofs, norm: AnyBatchNorm, shared: set[Tensor], behind: bool) -> Fold | str:
     found = _find_fold(proofs.seen[0], norm, shared, behind)
     if isinstance(found, str):
         return found
@@ -256,12 +262,12 @@ def _settled_fold(proofs: _Proofs, norm: _BatchNorm, shared: set[Tensor], behind
     return found._replace(copies=any(may_collide(path, path.calls(norm)[0]) for path in (*paths, *proofs.seen)))
 
 
-def _pair_in(flow: Dataflow, norm: _BatchNorm, shared: set[Tensor], behind: bool) -> tuple[Any, ...] | None:
+def _pair_in(flow: Dataflow, norm: AnyBatchNorm, shared: set[Tensor], behind: bool) -> tuple[Any, ...] | None:
     found = _find_fold(flow, norm, shared, behind)
     return found.pair if isinstance(found, Fold) else None
 
 
-def _find_fold(flow: Dataflow, norm: _BatchNorm, shared: set[Tensor], behind: bool) -> Fold | str:
+def _find_fold(flow: Dataflow, norm: AnyBatchNorm, shared: set[Tensor], behind: bool) -> Fold | str:
     """Return the layer that a norm can be folded into in one data flow, or why there is none."""
     obstacle = fold_obstacle(flow, norm, shared)
     if obstacle is None:
@@ -285,11 +291,11 @@ def is_plain_norm(norm: nn.Module) -> bool:
 
 def shared_weights(model: nn.Module) -> set[Tensor]:
     """Return the parameters that more than one module holds."""
-    owners = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
+    owners = Counter(p for module in model.modules() for p in parameter_slots(module).values() if p is not None)
     return {parameter for parameter, count in owners.items() if count > 1}
 
 
-def fold_obstacle(flow: Dataflow, norm: _BatchNorm, shared: set[Tensor]) -> str | None:
+def fold_obstacle(flow: Dataflow, norm: AnyBatchNorm, shared: set[Tensor]) -> str | None:
     """Return why a BatchNorm cannot be folded into the layer before it in this data flow; None if it can."""
     obstacle = _norm_obstacle(flow, norm)
     if obstacle is not None:
@@ -303,7 +309,7 @@ def fold_obstacle(flow: Dataflow, norm: _BatchNorm, shared: set[Tensor]) -> str 
     return _layer_obstacle(flow, before.module, norm.num_features, shared)
 
 
-def _norm_obstacle(flow: Dataflow, norm: _BatchNorm) -> str | None:
+def _norm_obstacle(flow: Dataflow, norm: AnyBatchNorm) -> str | None:
     calls = flow.calls(norm)
     if flow.traced == "structure":
         return "the data flow could not be traced; pass an input as sample="
@@ -319,33 +325,33 @@ def _norm_obstacle(flow: Dataflow, norm: _BatchNorm) -> str | None:
 def _layer_obstacle(flow: Dataflow, layer: nn.Module, width: int, shared: set[Tensor]) -> str | None:
     if len(flow.calls(layer)) != 1:
         return f"the {type(layer).__name__} next to it is used {len(flow.calls(layer))} times"
-    weight = layer._parameters.get("weight")
+    weight = parameter_slots(layer).get("weight")
     if not _computes_as_torch(layer) or weight is None:
         return f"the {type(layer).__name__} next to it recomputes its weight or has its own forward"
     if is_customised(layer):
         return f"the {type(layer).__name__} next to it has hooks, or a forward set on the instance"
-    if weight in shared or layer._parameters.get("bias") in shared:
+    if weight in shared or parameter_slots(layer).get("bias") in shared:
         return f"the {type(layer).__name__} next to it shares its weight with another layer"
-    channels = layer.out_channels if isinstance(layer, _ConvNd) else layer.out_features
+    channels = layer.out_channels if isinstance(layer, AnyConv) else layer.out_features
     return None if channels == width else f"it normalises {width} channels, the layer before it has {channels}"
 
 
 def _computes_as_torch(layer: nn.Module) -> bool:
-    if type(layer).forward not in _STOCK_FORWARDS or "_conv_forward" in vars(layer):
+    if type(layer).forward not in _STOCK_FORWARDS:
         return False
-    inner = getattr(type(layer), "_conv_forward", None)
+    inner = conv_forward(layer)
     return inner is None or inner in _STOCK_FORWARDS
 
 
-def _takes_input_exactly(flow: Dataflow, layer: nn.Module, norm: _BatchNorm, shared: set[Tensor]) -> bool:
+def _takes_input_exactly(flow: Dataflow, layer: nn.Module, norm: AnyBatchNorm, shared: set[Tensor]) -> bool:
     if isinstance(layer, nn.Linear):
         fits = layer.in_features == norm.num_features
-    elif isinstance(layer, _ConvNd) and not isinstance(layer, _ConvTransposeNd):
-        padded = layer.padding != "valid" and any(p != 0 for p in layer._reversed_padding_repeated_twice)
+    elif isinstance(layer, AnyConv) and not isinstance(layer, AnyTransposedConv):
+        padded = layer.padding != "valid" and any(p != 0 for p in conv_padding(layer))
         fits = layer.in_channels == norm.num_features and (not padded or layer.padding_mode != "zeros")
     else:
         return False
-    width = layer.out_channels if isinstance(layer, _ConvNd) else layer.out_features
+    width = layer.out_channels if isinstance(layer, AnyConv) else layer.out_features
     return fits and _layer_obstacle(flow, layer, width, shared) is None
 
 
@@ -366,7 +372,7 @@ def fold_pairs(
     if any(bool(outputs.isnan().any()) for outputs in before) or (before and not any(map(_finite, before))):
         raise ValueError("the model computes NaN or infinities, as after a divergence; no BatchNorm was changed.")
     layers = dict.fromkeys(fold.layer for fold in folds)
-    held = [(layer, layer._parameters["weight"], layer._parameters["bias"]) for layer in layers]
+    held = [(layer, parameter_slots(layer)["weight"], parameter_slots(layer)["bias"]) for layer in layers]
     inside = set(model.parameters())
     written = [parameter for _, *parameters in held for parameter in parameters if parameter is not None]
     stand_ins = [RemovedNorm(fold.norm, copies=fold.copies, layer=fold.layer, behind=fold.behind) for fold in folds]
@@ -392,7 +398,7 @@ def fold_pairs(
 
 def _scale_and_shift(norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Return scale and shift of a BatchNorm in eval mode, in float64 and with shape ``(channels,)``."""
-    assert isinstance(norm, _BatchNorm)
+    assert isinstance(norm, AnyBatchNorm)
     assert norm.running_mean is not None
     assert norm.running_var is not None
     scale = (norm.running_var.double() + norm.eps).rsqrt()
@@ -410,9 +416,9 @@ def fold_into_layer(norm: nn.Module, layer: nn.Module) -> None:
 @torch.no_grad()
 def _fold_into_previous(fold: Fold) -> None:
     layer, (scale, shift) = fold.layer, _scale_and_shift(fold.norm)
-    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    weight, bias = parameter_slots(layer)["weight"], parameter_slots(layer)["bias"]
     assert weight is not None
-    if isinstance(layer, _ConvTransposeNd):  # (in, out / groups, ...), channels of a group are adjacent
+    if isinstance(layer, AnyTransposedConv):  # (in, out / groups, ...), channels of a group are adjacent
         grouped = weight.double().unflatten(0, (layer.groups, -1))
         factor = scale.view(layer.groups, 1, -1, *[1] * (weight.ndim - 2))
         scaled = (grouped * factor).flatten(0, 1)
@@ -424,9 +430,9 @@ def _fold_into_previous(fold: Fold) -> None:
 @torch.no_grad()
 def _fold_into_next(fold: Fold) -> None:
     layer, (scale, shift) = fold.layer, _scale_and_shift(fold.norm)
-    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    weight, bias = parameter_slots(layer)["weight"], parameter_slots(layer)["bias"]
     assert weight is not None
-    groups = layer.groups if isinstance(layer, _ConvNd) else 1
+    groups = layer.groups if isinstance(layer, AnyConv) else 1
     grouped = weight.double().unflatten(0, (groups, -1))
     view = (groups, 1, -1, *[1] * (weight.ndim - 2))
     constant = (grouped * shift.view(view)).flatten(2).sum(-1).flatten()
@@ -435,10 +441,10 @@ def _fold_into_next(fold: Fold) -> None:
 
 def _set(layer: nn.Module, weight: Tensor, bias: Tensor) -> None:
     """Write the computed weight and bias; if a conversion fails, nothing is changed."""
-    old_weight, old_bias = layer._parameters["weight"], layer._parameters["bias"]
+    old_weight, old_bias = parameter_slots(layer)["weight"], parameter_slots(layer)["bias"]
     assert old_weight is not None
     if old_bias is None:
-        layer._parameters["bias"] = Parameter(bias.to(old_weight.dtype), requires_grad=old_weight.requires_grad)
+        parameter_slots(layer)["bias"] = Parameter(bias.to(old_weight.dtype), requires_grad=old_weight.requires_grad)
     else:
         old_bias.copy_(bias)
     old_weight.copy_(weight)

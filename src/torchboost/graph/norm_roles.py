@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from torch import nn
-from torch.nn.modules import padding, pooling
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
+from torchboost.core.torch_private import PADDING, POOLING, AnyBatchNorm, AnyConv
 from torchboost.graph.flow import Branches, Dataflow, Node
 from torchboost.graph.structure import norm_tail
 
@@ -18,10 +16,9 @@ __all__ = ["WEIGHTED", "Block", "Keep", "Stack", "plain_stacks", "reasons_to_sta
 
 Keep = Literal["last", "narrowest"]
 
-WEIGHTED = (_ConvNd, nn.Linear)
+WEIGHTED = (AnyConv, nn.Linear)
 _TRANSPARENT = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-_RESHAPING = (nn.Flatten, nn.Upsample, padding._ConstantPadNd, padding._ReflectionPadNd, padding._ReplicationPadNd)
-_POOLING = (pooling._MaxPoolNd, pooling._AvgPoolNd, pooling._AdaptiveAvgPoolNd, pooling._AdaptiveMaxPoolNd)
+_RESHAPING = (nn.Flatten, nn.Upsample, *PADDING)
 _LINEAR_CALLS = frozenset(
     {"pad", "view", "reshape", "flatten", "permute", "transpose", "contiguous", "to", "clone", "dropout", "interpolate"}
 )
@@ -51,11 +48,11 @@ def was_trained(model: nn.Module) -> bool | None:
 
     One forward pass in training mode is enough. Values on the device ``meta`` and of lazy layers count as initial.
     """
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    norms = [m for m in model.modules() if isinstance(m, AnyBatchNorm) and m.running_mean is not None]
     return any(_moved(norm) for norm in norms) if norms else None
 
 
-def _moved(norm: _BatchNorm) -> bool:
+def _moved(norm: AnyBatchNorm) -> bool:
     mean, variance, count = norm.running_mean, norm.running_var, norm.num_batches_tracked
     if mean is None or variance is None or mean.is_meta or is_lazy(mean):
         return False
@@ -94,8 +91,8 @@ def _block(flow: Dataflow, join: int, branches: Branches) -> Block | None:
     return Block(
         join=join,
         mains=tuple(layers[i] for i in mains),
-        norms=tuple(_of(flow, branches.paths[i], _BatchNorm) for i in mains),
-        shortcut_norms=tuple(sorted(index for path in shortcuts for index in _of(flow, path, _BatchNorm))),
+        norms=tuple(_of(flow, branches.paths[i], AnyBatchNorm) for i in mains),
+        shortcut_norms=tuple(sorted(index for path in shortcuts for index in _of(flow, path, AnyBatchNorm))),
         projects=not shortcuts or any(not _carries(flow, path) for path in shortcuts),
     )
 
@@ -170,7 +167,7 @@ def _onwards(flow: Dataflow) -> list[int | None]:
         if branches is None:
             continue
         inside = set().union(*branches.paths)
-        if not any(isinstance(flow.nodes[index].module, _BatchNorm) for index in inside):
+        if not any(isinstance(flow.nodes[index].module, AnyBatchNorm) for index in inside):
             gates.setdefault(branches.fork, []).append((node.index, inside))
     onwards: list[int | None] = []
     for index, consumers in enumerate(flow.consumers):
@@ -205,7 +202,7 @@ def _split_linear_ends(flow: Dataflow, run: list[int]) -> list[Stack]:
 
 def _norm_behind(flow: Dataflow, layer: int) -> int | None:
     consumers = flow.consumers[layer]
-    return consumers[0] if len(consumers) == 1 and isinstance(flow.nodes[consumers[0]].module, _BatchNorm) else None
+    return consumers[0] if len(consumers) == 1 and isinstance(flow.nodes[consumers[0]].module, AnyBatchNorm) else None
 
 
 def _ends_linearly(flow: Dataflow, layer: int) -> bool:
@@ -230,7 +227,7 @@ def _bends_nothing(node: Node) -> bool:
     """Whether a node only moves, pools or drops values, and is not an activation."""
     if node.module is None:
         return node.label in _LINEAR_CALLS
-    return isinstance(node.module, (*_TRANSPARENT, *_RESHAPING, *_POOLING))
+    return isinstance(node.module, (*_TRANSPARENT, *_RESHAPING, *POOLING))
 
 
 def reasons_to_stay(
@@ -247,7 +244,7 @@ def reasons_to_stay(
         blocks_per_norm: Blocks per BatchNorm while neither width nor resolution changes.
     """
     reasons = _block_reasons(flow, blocks, keep, keep_shortcut, blocks_per_norm)
-    first = next((node.index for node in flow.instances(_BatchNorm)), None)
+    first = next((node.index for node in flow.instances(AnyBatchNorm)), None)
     stem = None if first in reasons else first
     for stack in plain_stacks(flow, blocks):
         last = max((at for at, norm in enumerate(stack.norms) if norm is not None), default=0)
@@ -284,5 +281,5 @@ def _block_reasons(
 
 def _channels(flow: Dataflow, norm: int) -> int:
     module = flow.nodes[norm].module
-    assert isinstance(module, _BatchNorm)
+    assert isinstance(module, AnyBatchNorm)
     return module.num_features

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchboost.core.arguments import check_module
+from torchboost.core.torch_private import COMPILED_PREFIX, TRANSPARENT_WRAPPERS, parameter_slots
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError
 from torchboost.graph.folding import fold_into_layer
@@ -19,9 +20,7 @@ from torchboost.graph.removed_norm import NORM_TENSORS, RemovedNorm
 
 __all__ = ["load_plain_state_dict", "plain_state_dict"]
 
-_INSERTED = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Modules that wrappers add to the tree but omit from the names of a state dict."""
-_WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+_WRAPPER_PREFIXES = ("module.", COMPILED_PREFIX)
 
 
 def plain_state_dict(
@@ -130,7 +129,7 @@ def _removed_places(model: nn.Module) -> Iterator[_Place]:
 
 
 def _visible(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _INSERTED)
+    return ".".join(part for part in name.split(".") if part not in TRANSPARENT_WRAPPERS)
 
 
 def _without_wrappers(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,8 +279,8 @@ def _fold(place: _Place, plain: nn.Module, values: dict[str, Any], own: Mapping[
         )
     layer = copy.deepcopy(place.layer)
     bias = values.get(f"{prefixes[0]}bias")
-    layer._parameters["weight"] = nn.Parameter(weight.detach().clone(), requires_grad=False)
-    layer._parameters["bias"] = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+    parameter_slots(layer)["weight"] = nn.Parameter(weight.detach().clone(), requires_grad=False)
+    parameter_slots(layer)["bias"] = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
     fold_into_layer(plain, layer)
     if f"{prefixes[0]}bias" not in own:
         raise ValueError(
@@ -289,8 +288,8 @@ def _fold(place: _Place, plain: nn.Module, values: dict[str, Any], own: Mapping[
             "load the state into the original architecture and call remove_batch_norms on it, which folds it."
         )
     for prefix in prefixes:
-        values[f"{prefix}weight"] = layer._parameters["weight"]
-        values[f"{prefix}bias"] = layer._parameters["bias"]
+        values[f"{prefix}weight"] = parameter_slots(layer)["weight"]
+        values[f"{prefix}bias"] = parameter_slots(layer)["bias"]
 
 
 def _check_fit(own: Mapping[str, Any], values: Mapping[str, Any], strict: bool) -> None:

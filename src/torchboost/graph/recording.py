@@ -12,11 +12,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 from torchboost.core.covering import own_forward
+from torchboost.core.torch_private import AnyBatchNorm, AnyConv, module_hooks
 from torchboost.graph.flow import Dataflow, FlowBuilder
 from torchboost.graph.normalized_linear import NormalizedLinear
 from torchboost.graph.ranks import rank_of
@@ -34,7 +33,7 @@ __all__ = [
     "tensors_in",
 ]
 
-LAYERS = (_ConvNd, nn.Linear, NormalizedLinear, _BatchNorm)
+LAYERS = (AnyConv, nn.Linear, NormalizedLinear, AnyBatchNorm)
 METADATA = frozenset({"size", "dim", "ndimension", "numel", "stride", "_assert", "is_floating_point", "is_contiguous"})
 """Methods that yield sizes and the like instead of a tensor."""
 _ADDITIONS = frozenset({"add", "add_", "iadd", "__add__", "__iadd__", "__radd__"})
@@ -165,11 +164,10 @@ def _cover_calls(copied: nn.Module, model: nn.Module, recorder: _Recorder) -> No
             kind = "leaf" if own is None else "opaque"
         else:
             kind = "look inside"
-        before, behind = bool(module._forward_pre_hooks), bool(module._forward_hooks)
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            hooks.clear()
-        for hooks in (module._backward_pre_hooks, module._backward_hooks):
-            hooks.clear()
+        hooks = module_hooks(module)
+        before, behind = bool(hooks[0]), bool(hooks[1])
+        for registered in hooks:
+            registered.clear()
         place = _Place(name, originals[name], module, module.forward, kind, before, behind)
         vars(module)["forward"] = functools.partial(recorder.enter, place)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchboost.core.torch_private import buffer_slots, child_slots, parameter_slots
 from torchboost.graph.structure import norm_tail
 
 __all__ = ["NORM_TENSORS", "RemovedNorm"]
@@ -51,14 +52,14 @@ class RemovedNorm(nn.Module):
             raise ValueError(f"this {type(norm).__name__} computes more than a BatchNorm, so it cannot be removed.")
         own = vars(self).keys()
         vars(self).update({name: value for name, value in vars(norm).items() if name not in own})
-        for name in dict.fromkeys((*tail, *norm._modules)):
-            self.add_module(name, norm._modules[name])
-        count = norm._buffers["num_batches_tracked"]
+        for name in dict.fromkeys((*tail, *child_slots(norm))):
+            self.add_module(name, child_slots(norm)[name])
+        count = buffer_slots(norm)["num_batches_tracked"]
         self.batches = None if count is None else 0 if count.is_meta else int(count)
         self.copies = copies
         self.behind = behind
         self.tail = tail
-        self.adds_bias = layer is not None and layer._parameters.get("bias") is None
+        self.adds_bias = layer is not None and parameter_slots(layer).get("bias") is None
         self._layer = () if layer is None else (layer,)  # in a tuple it is not registered as a submodule
         self.training = norm.training
 

@@ -9,15 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.overrides import TorchFunctionMode
 
+from torchboost.core.torch_private import (
+    AnyBatchNorm,
+    AnyConv,
+    buffer_slots,
+    child_slots,
+    has_gradient_hooks,
+    module_hooks,
+    parameter_slots,
+    share_attributes,
+)
 from torchboost.graph.flow import Dataflow, FlowBuilder
 
 __all__ = ["assume", "is_customised", "norm_tail"]
 
-_STOCK_NORMS = (_BatchNorm.forward, SyncBatchNorm.forward)
+_STOCK_NORMS = (AnyBatchNorm.forward, SyncBatchNorm.forward)
 _STATE = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
 
 
@@ -31,33 +40,38 @@ def norm_tail(norm: nn.Module) -> tuple[str, ...] | None:
 
     Cost: nothing for torch's own classes, a few milliseconds for subclasses.
     """
-    if not isinstance(norm, _BatchNorm) or is_customised(norm) or {*norm._parameters, *norm._buffers} != _STATE:
+    if (
+        not isinstance(norm, AnyBatchNorm)
+        or is_customised(norm)
+        or {*parameter_slots(norm), *buffer_slots(norm)} != _STATE
+    ):
         return None
     if type(norm).forward in _STOCK_NORMS:
         return ()
     modes = (False,) if isinstance(norm, SyncBatchNorm) else (False, True)  # training one asks for ranks and devices
     tails = {_watched_tail(norm, training) for training in modes}
     tail = tails.pop() if len(tails) == 1 else None
-    return None if tail is None or len({norm._modules[name] for name in tail}) < len(tail) else tail
+    return None if tail is None or len({child_slots(norm)[name] for name in tail}) < len(tail) else tail
 
 
 def is_customised(module: nn.Module) -> bool:
     """Whether a call does more than the class's ``forward``: hooks, an instance's ``forward``, parametrizations."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    watched = any(p is not None and p._backward_hooks for p in module._parameters.values())
+    watched = any(p is not None and has_gradient_hooks(p) for p in parameter_slots(module).values())
     called = type(module).__call__ is not nn.Module.__call__
-    return any(hooks) or watched or called or "forward" in vars(module) or "parametrizations" in module._modules
+    set_on_it = "forward" in vars(module) or "parametrizations" in child_slots(module)
+    return any(module_hooks(module)) or watched or called or set_on_it
 
 
-def _watched_tail(norm: _BatchNorm, training: bool) -> tuple[str, ...] | None:
+def _watched_tail(norm: AnyBatchNorm, training: bool) -> tuple[str, ...] | None:
     """Run the forward of a subclass with stand-ins for its children on an empty tensor, and record the calls."""
     twin = norm.__new__(type(norm))  # shares the parameters, but not what the forward changes
-    buffers = {name: None if buffer is None else buffer.clone() for name, buffer in norm._buffers.items()}
+    buffers = {name: None if buffer is None else buffer.clone() for name, buffer in buffer_slots(norm).items()}
     for sides in (2, 1, 3, 0):
         source = torch.empty(2, norm.num_features, *[2] * sides, device="meta")
         watch = _Watch(twin, source)
-        children = {name: None if child is None else _Step(name, watch) for name, child in norm._modules.items()}
-        vars(twin).update(vars(norm) | {"_buffers": buffers, "_modules": children, "training": training})
+        children = {name: None if child is None else _Step(name, watch) for name, child in child_slots(norm).items()}
+        share_attributes(twin, norm, buffers=buffers, children=children)
+        twin.training = training
         try:
             with torch.no_grad(), watch:
                 output = twin.forward(source)
@@ -70,7 +84,7 @@ def _watched_tail(norm: _BatchNorm, training: bool) -> tuple[str, ...] | None:
 class _Watch(TorchFunctionMode):
     """Follow one tensor: first into ``batch_norm``, which is not computed, then from child to child."""
 
-    def __init__(self, norm: _BatchNorm, source: Tensor) -> None:
+    def __init__(self, norm: AnyBatchNorm, source: Tensor) -> None:
         super().__init__()
         self._norm = norm
         self.current: Tensor | None = source
@@ -90,7 +104,7 @@ class _Watch(TorchFunctionMode):
         return result
 
 
-def _with_its_own(norm: _BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _with_its_own(norm: AnyBatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether ``batch_norm`` is called with the statistics, affine map and ``eps`` of this norm."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     given = {"training": False, "eps": 1e-5, **dict(zip(names, args, strict=False)), **kwargs}
@@ -159,12 +173,12 @@ def _residual(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]] | Non
     inner = [m for m in block.modules() if m is not block]
     if any(_residual(m) is not None for m in inner):
         return None
-    every = [m for m in inner if isinstance(m, _ConvNd)]
+    every = [m for m in inner if isinstance(m, AnyConv)]
     normalised = [c for c in every if _width_behind(inner, c) == c.out_channels]  # leaves out squeeze-and-excitation
     return _split(inner, normalised) or _split(inner, every)
 
 
-def _split(inner: list[nn.Module], convolutions: Sequence[_ConvNd]) -> tuple[list[nn.Module], list[nn.Module]] | None:
+def _split(inner: list[nn.Module], convolutions: Sequence[AnyConv]) -> tuple[list[nn.Module], list[nn.Module]] | None:
     if len(convolutions) < 2:
         return None
     for projection in (convolutions[-1], convolutions[0]):
@@ -175,13 +189,13 @@ def _split(inner: list[nn.Module], convolutions: Sequence[_ConvNd]) -> tuple[lis
     return (inner, []) if same and _fit(convolutions) else None
 
 
-def _width_behind(modules: list[nn.Module], convolution: _ConvNd) -> int | None:
+def _width_behind(modules: list[nn.Module], convolution: AnyConv) -> int | None:
     """Return the channels of the normalisation registered right after a convolution, if there is one."""
     behind = modules[modules.index(convolution) + 1 :][:1]
     return getattr(behind[0], "num_features", None) if behind else None
 
 
-def _projects(candidate: _ConvNd, others: Sequence[_ConvNd]) -> bool:
+def _projects(candidate: AnyConv, others: Sequence[AnyConv]) -> bool:
     return (
         len(others) > 0
         and set(candidate.kernel_size) == {1}
@@ -192,18 +206,18 @@ def _projects(candidate: _ConvNd, others: Sequence[_ConvNd]) -> bool:
     )
 
 
-def _without(modules: list[nn.Module], projection: _ConvNd) -> tuple[list[nn.Module], list[nn.Module]]:
+def _without(modules: list[nn.Module], projection: AnyConv) -> tuple[list[nn.Module], list[nn.Module]]:
     """Remove a projection and the normalisation registered right after it from a block."""
     at = modules.index(projection)
     length = 2 if _width_behind(modules, projection) == projection.out_channels else 1
     return modules[:at] + modules[at + length :], modules[at : at + length]
 
 
-def _fit(convolutions: Sequence[_ConvNd]) -> bool:
+def _fit(convolutions: Sequence[AnyConv]) -> bool:
     return all(a.out_channels == b.in_channels for a, b in pairwise(convolutions))
 
 
-def _stride(convolutions: Sequence[_ConvNd]) -> int:
+def _stride(convolutions: Sequence[AnyConv]) -> int:
     product = 1
     for convolution in convolutions:
         product *= convolution.stride[0]

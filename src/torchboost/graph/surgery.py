@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from torchboost.core.living import living
+from torchboost.core.torch_private import child_slots, parameter_slots
 
 __all__ = [
     "Rebinding",
@@ -65,7 +66,7 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> tuple[st
     places = [
         (path, parent, name)
         for path, parent in model.named_modules()
-        for name, child in parent._modules.items()
+        for name, child in child_slots(parent).items()
         if child is old
     ]
     if not places:
@@ -75,7 +76,7 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> tuple[st
         if module not in parts:
             module.training = old.training
     for _, parent, name in places:
-        parent._modules[name] = new
+        child_slots(parent)[name] = new
     return tuple(f"{path}.{name}" if path else name for path, _, name in places)
 
 
@@ -96,7 +97,7 @@ def undone_on_error(
 
     Cost: a copy of ``written``.
     """
-    modules = [(module, dict(module._modules), dict(module._parameters), module.training) for module in model.modules()]
+    modules = [(m, dict(child_slots(m)), dict(parameter_slots(m)), m.training) for m in model.modules()]
     groups = [] if optimizer is None else [(group, _lists(group)) for group in optimizer.param_groups]
     state = {} if optimizer is None else dict(optimizer.state)
     numbers = [(tensor, tensor.detach().clone()) for tensor in written]
@@ -104,7 +105,7 @@ def undone_on_error(
         yield
     except BaseException:
         for module, children, parameters, training in modules:
-            for registered, before in ((module._modules, children), (module._parameters, parameters)):
+            for registered, before in ((child_slots(module), children), (parameter_slots(module), parameters)):
                 registered.clear()
                 registered.update(before)  # pyright: ignore[reportArgumentType,reportCallIssue]
             module.training = training

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchboost.core.covering import uncover_copy
+from torchboost.core.torch_private import module_hooks
 
 __all__ = ["parameter_bytes", "twin"]
 
@@ -61,8 +62,7 @@ def parameter_bytes(model: nn.Module) -> int:
 
 def _hooks(model: nn.Module) -> Iterator[dict[int, Any]]:
     for module in model.modules():
-        yield from (module._forward_pre_hooks, module._forward_hooks)
-        yield from (module._backward_pre_hooks, module._backward_hooks)
+        yield from module_hooks(module)
 
 
 def _is_ours(hook: Any) -> bool:

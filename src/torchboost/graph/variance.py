@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvTransposeNd
 
+from torchboost.core.torch_private import AnyBatchNorm, AnyTransposedConv, parameter_slots
 from torchboost.graph.flow import Dataflow, Node
 from torchboost.graph.norm_roles import WEIGHTED
 from torchboost.graph.structure import norm_tail
@@ -45,7 +44,7 @@ def rescale_layers(flow: Dataflow, targets: Mapping[int, float], removed: Collec
     for node in flow.nodes:
         moments = _joined(node, [known[source] for source in node.inputs])
         module = node.module
-        weight = module._parameters.get("weight") if isinstance(module, WEIGHTED) else None
+        weight = parameter_slots(module).get("weight") if isinstance(module, WEIGHTED) else None
         if module is not None and weight is not None:
             square = moments.square * _gain(module, weight)
             target = targets.get(node.index)
@@ -54,7 +53,7 @@ def rescale_layers(flow: Dataflow, targets: Mapping[int, float], removed: Collec
                 changed.append(module)
                 square = target
             moments = _Moments(0.0, square)
-        elif isinstance(module, _BatchNorm):
+        elif isinstance(module, AnyBatchNorm):
             moments = moments if node.index in removed else _of_norm(module)
             if any(_is_one_sided(type(module.get_submodule(name)).__name__) for name in norm_tail(module) or ()):
                 moments = _rectified(moments)
@@ -96,14 +95,14 @@ def _gain(layer: nn.Module, weight: Tensor) -> float:
     if weight.is_meta:
         return 0.0
     total = float(weight.float().square().sum())
-    if isinstance(layer, _ConvTransposeNd):  # a stride spreads every input over fewer outputs
+    if isinstance(layer, AnyTransposedConv):  # a stride spreads every input over fewer outputs
         for stride in layer.stride:
             total /= stride
         return total / layer.out_channels
     return total / weight.shape[0]
 
 
-def _of_norm(norm: _BatchNorm) -> _Moments:
+def _of_norm(norm: AnyBatchNorm) -> _Moments:
     if norm.weight is None or norm.weight.is_meta:
         return _Moments(0.0, 1.0)
     mean, spread = float(norm.bias.float().mean()), float(norm.bias.float().var(correction=0))

@@ -9,7 +9,6 @@ import os
 import platform
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from typing import Protocol, Self
 
 import torch
 
+from torchboost.core.torch_private import compiled_graphs
 from torchboost.measure.evidence import Environment, Interval, Ratio
 from torchboost.measure.statistics import bootstrap_median, detectable_ratio, paired_ratio
 
@@ -268,16 +268,10 @@ def _warm_up(call: Callable[[], object], rule: Warmup, clock: Clock) -> tuple[fl
         if len(history.times) >= rule.least and sum(history.times) >= rule.seconds:
             break
         history.times.append(_sample(call, 1, clock))
-        history.graphs.append(_compiled_graphs())
+        history.graphs.append(compiled_graphs())
         if history.settled(rule):
             return sum(history.times), True
     return sum(history.times), rule.limit == 0
-
-
-def _compiled_graphs() -> int:
-    # Looked up, not imported: a process that does not compile must not pay for the compiler's import.
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
 
 
 def _sample(call: Callable[[], object], calls: int, clock: Clock) -> float:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from torch.optim import Optimizer
 
 from torchboost.core.arguments import check_optimizer
+from torchboost.core.torch_private import without_hooks
 
 __all__ = ["FrontOptimizer"]
 
@@ -84,7 +85,7 @@ class FrontOptimizer(Optimizer):
         if not self.copyable:
             self._refuse_copy()
         # Hooks are not copied, as in torch; a learning-rate scheduler replaces 'step' on the instance.
-        return {key: value for key, value in self.__dict__.items() if key[:11] != "_optimizer_" and key != "step"}
+        return {key: value for key, value in without_hooks(self.__dict__).items() if key != "step"}
 
     def _refuse_copy(self) -> NoReturn:
         raise TypeError(

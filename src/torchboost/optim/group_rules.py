@@ -8,10 +8,10 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from torchboost.core.arguments import check_module, check_number
+from torchboost.core.torch_private import AnyNorm
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, nearest
 from torchboost.graph.blocks import blocks_of
@@ -21,7 +21,7 @@ __all__ = ["NORMS", "GroupRule", "layer_wise_decay", "no_decay", "param_groups"]
 
 Predicate = Callable[[str, nn.Parameter, nn.Module], bool]
 
-NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+NORMS = (AnyNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """torch's normalisation layers that have weights."""
 
 _OWN_KEYS = ("params", "param_names", ORDER)

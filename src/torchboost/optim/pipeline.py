@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torchboost.core.algorithm import Attachment
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.closure import ClosureOptimizer, Replay, after_closure
+from torchboost.core.torch_private import versions
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
 from torchboost.optim.memory_layout import writable
@@ -250,13 +251,14 @@ class PipelineAttachment(Attachment):
         """Run the chain unless it has changed these gradients already, as when a closure did not renew them."""
         grads = [p.grad for p in _params(self._optimizer) if p.grad is not None]
         same = len(grads) == len(self._seen) and all(
-            seen() is grad and version == grad._version for grad, (seen, version) in zip(grads, self._seen, strict=True)
+            seen() is grad and version == now
+            for grad, now, (seen, version) in zip(grads, versions(grads), self._seen, strict=True)
         )
         if same:
             return
         self._apply()
         grads = [p.grad for p in _params(self._optimizer) if p.grad is not None]
-        self._seen = [(weakref.ref(grad), grad._version) for grad in grads]
+        self._seen = list(zip(map(weakref.ref, grads), versions(grads), strict=True))
 
     def _apply(self) -> None:
         self._refuse_scaled()

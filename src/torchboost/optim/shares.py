@@ -15,8 +15,8 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from torchboost.core.living import living
+from torchboost.core.torch_private import foreach, sparse_values
 from torchboost.errors import RankDisagreementError
-from torchboost.optim.tensor_lists import foreach
 
 __all__ = ["Share", "all_finite", "joint_norm", "merge_sparse", "share_of", "stand_in", "total_norm", "values_of"]
 
@@ -125,7 +125,7 @@ def all_finite(grads: Sequence[Tensor], share: Share | None) -> bool:
     """
     norms: dict[torch.device, list[Tensor]] = {}
     filled = [values for grad in grads if (values := values_of(grad)).numel()]
-    for norm in foreach._foreach_norm(filled, float("inf")) if filled else ():
+    for norm in foreach.norm(filled, float("inf")) if filled else ():
         norms.setdefault(norm.device, []).append(norm)
     finite = all(bool(torch.stack([norm.float() for norm in own]).isfinite().all()) for own in norms.values())
     if share is None:
@@ -135,7 +135,7 @@ def all_finite(grads: Sequence[Tensor], share: Share | None) -> bool:
 
 def values_of(grad: Tensor) -> Tensor:
     """Return the values of a gradient; of a sparse one, those of its stored rows."""
-    return grad._values() if grad.layout is torch.sparse_coo else grad
+    return sparse_values(grad) if grad.layout is torch.sparse_coo else grad
 
 
 def merge_sparse(grads: list[Tensor]) -> None:

@@ -1,22 +1,13 @@
-"""Operations on lists of tensors: torch's ``_foreach_`` functions, and one for lists of numbers."""
+"""An operation on lists of numbers, as torch has for lists of tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["foreach", "together"]
-
-foreach: Any = torch
-"""The ``_foreach_`` operations, such as ``foreach._foreach_add_(params, updates)``.
-
-Not ``torch.ops.aten``: given a list of tensors, it first tries the overload for a list of numbers and reads the tensors
-entry by entry, which took 6 to 80 times as long as the operation itself. The results are equal bit for bit. The
-annotation is for type checkers, which count these names as private.
-"""
+__all__ = ["together"]
 
 
 def together(function: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[Tensor]:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from torchboost.core.arguments import check_number, is_integer
+from torchboost.core.torch_private import foreach, sparse_values
 from torchboost.errors import IncompatibleError
 from torchboost.optim.groups import CENTRALIZE
 from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
 from torchboost.optim.shares import all_finite, merge_sparse, stand_in, total_norm, values_of
-from torchboost.optim.tensor_lists import foreach
 
 __all__ = ["Centralize", "ClipNorm", "ClipValue", "Coalesce", "Decay", "Unscale"]
 
@@ -110,7 +110,7 @@ class Unscale:
         """Divide in place."""
         grads = [values_of(grad) for grad in gradients.grads]
         if grads:
-            foreach._foreach_mul_(grads, 1.0 / self.scale)
+            foreach.mul_(grads, 1.0 / self.scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ class Decay:
                 params.append(param)
                 grads.append(grad)
         for factor, (params, grads) in by_factor.items():
-            foreach._foreach_add_(grads, params, alpha=factor)
+            foreach.add_(grads, params, alpha=factor)
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class ClipNorm:
             raise RuntimeError(f"{self!r} found a non-finite norm, {float(norm)}.")
         factor = torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
         for device, own in _by_device(grads).items():
-            foreach._foreach_mul_(own, factor.to(device))
+            foreach.mul_(own, factor.to(device))
 
 
 @dataclass(frozen=True)
@@ -283,8 +283,8 @@ class ClipValue:
         """Clip in place; sparse gradients are merged."""
         merge_sparse(gradients.grads)
         for grads in _by_device([values_of(grad) for grad in gradients.grads]).values():
-            foreach._foreach_clamp_min_(grads, -self.value)
-            foreach._foreach_clamp_max_(grads, self.value)
+            foreach.clamp_min_(grads, -self.value)
+            foreach.clamp_max_(grads, self.value)
 
 
 def has_rows(param: Tensor) -> bool:
@@ -337,7 +337,7 @@ def _rows(grad: Tensor) -> Tensor:
                 f"{tuple(grad.shape)}. Add the parameter to 'skip'."
             )
         # Centralisation is linear, so duplicate rows need not be merged first.
-        return grad._values()
+        return sparse_values(grad)
     placements: Any = getattr(grad, "placements", None)
     if placements is not None and all(not p.is_shard() or p.dim == 0 for p in placements):
         local: Any = grad

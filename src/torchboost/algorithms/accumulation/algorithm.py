@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torchboost.algorithms.accumulation.synchronisation import GradientSync
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import is_integer
+from torchboost.core.torch_private import compiled_call
 from torchboost.errors import IncompatibleError
 
 __all__ = ["Accumulating", "Accumulation", "Accumulator"]
@@ -316,7 +317,7 @@ def _check_graphs(model: nn.Module) -> None:
     if all(parameter.device.type == "cpu" for parameter in model.parameters()):
         return
     for module in model.modules():
-        for compiled in (module, module._compiled_call_impl):
+        for compiled in (module, compiled_call(module)):
             # Only what torch.compile returns has this method.
             config = getattr(compiled, "get_compiler_config", dict)() or {}
             if config.get("triton.cudagraphs"):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchboost.core.averaging import only_ddp
+from torchboost.core.torch_private import exchange_of_a_pass, inside_compiled
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError
 
@@ -31,7 +32,8 @@ class GradientSync:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        outer = model.get_submodule("_orig_mod") if wrapper_of(model) == "torch.compile" else model
+        inside = inside_compiled(model)
+        outer = model if inside is None else inside
         if wrapper_of(outer) == "FullyShardedDataParallel":
             raise IncompatibleError(
                 "the model is sharded by FullyShardedDataParallel (FSDP1), which is not supported; use fully_shard "
@@ -70,7 +72,7 @@ class GradientSync:
         if self._ddp is not None:
             # The order of the buckets and the buffers, which torch exchanges in suspended passes too.
             with torch.enable_grad(), self._ddp.no_sync():
-                self._ddp._post_forward(self._ddp._pre_forward(torch.zeros(())))
+                exchange_of_a_pass(self._ddp)
 
     def average(self) -> None:
         """Average every gradient that any rank holds, after suspended passes. Not for FSDP2.

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchboost.algorithms.adasum.rule import hierarchical_adasum_
+from torchboost.core.torch_private import comm_hooks
 from torchboost.distributed.topology import NodeGroups
 from torchboost.errors import IncompatibleError
 
@@ -123,7 +124,7 @@ def bucket_packs(ddp: DistributedDataParallel) -> BucketPacks:
     Raises:
         IncompatibleError: DDP has another communication hook.
     """
-    for _, state in ddp._comm_hooks:
+    for _, state in comm_hooks(ddp):
         if isinstance(state, BucketPacks):
             return state
     check_no_hook(ddp)
@@ -132,14 +133,14 @@ def bucket_packs(ddp: DistributedDataParallel) -> BucketPacks:
         # A lambda: DDP compares annotations with classes, and the annotations of this module are strings.
         ddp.register_comm_hook(packs, lambda state, bucket: state.receive(bucket))
     except RuntimeError as error:  # a built-in hook, which only the reducer knows
-        ddp._comm_hooks.pop()
+        comm_hooks(ddp).pop()
         raise IncompatibleError(_ONE_HOOK) from error
     return packs
 
 
 def check_no_hook(ddp: DistributedDataParallel) -> None:
     """Raise :class:`IncompatibleError` if ``ddp`` has a communication hook that is not ours."""
-    if any(not isinstance(state, BucketPacks) for _, state in ddp._comm_hooks):
+    if any(not isinstance(state, BucketPacks) for _, state in comm_hooks(ddp)):
         raise IncompatibleError(_ONE_HOOK)
 
 

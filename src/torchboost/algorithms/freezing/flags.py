@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
+
+from torchboost.core.torch_private import AnyBatchNorm
 
 __all__ = ["HeldFlags", "SettledNorms", "release_others"]
 
@@ -70,16 +71,16 @@ class SettledNorms:
     """BatchNorms that were put into eval mode here, and only those."""
 
     def __init__(self) -> None:
-        self._ours: set[_BatchNorm] = set()
+        self._ours: set[AnyBatchNorm] = set()
 
-    def settle(self, norms: Iterable[_BatchNorm]) -> None:
+    def settle(self, norms: Iterable[AnyBatchNorm]) -> None:
         """Put norms into eval mode; those already in eval mode are not tracked."""
         for norm in norms:
             if norm.training:
                 norm.training = False
                 self._ours.add(norm)
 
-    def give_back(self, norms: Iterable[_BatchNorm], model: nn.Module) -> None:
+    def give_back(self, norms: Iterable[AnyBatchNorm], model: nn.Module) -> None:
         """Restore the model's mode for the norms that were put into eval mode here."""
         for norm in self._ours.intersection(norms):
             norm.training = model.training

@@ -12,7 +12,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from torchboost.algorithms.freezing.flags import HeldFlags, SettledNorms, release_others
@@ -21,6 +20,7 @@ from torchboost.algorithms.freezing.prefix.frozen_prefix import FastPrefix
 from torchboost.algorithms.freezing.reach import Reach
 from torchboost.algorithms.freezing.replicas import Replicas, check_reducer, several_ranks
 from torchboost.core.algorithm import Attachment, Removable
+from torchboost.core.torch_private import AnyBatchNorm, recompile_limit
 from torchboost.core.wrapping import is_compiled
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.blocks import Block
@@ -42,7 +42,7 @@ class Prefix:
     """
 
     parameters: tuple[nn.Parameter, ...] = ()
-    norms: tuple[_BatchNorm, ...] = ()
+    norms: tuple[AnyBatchNorm, ...] = ()
     cut: tuple[nn.Module, ...] = ()
 
 
@@ -51,7 +51,7 @@ def prefixes_of(blocks: Sequence[Block], starts: Sequence[int]) -> tuple[Prefix,
     return tuple(
         Prefix(
             parameters=tuple(p for block in blocks[:start] for p in block.parameters),
-            norms=tuple(m for block in blocks[:start] for m in block.modules if isinstance(m, _BatchNorm)),
+            norms=tuple(m for block in blocks[:start] for m in block.modules if isinstance(m, AnyBatchNorm)),
             cut=tuple(m for block in blocks[:start] for m in block.cut),
         )
         for start in starts
@@ -104,9 +104,7 @@ def compiled_prefixes() -> int:
     ``no_grad`` too; a last batch of another size adds one of each. Past ``torch._dynamo.config.recompile_limit``, torch
     falls back to eager permanently.
     """
-    from torch._dynamo import config
-
-    return max(2, (config.recompile_limit - 2) // 2)
+    return max(2, (recompile_limit() - 2) // 2)
 
 
 class Freezing(Attachment):

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 
 from torchboost.core.algorithm import Attachment, Removable
+from torchboost.core.torch_private import is_reentrant_checkpoint
 from torchboost.core.wrapping import is_compiled
 from torchboost.errors import IncompatibleError
 from torchboost.graph.recording import tensors_in
@@ -166,7 +166,7 @@ class LostGradients:
         return any(
             {id(leaf) for leaf in map(_leaf, _above([node])) if leaf is not None} <= frozen
             for node in nodes
-            if getattr(node, "_forward_cls", None) is CheckpointFunction
+            if is_reentrant_checkpoint(node)
             for frozen in later
         )
 

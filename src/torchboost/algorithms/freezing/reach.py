@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchboost.core.torch_private import version
+
 __all__ = ["Reach"]
 
 _NEVER = 1 << 62
@@ -174,8 +176,8 @@ class Reach:
             return False
         # A gradient tensor that is kept is written in place at each update; a new one starts again.
         before = self._versions.get(id(parameter), _NEVER)
-        self._versions[id(parameter)] = grad._version
-        if grad._version <= before or grad.layout is not torch.strided or not self._values():
+        self._versions[id(parameter)] = now = version(grad)
+        if now <= before or grad.layout is not torch.strided or not self._values():
             return True
         return bool(grad.any())
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchboost.core.algorithm import Attachment
+from torchboost.core.torch_private import active_ddp, build_again, built_in_comm_hook, comm_hooks
 from torchboost.distributed.agreement import Agreement
 from torchboost.errors import IncompatibleError
 
@@ -39,14 +40,14 @@ def check_reducer(model: nn.Module) -> None:
                 "build it with static_graph=False."
             )
         # Only the reducer holds such a hook; DDP logs its name.
-        built_in = None if _hooks_of(ddp) else ddp._get_ddp_logging_data().get("comm_hook")
+        built_in = None if comm_hooks(ddp) else built_in_comm_hook(ddp)
         if built_in:
             raise IncompatibleError(
                 f"freezing: DistributedDataParallel has the built-in communication hook {built_in}, which cannot be "
                 "moved to another reducer; register one from torch.distributed.algorithms.ddp_comm_hooks, such as "
                 "fp16_compress_hook."
             )
-        for hook, state in _hooks_of(ddp):
+        for hook, state in comm_hooks(ddp):
             if not (state is None or isinstance(state, dist.ProcessGroup) or getattr(state, "follows_buckets", False)):
                 raise IncompatibleError(
                     f"freezing: DistributedDataParallel has the communication hook {hook.__qualname__} with a state "
@@ -65,9 +66,8 @@ def rebuild_reducer(ddp: DistributedDataParallel) -> None:
     Cost: milliseconds, and briefly a second set of buckets. The second pass after this reorders the buckets by the
     order of the gradients, as after construction, with one small broadcast.
     """
-    state = dict(vars(ddp))  # with the process group, which ``__getstate__`` leaves out
-    hooks, state["_comm_hooks"] = _hooks_of(ddp), []
-    ddp.__setstate__(state)
+    hooks = list(comm_hooks(ddp))
+    build_again(ddp)
     for hook, hook_state in hooks:
         ddp.register_comm_hook(hook_state, hook)
 
@@ -140,7 +140,7 @@ class Replicas(Attachment):
 
     def _around(self) -> DistributedDataParallel | None:
         """The DDP whose forward pass is running, as it tells the compiler."""
-        ddp = DistributedDataParallel._get_active_ddp_module()
+        ddp = active_ddp()
         if ddp is not None and ddp not in self._built:
             check_reducer(ddp)
         return ddp
@@ -181,7 +181,3 @@ def _grouped() -> bool:
 
 def _replicas_in(model: nn.Module) -> list[DistributedDataParallel]:
     return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-
-
-def _hooks_of(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
-    return list(ddp._comm_hooks)

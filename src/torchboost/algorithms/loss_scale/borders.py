@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchboost.core.containers import with_tensors
+from torchboost.core.torch_private import module_hooks
 from torchboost.errors import IncompatibleError
 
 __all__ = ["Ratios", "ScaleBorders", "change_scale", "has_borders"]
@@ -163,7 +164,7 @@ class ScaleBorders:
 
 def has_borders(model: nn.Module) -> bool:
     """Whether borders stand at any module inside of a model."""
-    hooks = (hook for module in model.modules() for hook in module._forward_hooks.values())
+    hooks = (hook for module in model.modules() for hook in module_hooks(module)[1].values())
     gates = (getattr(hook, "__self__", None) for hook in hooks)
     return any(isinstance(gate, _Gate) and gate.live for gate in gates)
 

@@ -9,15 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchboost.core.torch_private import check_and_unscale_, sparse_values
 from torchboost.errors import IncompatibleError
 
 __all__ = ["Part", "check_scaled", "last_bad", "overflow_anywhere", "unscale_"]
 
 Part = tuple[Sequence[Tensor], float]
 """Parameters whose gradients carry the same scale, and that scale."""
-
-# What GradScaler calls: one read and one write of each gradient, the finding stays on the device.
-_CHECK_AND_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_
 
 
 def check_scaled(parts: Sequence[Part]) -> None:
@@ -58,7 +56,7 @@ def unscale_(parts: Sequence[Part]) -> list[Tensor]:
             if device not in found:
                 found[device] = torch.zeros(len(parts), dtype=torch.float32, device=device)
             inverse = torch.full((), 1.0 / scale, dtype=torch.float32, device=device)
-            _CHECK_AND_UNSCALE(grads, found[device][index : index + 1], inverse)
+            check_and_unscale_(grads, found[device][index : index + 1], inverse)
     return list(found.values())
 
 
@@ -97,7 +95,7 @@ def _numbers(grad: Any) -> Tensor:
     """The stored numbers of a gradient; shards of this rank only."""
     if hasattr(grad, "to_local"):
         grad = grad.to_local()
-    values = grad._values() if grad.is_sparse else grad
+    values = sparse_values(grad) if grad.is_sparse else grad
     if not values.is_complex():
         return values
     # The kernel knows real numbers only; a conjugate that is not worked out yet has the memory of the other one.

@@ -15,8 +15,8 @@ from torchboost.algorithms.subspace.basis import SubspaceBasis
 from torchboost.algorithms.subspace.quasi_newton import InverseHessian
 from torchboost.core.arguments import check_number, is_integer
 from torchboost.core.closure import ClosureOptimizer, Replay
+from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
-from torchboost.optim.tensor_lists import foreach
 
 __all__ = ["LineSearch", "SubspaceOptimizer", "check_weights"]
 
@@ -278,7 +278,7 @@ class SubspaceOptimizer(ClosureOptimizer):
         """Write a vector of all weights into the parameters."""
         parameters = self.param_groups[0]["params"]
         parts = vector.split([parameter.numel() for parameter in parameters])
-        foreach._foreach_copy_(parameters, [p.view_as(q) for p, q in zip(parts, parameters, strict=True)])
+        foreach.copy_(parameters, [p.view_as(q) for p, q in zip(parts, parameters, strict=True)])
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:

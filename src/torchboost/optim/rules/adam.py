@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
+from torchboost.core.torch_private import foreach
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import IN_CACHE, pieces
 from torchboost.optim.rules.native_adam import Pipeline, check_walkable, load, prepared
 from torchboost.optim.rules.options import check_capturable, check_fused
-from torchboost.optim.tensor_lists import foreach
 
 __all__ = ["Adam", "AdamW", "AdamWeightDecay"]
 
@@ -192,9 +192,9 @@ class Adam(UpdateRule):
         if not group["bias_correction"]:
             # The kernels correct by 1 - beta**step, which is 1 if step is large; the real steps are counted here.
             found_inf = getattr(self, "found_inf", None)
-            foreach._foreach_add_(steps, 1)
+            foreach.add_(steps, 1)
             if found_inf is not None:
-                foreach._foreach_sub_(steps, [found_inf.to(step.device) for step in steps])
+                foreach.sub_(steps, [found_inf.to(step.device) for step in steps])
             late = {device: torch.full((), LATE, device=device) for device in {step.device for step in steps}}
             steps = [late[step.device] for step in steps]
         torch_adam(
@@ -378,29 +378,29 @@ def _variant(group: Mapping[str, Any], batch: Batch) -> None:
     mean, square, steps = batch.state("exp_avg"), batch.state("exp_avg_sq"), batch.state("step")
     mean, square = ([torch.view_as_real(t) if t.is_complex() else t for t in ts] for ts in (mean, square))
     if group["maximize"]:
-        grads = list(foreach._foreach_neg(grads))
-    foreach._foreach_add_(steps, 1)
+        grads = list(foreach.neg(grads))
+    foreach.add_(steps, 1)
     if decay and group["decoupled_weight_decay"]:
-        foreach._foreach_mul_(params, 1 - lr * decay)
+        foreach.mul_(params, 1 - lr * decay)
     elif decay:
-        grads = list(foreach._foreach_add(grads, params, alpha=decay))
-    foreach._foreach_lerp_(mean, grads, 1 - beta1)
-    foreach._foreach_mul_(square, beta2)
-    foreach._foreach_addcmul_(square, grads, grads, 1 - beta2)
+        grads = list(foreach.add(grads, params, alpha=decay))
+    foreach.lerp_(mean, grads, 1 - beta1)
+    foreach.mul_(square, beta2)
+    foreach.addcmul_(square, grads, grads, 1 - beta2)
     if group["amsgrad"]:
         largest = [torch.view_as_real(t) if t.is_complex() else t for t in batch.state("max_exp_avg_sq")]
-        foreach._foreach_maximum_(largest, square)
+        foreach.maximum_(largest, square)
         square = largest
-    ahead = foreach._foreach_lerp(mean, grads, 1 - beta1) if group["nesterov"] else mean
+    ahead = foreach.lerp(mean, grads, 1 - beta1) if group["nesterov"] else mean
     corrected = group["bias_correction"]
     first = [1 - beta1 ** float(step) if corrected else 1.0 for step in steps]
     second = [(1 - beta2 ** float(step)) ** 0.5 if corrected else 1.0 for step in steps]
-    root = foreach._foreach_sqrt(square)
+    root = foreach.sqrt(square)
     if group["eps_uncorrected"]:
-        foreach._foreach_add_(root, float(group["eps"]))
+        foreach.add_(root, float(group["eps"]))
         sizes = [-lr * s / f for f, s in zip(first, second, strict=True)]
     else:
-        foreach._foreach_div_(root, second)
-        foreach._foreach_add_(root, float(group["eps"]))
+        foreach.div_(root, second)
+        foreach.add_(root, float(group["eps"]))
         sizes = [-lr / f for f in first]
-    foreach._foreach_addcdiv_(params, ahead, root, sizes)
+    foreach.addcdiv_(params, ahead, root, sizes)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
 from torchboost.optim.groups import without_order
 from torchboost.optim.learning_rates import resolve_lr
@@ -30,7 +31,6 @@ from torchboost.optim.rules.foreign_names import check_group_names, check_names
 from torchboost.optim.rules.masters import IN_CACHE, LOW_PRECISION, Stamps, has_master, pieces, widened
 from torchboost.optim.rules.options import check_options
 from torchboost.optim.shares import Share, all_finite, share_of, stand_in
-from torchboost.optim.tensor_lists import foreach
 from torchboost.optim.transforms import with_centralization
 
 __all__ = ["Batch", "Nonfinite", "UpdateRule", "has_master"]
@@ -522,7 +522,7 @@ class UpdateRule(Optimizer):
         params = [param for param in group["params"] if param.grad is not None]
         pairs = [(p, m) for p, m in zip(params, batch.params, strict=True) if m is not p]
         if pairs:
-            foreach._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+            foreach.copy_([p for p, _ in pairs], [m for _, m in pairs])
 
 
 def _take_schedules(options: dict[str, Any]) -> dict[str, Schedule]:

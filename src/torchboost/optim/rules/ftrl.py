@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from torchboost.core.arguments import check_number, is_number
+from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
-from torchboost.optim.tensor_lists import foreach
 
 __all__ = ["FTRL"]
 
@@ -121,19 +121,19 @@ class FTRL(UpdateRule):
         params, grads = batch.params, batch.grads
         total, linear = batch.state("accumulator"), batch.state("linear")
         if group["maximize"]:
-            grads = list(foreach._foreach_neg(grads))
+            grads = list(foreach.neg(grads))
         if group["weight_decay"]:
-            grads = list(foreach._foreach_add(grads, params, alpha=float(group["weight_decay"])))
-        before = foreach._foreach_pow(total, power)
-        foreach._foreach_addcmul_(total, grads, grads)
-        steepness = list(foreach._foreach_pow(total, power))
-        foreach._foreach_sub_(before, steepness)
-        foreach._foreach_add_(linear, grads)
-        foreach._foreach_addcmul_(linear, before, params, 1 / lr)
+            grads = list(foreach.add(grads, params, alpha=float(group["weight_decay"])))
+        before = foreach.pow(total, power)
+        foreach.addcmul_(total, grads, grads)
+        steepness = list(foreach.pow(total, power))
+        foreach.sub_(before, steepness)
+        foreach.add_(linear, grads)
+        foreach.addcmul_(linear, before, params, 1 / lr)
         del before
-        foreach._foreach_div_(steepness, lr)
-        foreach._foreach_add_(steepness, 2 * float(group["l2"]))
+        foreach.div_(steepness, lr)
+        foreach.add_(steepness, 2 * float(group["l2"]))
         # What l1 leaves of z: sign(z) * max(|z| - l1, 0).
-        foreach._foreach_copy_(params, [torch.nn.functional.softshrink(z, l1) for z in linear])
-        foreach._foreach_neg_(params)
-        foreach._foreach_div_(params, steepness)
+        foreach.copy_(params, [torch.nn.functional.softshrink(z, l1) for z in linear])
+        foreach.neg_(params)
+        foreach.div_(params, steepness)

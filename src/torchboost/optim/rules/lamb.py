@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchboost.core.torch_private import foreach
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
-from torchboost.optim.tensor_lists import foreach, together
+from torchboost.optim.tensor_lists import together
 
 __all__ = ["Lamb"]
 
@@ -93,34 +94,34 @@ class Lamb(UpdateRule):
         mean, square, steps = batch.state("exp_avg"), batch.state("exp_avg_sq"), batch.state("step")
         params, grads, mean, square = (_real(tensors) for tensors in (batch.params, batch.grads, mean, square))
         if group["maximize"]:
-            grads = list(foreach._foreach_neg(grads))
-        foreach._foreach_add_(steps, 1)
-        foreach._foreach_lerp_(mean, grads, 1 - beta1)
-        foreach._foreach_mul_(square, beta2)
-        foreach._foreach_addcmul_(square, grads, grads, 1 - beta2)
+            grads = list(foreach.neg(grads))
+        foreach.add_(steps, 1)
+        foreach.lerp_(mean, grads, 1 - beta1)
+        foreach.mul_(square, beta2)
+        foreach.addcmul_(square, grads, grads, 1 - beta2)
         counts = [float(step) for step in steps]
-        first = foreach._foreach_div(mean, [1 - beta1**count for count in counts])
-        second = foreach._foreach_div(square, [1 - beta2**count for count in counts])
+        first = foreach.div(mean, [1 - beta1**count for count in counts])
+        second = foreach.div(square, [1 - beta2**count for count in counts])
         eps, measured = float(group["eps"]), None
         if group["adapt"] and group["eps_in_root"]:
-            root = foreach._foreach_add(second, eps)
-            foreach._foreach_sqrt_(root)
-            measured = _decayed(group, params, foreach._foreach_div(first, root))
-        foreach._foreach_sqrt_(second)
-        foreach._foreach_add_(second, eps)
-        foreach._foreach_div_(first, second)
+            root = foreach.add(second, eps)
+            foreach.sqrt_(root)
+            measured = _decayed(group, params, foreach.div(first, root))
+        foreach.sqrt_(second)
+        foreach.add_(second, eps)
+        foreach.div_(first, second)
         directions = _decayed(group, params, first)
         if group["adapt"]:
             ratio = partial(_ratio, most=float(group["max_ratio"]))
-            steepness = foreach._foreach_norm(directions if measured is None else measured)
-            foreach._foreach_mul_(directions, together(ratio, foreach._foreach_norm(params), steepness))
-        foreach._foreach_add_(params, directions, alpha=-float(group["lr"]))
+            steepness = foreach.norm(directions if measured is None else measured)
+            foreach.mul_(directions, together(ratio, foreach.norm(params), steepness))
+        foreach.add_(params, directions, alpha=-float(group["lr"]))
 
 
 def _decayed(group: Mapping[str, Any], params: Sequence[Tensor], directions: Sequence[Tensor]) -> list[Tensor]:
     """Add the decay in place."""
     if group["weight_decay"]:
-        foreach._foreach_add_(directions, params, alpha=float(group["weight_decay"]))
+        foreach.add_(directions, params, alpha=float(group["weight_decay"]))
     return list(directions)
 
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from torchboost.core.arguments import check_number
+from torchboost.core.torch_private import foreach
 from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
 from torchboost.optim.rules.base import Batch, Nonfinite
 from torchboost.optim.rules.sgd import SGD
-from torchboost.optim.tensor_lists import foreach, together
+from torchboost.optim.tensor_lists import together
 
 __all__ = ["LARS", "TrustRatio"]
 
@@ -74,11 +75,11 @@ class TrustRatio:
     def _scale(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         decay = group["weight_decay"] if self.weight_decay is None else self.weight_decay
         factor = partial(self._factor, decay=decay, group=group)
-        factors = together(factor, foreach._foreach_norm(params), foreach._foreach_norm(grads))
+        factors = together(factor, foreach.norm(params), foreach.norm(grads))
         if decay:
             # An optimizer with maximize=True negates the gradient; the decay must still shrink the weights.
-            foreach._foreach_add_(grads, params, alpha=-decay if group.get("maximize") else decay)
-        foreach._foreach_mul_(grads, factors)
+            foreach.add_(grads, params, alpha=-decay if group.get("maximize") else decay)
+        foreach.mul_(grads, factors)
 
     def _factor(self, size: Tensor, slope: Tensor, decay: float, group: dict[str, Any]) -> Tensor:
         ratio = self.coefficient * size / (slope + decay * size + self.eps)

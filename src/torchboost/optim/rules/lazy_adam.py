@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from torchboost.core.algorithm import Attachment
+from torchboost.core.torch_private import foreach, sparse_rows, sparse_values
 from torchboost.errors import IncompatibleError
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.adam import Adam
 from torchboost.optim.rules.base import Batch, Nonfinite
 from torchboost.optim.rules.masters import LOW_PRECISION
 from torchboost.optim.rules.missed_steps import FORM, form_of, new_past, record, replay
-from torchboost.optim.tensor_lists import foreach
 
 __all__ = ["LazyAdam"]
 
@@ -255,13 +255,13 @@ class LazyAdam(Adam):
                 self._catch_up(owner)
             if grad.is_sparse:
                 grad = grad.coalesce()
-                rows = grad._indices()[0]
+                rows = sparse_rows(grad)
                 if lazy:
                     self._catch_up(owner, rows)
                 named.append((i, rows))
                 moments = {key: state[key].index_select(0, rows) for key in MOMENTS if key in state}
                 compact.params.append(batch.params[i].index_select(0, rows))
-                compact.grads.append(grad._values())
+                compact.grads.append(sparse_values(grad))
                 compact.states.append({"step": state["step"], **moments})
             else:
                 compact.params.append(batch.params[i])
@@ -335,12 +335,12 @@ class LazyAdam(Adam):
         pairs: list[tuple[Tensor, Tensor]] = []
         for param, worked, grad in zip(_owners(group), batch.params, batch.grads, strict=True):
             if worked is not param and grad.is_sparse:
-                rows = grad._indices()[0]
+                rows = sparse_rows(grad)
                 param.index_copy_(0, rows, worked.index_select(0, rows).to(param.dtype))
             elif worked is not param:
                 pairs.append((param, worked))
         if pairs:
-            foreach._foreach_copy_([param for param, _ in pairs], [worked for _, worked in pairs])
+            foreach.copy_([param for param, _ in pairs], [worked for _, worked in pairs])
 
     def _check_own(self, param: Tensor) -> None:
         if not any(param is own for group in self.param_groups for own in group["params"]):

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torchboost.core.torch_private import memory_stamp
+
 if TYPE_CHECKING:
     from torchboost.optim.rules.base import Batch
 
@@ -46,11 +48,11 @@ class Stamps:
     def note(self, param: Tensor) -> None:
         """Record that parameter and master now hold the same values."""
         if not torch.compiler.is_compiling():
-            self._seen[param] = _stamp(param)
+            self._seen[param] = memory_stamp(param)
 
     def known(self, param: Tensor) -> bool:
         """Whether the parameter has not changed since :meth:`note`."""
-        return torch.compiler.is_compiling() or self._seen.get(param) == _stamp(param)
+        return torch.compiler.is_compiling() or self._seen.get(param) == memory_stamp(param)
 
     def current(self, param: Tensor, master: Tensor) -> Tensor:
         """Return the master, with entries taken from the parameter if they are no longer the rounded master.
@@ -92,8 +94,3 @@ def pieces(batch: Batch, limit: int | None = None) -> Iterator[Batch]:
             yield type(batch)(batch.params[part], grads, batch.states[part])
             grads.clear()  # before the next piece is made
             start, entries = stop, 0
-
-
-def _stamp(param: Tensor) -> tuple[int, int]:
-    local = getattr(param, "_local_tensor", param)  # of a DTensor
-    return param._version, local.data_ptr()

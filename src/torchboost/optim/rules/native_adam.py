@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from torchboost.core.native import compiled
+from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
 from torchboost.optim.memory_layout import is_dense
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite
 from torchboost.optim.shares import Share, joint_norm
-from torchboost.optim.tensor_lists import foreach
 from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay, Unscale
 
 __all__ = ["Pipeline", "check_walkable", "load", "prepared"]
@@ -140,7 +140,7 @@ def prepared(
     def update() -> None:
         for batch in work:
             if batch.params:
-                foreach._foreach_add_(batch.state("step"), 1)
+                foreach.add_(batch.state("step"), 1)
         if len(blocks):
             load().adam(blocks.ctypes.data, len(blocks), clip, threads)
 

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _get_capturable_supported_devices
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from torchboost.core.arguments import check_number
+from torchboost.core.torch_private import capturable_devices, fused_devices
 from torchboost.errors import IncompatibleError
 from torchboost.optim.fused_kernels import miscomputes
 from torchboost.optim.memory_layout import is_dense
@@ -81,7 +80,7 @@ def check_fused(param: Tensor, group: Mapping[str, Any], kind: type[Optimizer]) 
     """
     if not group["fused"]:
         return
-    devices = tuple(_get_fused_kernels_supported_devices())
+    devices = tuple(fused_devices())
     if not (param.is_floating_point() and param.device.type in devices):
         raise IncompatibleError(
             f"fused=True needs floating-point parameters on one of {devices}, found {param.dtype} on {param.device}; "
@@ -107,7 +106,7 @@ def check_capturable(param: Tensor, group: Mapping[str, Any]) -> None:
     """
     if not group["capturable"] or torch.compiler.is_compiling():
         return
-    devices = _get_capturable_supported_devices()
+    devices = capturable_devices()
     if param.device.type not in devices:
         raise IncompatibleError(
             f"capturable=True needs parameters on one of {devices}, found one on {param.device}; leave it False."

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim.rmsprop import rmsprop as torch_rmsprop
 
 from torchboost.core.arguments import check_number
+from torchboost.core.torch_private import foreach
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.options import check_capturable
-from torchboost.optim.tensor_lists import foreach
 
 __all__ = ["RMSProp", "RMSprop"]
 
@@ -209,28 +209,28 @@ class RMSProp(UpdateRule):
         )
         alpha, square = float(group["alpha"]), batch.state("square_avg")
         if group["maximize"]:
-            grads = list(foreach._foreach_neg(grads))
+            grads = list(foreach.neg(grads))
         if group["weight_decay"]:
-            grads = list(foreach._foreach_add(grads, params, alpha=float(group["weight_decay"])))
-        foreach._foreach_mul_(square, alpha)
-        foreach._foreach_addcmul_(square, grads, grads, 1 - alpha)
+            grads = list(foreach.add(grads, params, alpha=float(group["weight_decay"])))
+        foreach.mul_(square, alpha)
+        foreach.addcmul_(square, grads, grads, 1 - alpha)
         if group["centered"]:
             mean = batch.state("grad_avg")
-            foreach._foreach_lerp_(mean, grads, 1 - alpha)
-            root = foreach._foreach_addcmul(square, mean, mean, -1.0)
+            foreach.lerp_(mean, grads, 1 - alpha)
+            root = foreach.addcmul(square, mean, mean, -1.0)
             # Below 0 only by rounding, when the gradients hardly vary.
-            foreach._foreach_clamp_min_(root, 0.0)
-            foreach._foreach_add_(root, float(group["eps"]))
+            foreach.clamp_min_(root, 0.0)
+            foreach.add_(root, float(group["eps"]))
         else:
-            root = foreach._foreach_add(square, float(group["eps"]))
-        foreach._foreach_sqrt_(root)
+            root = foreach.add(square, float(group["eps"]))
+        foreach.sqrt_(root)
         if not group["momentum"]:
-            foreach._foreach_addcdiv_(params, grads, root, -float(group["lr"]))
+            foreach.addcdiv_(params, grads, root, -float(group["lr"]))
             return
         buffers = batch.state("momentum_buffer")
-        foreach._foreach_mul_(buffers, float(group["momentum"]))
-        foreach._foreach_addcdiv_(buffers, grads, root, float(group["lr"]))
-        foreach._foreach_sub_(params, buffers)
+        foreach.mul_(buffers, float(group["momentum"]))
+        foreach.addcdiv_(buffers, grads, root, float(group["lr"]))
+        foreach.sub_(params, buffers)
 
 
 def _check_alpha(group: Mapping[str, Any]) -> None:

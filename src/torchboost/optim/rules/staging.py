@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchboost.core.torch_private import foreach
 from torchboost.optim.memory_layout import is_dense, same_layout
 from torchboost.optim.rules.base import Batch
-from torchboost.optim.tensor_lists import foreach
 
 __all__ = [
     "SMALLEST_CHUNK",
@@ -204,7 +204,7 @@ class Staging:
         finally:
             self._transfer.end()
         if jobs:
-            foreach._foreach_add_([job.step for job in jobs], 1)
+            foreach.add_([job.step for job in jobs], 1)
         for job, weight in zip(jobs, weights, strict=True):
             if weight.data_ptr() != job.param.data_ptr():
                 _real(job.param).copy_(weight)

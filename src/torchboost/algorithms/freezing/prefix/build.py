@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from torchboost.algorithms.freezing.prefix.split import Cut, cut_forward
 from torchboost.algorithms.freezing.prefix.trace import Call, TracedForward, cuda_devices, random_state
+from torchboost.core.torch_private import memory_stamp, versions
 from torchboost.graph.drawing import generators_kept
 
 __all__ = ["Halves", "build_halves"]
@@ -114,7 +115,7 @@ def build_halves(traced: TracedForward, call: Call, blocked: set[str]) -> Halves
         blocked |= found
     frozen = (*plain.parameters(), *plain.buffers())
     names = tuple(node.name for node in cut.prefix.nodes)
-    signature = (call.key, names, cut.border, tuple((id(t), t.data_ptr(), t._version) for t in frozen))
+    signature = (call.key, names, cut.border, tuple((id(t), *memory_stamp(t)) for t in frozen))
     return Halves(cut, plain, _module(cut.suffix, traced.targets), frozen, signature)
 
 
@@ -149,7 +150,7 @@ class _Watcher(fx.Interpreter):
         self._buffers = buffers
 
     def state(self) -> tuple[Any, ...]:
-        return (self._random(), [buffer._version for buffer in self._buffers])
+        return (self._random(), versions(self._buffers))
 
     def run_node(self, n: fx.Node) -> Any:
         before = self.state()

@@ -17,12 +17,13 @@ from torchboost.algorithms.freezing.prefix.build import Halves, build_halves
 from torchboost.algorithms.freezing.prefix.trace import Call, TracedForward, is_opaque, trace_forward
 from torchboost.core.algorithm import Attachment
 from torchboost.core.covering import cover_forward, own_forward
+from torchboost.core.torch_private import versions
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError
 
 __all__ = ["FastPrefix", "FastPrefixReport", "fast_prefix"]
 
-_requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
+_requires_grad = attrgetter("requires_grad")
 _NOT_RUN = "no training step has run yet"
 
 
@@ -316,7 +317,7 @@ class _Watch:
     def _state(self) -> tuple[list[Any], ...]:
         return (
             list(map(_requires_grad, self._parameters)),
-            list(map(_version, self._frozen)),
+            versions(self._frozen),
             [t.data_ptr() for t in self._frozen],
         )
 

@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.nn import Parameter
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 
 from torchboost.algorithms.freezing.prefix.trace import TracedForward, is_opaque
+from torchboost.core.torch_private import AnyBatchNorm, AnyDropout, AnyNorm
 from torchboost.graph.recording import METADATA, function_name
 
 __all__ = ["Cut", "cut_forward"]
@@ -175,7 +174,7 @@ def _is_metadata(node: fx.Node) -> bool:
 
 def _is_fresh(node: fx.Node, module: Any) -> bool:
     if node.op == "call_module":
-        return not isinstance(module, (nn.Identity, nn.Flatten, nn.Unflatten, _DropoutNd)) and not is_opaque(module)
+        return not isinstance(module, (nn.Identity, nn.Flatten, nn.Unflatten, AnyDropout)) and not is_opaque(module)
     return function_name(node.target) in _FRESH | _SIZED
 
 
@@ -192,13 +191,13 @@ def _trains(node: fx.Node, traced: TracedForward) -> bool:
 
 
 def _varies(module: nn.Module) -> bool:
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, AnyBatchNorm):
         return module.training or module.running_mean is None
     if not module.training:
         return False
-    if isinstance(module, _NormBase):
+    if isinstance(module, AnyNorm):
         return module.running_mean is not None
-    if isinstance(module, _DropoutNd):
+    if isinstance(module, AnyDropout):
         return module.p > 0
     return isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.dropout > 0
 

@@ -11,8 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
+from torchboost.core.torch_private import (
+    TreeSpec,
+    buffer_slots,
+    is_traced_constant,
+    module_hooks,
+    tree_flatten,
+    tree_unflatten,
+)
 from torchboost.errors import IncompatibleError
 from torchboost.graph.drawing import generators_kept
 from torchboost.graph.recording import LAYERS, StandIn
@@ -34,13 +41,13 @@ class Call:
 
     tensors: tuple[Tensor, ...]
     key: Hashable
-    spec: pytree.TreeSpec
+    spec: TreeSpec
     others: tuple[Any, ...]
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | None:
         """Split arguments; return None if one is neither a tensor nor a plain value."""
-        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        leaves, spec = tree_flatten((args, dict(kwargs)))
         if not all(isinstance(leaf, (Tensor, *_VALUES)) for leaf in leaves):
             return None
         others = tuple(None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves)
@@ -51,7 +58,7 @@ class Call:
         """Return the arguments with ``tensors`` in place of the tensors."""
         rest = iter(tensors)
         leaves = [next(rest) if other is None else other[0] for other in self.others]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        args, kwargs = tree_unflatten(leaves, self.spec)
         return tuple(args), kwargs
 
 
@@ -70,13 +77,7 @@ class TracedForward:
 
 def is_opaque(module: nn.Module) -> bool:
     """Whether calling a module runs more than its class's forward: hooks, or its own forward."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-    )
+    return any(module_hooks(module)) or "forward" in vars(module)
 
 
 def trace_forward(model: nn.Module, call: Call) -> TracedForward:
@@ -93,7 +94,7 @@ def trace_forward(model: nn.Module, call: Call) -> TracedForward:
         IncompatibleError: The forward cannot be traced correctly; the message says why.
     """
     tracer = _Tracer(call)
-    attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    attributes = [(module, dict(vars(module)), dict(buffer_slots(module))) for module in model.modules()]
     devices = cuda_devices(model.parameters())
     before = random_state(devices)
     python = random.getstate()
@@ -111,7 +112,7 @@ def trace_forward(model: nn.Module, call: Call) -> TracedForward:
         changed = [name for module, before, buffers in attributes for name in _put_back(module, before, buffers)]
     if drawn:
         raise IncompatibleError(_refusal(model, "it draws random numbers that do not depend on its inputs"))
-    changed += [name for name in constants if not name.startswith("_tensor_constant")]
+    changed += [name for name in constants if not is_traced_constant(name)]
     if changed:
         raise IncompatibleError(_refusal(model, f"it sets attributes of its modules ({', '.join(changed)})"))
     names = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
@@ -125,9 +126,9 @@ def _put_back(module: nn.Module, before: dict[str, Any], buffers: dict[str, Any]
     changed += [name for name in vars(module) if name not in before]
     vars(module).clear()
     vars(module).update(before)
-    changed += [name for name, value in buffers.items() if module._buffers.get(name) is not value]
-    module._buffers.clear()
-    module._buffers.update(buffers)
+    changed += [name for name, value in buffers.items() if buffer_slots(module).get(name) is not value]
+    buffer_slots(module).clear()
+    buffer_slots(module).update(buffers)
     return changed
 
 
