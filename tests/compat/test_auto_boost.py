@@ -131,11 +131,11 @@ def test_a_second_phase_takes_the_place_of_the_first():
     network = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
     first = AutoBoost("O0", config)
     _, optimizer = first.network_auto_process_train(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in network.modules())
     cell = BoostTrainOneStepCell(WithLoss(network, F.cross_entropy), optimizer)
     for _ in range(7):
         cell(torch.randn(3, 4), torch.zeros(3, dtype=torch.long))
     assert not all(p.requires_grad for p in network.parameters())
-    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in network.modules())
     second = AutoBoost("O0", config)
     second.network_auto_process_train(network, torch.optim.SGD(network.parameters(), lr=0.1))
     assert all(p.requires_grad for p in network.parameters())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchboost
 from tests.support.ranks import run_ranks
-from torchboost import REGISTRY, Target, TrainStep
+from torchboost import REGISTRY, Target, TrainStep, algorithms
 from torchboost.core import Algorithm, Attached, attach_all
 from torchboost.core.closure import ClosureOptimizer, Replay
 
@@ -115,7 +116,7 @@ def test_settings_are_values(name):
     value = algorithm(name)
     assert value == algorithm(name)
     assert hash(value) == hash(algorithm(name))
-    assert eval(repr(value), {name: getattr(torchboost, name) for name in torchboost.__all__}) == value
+    assert eval(repr(value), {name: getattr(algorithms, name) for name in algorithms.__all__}) == value
     settings = json.loads(json.dumps(dataclasses.asdict(value)))
     assert type(value)(**settings) == value
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -252,7 +253,7 @@ def test_two_ranks_agree(how):
     for name in NAMES:
         if isinstance(first[name], str):
             assert first[name] == second[name]
-            assert "; " in first[name], "an error says what to do"
+            assert re.search(r"; |\. [A-Z]", first[name]), "an error says what to do"
             continue
         assert identical(first[name], second[name])
         assert all(torch.isfinite(v).all() for v in first[name].values())

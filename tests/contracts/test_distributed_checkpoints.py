@@ -333,7 +333,7 @@ def test_a_number_that_is_not_the_newest_is_refused_on_all_ranks(tmp_path):
     first, second = run_ranks(_late, 2, tmp_path, timeout=30.0)
     assert first == second
     assert "give a larger number" in first[0]
-    assert "and 10 would be older" in first[1]
+    assert "and checkpoint 10 would be older" in first[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000050", "00000060"]
 
 

@@ -97,7 +97,7 @@ def test_a_sample_that_does_not_fit_is_refused():
 
 def test_a_lazy_module_must_have_run():
     model = nn.Sequential(nn.LazyConv2d(3, 1), nn.LazyBatchNorm2d())
-    with pytest.raises(ValueError, match=r"'0\.weight'.*one batch first"):
+    with pytest.raises(ValueError, match=r"'0\.weight'.*run the model on one batch"):
         trace(model)
     model(torch.randn(2, 3, 4, 4))
     assert trace(model).traced == "fx"
