@@ -1,4 +1,4 @@
-"""Claim: accumulated gradients of any ragged split are those of the full batch; equal weights are far off."""
+"""Claim: accumulated gradients equal those of the full batch for any ragged split; equal weights are far off."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def sequences(rows: int, generator: torch.Generator, *, ragged: bool) -> Batch:
-    """Return tokens and targets; where ragged, every row is valid up to a random length."""
+    """Return tokens and targets. If ragged, every row is valid up to a random length."""
     tokens = torch.randint(VOCABULARY, (rows, CONTEXT + 1), generator=generator)
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
     if ragged:
@@ -34,7 +34,7 @@ def sequences(rows: int, generator: torch.Generator, *, ragged: bool) -> Batch:
 
 
 def windows(generator: torch.Generator) -> dict[str, list[Batch]]:
-    """Return one window of each kind: micro-batches that do not all weigh the same."""
+    """Return one window of each kind, with micro-batches of different weights."""
     lengths = [sequences(8, generator, ragged=True) for _ in range(STEPS)]
     sizes = [sequences(rows, generator, ragged=False) for rows in (8, 8, 8, 1)]
     return {"sequences of random length": lengths, "a last batch of 1 among 8": sizes, "half a window": lengths[:2]}

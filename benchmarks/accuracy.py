@@ -1,4 +1,4 @@
-"""Claim: O1 keeps the accuracy within half a point, O2 within three; and what each algorithm does alone."""
+"""Claim: O1 keeps the accuracy within half a point, O2 within three; and the effect of each algorithm alone."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torchboost.bench.workloads.jobs import find_job
 
 JOB = "cifar10-resnet-bottleneck-small"
 DEEP = "cifar10-resnet-bottleneck"
-"""The network of the step times: its longer stages are where O2 leaves out more BatchNorm than on ``JOB``."""
+"""The network of the step times. It has longer stages, in which O2 removes more BatchNorms than on ``JOB``."""
 
 LEVELS = ["stock", "O1", "O2"]
 ALONE = ["hand+gradient_centralization", "hand+less_bn"]
 
 
 def flipped_only(path: str | Path | None, limit: int | None) -> Images:
-    """Leave out random crops: with crops and flips the stock loop ended four points lower than without (one seed)."""
+    """No random crops: with crops and flips the stock loop ended four points lower than without (one seed)."""
     return replace(cifar10(path, train_limit=limit), shift=0)
 
 
@@ -30,7 +30,7 @@ def few(path: str | Path | None, limit: int | None) -> Images:
 
 
 def measure(options: Options) -> list[Path]:
-    """Train the levels first, then the deeper network, then single algorithms: each adds to what is saved."""
+    """Train the levels, then the deeper network, then single algorithms. Each adds to the saved report."""
     levels = train(options, JOB, LEVELS, seeds=5, epochs=4)
     deep = train(options, DEEP, ["stock", "O2"], seeds=3, epochs=2)
     alone = train(replace(options, resume=True), JOB, [*LEVELS, *ALONE], seeds=5, epochs=4)

@@ -1,4 +1,4 @@
-"""Claim: steps to a target with the mean and with AdaSum as the batch grows, the learning rates of both tuned.
+"""Claim: the steps to a target with the mean and with AdaSum for growing batches, with tuned learning rates.
 
 Ranks are simulated in one process with ``combined``, which gives what ``adasum_`` gives on real ranks. A rank always
 has 32 images, so the batch grows with the ranks. Steps are counted, not seconds.
@@ -83,7 +83,7 @@ def of_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 
 
 def of_deltas(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Step:
-    """Let the optimizer of every rank step by itself; add the adaptive sum of what the steps changed."""
+    """Let the optimizer of every rank step on its own, and add the adaptive sum of the changes."""
     params = list(model.parameters())
 
     def delta(optimizer: torch.optim.Optimizer, batch: Batch) -> list[Tensor]:
@@ -121,7 +121,7 @@ def adamw_adasum(model: nn.Module, ranks: int, lr: float) -> Step:
 
 @dataclass(frozen=True)
 class Way:
-    """How the ranks are combined, with the learning rate in the middle of where the search begins."""
+    """How the ranks are combined, and the learning rate at which the search starts."""
 
     build: Callable[[nn.Module, int, float], Step]
     start: float
@@ -165,7 +165,7 @@ def steps_to_target(accuracies: list[float]) -> float:
 def tuned(data: Images, way: Way, ranks: int, seeds: range, limit: int) -> dict[float, list[float]]:
     """Return the steps per seed on a grid of factor 2 that grows until the best lies inside it.
 
-    A learning rate is given up at twice the steps of the best one so far, which cannot make it the best.
+    A learning rate is abandoned at twice the steps of the best one so far, since it cannot become the best.
     """
     grid: dict[float, list[float]] = {}
     low = high = way.start
@@ -220,7 +220,7 @@ def measured(data: Images, smoke: bool) -> dict[str, dict[str, dict[str, object]
 
 
 def finite(steps: list[float]) -> list[float | None]:
-    """Return the steps as JSON has them: null where the target was not reached."""
+    """Return the steps for JSON: null if the target was not reached."""
     return [None if math.isinf(count) else count for count in steps]
 
 

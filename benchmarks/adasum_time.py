@@ -1,4 +1,4 @@
-"""Claim: AdaSum sends the bytes of an all-reduce; what its halving, its dot products and their sums add in time.
+"""Claim: AdaSum sends as many bytes as an all-reduce; the time that its halving and its dot products add.
 
 The ranks are gloo processes of this machine, so that all of them share its cores and the loopback device. The bound is
 an all-reduce of one flat vector: it sends as many bytes per rank, ``2 (1 - 1/n)`` times the vector.
@@ -50,7 +50,7 @@ def cases(smoke: bool) -> dict[str, Shapes]:
 
 
 def mean_(tensors: list[Tensor]) -> None:
-    """What a list needs beside the all-reduce of one vector: a flat copy, and the way back."""
+    """The extra work for a list compared with one vector: a flat copy, and the copy back."""
     flat = torch.cat([tensor.view(-1) for tensor in tensors])
     dist.all_reduce(flat)
     flat.div_(dist.get_world_size())
@@ -80,7 +80,7 @@ def ways(shapes: Shapes, groups: NodeGroups | None) -> dict[str, Callable[[], ob
 
 
 def rank_main(rank: int, ranks: int, folder: str, smoke: bool) -> None:
-    """Time all ways by turns in one process group; the first rank writes its samples."""
+    """Time all ways in turn in one process group. The first rank writes its samples."""
     os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store-{ranks}", rank=rank, world_size=ranks)

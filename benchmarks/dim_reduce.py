@@ -1,7 +1,7 @@
-"""Claim: beside the forward passes of its line search, a step in a subspace of 32 directions costs a ResNet little.
+"""Claim: apart from the forward passes of its line search, a step in a subspace of 32 directions costs little.
 
-Two contestants: the step in the subspace, and SGD with as many more forward passes as the line search just made. Beside
-them the two products with the basis against reading it twice.
+Two contestants: the step in the subspace, and SGD with as many more forward passes as the line search just made. It
+also times the two products with the basis against reading the basis twice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Claim: fine-tuning with 75 % frozen is at least four times as fast as the stock loop once the front is cached.
+"""Claim: fine-tuning with 75 % frozen is at least four times as fast as stock when the frozen part is cached.
 
 A ResNet learns CIFAR-10's classes 0 to 4 and is then fine-tuned on 5 to 9, without augmentation: the stock loop trains
 everything; the others freeze the stem and the first 75 % of the blocks.

@@ -1,4 +1,4 @@
-"""Claim: weights, gradients and moments in flat buffers make a step no faster where tensors are large, on the CPU.
+"""Claim: on the CPU, flat buffers for weights, gradients and moments make a step no faster if tensors are large.
 
 A flat buffer makes the update one kernel over one tensor, clipping one norm, the exchange one all-reduce. Against it
 stands that gradients must be *added* into a buffer that was zeroed, where a backward pass otherwise hands over
@@ -107,7 +107,7 @@ def exchanges(shapes: list[tuple[int, ...]]) -> dict[str, Step]:
 
 
 def rank_main(rank: int, folder: str, smoke: bool) -> None:
-    """Time both exchanges by turns; the first rank writes its samples."""
+    """Time both exchanges in turn. The first rank writes its samples."""
     os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)

@@ -1,7 +1,7 @@
 """Claim: on several ranks freezing saves the communication of the frozen part too, without find_unused_parameters.
 
-Two ranks of gloo on this machine, one thread each, the first half of the blocks of a ResNet frozen. Beside DDP whose
-reducer was built again stand the other ways of freezing under DDP, and ``replicate`` on FSDP2.
+Two ranks of gloo on this machine, one thread each, the first half of the blocks of a ResNet frozen. DDP whose reducer
+is rebuilt is compared with the other ways of freezing under DDP, and with ``replicate`` of FSDP2.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def rebuilding(view: bool) -> float:
 
 
 def checking(calls: int) -> float:
-    """Median seconds of the check before a pass, where all ranks come at the same time."""
+    """Median seconds of the check before a pass if all ranks arrive at the same time."""
     agreement = Agreement(range(dist.get_world_size()), subject="a benchmark")
     for _ in range(calls // 5):
         agreement.check(FIGURES, hint="")

@@ -1,6 +1,6 @@
 """Claim: freezing a prefix saves at least 85 % of the time that the skipped operations take, in eager PyTorch.
 
-The bound is written by hand: the prefix runs under ``no_grad``, a network of its own is trained on what it gives.
+The bound is written by hand: the prefix runs under ``no_grad``, and a separate network trains on its output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Step = Callable[[], object]
 
 
 class Halves(nn.Module):
-    """A network cut in front of one of its blocks."""
+    """A network that is cut before one of its blocks."""
 
     def __init__(self, network: nn.Module, share: int) -> None:
         super().__init__()
@@ -100,12 +100,12 @@ def bound(job: Job, halves: Halves, supply: Callable[[], tuple[Tensor, Tensor]])
 
 
 def frozen_blocks(network: nn.Module, share: int) -> int:
-    """The blocks up to the cut, the stem or the embeddings among them."""
+    """The blocks up to the cut, including the stem or the embeddings."""
     return Halves(network, share).cut + 1
 
 
 def stored_bytes(network: nn.Module, job: Job, batch: tuple[Tensor, Tensor]) -> int:
-    """Bytes that autograd keeps for the backward pass, parameters left out, each storage once."""
+    """Bytes that autograd keeps for the backward pass, without parameters. Each storage counts once."""
     seen: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in network.parameters()}
 

@@ -1,4 +1,4 @@
-"""Claim: what each freezing schedule saves and costs from scratch, on top of O1; with the ceiling of each."""
+"""Claim: what each freezing schedule saves and costs in training from scratch, in addition to O1."""
 
 from __future__ import annotations
 

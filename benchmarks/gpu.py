@@ -40,7 +40,7 @@ def tokens(count: int, path: object, limit: int | None) -> Data:
 
 
 def jobs(smoke: bool) -> list[Job]:
-    """Eight batches each: data are made once and stay on the device."""
+    """Eight batches each. The data are created once and stay on the device."""
     image_batch, text_batch = (4, 2) if smoke else (256, 16)
     return [
         replace(

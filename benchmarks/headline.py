@@ -72,7 +72,7 @@ def load(name: str) -> BenchReport | None:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """The ratios of one network against its stock loop; None where there is no measurement."""
+    """The ratios of one network against its stock loop; None without a measurement."""
 
     case: Case
     stock: Contestant | None
@@ -118,7 +118,7 @@ def _accuracies(case: Case) -> list[str]:
 
 
 def _losses(rows: list[Speeds]) -> list[str]:
-    """Name where a level is slower than the stock loop, and where it is not clearly faster than the loop by hand."""
+    """Name the cases in which a level is slower than the stock loop, or not clearly faster than the loop by hand."""
     slower, equal = [], []
     for found in rows:
         for level in LEVELS:

@@ -107,7 +107,7 @@ def measure_case(name: str, case: Case, options: Options) -> Path:
     network, sample = make().to(device), draw().to(device)
     if not isinstance(network, GPT):
         with torch.no_grad():
-            network(sample)  # statistics that are not those of an untrained network
+            network(sample)  # so that the statistics are not the initial ones
     forms = ways(network.eval(), sample, compiled=options.compiled and not options.smoke)
     with torch.inference_mode():
         found = compare(

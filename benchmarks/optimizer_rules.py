@@ -156,7 +156,7 @@ def cases() -> dict[str, Case]:
 
 
 def tiny() -> nn.Module:
-    """2,000 tensors of 8 entries: what a step costs beside its arithmetic."""
+    """2,000 tensors of 8 entries, which show the cost of a step without its arithmetic."""
     return nn.ParameterList(torch.zeros(8) for _ in range(2000))
 
 

@@ -1,4 +1,4 @@
-"""What every benchmark script is told, and how it reports."""
+"""The options of every benchmark script, and its report."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Measure = Callable[[Options], list[Path]]
 
 
 def added_cost(found: Comparison, way: str, baseline: str, algorithm: AlgorithmRow) -> Contestant:
-    """Report a step beside the one without the algorithm, with what it takes more, in microseconds."""
+    """Report a step and its extra time over the step without the algorithm, in microseconds."""
     bare = way == baseline
     differences = zip(found.samples[way], found.samples[baseline], strict=True)
     extra = bootstrap_median([1e6 * (own - base) for own, base in differences])

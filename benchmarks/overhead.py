@@ -59,8 +59,8 @@ def toy() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
-# Name -> model, shape of a batch, calls per sample, rounds. What a step costs beside the network's own work does not
-# depend on the batch: a small one shows it against a shorter, steadier step, and so at its largest.
+# Name -> model, shape of a batch, calls per sample, rounds. The overhead of a step does not depend on the batch. A
+# small batch gives a shorter, steadier step, so the overhead shows most.
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {
     "resnet": (resnet, (8, 3, 32, 32), 1, 600),
     "toy": (toy, (16, 32), 200, 60),

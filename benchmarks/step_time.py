@@ -10,7 +10,7 @@ from torchboost.bench.workloads.bench import run_bench
 from torchboost.bench.workloads.jobs import find_job
 
 PLANNED_STEPS = 65_536
-"""Length of run that the levels plan for: the default of the reference's configuration."""
+"""Length of the run that the levels plan for: the default of MindSpore's configuration."""
 
 JOBS = ("cifar10-resnet-bottleneck", "cifar10-resnet-basic", "cifar10-vgg", "text-gpt")
 

@@ -1,8 +1,8 @@
-"""What the published recipe of dimension-reduced training brings at small scale, its collection counted.
+"""The gain of the published recipe of dimension-reduced training at small scale, including its collection.
 
 SGD with a constant rate collects snapshots, their principal components span a subspace, and training starts again in it
-(Li et al., TPAMI 2022). Beside it, at the same total cost: SGD alone with a one-cycle rate; and, for the cost of the
-collection alone, the mean of the last snapshots. Cost is processor time on one thread, evaluation not counted.
+(Li et al., TPAMI 2022). It is compared with SGD alone with a one-cycle rate at the same total cost, and with the mean
+of the last snapshots at the cost of the collection alone. Cost is processor time on one thread, evaluation not counted.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def recipe(data: Images, seed: int, rate: float, collecting: int, subspace: int)
 
 
 def averaged(model: nn.Module, total: list[Tensor], count: int, data: Images, seed: int) -> float:
-    """Score the mean of the last snapshots, with the statistics of its BatchNorms taken anew."""
+    """Score the mean of the last snapshots, with recomputed BatchNorm statistics."""
     fresh = network(0)
     fresh.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -162,7 +162,7 @@ def alone(data: Images, seed: int, rate: float, budget: float) -> dict[str, Any]
 def save(found: dict[str, Any], out: Path, data: Images, collecting: int, subspace: int) -> None:
     """Write what there is; called after every seed."""
     result = {
-        "title": "The published recipe of subspace training on CIFAR-10, beside SGD and averaging at equal cost",
+        "title": "The published recipe of subspace training on CIFAR-10, against SGD and averaging at equal cost",
         "model": "ResNet, basic blocks [1, 1, 1, 1], width 16",
         "settings": {
             "train_samples": data.samples,

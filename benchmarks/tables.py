@@ -109,7 +109,7 @@ def worst(contestant: Contestant) -> str:
 
 
 def from_scratch(path: Path) -> str:
-    """Accuracies, beside the times of whole runs side by side where those are measured."""
+    """Accuracies, with the times of whole runs if they were measured."""
     report = BenchReport.load(path)
     beside = path.with_name(path.name.replace("freeze_types", "freeze_times"))
     timed = {c.name: c for c in BenchReport.load(beside).contestants} if beside.exists() else {}
@@ -133,7 +133,7 @@ def from_scratch(path: Path) -> str:
 
 
 def against_bare(path: Path) -> str:
-    """Each step as a multiple of the first contestant's, where less is better."""
+    """Each step as a multiple of the first contestant's. Less is better."""
     report = BenchReport.load(path)
     bare = report.contestants[0]
 

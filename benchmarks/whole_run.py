@@ -1,4 +1,4 @@
-"""Claim: over a whole run a level is so many times as fast as the best loop by hand, freezing included.
+"""Claim: the speed of a level over a whole run, with freezing, against the best loop by hand.
 
 All contestants train the same run side by side in one process, one step each in turn, so that every step of one is
 paired with the same step of the others; a ratio is that of the summed times.
@@ -30,7 +30,7 @@ def measure(options: Options) -> list[Path]:
 
 
 def side_by_side(job: Job, contestants: Sequence[str], options: Options, planner: Planner = plan_for) -> BenchReport:
-    """Train all contestants through one run, a step each in turn."""
+    """Train all contestants through one run, one step each in turn."""
     steps = 8 if options.smoke else STEPS
     data = job.load(options.path_for(job.name), 64 * job.batch)
     loops = {

@@ -1,6 +1,6 @@
-"""AdaSum across two nodes, on updates: every node steps by itself, what the steps made of the weights is combined.
+"""AdaSum across two nodes, on updates: each node steps on its own, and the changes of the weights are combined.
 
-On each of two machines, the first of which has the address ADDRESS:
+Run it on two machines, where ADDRESS is the address of the first one:
 
     torchrun --nnodes 2 --nproc-per-node 2 --node-rank 0 --master-addr ADDRESS --master-port 29500 adasum_two_nodes.py
     torchrun --nnodes 2 --nproc-per-node 2 --node-rank 1 --master-addr ADDRESS --master-port 29500 adasum_two_nodes.py
@@ -26,7 +26,7 @@ def main(epochs: int = 3, batch: int = 16) -> float:
     data = digits(16)
     network = nn.Sequential(nn.Flatten(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10))
 
-    # Gradients are averaged over this node only; between nodes AdaSum takes over.
+    # DDP averages gradients over this node only. AdaSum combines the nodes.
     node = torchboost.NodeGroups.of(torchboost.Topology.current()).inside
     model = DistributedDataParallel(network, process_group=node)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

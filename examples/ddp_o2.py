@@ -1,4 +1,4 @@
-"""DDP at level O2: where each line of a script must stand when it runs on several ranks.
+"""DDP at level O2: the order of the lines in a script for several ranks.
 
 torchrun --standalone --nproc-per-node 2 examples/ddp_o2.py
 """
@@ -28,9 +28,9 @@ def train(epochs: int, batch: int = 64) -> float:
     plan = torchboost.Plan.of("O2", config, torchboost.Facts.measure(model)).fit(model, optimizer)
     if rank == 0:
         print(plan.explain())
-    plan.transform(model, optimizer)  # 1. what changes modules
-    wrapped = DistributedDataParallel(model)  # 2. the wrapper
-    attached = plan.attach(torchboost.Target(wrapped, optimizer))  # 3. what hooks into the loop
+    plan.transform(model, optimizer)  # 1. change the modules
+    wrapped = DistributedDataParallel(model)  # 2. wrap
+    attached = plan.attach(torchboost.Target(wrapped, optimizer))  # 3. attach to the loop
 
     for epoch in range(epochs):
         for images, labels in data.train(batch, seed=0, epoch=epoch):
@@ -46,7 +46,7 @@ def train(epochs: int, batch: int = 64) -> float:
     wrapped.eval()
     with torch.no_grad():
         right = sum((wrapped(x).argmax(1) == y).sum() for x, y in data.test(60))
-    dist.broadcast(right, 0)  # BatchNorm statistics are each rank's own; rank 0's are those DDP trains with
+    dist.broadcast(right, 0)  # each rank has its own BatchNorm statistics; DDP trains with rank 0's
     return int(right) / len(data.test_labels)
 
 

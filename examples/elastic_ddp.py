@@ -1,6 +1,6 @@
-"""DDP at level O2 that survives crashes: after a restart it goes on from the newest complete checkpoint, bit for bit.
+"""DDP at level O2 that survives crashes: a restart resumes from the newest complete checkpoint, bit for bit.
 
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or ranks that restart look for dead ones (pytorch#135712)
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # otherwise restarted ranks look for dead ones (pytorch#135712)
 torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/elastic_ddp.py out/elastic
 """
 
@@ -39,7 +39,7 @@ def train(folder: Path, updates: int, every: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     config = {"grad_freeze": {"total_steps": updates}}
     plan = torchboost.Plan.of("O2", config, torchboost.Facts.measure(model)).fit(model, optimizer)
-    plan.transform(model, optimizer)  # first the modules, then the wrapper, then the hooks
+    plan.transform(model, optimizer)  # change the modules, then wrap, then attach
     wrapped = DistributedDataParallel(model)
     target = torchboost.Target(wrapped, optimizer)
     attached = plan.attach(target)

@@ -1,6 +1,6 @@
-"""FSDP2 at level O1, with a checkpoint in mid-run that any number of ranks can resume.
+"""FSDP2 at level O1, with a checkpoint during the run that any number of ranks can resume.
 
-torchrun --standalone --nproc-per-node 2 examples/fsdp2.py out/fsdp2  # once more, and it goes on from there
+torchrun --standalone --nproc-per-node 2 examples/fsdp2.py out/fsdp2  # run it again to resume
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class Job:
     def __init__(self) -> None:
         torch.manual_seed(0)  # the same on every rank
         self.model: nn.Module = ResNet(Bottleneck, [1, 1, 1], width=16, classes=10, in_channels=1)
-        config = {"extra": {"channels_last": False}}  # FSDP2 shards contiguous tensors, which those are not
+        config = {"extra": {"channels_last": False}}  # FSDP2 shards contiguous tensors only
         plan = torchboost.Plan.of("O1", config, torchboost.Facts.measure(self.model))
-        plan.transform(self.model)  # 1. what changes modules
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # by default FSDP2 takes an accelerator
-        for block in self.model.stages:  # 2. the shards
+        plan.transform(self.model)  # 1. change the modules
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # by default FSDP2 uses an accelerator
+        for block in self.model.stages:  # 2. shard
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)  # 3. over the shards
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)  # 3. build the optimizer over the shards
         target = torchboost.Target(self.model, self.optimizer)
-        attached = plan.fit(self.model, self.optimizer).attach(target)  # 4. what hooks into the loop
+        attached = plan.fit(self.model, self.optimizer).attach(target)  # 4. attach to the loop
         self.step = torchboost.TrainStep(target, lambda x, y: F.cross_entropy(self.model(x), y), attached=attached)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.99)
         self.parts = {"boost": self.step, "scheduler": self.scheduler}

@@ -1,4 +1,4 @@
-"""What less_bn finds and removes in networks of the transformers library, drawn at random from their configurations."""
+"""Which BatchNorms less_bn finds and removes in randomly initialised networks of the transformers library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NETWORKS = {
 
 
 def main(full: bool = True) -> dict[str, tuple[int, int, int]]:
-    """Return per network how many BatchNorms there are, go, and go with the shortcuts' kept."""
+    """Return per network the numbers of BatchNorms found, removed, and removed with ``keep_shortcut``."""
     counts = {}
     for name, build in NETWORKS.items():
         torch.manual_seed(0)

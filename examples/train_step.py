@@ -1,4 +1,4 @@
-"""The shortest way in, with loss scaling, clipping and a checkpoint in mid-run."""
+"""A training step with loss scaling, gradient clipping and a checkpoint during the run."""
 
 from __future__ import annotations
 

@@ -1,0 +1,120 @@
+"""Read the English of a checkout: docstrings, comments, messages and pages.
+
+``python -m tests.support.prose FOLDER`` prints 20 summary lines and 10 error messages of the package in a checkout,
+drawn at random with seed 0.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import random
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_CODE = re.compile(r"``.*?``|`[^`]*`", re.DOTALL)
+_EXAMPLE = re.compile(r"^\s*(>>>|\.\.\.) .*$", re.MULTILINE)
+_FENCED = re.compile(r"^(`{3,}).*?^\1\s*$", re.MULTILINE | re.DOTALL)
+_WORDS = 3
+"""A string with fewer words is a key or a name, not a message."""
+
+
+class Passage(NamedTuple):
+    """A docstring, a comment, a message or a paragraph: its place, and its text without code and examples."""
+
+    path: Path
+    line: int
+    text: str
+
+
+def passages(path: Path) -> Iterator[Passage]:
+    """Yield the prose of a Python file or a Markdown page."""
+    source = path.read_text(encoding="utf-8")
+    found = _paragraphs(source) if path.suffix == ".md" else _in_code(source)
+    for line, text in found:
+        yield Passage(path, line, _plain(text))
+
+
+def summaries(source: str) -> list[str]:
+    """Return the summary line of every docstring of a module, class or function."""
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, owners)]
+    return [" ".join(text.split("\n\n")[0].split()) for node in nodes if (text := ast.get_docstring(node))]
+
+
+def errors(source: str) -> list[str]:
+    """Return the messages of ``raise`` and ``warnings.warn``, with ``{}`` in place of values."""
+    said = []
+    for node in ast.walk(ast.parse(source)):
+        call = node.exc if isinstance(node, ast.Raise) else node
+        warns = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "warn"
+        if isinstance(call, ast.Call) and call.args and (warns or isinstance(node, ast.Raise)):
+            said.append(_text(call.args[0]))
+    return [text for text in said if len(text.split()) >= _WORDS]
+
+
+def sample(checkout: Path) -> str:
+    """Return 20 summary lines and 10 messages of the package in a checkout, drawn with seed 0."""
+    sources = [path.read_text(encoding="utf-8") for path in sorted((checkout / "src" / "torchboost").rglob("*.py"))]
+    draw = random.Random(0)
+    lines = draw.sample([line for source in sources for line in summaries(source)], 20)
+    messages = draw.sample([message for source in sources for message in errors(source)], 10)
+    return "\n".join(["Summary lines:", *(f"- {x}" for x in lines), "", "Messages:", *(f"- {x}" for x in messages)])
+
+
+def _plain(text: str) -> str:
+    return " ".join(_CODE.sub("`", _EXAMPLE.sub("", text)).split())
+
+
+def _in_code(source: str) -> Iterator[tuple[int, str]]:
+    pending: list[ast.AST] = [ast.parse(source)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.JoinedStr):
+            pending += [part.value for part in node.values if isinstance(part, ast.FormattedValue)]
+        else:
+            pending += ast.iter_child_nodes(node)
+        if isinstance(node, (ast.JoinedStr, ast.Constant)):
+            text = _text(node)
+            if len(text.split()) >= _WORDS:
+                yield node.lineno, text
+    yield from _comments(source)
+
+
+def _comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield comments; comments on consecutive lines belong together."""
+    start, last, block = 0, -1, ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        line, text = token.start[0], token.string.lstrip("# ")
+        if line != last + 1 and block:
+            yield start, block
+            block = ""
+        start, last, block = (start if block else line), line, f"{block} {text}"
+    if block:
+        yield start, block
+
+
+def _text(node: ast.AST) -> str:
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    return f"{_text(node.left)}{_text(node.right)}" if isinstance(node, ast.BinOp) else ""
+
+
+def _paragraphs(source: str) -> Iterator[tuple[int, str]]:
+    line = 1
+    for paragraph in re.split(r"(\n\s*\n)", _FENCED.sub(lambda block: "\n" * block.group().count("\n"), source)):
+        if paragraph.strip():
+            yield line, paragraph
+        line += paragraph.count("\n")
+
+
+if __name__ == "__main__":
+    print(sample(Path(sys.argv[1])))
