@@ -40,7 +40,7 @@ def files(part: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_no_turn_of_phrase_that_is_always_wrong(part):
+def test_no_turn_of_phrase_that_is_always_wrong(part: str) -> None:
     pattern = re.compile("|".join(rf"(?P<t{i}>\b(?:{turn})\b)" for i, turn in enumerate(TURNS)), re.IGNORECASE)
     instead = list(TURNS.values())
     found = [
@@ -52,7 +52,7 @@ def test_no_turn_of_phrase_that_is_always_wrong(part):
     assert not found, "\n".join(found)
 
 
-def test_where_is_rare():
+def test_where_is_rare() -> None:
     texts = [passage.text for part in PARTS for file in files(part) for passage in passages(file)]
     words = sum(len(text.split()) for text in texts)
     where = sum(len(re.findall(r"\bwhere\b", text, re.IGNORECASE)) for text in texts)
