@@ -58,8 +58,6 @@ def test_reentrant_checkpointing_is_refused_at_the_first_update(pattern):
     model = Checkpointed(reentrant=True)
     said = r"will be frozen, its inputs.*would get none then.*use_reentrant=False"
     with pytest.raises(IncompatibleError, match=said):
-        IncompatibleError, match=r"will be frozen, its inputs.*would get none then.*use_reentrant=False"
-    ):
         run(model, settings=BlockFreeze(pattern=pattern, groups=6, full_share=0.9, total_steps=99), updates=1)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
