@@ -103,8 +103,8 @@ def test_arguments_are_held_against_the_process_group():
         assert "found 1 and 3, but the process group has 2 ranks; give" in said[0]
         assert "found 3 and 1" in said[1]
         assert f"rank: found {1 - rank}, but this is rank {rank}" in said[2]
-        assert "delta_weights: found tensors of the shapes []" in said[3]
-        assert "delta_weights: found tensors of the shapes [(3,)]" in said[4]
+        assert "delta_weights: found tensors of shapes []" in said[3]
+        assert "delta_weights: found tensors of shapes [(3,)]" in said[4]
 
 
 def test_without_a_process_group():

@@ -59,7 +59,7 @@ def test_ranks_and_meshes_are_read_from_the_wrapping():
     for found, said, units in run_ranks(look, 4):
         assert found
         assert said[0] == "DistributedDataParallel averages the gradients over 2 ranks; build another."
-        assert "2 modules are wrapped by DistributedDataParallel, '0' and '1'; wrap the whole model in one" in said[1]
+        assert "2 modules are wrapped by DistributedDataParallel, '0' and '1'; wrap the whole model once" in said[1]
         assert "'0.weight' lies on a mesh of shape (2,)" in said[2]
         assert said[2].endswith("over the 1 ranks of a node.")
         assert units == ["0"]

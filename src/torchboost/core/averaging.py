@@ -70,7 +70,7 @@ def check_mesh(model: nn.Module, topology: Topology) -> bool:
             found = "is not sharded" if mesh is None else f"lies on a mesh of shape {tuple(mesh.shape)}"
             raise IncompatibleError(
                 f"the parameter '{name}' {found}, but FSDP2 must shard and average over the ranks of the node only, "
-                "because AdaSum replaces the mean over nodes. Pass fully_shard a one-dimensional mesh over the "
+                "because AdaSum replaces the mean over nodes; pass fully_shard a one-dimensional mesh over the "
                 f"{topology.devices_per_node} ranks of a node."
             )
     return True
