@@ -16,6 +16,7 @@ import torchboost
 from tests.support.conv_nets import vgg
 from torchboost import Boosted, ConfigError, IncompatibleError, NoEffectWarning, Target, boost, prepare
 from torchboost.front import boosted_of, fastest
+from torchboost.graph import dataflow
 
 SCALED = {"boost": {"mode": "manual", "loss_scale_group": True}}
 EVERY_SECOND = {"extra": {"grad_accumulation": {"steps": 2}}}
@@ -242,3 +243,12 @@ def test_the_fastest_form_is_named():
 
 def test_it_is_a_boosted():
     assert isinstance(boost(*pair(), level="O0"), Boosted)
+
+
+def test_the_model_is_traced_once_before_it_is_changed_and_once_after(monkeypatch):
+    traces = []
+    record = dataflow.record_symbols
+    monkeypatch.setattr(dataflow, "record_symbols", lambda *args, **kwargs: traces.append(1) or record(*args, **kwargs))
+    boosted = boost(*pair(vgg), level="O1", total_steps=10_000)
+    assert {"less_bn", "grad_freeze"} <= set(boosted.attached)
+    assert len(traces) == 2

@@ -23,6 +23,7 @@ from torchboost.core.step import TrainStep
 from torchboost.core.torch_private import step_pre_hooks
 from torchboost.core.wrapping import hookable, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.graph.dataflow import shared_traces
 from torchboost.graph.recording import call
 from torchboost.inference import fast_copy
 from torchboost.measure.stopwatch import Clock, Warmup, compare
@@ -252,8 +253,10 @@ def attach(
     if earlier is not None:
         earlier.remove()
     target = Target(model, given, scaler)
-    plan = Plan.of(level, config, Facts.measure(model, loop=loop), total_steps=total_steps).fit(model, given)
-    made = Boosted(plan, target, plan.attach(target), given, scaler)
+    plan = Plan.of(level, config, Facts.measure(model, loop=loop), total_steps=total_steps)
+    with shared_traces():
+        plan = plan.fit(model, given)
+        made = Boosted(plan, target, plan.attach(target), given, scaler)
     _BOOSTED[model] = weakref.ref(made)
     return made
 

@@ -20,6 +20,7 @@ from torchboost.core.algorithm import Algorithm, Attached, Target, attach_all
 from torchboost.core.arguments import check_module, check_optimizer, check_pair
 from torchboost.core.wrapping import hookable, wrapper_of
 from torchboost.errors import ConfigError, IncompatibleError, nearest
+from torchboost.graph.dataflow import shared_traces
 from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop
 
 __all__ = ["Dropped", "Plan", "resolve"]
@@ -133,6 +134,10 @@ class Plan:
         if optimizer is not None:
             check_optimizer(optimizer)
             optimizer = hookable(optimizer)
+        with shared_traces():
+            self._transform(model, optimizer)
+
+    def _transform(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         pending = [a for a in self.algorithms if a.needs_transform(model)]
         wrapper = wrapper_of(model)
         if pending and wrapper is not None:
@@ -145,7 +150,8 @@ class Plan:
 
     def attach(self, target: Target) -> Attached:
         """Attach every algorithm to a loop. A bare model is transformed first, if that was not done before."""
-        return attach_all(target, self.algorithms)
+        with shared_traces():
+            return attach_all(target, self.algorithms)
 
     def explain(self) -> str:
         """Return which algorithms are on, with their settings, and which were left out, with the reasons."""

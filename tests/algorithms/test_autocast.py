@@ -309,7 +309,7 @@ def test_float16_under_a_scaler_trains_and_skips_an_overflow() -> None:
 def test_float16_without_a_scaler_is_refused_before_anything_changes() -> None:
     model = mlp()
     with pytest.raises(IncompatibleError, match=r"without a scaler.*GradScaler"):
-        Autocast(dtype="float16").attach(Target(model, sgd(model)))
+        attach_all(Target(model, sgd(model)), [Autocast(dtype="float16")])
     assert "forward" not in vars(model)
 
 

@@ -116,7 +116,7 @@ def test_a_model_that_is_compiled_already_is_refused(where: str) -> None:
     target = target_of(model)
     before = model._compiled_call_impl
     with pytest.raises(IncompatibleError, match="already compiled"):
-        EAGER.attach(target)
+        attach_all(target, [EAGER])
     assert model._compiled_call_impl is before
     assert "already compiled" in (EAGER.idle(model, target.optimizer) or "")
 
@@ -124,12 +124,12 @@ def test_a_model_that_is_compiled_already_is_refused(where: str) -> None:
 def test_what_cannot_work_is_refused_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
     with pytest.raises(IncompatibleError, match="backend='inducktor' does not exist"):
-        Compile(backend="inducktor").attach(target_of(model))
+        attach_all(target_of(model), [Compile(backend="inducktor")])
     with pytest.raises(ValueError, match="only 'inductor' has modes"):
         Compile(backend="eager", mode="reduce-overhead")
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(IncompatibleError, match=r"needs a C\+\+ compiler"):
-        Compile().attach(target_of(model))
+        attach_all(target_of(model), [Compile()])
     assert model._compiled_call_impl is None
 
 
@@ -186,7 +186,7 @@ def _train_all_on_ranks() -> list[list[float]]:
     sequential = mlp()
     fully_shard(sequential)
     with pytest.raises(IncompatibleError, match="sharded root is torch's own Sequential"):
-        EAGER.attach(target_of(sequential))
+        attach_all(target_of(sequential), [EAGER])
     return [_train("ddp"), _train("fsdp")]
 
 

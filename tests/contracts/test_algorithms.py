@@ -124,6 +124,16 @@ def test_settings_are_values(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_target_is_checked_once(name, monkeypatch):
+    kind, checks = type(algorithm(name)), []
+    check = kind.check
+    monkeypatch.setattr(kind, "check", lambda self, target: checks.append(name) or check(self, target))
+    _, attached = start(name)
+    attached.remove()
+    assert checks == [name]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_own_loop_equals_train_step(name):
     target, _ = start(name)
     train(target, batches(5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.conv_nets import Basic, ForeignNames, RefusesTracing, vgg
-from torchboost.graph.dataflow import evaluate, runnable, trace, trace_symbolically, undisturbed
+from torchboost.graph.dataflow import evaluate, runnable, shared_traces, trace, trace_symbolically, undisturbed
 from torchboost.graph.flow import Dataflow
 from torchboost.graph.recording import record_run
 
@@ -240,3 +241,42 @@ def test_compiled_parts_are_run_eagerly():
     with torch.no_grad():
         assert trace(model).traced == "run"
     assert F.relu(model(torch.randn(2, 3, 8, 8))).shape == (2, 4)
+
+
+class Told(nn.Sequential):
+    """Notes every pass, those of copies too."""
+
+    passes: ClassVar[list[str]] = []
+
+    def forward(self, x):
+        self.passes.append("pass")
+        return super().forward(x)
+
+
+def test_a_block_traces_a_model_once_and_again_when_a_module_is_another(monkeypatch):
+    monkeypatch.setattr(Told, "passes", [])
+    model = Told(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    with shared_traces():
+        first = trace(model)
+        with shared_traces():
+            assert trace(model) is first
+        assert trace(model) is first
+        assert len(Told.passes) == 1
+        model[1] = nn.Identity()
+        second = trace(model)
+        assert [type(node.module) for node in second.nodes] == [type(None), nn.Conv2d, nn.Identity, type(None)]
+        assert trace(model, sample=torch.ones(1, 3, 8, 8)) is not second
+        assert trace(copy.deepcopy(model)) is not second
+    assert trace(model) is not second
+
+
+def test_a_block_keeps_no_error_and_nothing_after_an_error():
+    model = nn.Sequential(nn.LazyLinear(2))
+    with shared_traces():
+        with pytest.raises(ValueError, match="on one batch"):
+            trace(model)
+        model(torch.ones(1, 3))
+        first = trace(model)
+    with pytest.raises(KeyError), shared_traces():
+        raise KeyError
+    assert trace(model) is not first

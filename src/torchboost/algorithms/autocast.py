@@ -104,7 +104,11 @@ class Autocast(Algorithm):
         return "no parameter is in float32, so there is nothing to lower"
 
     def check(self, target: Target) -> None:
-        """Refuse float16 without a scaler: small gradients would vanish."""
+        """Refuse float16 without a scaler: small gradients would vanish.
+
+        Raises:
+            IncompatibleError: float16 without a scaler.
+        """
         if self.dtype == "float16" and target.scaler is None and not target.scaler_follows:
             raise IncompatibleError(
                 "autocast to float16 without a scaler: small gradients would become zero; pass "
@@ -115,13 +119,9 @@ class Autocast(Algorithm):
     def attach(self, target: Target) -> Attachment:
         """Replace the forward of the model.
 
-        Raises:
-            IncompatibleError: float16 without a scaler.
-
         Warns:
             NoEffectWarning: After the first update: the forward of the model was not called.
         """
-        self.check(target)
         watch = ForwardWatch(self.name, target.model, target.optimizer)
         return _cover(target.model, getattr(torch, self.dtype), watch).with_undo(watch.remove)
 

@@ -79,7 +79,12 @@ class Compile(Algorithm):
         return f"the model is already compiled ({found})" if found else None
 
     def check(self, target: Target) -> None:
-        """Raise the errors that :meth:`attach` lists."""
+        """Refuse a target that :meth:`attach` cannot work on.
+
+        Raises:
+            IncompatibleError: The model or a part of it is already compiled, the backend does not exist, inductor finds
+                no C++ compiler for CPU code, or the model is a sharded ``nn.Sequential``.
+        """
         model = target.model
         found = _compiled_part(model)
         if found:
@@ -96,13 +101,7 @@ class Compile(Algorithm):
             )
 
     def attach(self, target: Target) -> Compiled:
-        """Hand the model to the compiler; it compiles at the first call.
-
-        Raises:
-            IncompatibleError: The model or a part of it is already compiled, the backend does not exist, inductor finds
-                no C++ compiler for CPU code, or the model is a sharded ``nn.Sequential``.
-        """
-        self.check(target)
+        """Hand the model to the compiler; it compiles at the first call."""
         # The forward of DDP runs uncompiled in any case; inside it the compiler splits graphs at gradient buckets.
         inner = unwrap(target.model)
         options: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph, "backend": self.backend}

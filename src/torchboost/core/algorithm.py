@@ -228,10 +228,17 @@ class Algorithm:
         """
 
     def check(self, target: Target) -> None:
-        """Raise :class:`IncompatibleError` if :meth:`attach` would. Called before anything is changed."""
+        """Refuse a target that :meth:`attach` cannot work on. Called once, before anything is changed.
+
+        Raises:
+            IncompatibleError: The target, or its model or optimizer, rules the algorithm out.
+        """
 
     def attach(self, target: Target) -> Attachment:
-        """Hook into the training loop of ``target``."""
+        """Hook into the training loop of ``target``, which :meth:`check` has accepted.
+
+        :func:`attach_all` calls both. If you call this directly, call :meth:`check` first.
+        """
         return Attachment()
 
 

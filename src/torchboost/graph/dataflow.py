@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,12 +18,40 @@ from torchboost.graph.recording import LAYERS, Arguments, call, is_leaf, record_
 from torchboost.graph.structure import assume
 from torchboost.graph.twin import parameter_bytes, twin
 
-__all__ = ["evaluate", "runnable", "trace", "trace_all_paths", "trace_run", "trace_symbolically", "undisturbed"]
+__all__ = [
+    "evaluate",
+    "runnable",
+    "shared_traces",
+    "trace",
+    "trace_all_paths",
+    "trace_run",
+    "trace_symbolically",
+    "undisturbed",
+]
 
 _SIDES = {1: (256, 1024), 2: (64, 32, 224, 28), 3: (16, 32)}
 _PATHS, _DECISIONS = 16, 12
 _TOO_LARGE = 2**30
 """A model with more bytes of parameters is not copied for a pass on a guessed input."""
+
+_Traces = dict[tuple[Any, ...], tuple[Dataflow, list[nn.Module]]]
+_TRACES: ContextVar[_Traces | None] = ContextVar("traces", default=None)
+"""In :func:`shared_traces`: module tree -> its data flow, and the modules, whose ids stay taken as long as it holds."""
+
+
+@contextmanager
+def shared_traces() -> Iterator[None]:
+    """Trace a model only once in this block, as long as its module tree stays the same.
+
+    For blocks that run no code of the user but forward passes on copies. :func:`trace` without a sample then looks the
+    data flow up by the names and identities of the modules. Nothing is kept after the block. Blocks may be nested.
+    """
+    token = _TRACES.set({}) if _TRACES.get() is None else None
+    try:
+        yield
+    finally:
+        if token is not None:
+            _TRACES.reset(token)
 
 
 def trace(model: nn.Module, *, sample: Any = None) -> Dataflow:
@@ -43,6 +72,17 @@ def trace(model: nn.Module, *, sample: Any = None) -> Dataflow:
     Raises:
         ValueError: ``sample`` was needed and the model does not run on it, or a lazy module has no shape yet.
     """
+    known = _TRACES.get()
+    if known is None or sample is not None:
+        return _traced(model, sample)
+    named = list(model.named_modules(remove_duplicate=False))
+    tree = tuple((name, id(module)) for name, module in named)
+    if tree not in known:
+        known[tree] = _traced(model, None), [module for _, module in named]
+    return known[tree][0]
+
+
+def _traced(model: nn.Module, sample: Any) -> Dataflow:
     lazy = next((n for n, t in [*model.named_parameters(), *model.named_buffers()] if is_lazy(t)), None)
     if lazy is not None:
         raise ValueError(

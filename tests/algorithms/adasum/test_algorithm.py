@@ -319,3 +319,21 @@ def train_step_and_own_loop(on: Any) -> bool:
 @pytest.mark.parametrize("on", ["delta", "gradient"])
 def test_an_own_loop_equals_the_train_step(on):
     assert run_ranks(train_step_and_own_loop, 2, on) == [True, True]
+
+
+def sizes_asked() -> list[int]:
+    """How often ranks ask each other for the size of their nodes, when called directly and from a plan."""
+    asked = []
+    for attach in (
+        lambda model: adasum(model, sgd(model), devices_per_node=1).remove(),
+        lambda model: attach_all(Target(model, sgd(model)), [AdaptiveSum(devices_per_node=1)]).remove(),
+    ):
+        with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gather:
+            attach(mlp())
+            asked.append(gather.call_count)
+    return asked
+
+
+@pytest.mark.dist
+def test_ranks_ask_once_for_the_size_of_nodes():
+    assert run_ranks(sizes_asked, 2) == [[1, 1], [1, 1]]

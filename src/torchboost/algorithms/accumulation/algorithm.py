@@ -368,18 +368,17 @@ class Accumulation(Algorithm):
         return "the loop already updates after every batch (steps=1)" if self.steps == 1 else None
 
     def check(self, target: Target) -> None:
-        """Raise the errors that :meth:`attach` lists."""
+        """Refuse a target that :meth:`attach` cannot work on.
+
+        Raises:
+            IncompatibleError: The target already has an accumulator, or the model cannot skip a synchronisation.
+        """
         if target.accumulator is not None:
             raise IncompatibleError("grad_accumulation: the target already has an accumulator; remove that one first.")
         Accumulator(self.steps, target.model)
 
     def attach(self, target: Target) -> Accumulating:
-        """Give the target its accumulator.
-
-        Raises:
-            IncompatibleError: The target already has one, or the model cannot skip a synchronisation.
-        """
-        self.check(target)
+        """Give the target its accumulator."""
         accumulator = Accumulator(self.steps, target.model)
         target.accumulator = accumulator
         return Accumulating(accumulator, target)

@@ -64,7 +64,9 @@ def adasum(
         >>> summing.remove()
     """
     algorithm = AdaptiveSum(on=on, split_groups=split_groups, devices_per_node=devices_per_node)
-    return algorithm.attach(Target(model, optimizer))
+    target = Target(model, optimizer)
+    algorithm.check(target)
+    return algorithm.attach(target)
 
 
 class AdaptiveSumming(Attachment):
@@ -179,7 +181,13 @@ class AdaptiveSum(Algorithm):
         return _one_node(Topology.current(self.devices_per_node))
 
     def check(self, target: Target) -> None:
-        """Raise the errors that :meth:`attach` lists."""
+        """Refuse a target that :meth:`attach` cannot work on.
+
+        Raises:
+            IncompatibleError: The nodes differ in size; gradients are averaged over other ranks than ``on`` needs; the
+                model uses FSDP1, native HSDP or another communication hook; or, on updates, the optimizer keeps a
+                second copy of the weights, or the loss scaler does not agree over all ranks. Nothing was changed.
+        """
         topology = self._topology(target)
         topology.check_full()
         if topology.nodes == 1:
@@ -202,16 +210,10 @@ class AdaptiveSum(Algorithm):
     def attach(self, target: Target) -> AdaptiveSumming:
         """Create the process groups and register the hooks. Every rank must call this at the same point.
 
-        Raises:
-            IncompatibleError: The nodes differ in size; gradients are averaged over other ranks than ``on`` needs; the
-                model uses FSDP1, native HSDP or another communication hook; or, on updates, the optimizer keeps a
-                second copy of the weights, or the loss scaler does not agree over all ranks. Nothing was changed.
-
         Warns:
             NoEffectWarning: There is only one node, and no hook is registered; or, at the first update, all nodes made
                 the same one.
         """
-        self.check(target)
         topology = self._topology(target)
         named: dict[Tensor, str] = {param: name for name, param in unwrap(target.model).named_parameters()}
         for param in held(target.optimizer):
@@ -222,7 +224,7 @@ class AdaptiveSum(Algorithm):
         if reason is not None:
             warnings.warn(f"adasum: {reason}.", NoEffectWarning, stacklevel=2)
             return live
-        groups = NodeGroups.of(topology)
+        groups = NodeGroups.of(topology, checked=True)
         ddp = data_parallel(target.model)
         if self.on == "delta":
             updates = UpdateSum(target.optimizer, places, self._pack, groups, live._begin, live._note)

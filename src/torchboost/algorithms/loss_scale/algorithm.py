@@ -211,7 +211,12 @@ class GroupLossScale(Algorithm):
         return "the model is a single block, for which a single loss scale is enough" if alone else None
 
     def check(self, target: Target) -> None:
-        """Raise the errors that :meth:`attach` lists."""
+        """Refuse a target that :meth:`attach` cannot work on.
+
+        Raises:
+            ValueError: A name that no module has.
+            IncompatibleError: The target or the model has a scaler already, or groups share a parameter.
+        """
         if target.scaler is not None:
             raise IncompatibleError(
                 f"loss_scale_group: the target has a scaler already, a {type(target.scaler).__name__}; group scaling "
@@ -220,13 +225,7 @@ class GroupLossScale(Algorithm):
         checked_scales(self.init_scale, len(_resolved(target.model, self.groups)), self._rule())
 
     def attach(self, target: Target) -> GroupLossScaling:
-        """Put the borders into the model and give the target its scaler.
-
-        Raises:
-            ValueError: A name that no module has.
-            IncompatibleError: The target or the model has a scaler already, or groups share a parameter.
-        """
-        self.check(target)
+        """Put the borders into the model and give the target its scaler."""
         scaler = GroupGradScaler(target.model, self.groups, init_scale=self.init_scale, rule=self._rule())
         target.scaler = scaler
         return GroupLossScaling(scaler, target)

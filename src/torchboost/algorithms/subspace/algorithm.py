@@ -151,7 +151,6 @@ class SubspaceDescent(Algorithm):
             FileNotFoundError: The file or folder is missing.
             TimeoutError: A rank did not arrive.
         """
-        self.check(target)
         given = target.optimizer
         run = SubspaceRun(given, target.model, self)
         target.optimizer = run
