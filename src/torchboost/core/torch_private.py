@@ -2,8 +2,8 @@
 
 No other module of the package reads a private name of torch; ``tests/contracts/test_private_names.py`` scans for them.
 If an update of torch moves or changes a name, it is mended here, and ``tests/core/test_torch_private.py`` says which
-one it was. All names were last seen in torch 2.13.0. The module imports nothing of this package, and nothing of torch
-that ``import torch`` does not import.
+one it was. All names were last seen in torch 2.13.0, and all but one in 2.11.0 (:func:`all_reduce_hooks`). The module
+imports nothing of this package, and nothing of torch that ``import torch`` does not import.
 """
 
 from __future__ import annotations
@@ -358,8 +358,12 @@ def exchange_of_a_pass(ddp: DistributedDataParallel) -> None:
 def all_reduce_hooks(unit: nn.Module) -> list[Any]:
     """Return the all-reduce hook of each group of parameters of an FSDP2 module, None without one.
 
-    Reads ``FSDPModule._get_fsdp_state()._fsdp_param_groups`` and ``FSDPParamGroup._all_reduce_hook``. torch has no
-    public way to ask for the hook; setting one silently replaces it.
+    Reads ``FSDPModule._get_fsdp_state()._fsdp_param_groups`` (in torch 2.11 ``_fsdp_param_group``, one or None) and
+    ``FSDPParamGroup._all_reduce_hook``. torch has no public way to ask for the hook; setting one silently replaces it.
     """
     state: Any = unit._get_fsdp_state()  # pyright: ignore[reportCallIssue]
-    return [group._all_reduce_hook for group in state._fsdp_param_groups]
+    if hasattr(state, "_fsdp_param_groups"):
+        groups = state._fsdp_param_groups
+    else:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return [group._all_reduce_hook for group in groups]
