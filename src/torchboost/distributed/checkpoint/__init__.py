@@ -1,7 +1,10 @@
-"""Checkpoints of training on several ranks."""
+"""Checkpoints of training on several ranks.
+
+The names are listed in ``__init__.pyi`` and load on first use, because ``torch.distributed.checkpoint`` takes a second.
+"""
 
 from __future__ import annotations
 
-from torchboost.distributed.checkpoint.checkpoint import Part, latest, load, save
+import lazy_loader
 
-__all__ = ["Part", "latest", "load", "save"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
