@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchboost.algorithms.adasum.rule import combined
+from torchboost.algorithms.adaptive_sum.rule import combined
 from torchboost.bench.workloads.data import Images, digits
 from torchboost.measure.statistics import paired_ratio
 from torchboost.measure.stopwatch import environment

@@ -21,7 +21,7 @@ from optimizer_step import resnet50
 from options import Options, parser, run
 from torch import Tensor
 
-from torchboost.algorithms.adasum.rule import adasum_, hierarchical_adasum_
+from torchboost.algorithms.adaptive_sum.rule import adasum_, hierarchical_adasum_
 from torchboost.distributed.teardown import shutdown
 from torchboost.distributed.topology import NodeGroups, Topology
 from torchboost.measure.evidence import BenchReport, Contestant

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.accumulation import Accumulation, Accumulator
+from torchboost.algorithms.accumulation import AccumulationSteps, Accumulator
 from torchboost.algorithms.accumulation.optimizer import AccumulatingOptimizer
 from torchboost.config import ConfigSource
-from torchboost.core.algorithm import Attached, Scaler, Target
+from torchboost.core.algorithm import AttachedAlgorithms, Scaler, Target
 from torchboost.core.arguments import check_loss_fn, check_module, check_optimizer, check_pair, check_scaler
 from torchboost.core.step import TrainStep
 from torchboost.core.torch_private import step_pre_hooks
@@ -52,14 +52,16 @@ class Boosted:
             either like a ``GradScaler``. None without loss scaling.
     """
 
-    def __init__(self, plan: Plan, target: Target, attached: Attached, given: Optimizer, scaler: Scaler | None) -> None:
+    def __init__(
+        self, plan: Plan, target: Target, attached: AttachedAlgorithms, given: Optimizer, scaler: Scaler | None
+    ) -> None:
         self.plan, self.attached, self._target, self._given = plan, attached, target, given
         self.model, self.scaler = target.model, target.scaler
         self.brings_scaler = target.scaler is not scaler
         self.optimizer = target.optimizer
         if isinstance(target.accumulator, Accumulator):
             front = AccumulatingOptimizer(target.optimizer, target.accumulator)
-            attached[Accumulation.name].with_undo(front.direct.remove)
+            attached[AccumulationSteps.name].with_undo(front.direct.remove)
             self.optimizer = front
         for optimizer in {id(o): o for o in (hookable(given), hookable(self.optimizer))}.values():
             if len(attached):

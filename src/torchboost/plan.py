@@ -14,9 +14,9 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.adasum.algorithm import AdaptiveSum
+from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSum
 from torchboost.config import BoostConfig, BoostSwitches, ConfigSource
-from torchboost.core.algorithm import Algorithm, Attached, Target, attach_all
+from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
 from torchboost.core.arguments import check_module, check_optimizer, check_pair
 from torchboost.core.wrapping import hookable, wrapper_of
 from torchboost.errors import ConfigError, IncompatibleError, nearest
@@ -148,7 +148,7 @@ class Plan:
         for algorithm in pending:
             algorithm.transform(model, optimizer)
 
-    def attach(self, target: Target) -> Attached:
+    def attach(self, target: Target) -> AttachedAlgorithms:
         """Attach every algorithm to a loop. A bare model is transformed first, if that was not done before."""
         with shared_traces():
             return attach_all(target, self.algorithms)

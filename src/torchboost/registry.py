@@ -10,16 +10,16 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from torchboost.algorithms.accumulation.algorithm import Accumulation
-from torchboost.algorithms.adasum.algorithm import AdaptiveSum
+from torchboost.algorithms.accumulation.algorithm import AccumulationSteps
+from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSum
 from torchboost.algorithms.autocast import Autocast
-from torchboost.algorithms.centralization import Centralization
+from torchboost.algorithms.centralization import GradientCentralization
 from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.algorithms.compile import Compile
 from torchboost.algorithms.freezing.algorithm import BlockFreeze, Pattern
 from torchboost.algorithms.fused_optimizer import FusedOptimizer
-from torchboost.algorithms.less_bn import LessBatchNorm
-from torchboost.algorithms.loss_scale.algorithm import GroupLossScale
+from torchboost.algorithms.less_bn import BatchNormRemoval
+from torchboost.algorithms.loss_scale.algorithm import LossScaleGroups
 from torchboost.algorithms.subspace.algorithm import SubspaceDescent
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import check_count, check_module
@@ -242,15 +242,15 @@ def _needs_nodes(facts: Facts) -> str | None:
 
 _ENTRIES = (
     Entry(
-        algorithm=LessBatchNorm,
+        algorithm=BatchNormRemoval,
         summary="removes the BatchNorm layers that are not needed",
         section="less_bn",
         words=MappingProxyType({"fn_flag": "normalize_head"}),
-        brings=MappingProxyType({"gc_flag": Centralization.name}),
+        brings=MappingProxyType({"gc_flag": GradientCentralization.name}),
         unproven=_less_bn_unproven,
     ),
     Entry(
-        algorithm=Centralization,
+        algorithm=GradientCentralization,
         summary="subtracts the mean from the gradient of each filter",
         unproven=_centralization_unproven,
     ),
@@ -283,7 +283,7 @@ _ENTRIES = (
     Entry(algorithm=FusedOptimizer, summary="updates all parameters in one kernel"),
     Entry(algorithm=Compile, summary="compiles the model with torch.compile", unproven=_compile_unproven),
     Entry(
-        algorithm=Accumulation,
+        algorithm=AccumulationSteps,
         summary="updates once after several batches",
         section="grad_accumulation",
         words=MappingProxyType({"grad_accumulation_step": "steps"}),
@@ -299,7 +299,7 @@ _ENTRIES = (
         in_no_level="it is not proven that it pays on today's recipes",
     ),
     Entry(
-        algorithm=GroupLossScale,
+        algorithm=LossScaleGroups,
         summary="scales the gradients of each group of modules separately, for float16",
         unusable=_scaled_by_the_trainer,
     ),

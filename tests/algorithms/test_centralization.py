@@ -14,7 +14,7 @@ from tests.support.models import batch_for, cnn, mlp
 from tests.support.ranks import run_ranks
 from tests.support.trajectories import snapshot
 from torchboost.algorithms.centralization import (
-    Centralization,
+    GradientCentralization,
     centralizable,
     centralize_gradients,
     depthwise_and_normalized,
@@ -82,7 +82,7 @@ def test_parameters_with_one_entry_per_row_train_as_without_centralisation(by):
         optimizer = Adam(groups, native=by == "native")
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        attach = {"algorithm": lambda: Centralization().attach(Target(model, optimizer))}
+        attach = {"algorithm": lambda: GradientCentralization().attach(Target(model, optimizer))}
         attach.get(by, lambda: centralize_gradients(optimizer))()
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     F.cross_entropy(model(torch.randn(8, 1, 3, 3), torch.rand(8, 1)), torch.arange(8) % 3).backward()
@@ -99,7 +99,7 @@ def test_a_group_has_the_last_word_on_itself(says):
     own = {} if says is None else {"grad_centralization": says}
     groups = [{"params": list(model[0].parameters()), **own}, {"params": list(model[1].parameters())}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
-    Centralization().attach(Target(model, optimizer))
+    GradientCentralization().attach(Target(model, optimizer))
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
@@ -111,7 +111,7 @@ def test_refused_by_all_groups_warns():
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD([{"params": list(model.parameters()), "grad_centralization": False}], lr=0.1)
     with pytest.warns(NoEffectWarning, match="in a group that does not refuse it"):
-        Centralization().attach(Target(model, optimizer))
+        GradientCentralization().attach(Target(model, optimizer))
 
 
 def test_the_sum_of_each_filter_stays_where_it_started():
@@ -132,7 +132,7 @@ def test_attach_skips_by_structure_and_adds_nothing_to_checkpoints():
     model = Zoo()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     keys = optimizer.state_dict().keys()
-    attached = attach_all(Target(model, optimizer), [Centralization()])
+    attached = attach_all(Target(model, optimizer), [GradientCentralization()])
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     before = [p.detach().clone() for p in model.parameters()]
@@ -147,7 +147,7 @@ def test_attach_skips_by_structure_and_adds_nothing_to_checkpoints():
 def test_nothing_to_centralise_warns():
     model = nn.BatchNorm1d(3)
     with pytest.warns(NoEffectWarning, match="no kernel or weight matrix among the 2 parameters"):
-        Centralization().attach(Target(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+        GradientCentralization().attach(Target(model, torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
 def train(model: nn.Module, plain: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> None:
@@ -168,7 +168,7 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
 def data_parallel() -> list[torch.Tensor]:
     model, optimizer = build()
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    Centralization().attach(Target(wrapped, optimizer))
+    GradientCentralization().attach(Target(wrapped, optimizer))
     addresses = []
     for seed in range(3):
         x, y = batch_for(model, torch.Generator().manual_seed(seed))
@@ -188,7 +188,7 @@ def sharded() -> list[torch.Tensor]:
     plain = copy.deepcopy(model)
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    Centralization().attach(Target(model, optimizer))
+    GradientCentralization().attach(Target(model, optimizer))
     train(model, plain, optimizer, dist.get_rank(), 2)
     return [p.full_tensor().detach().clone() for p in model.parameters()]
 
@@ -197,7 +197,7 @@ def sharded() -> list[torch.Tensor]:
 @pytest.mark.parametrize("work", [data_parallel, sharded])
 def test_two_ranks_equal_one_process(work):
     model, optimizer = build()
-    Centralization().attach(Target(model, optimizer))
+    GradientCentralization().attach(Target(model, optimizer))
     train(model, model, optimizer, 0, 1)
     for rank in run_ranks(work, 2):
         for got, want in zip(rank, model.parameters(), strict=True):

@@ -26,7 +26,7 @@ from tests.support.conv_nets import (
 from tests.support.models import BottleneckNet
 from tests.support.portraits import changes, portrait
 from tests.support.removal_nets import NormAct, preact_net, repvgg_net
-from torchboost.algorithms.less_bn import LessBatchNorm, remove_batch_norms
+from torchboost.algorithms.less_bn import BatchNormRemoval, remove_batch_norms
 from torchboost.bench.workloads.models import VGG, BasicBlock, Bottleneck, ResNet
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
@@ -105,7 +105,7 @@ def test_the_narrowest_norm_of_a_bottleneck_can_stay_instead_of_the_last():
     ends = [m.conv3 for m in model.modules() if hasattr(m, "conv3")]
     for end in ends:  # half of the mean square gets through the ReLU in front; the branch starts at 1 / blocks
         assert float(end.weight.detach().square().sum((1, 2, 3)).mean() / 2) == pytest.approx(1 / len(ends), rel=1e-3)
-    assert not LessBatchNorm(keep="narrowest").needs_transform(model)
+    assert not BatchNormRemoval(keep="narrowest").needs_transform(model)
 
 
 def test_a_wrapped_model_counts_as_done_where_something_was_removed():
@@ -113,9 +113,9 @@ def test_a_wrapped_model_counts_as_done_where_something_was_removed():
     remove_batch_norms(done)
     for model in (fresh, done):
         model.compile(backend="eager")
-    assert LessBatchNorm().needs_transform(fresh)
-    assert not LessBatchNorm().needs_transform(done)
-    assert not LessBatchNorm().needs_transform(torch.compile(nn.Linear(2, 2), backend="eager"))
+    assert BatchNormRemoval().needs_transform(fresh)
+    assert not BatchNormRemoval().needs_transform(done)
+    assert not BatchNormRemoval().needs_transform(torch.compile(nn.Linear(2, 2), backend="eager"))
 
 
 def test_fewer_norms_than_blocks():
@@ -364,7 +364,7 @@ def test_only_the_last_linear_layer_of_the_pass_is_normalised():
     assert (model.head.weight is weight, model.head.bias is bias, model.head.multiplier.item()) == (True, True, 8.0)
     assert sum(isinstance(m, NormalizedLinear) for m in model.modules()) == 1
     assert type(model.inner[0]) is nn.Linear
-    assert not LessBatchNorm(normalize_head=True).needs_transform(model)
+    assert not BatchNormRemoval(normalize_head=True).needs_transform(model)
 
 
 def test_a_head_without_batch_norm_and_a_network_without_head():
@@ -398,7 +398,7 @@ def test_a_dry_run_tells_the_same_and_changes_nothing(trained):
     ],
 )
 def test_twice_is_once(build, settings):
-    model, algorithm = build(), LessBatchNorm(**settings)
+    model, algorithm = build(), BatchNormRemoval(**settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert algorithm.needs_transform(model)
     assert algorithm.idle(model, optimizer) is None
@@ -417,7 +417,7 @@ def test_nothing_to_do_warns():
         with pytest.warns(NoEffectWarning, match="nothing was changed"):
             report = remove_batch_norms(model)
         assert report.removed == ()
-    assert "no BatchNorm" in LessBatchNorm().idle(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters()))
+    assert "no BatchNorm" in BatchNormRemoval().idle(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters()))
 
 
 def test_wrapped_models_are_refused_with_the_way_out():
@@ -434,7 +434,7 @@ def test_arguments_are_checked():
     with pytest.raises(ValueError, match=r"keep_every.*0"):
         remove_batch_norms(vgg(), keep_every=0)
     with pytest.raises(ValueError, match=r"blocks_per_norm.*-1"):
-        LessBatchNorm(blocks_per_norm=-1)
+        BatchNormRemoval(blocks_per_norm=-1)
     with pytest.raises(ValueError, match=r"init.*'zero'"):
         remove_batch_norms(vgg(), init="zero")
     with pytest.raises(TypeError, match="found str"):
@@ -442,10 +442,10 @@ def test_arguments_are_checked():
 
 
 def test_settings_are_values():
-    settings = LessBatchNorm(normalize_head=True, keep_every=3)
+    settings = BatchNormRemoval(normalize_head=True, keep_every=3)
     assert eval(repr(settings)) == settings
-    assert len({settings, LessBatchNorm(normalize_head=True, keep_every=3)}) == 1
-    assert LessBatchNorm.traits.order == 10
+    assert len({settings, BatchNormRemoval(normalize_head=True, keep_every=3)}) == 1
+    assert BatchNormRemoval.traits.order == 10
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.keep_every = 4
 

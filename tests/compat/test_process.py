@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tests.support.models import batch_for, cnn
 from tests.support.optimizers import CASES
 from tests.support.trajectories import snapshot
-from torchboost.algorithms.centralization import Centralization
+from torchboost.algorithms.centralization import GradientCentralization
 from torchboost.compat.freeze import FreezeOpt
 from torchboost.compat.process import OptimizerProcess, ParameterProcess
 from torchboost.core.algorithm import Target
@@ -63,7 +63,7 @@ def test_the_new_optimizer_continues_with_centralisation(kind, options):
 
     twin, plain = build(kind, options)
     train(twin, plain, range(2))
-    Centralization().attach(Target(twin, plain))
+    GradientCentralization().attach(Target(twin, plain))
     train(twin, plain, range(2, 5))
     assert snapshot(model) == snapshot(twin)
 

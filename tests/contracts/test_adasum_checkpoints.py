@@ -13,7 +13,7 @@ from torch import nn
 from tests.support.models import cnn, mlp
 from tests.support.nodes import fresh, node_wrapped, tensors, train
 from tests.support.ranks import RankError, run_ranks
-from torchboost.algorithms.adasum.algorithm import AdaptiveSum
+from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSum
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.distributed import checkpoint
 

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from tests.support.models import cnn, mlp
 from tests.support.nodes import batch_of, fresh, node_wrapped, simulated, tensors, train
 from tests.support.ranks import run_ranks
-from torchboost.algorithms.accumulation.algorithm import Accumulation, Accumulator
-from torchboost.algorithms.adasum.algorithm import AdaptiveSum, adasum
+from torchboost.algorithms.accumulation.algorithm import AccumulationSteps, Accumulator
+from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSum, adasum
 from torchboost.algorithms.autocast import Autocast
-from torchboost.algorithms.centralization import Centralization
+from torchboost.algorithms.centralization import GradientCentralization
 from torchboost.algorithms.freezing.algorithm import BlockFreeze
 from torchboost.algorithms.loss_scale.scalers import DynamicLossScale
 from torchboost.core.algorithm import Target, attach_all
@@ -113,7 +113,7 @@ def test_gradients_under_fsdp_follow_the_formula_per_unit():
 def accumulated(how: str, on: Any) -> list[list[float]]:
     model = node_wrapped(fresh(), how, on, 2)
     target = Target(model, sgd(model.parameters()))
-    attached = attach_all(target, [AdaptiveSum(on=on, devices_per_node=2), Accumulation(steps=2)])
+    attached = attach_all(target, [AdaptiveSum(on=on, devices_per_node=2), AccumulationSteps(steps=2)])
     step = TrainStep(target, lambda x, y: F.cross_entropy(model(x), y), attached=attached)
     for number in range(2 * STEPS):
         step(*batch_of(dist.get_rank(), number))
@@ -211,7 +211,7 @@ def composed() -> list[list[float]]:
     model = cnn()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     target = Target(model, optimizer)
-    chosen = [AdaptiveSum(devices_per_node=1), Centralization(), Autocast(dtype="bfloat16")]
+    chosen = [AdaptiveSum(devices_per_node=1), GradientCentralization(), Autocast(dtype="bfloat16")]
     attached = attach_all(target, chosen)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
     for number in range(4):

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchboost
 from tests.support.ranks import run_ranks
 from torchboost import REGISTRY, Target, TrainStep
-from torchboost.core import Algorithm, Attached, attach_all
+from torchboost.core import Algorithm, AttachedAlgorithms, attach_all
 from torchboost.core.closure import ClosureOptimizer, Replay
 
 # Dynamo itself looks at .grad of intermediate tensors and makes instances of torch.autograd.Function.
@@ -84,7 +84,7 @@ def algorithm(name: str) -> Algorithm:
     return REGISTRY[name].algorithm(**FAST_TO_BUILD.get(name, {}))
 
 
-def start(name: str, seed: int = 0) -> tuple[Target, Attached]:
+def start(name: str, seed: int = 0) -> tuple[Target, AttachedAlgorithms]:
     target = Target(*build(seed))
     return target, attach_all(target, [algorithm(name)])
 

@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.models import batch_for, cnn, mlp
 from tests.support.ranks import RankError, run_ranks
 from tests.support.wrapped import Kind, all_weights, wrap
-from torchboost.algorithms.accumulation.algorithm import Accumulation
-from torchboost.algorithms.centralization import Centralization
+from torchboost.algorithms.accumulation.algorithm import AccumulationSteps
+from torchboost.algorithms.centralization import GradientCentralization
 from torchboost.algorithms.freezing.algorithm import BlockFreeze
-from torchboost.algorithms.loss_scale.algorithm import GroupLossScale
+from torchboost.algorithms.loss_scale.algorithm import LossScaleGroups
 from torchboost.algorithms.loss_scale.scalers import DynamicLossScale
 from torchboost.core.algorithm import Algorithm, Attachment, Target, attach_all
 from torchboost.core.step import TrainStep
@@ -53,7 +53,7 @@ class Case:
 
 
 CASES = {
-    "AdamW, centralised": Case(algorithms=(Centralization(),)),
+    "AdamW, centralised": Case(algorithms=(GradientCentralization(),)),
     "Adam": Case(
         lambda params: Adam(
             params, lr=0.01, amsgrad=True, transforms=(Decay(0.01), Centralize(), ClipNorm(0.1)), weight_decay=0.01
@@ -61,8 +61,10 @@ CASES = {
     ),
     "SGD, momentum": Case(lambda params: SGD(params, lr=0.05, momentum=0.9, nesterov=True)),
     "SGD, rates in a list": Case(lambda params: SGD(params, lr=[0.1 / (k + 1) for k in range(UPDATES)])),
-    "accumulation": Case(algorithms=(Accumulation(steps=2),), scaler=lambda: DynamicLossScale(64.0, window=2), steps=2),
-    "loss scale per group": Case(algorithms=(GroupLossScale(groups=3, init_scale=64.0),)),
+    "accumulation": Case(
+        algorithms=(AccumulationSteps(steps=2),), scaler=lambda: DynamicLossScale(64.0, window=2), steps=2
+    ),
+    "loss scale per group": Case(algorithms=(LossScaleGroups(groups=3, init_scale=64.0),)),
     "freezing for good": Case(
         algorithms=(BlockFreeze(pattern="progressive", groups=3, full_share=0.2, total_steps=UPDATES),)
     ),
@@ -290,12 +292,12 @@ def _refusals(root: Path) -> None:
         first, *rest = params
         return torch.optim.AdamW([{"params": [first]}, {"params": rest}])
 
-    scaled = Case(algorithms=(Centralization(),), scaler=lambda: DynamicLossScale(64.0))
+    scaled = Case(algorithms=(GradientCentralization(),), scaler=lambda: DynamicLossScale(64.0))
     for other, match in (
         (Run("fsdp", CASES["freezing for good"]), "the checkpoint holds no state of grad_freeze, attached here"),
         (Run("fsdp", scaled), "build the step with the same scaler"),
         (Run("fsdp", CASES["AdamW, centralised"], model=cnn), r"of another model: \d+ entries differ, the first is '0"),
-        (Run("fsdp", Case(other_groups, algorithms=(Centralization(),))), r"hold \[6\] .* \[1, 5\]"),
+        (Run("fsdp", Case(other_groups, algorithms=(GradientCentralization(),))), r"hold \[6\] .* \[1, 5\]"),
     ):
         before = all_weights(other.model)
         with pytest.raises(ValueError, match=match):

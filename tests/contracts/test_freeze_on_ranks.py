@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from tests.support.models import BottleneckNet, batch_for
 from tests.support.ranks import run_ranks
 from tests.support.wrapped import Kind, all_weights, wrap
-from torchboost.algorithms.accumulation.algorithm import Accumulation
+from torchboost.algorithms.accumulation.algorithm import AccumulationSteps
 from torchboost.algorithms.autocast import Autocast
 from torchboost.algorithms.freezing.algorithm import BlockFreeze
 from torchboost.algorithms.loss_scale.algorithm import GroupGradScaler
@@ -71,7 +71,7 @@ def _weights(kind: Kind, beside: str, by_hand: bool) -> tuple[list[float], list[
     wrapped = wrap(model, kind, **({"find_unused_parameters": by_hand} if kind == "ddp" else {}))
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
     algorithms: list[Algorithm] = [] if by_hand else [Given(groups=4)]
-    algorithms += [Accumulation(steps=2)] if "accumulation" in beside else []
+    algorithms += [AccumulationSteps(steps=2)] if "accumulation" in beside else []
     algorithms += [Autocast()] if "autocast" in beside else []
     scaler = None
     if "dynamic" in beside:
@@ -112,7 +112,7 @@ def _resumed(kind: Kind, pattern: str) -> tuple[list[float], list[float], list[i
         model = wrap(network(), kind)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         target = Target(model, optimizer)
-        attached = attach_all(target, [settings(pattern), Accumulation(steps=2)])
+        attached = attach_all(target, [settings(pattern), AccumulationSteps(steps=2)])
         return model, optimizer, TrainStep(target, lambda x, y: F.cross_entropy(model(x), y), attached=attached)
 
     model, optimizer, step = start()

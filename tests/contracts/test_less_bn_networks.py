@@ -21,7 +21,7 @@ from tests.support.conv_nets import (
     vgg,
 )
 from tests.support.ranks import run_ranks
-from torchboost.algorithms.less_bn import LessBatchNorm, remove_batch_norms
+from torchboost.algorithms.less_bn import BatchNormRemoval, remove_batch_norms
 from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.errors import NoEffectWarning
@@ -118,7 +118,7 @@ def _trains_on_ranks(wrapper: str) -> tuple[int, list[torch.Tensor]]:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model, algorithm = Branching(), LessBatchNorm()
+    model, algorithm = Branching(), BatchNormRemoval()
     algorithm.transform(model)
     bare = model
     if wrapper == "ddp":

@@ -1,6 +1,6 @@
 """The public surface: a change of it is a change of this snapshot, made on purpose.
 
-``python -m tests.contracts.test_surface`` writes the snapshot anew.
+``python -m tests.contracts.test_surface`` writes the snapshot again.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,18 @@ def test_every_public_name_is_listed_once_and_loads(package):
     assert sorted(named) == sorted(package.__all__)
     for name in package.__all__:
         getattr(package, name)
+
+
+def test_no_two_names_differ_by_an_ending_or_by_case_only():
+    asked_for = {"adasum": {"AdaSum", "adasum"}, "boost": {"boost", "Boosted"}, "rmsprop": {"RMSProp", "RMSprop"}}
+    stems: dict[str, set[str]] = {}
+    for package in (torchboost, algorithms, compat, core, optim):
+        for name in package.__all__:
+            if inspect.ismodule(getattr(package, name)):
+                continue
+            stem = re.sub(r"(er|ion|ing|ed|able|ment|manager|s)$", "", name.replace("_", "").lower())
+            stems.setdefault(re.sub(r"(at|e)$", "", stem), set()).add(name)
+    assert {stem: names for stem, names in stems.items() if len(names) > 1} == asked_for
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchboost.core.algorithm import Algorithm, Attached, Attachment, Target, Traits, attach_all
+from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Attachment, Target, Traits, attach_all
 from torchboost.errors import IncompatibleError
 
 
@@ -275,7 +275,7 @@ def test_attachment_removes_last_first_and_undoes_once():
 
 
 def test_nothing_attached_loads_nothing():
-    attached = Attached()
+    attached = AttachedAlgorithms()
     attached.load_state_dict({})
     assert attached.state_dict() == {}
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.traffic import bytes_sent
-from torchboost.algorithms.adasum.rule import adasum_, hierarchical_adasum_
+from torchboost.algorithms.adaptive_sum.rule import adasum_, hierarchical_adasum_
 from torchboost.distributed.topology import NodeGroups, Topology
 
 __all__ = [

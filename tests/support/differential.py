@@ -17,7 +17,7 @@ from tests.support import naive
 from tests.support.zoo import ZOO, Batch, Network
 from torchboost import REGISTRY, AutoBoost, Facts, NoEffectWarning, Plan, Target, TrainStep
 from torchboost.algorithms.freezing.freezer import Freezing
-from torchboost.core import Attached, attach_all
+from torchboost.core import AttachedAlgorithms, attach_all
 from torchboost.graph.normalized_linear import NormalizedLinear
 
 __all__ = [
@@ -85,7 +85,7 @@ class Boosted:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    attached: Attached
+    attached: AttachedAlgorithms
     call: Callable[[Batch], float] | None = None
     start: dict[str, Tensor] = field(init=False)
     frozen: list[set[str]] = field(default_factory=list)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.support.models import mlp
 from tests.support.wrapped import Kind, all_weights, train_share, wrap
-from torchboost.algorithms.centralization import Centralization
+from torchboost.algorithms.centralization import GradientCentralization
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.distributed.teardown import shutdown
 from torchboost.distributed.topology import Topology
@@ -25,7 +25,7 @@ def trained(kind: Kind) -> list[float]:
     model = mlp()
     wrapped = wrap(model, kind)
     target = Target(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9))
-    attach_all(target, [Centralization()])
+    attach_all(target, [GradientCentralization()])
     train_share(target, model)
     return all_weights(wrapped)
 

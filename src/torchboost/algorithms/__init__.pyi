@@ -1,10 +1,10 @@
-from .accumulation import Accumulation as Accumulation
+from .accumulation import AccumulationSteps as AccumulationSteps
 from .accumulation import Accumulator as Accumulator
-from .adasum import AdaptiveSum as AdaptiveSum
-from .adasum import adasum as adasum
+from .adaptive_sum import AdaptiveSum as AdaptiveSum
+from .adaptive_sum import adasum as adasum
 from .autocast import Autocast as Autocast
 from .autocast import autocast_forward as autocast_forward
-from .centralization import Centralization as Centralization
+from .centralization import GradientCentralization as GradientCentralization
 from .centralization import centralize_gradients as centralize_gradients
 from .channels_last import ChannelsLast as ChannelsLast
 from .channels_last import to_channels_last as to_channels_last
@@ -13,10 +13,10 @@ from .freezing import BlockFreeze as BlockFreeze
 from .freezing import freeze_blocks as freeze_blocks
 from .fused_optimizer import FusedOptimizer as FusedOptimizer
 from .fused_optimizer import fuse_optimizer as fuse_optimizer
-from .less_bn import LessBatchNorm as LessBatchNorm
+from .less_bn import BatchNormRemoval as BatchNormRemoval
 from .less_bn import remove_batch_norms as remove_batch_norms
 from .loss_scale import GroupGradScaler as GroupGradScaler
-from .loss_scale import GroupLossScale as GroupLossScale
+from .loss_scale import LossScaleGroups as LossScaleGroups
 from .subspace import CheckpointFiles as CheckpointFiles
 from .subspace import SnapshotBuffer as SnapshotBuffer
 from .subspace import SubspaceBasis as SubspaceBasis

@@ -18,7 +18,7 @@ from torchboost.optim.group_rules import NORMS
 from torchboost.optim.pipeline import GradientPipeline
 from torchboost.optim.transforms import Centralize, has_rows, wish
 
-__all__ = ["Centralization", "centralizable", "centralize_gradients", "depthwise_and_normalized"]
+__all__ = ["GradientCentralization", "centralizable", "centralize_gradients", "depthwise_and_normalized"]
 
 
 def centralize_gradients(optimizer: Optimizer, *, skip: Collection[Tensor] = ()) -> Attachment:
@@ -65,7 +65,7 @@ def depthwise_and_normalized(model: nn.Module) -> set[Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Centralization(Algorithm):
+class GradientCentralization(Algorithm):
     """Centralise the gradients of all kernels and weight matrices of the model; see :func:`centralize_gradients`.
 
     Not changed: :func:`depthwise_and_normalized`, and param groups with ``"grad_centralization": False``. Nothing is

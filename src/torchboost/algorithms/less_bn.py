@@ -33,7 +33,7 @@ from torchboost.graph.surgery import (
 )
 from torchboost.graph.variance import rescale_layers
 
-__all__ = ["LessBNReport", "LessBatchNorm", "remove_batch_norms"]
+__all__ = ["BatchNormRemoval", "LessBNReport", "remove_batch_norms"]
 
 Init = Literal["unit_variance", "keep"]
 
@@ -81,7 +81,7 @@ class LessBNReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LessBatchNorm(Algorithm):
+class BatchNormRemoval(Algorithm):
     """Train with fewer BatchNorm layers: only one of every residual branch stays, and the stem's.
 
     See :func:`remove_batch_norms`, which does the work, for mechanism and cost.
@@ -99,7 +99,7 @@ class LessBatchNorm(Algorithm):
 
     Example:
         >>> import torchboost
-        >>> torchboost.algorithms.LessBatchNorm(keep_shortcut=True).keep_every
+        >>> torchboost.algorithms.BatchNormRemoval(keep_shortcut=True).keep_every
         2
     """
 
@@ -225,7 +225,7 @@ def remove_batch_norms(
         >>> torchboost.remove_batch_norms(model).removed
         ('4',)
     """
-    settings = LessBatchNorm(
+    settings = BatchNormRemoval(
         normalize_head=normalize_head,
         keep=keep,
         keep_shortcut=keep_shortcut,
@@ -256,7 +256,7 @@ class _Plan(NamedTuple):
         return bool(self.removed) or self.head is not None
 
 
-def _reduce(model: nn.Module, optimizer: Optimizer | None, settings: LessBatchNorm, sample: Any) -> LessBNReport:
+def _reduce(model: nn.Module, optimizer: Optimizer | None, settings: BatchNormRemoval, sample: Any) -> LessBNReport:
     plan = _plan(model, settings, sample)
     if not plan.changes:
         wanted = " and no linear layer to normalise" if settings.normalize_head else ""
@@ -286,7 +286,7 @@ def _in_front(plan: _Plan) -> list[Tensor]:
     return [parameter for layer in weighted for parameter in parameter_slots(layer).values() if parameter is not None]
 
 
-def _normalize(model: nn.Module, linear: nn.Linear, optimizer: Optimizer | None, settings: LessBatchNorm) -> None:
+def _normalize(model: nn.Module, linear: nn.Linear, optimizer: Optimizer | None, settings: BatchNormRemoval) -> None:
     head = NormalizedLinear.from_linear(linear)
     nn.init.constant_(head.multiplier, settings.head_multiplier)
     replace_module(model, linear, head)
@@ -331,7 +331,7 @@ def _report(plan: _Plan, rescaled: tuple[str, ...] = (), difference: float | Non
     )
 
 
-def _plan(model: nn.Module, settings: LessBatchNorm, sample: Any) -> _Plan:
+def _plan(model: nn.Module, settings: BatchNormRemoval, sample: Any) -> _Plan:
     """Decide everything and change nothing."""
     names = {module: name for name, module in model.named_modules()}
     norms = [module for module in names if isinstance(module, AnyBatchNorm)]
@@ -392,7 +392,7 @@ def _bare_ends(blocks: list[Block], gone: set[int]) -> dict[int, float]:
 
 
 def _head(
-    flow: Dataflow, model: nn.Module, settings: LessBatchNorm, elsewhere: Mapping[nn.Module, str]
+    flow: Dataflow, model: nn.Module, settings: BatchNormRemoval, elsewhere: Mapping[nn.Module, str]
 ) -> nn.Linear | None:
     """The last linear layer of the forward pass, if it must be normalised and can be replaced."""
     layers = flow.instances((nn.Linear, NormalizedLinear)) if settings.normalize_head else []
@@ -410,7 +410,7 @@ def _fold(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, sample: An
     return fold_pairs(model, folds, optimizer=optimizer, sample=sample) if folds else None
 
 
-def _drop(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, settings: LessBatchNorm) -> tuple[str, ...]:
+def _drop(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, settings: BatchNormRemoval) -> tuple[str, ...]:
     assert plan.flow is not None
     flow, before, shared = plan.flow, set(model.parameters()), shared_weights(model)
     rescaled: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchboost.algorithms.adasum.rule import hierarchical_adasum_
+from torchboost.algorithms.adaptive_sum.rule import hierarchical_adasum_
 from torchboost.compat.process import ParameterProcess
 from torchboost.core.arguments import is_integer
 from torchboost.distributed.topology import NodeGroups, Topology
@@ -38,7 +38,7 @@ class AdaSum:
         ValueError: The numbers differ from the process group's, or the index does not fit the parameters.
         IncompatibleError: A process group is missing.
 
-    Cost: see :func:`~torchboost.algorithms.adasum.rule.hierarchical_adasum_`.
+    Cost: see :func:`~torchboost.algorithms.adaptive_sum.rule.hierarchical_adasum_`.
 
     Example:
         >>> import torch, torchboost

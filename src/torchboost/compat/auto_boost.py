@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from torchboost import front
 from torchboost.config import BoostConfig, ConfigSource
-from torchboost.core.algorithm import Attached, Scaler
+from torchboost.core.algorithm import AttachedAlgorithms, Scaler
 from torchboost.core.arguments import check_module
 from torchboost.core.covering import uncover_copy
 from torchboost.core.wrapping import unwrap
@@ -61,7 +61,7 @@ class AutoBoost:
         self.total_steps = total_steps
         self.loop: Loop = loop
         self.plan = Plan.of(level, self._config, loop=loop, total_steps=total_steps)
-        self.attached = Attached()
+        self.attached = AttachedAlgorithms()
         self.scaler: Scaler | None = None
 
     def network_auto_process_train(

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.accumulation.optimizer import AccumulatingOptimizer
-from torchboost.algorithms.adasum import AdaptiveSum
-from torchboost.algorithms.adasum.algorithm import AdaptiveSumming
+from torchboost.algorithms.adaptive_sum import AdaptiveSum
+from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSumming
 from torchboost.compat.wrappers import GradientAccumulation
 from torchboost.core.algorithm import Scaler, Target
 from torchboost.core.arguments import check_loss_fn, check_module, check_pair, check_sens

@@ -1,5 +1,5 @@
 from .algorithm import Algorithm as Algorithm
-from .algorithm import Attached as Attached
+from .algorithm import AttachedAlgorithms as AttachedAlgorithms
 from .algorithm import Attachment as Attachment
 from .algorithm import Target as Target
 from .algorithm import Traits as Traits

@@ -22,7 +22,7 @@ from torchboost.errors import IncompatibleError
 
 __all__ = [
     "Algorithm",
-    "Attached",
+    "AttachedAlgorithms",
     "Attachment",
     "MicroSteps",
     "Removable",
@@ -242,7 +242,7 @@ class Algorithm:
         return Attachment()
 
 
-class Attached:
+class AttachedAlgorithms:
     """All attachments of one call, with one checkpoint and one removal."""
 
     def __init__(self, algorithms: Iterable[Algorithm] = (), attachments: Iterable[Attachment] = ()) -> None:
@@ -312,7 +312,7 @@ class Attached:
         self.remove()
 
 
-def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> Attached:
+def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> AttachedAlgorithms:
     """Check the algorithms against each other and the target, transform the model if needed, and attach all of them.
 
     The order is that of ``traits.order``. Either all algorithms are attached or none: each one is checked before the
@@ -354,7 +354,7 @@ def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> Attached:
     finally:
         if target.optimizer is inner:
             target.optimizer = given
-    return Attached(chosen, live)
+    return AttachedAlgorithms(chosen, live)
 
 
 def _check_replacing(given: Optimizer, inner: Optimizer, chosen: list[Algorithm]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchboost.core.algorithm import Attached, MicroSteps, Target
+from torchboost.core.algorithm import AttachedAlgorithms, MicroSteps, Target
 from torchboost.core.closure import ClosureOptimizer, Replay
 from torchboost.core.wrapping import unwrap
 from torchboost.errors import NoEffectWarning
@@ -72,11 +72,11 @@ class TrainStep:
         target: Target,
         loss: Callable[..., Tensor | tuple[Tensor, float]],
         *,
-        attached: Attached | None = None,
+        attached: AttachedAlgorithms | None = None,
     ) -> None:
         _announce_untrained(target)
         self.target = target
-        self.attached = attached if attached is not None else Attached()
+        self.attached = attached if attached is not None else AttachedAlgorithms()
         self.updated = False
         self._loss = loss
         self._replay: Replay | None = None

@@ -21,7 +21,7 @@ from torchboost import (
     TrainStep,
     freeze_blocks,
 )
-from torchboost.algorithms import Accumulation, BlockFreeze, LessBatchNorm
+from torchboost.algorithms import AccumulationSteps, BatchNormRemoval, BlockFreeze
 from torchboost.algorithms.freezing.freezer import compiled_prefixes
 from torchboost.algorithms.freezing.schedule import Switches
 from torchboost.core import attach_all
@@ -38,7 +38,7 @@ def start(pattern, *, seed=0, window=1, **more):
     model = BottleneckNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
     target = Target(model, optimizer)
-    accumulation = [Accumulation(steps=window)] if window > 1 else []
+    accumulation = [AccumulationSteps(steps=window)] if window > 1 else []
     attached = attach_all(target, [settings(pattern, **more), *accumulation])
     return model, optimizer, TrainStep(target, lambda x, y: F.cross_entropy(model(x), y), attached=attached)
 
@@ -198,7 +198,7 @@ def test_costs_are_refused_before_another_algorithm_changes_the_model():
     model = BottleneckNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     names = [name for name, _ in model.named_modules()]
-    algorithms = [LessBatchNorm(keep="narrowest"), BlockFreeze(pattern="progressive", costs=(0.5, 0.5))]
+    algorithms = [BatchNormRemoval(keep="narrowest"), BlockFreeze(pattern="progressive", costs=(0.5, 0.5))]
     with pytest.raises(ValueError, match="costs: found 2, the model has 4 blocks"):
         attach_all(Target(model, optimizer), algorithms)
     assert [name for name, _ in model.named_modules()] == names

@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.models import BottleneckNet, TinyGPT, batch_for, cnn, mlp
-from torchboost.algorithms.accumulation.algorithm import Accumulation
+from torchboost.algorithms.accumulation.algorithm import AccumulationSteps
 from torchboost.algorithms.autocast import Autocast, autocast_forward
-from torchboost.algorithms.centralization import Centralization
+from torchboost.algorithms.centralization import GradientCentralization
 from torchboost.algorithms.freezing.algorithm import BlockFreeze
-from torchboost.algorithms.less_bn import LessBatchNorm
-from torchboost.algorithms.loss_scale.algorithm import GroupGradScaler, GroupLossScale
+from torchboost.algorithms.less_bn import BatchNormRemoval
+from torchboost.algorithms.loss_scale.algorithm import GroupGradScaler, LossScaleGroups
 from torchboost.algorithms.loss_scale.borders import has_borders
 from torchboost.algorithms.loss_scale.rule import ScaleRule
 from torchboost.algorithms.loss_scale.scalers import DynamicLossScale
@@ -144,14 +144,14 @@ def test_half_precision_trains_a_conv_net_and_a_gpt(make, dtype, how):
 
 COMBINATIONS = {
     "freeze": [BlockFreeze(groups=3, full_share=0.3, total_steps=12)],
-    "accumulation": [Accumulation(steps=2)],
-    "less_bn": [LessBatchNorm(), Centralization()],
-    "freeze accumulation": [BlockFreeze(groups=3, full_share=0.3, total_steps=12), Accumulation(steps=2)],
+    "accumulation": [AccumulationSteps(steps=2)],
+    "less_bn": [BatchNormRemoval(), GradientCentralization()],
+    "freeze accumulation": [BlockFreeze(groups=3, full_share=0.3, total_steps=12), AccumulationSteps(steps=2)],
     "all": [
         BlockFreeze(groups=3, full_share=0.3, total_steps=12),
-        Accumulation(steps=2),
-        LessBatchNorm(),
-        Centralization(),
+        AccumulationSteps(steps=2),
+        BatchNormRemoval(),
+        GradientCentralization(),
     ],
 }
 
@@ -170,7 +170,7 @@ def steps_of(algorithms, scaler=None, bad: int = -1, seed: int = 0):
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_every_combination_trains_to_the_bit_like_unscaled(name, how):
     plain, _, plain_step, _ = steps_of(COMBINATIONS[name])
-    group = [GroupLossScale(groups=3, init_scale=2.0**12)] if how == "group" else []
+    group = [LossScaleGroups(groups=3, init_scale=2.0**12)] if how == "group" else []
     scaled, target, step, _ = steps_of([*COMBINATIONS[name], *group], None if group else DynamicLossScale(2.0**12))
     for number in range(8):
         x, y = data(plain, number)
@@ -183,7 +183,7 @@ def test_every_combination_trains_to_the_bit_like_unscaled(name, how):
 @pytest.mark.parametrize("how", ["dynamic", "group"])
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_every_combination_skips_an_overflow_and_goes_on(name, how):
-    group = [GroupLossScale(groups=3, init_scale=2.0**12)] if how == "group" else []
+    group = [LossScaleGroups(groups=3, init_scale=2.0**12)] if how == "group" else []
     model, target, step, poison = steps_of([*COMBINATIONS[name], *group], None if group else DynamicLossScale(2.0**12))
     skipped = 0
     for number in range(8):
@@ -202,7 +202,7 @@ def test_every_combination_skips_an_overflow_and_goes_on(name, how):
 
 
 def test_resume_is_bit_identical_in_a_growth_window():
-    algorithms = [GroupLossScale(groups=3, init_scale=8.0, growth=2.0, window=4), Accumulation(steps=2)]
+    algorithms = [LossScaleGroups(groups=3, init_scale=8.0, growth=2.0, window=4), AccumulationSteps(steps=2)]
     model, target, step, poison = steps_of(algorithms)
     for number in range(7):
         poison["value"] = math.nan if number == 2 else 1.0
@@ -315,22 +315,22 @@ def test_bad_groups(groups, error, text):
 
 def test_bad_settings_of_the_algorithm():
     with pytest.raises(ValueError, match="shrink: found 2"):
-        GroupLossScale(shrink=2.0)
+        LossScaleGroups(shrink=2.0)
     with pytest.raises(ValueError, match=r"init_scale: found 0\.25"):
-        GroupLossScale(init_scale=[0.25, 8.0])
+        LossScaleGroups(init_scale=[0.25, 8.0])
     model = mlp()
     target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="found 3 scales for 2 groups"):
-        attach_all(target, [GroupLossScale(groups=["0", "2"], init_scale=[1.0, 2.0, 4.0])])
+        attach_all(target, [LossScaleGroups(groups=["0", "2"], init_scale=[1.0, 2.0, 4.0])])
     target.scaler = DynamicLossScale()
     with pytest.raises(IncompatibleError, match="the target has a scaler already, a DynamicLossScale"):
-        attach_all(target, [GroupLossScale()])
+        attach_all(target, [LossScaleGroups()])
 
 
 def test_it_brings_the_scaler_that_float16_asks_for():
     model = cnn()
     target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    attached = attach_all(target, [Autocast(dtype="float16"), GroupLossScale(groups=2)])
+    attached = attach_all(target, [Autocast(dtype="float16"), LossScaleGroups(groups=2)])
     step = TrainStep(target, lambda x, y: F.cross_entropy(model(x), y), attached=attached)
     assert math.isfinite(float(step(*data(model, 0)).loss))
     assert step.updated
@@ -354,7 +354,7 @@ def test_a_second_scaler_on_a_model_is_refused_while_the_first_is_there():
     model, plain = deep(3), deep(3)
     first = GroupGradScaler(model, ["0", "2"], init_scale=2.0**9)
     target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for again in (lambda: GroupGradScaler(model, ["4"]), lambda: attach_all(target, [GroupLossScale(groups=2)])):
+    for again in (lambda: GroupGradScaler(model, ["4"]), lambda: attach_all(target, [LossScaleGroups(groups=2)])):
         with pytest.raises(IncompatibleError, match=r"already has a GroupGradScaler.*remove\(\)"):
             again()
     assert target.scaler is None
@@ -417,10 +417,10 @@ def test_a_model_that_is_compiled_already_is_refused():
 
 
 def test_settings_are_values():
-    value = GroupLossScale(groups=[["a", "b"], "c"], init_scale=[4.0, 8.0])
+    value = LossScaleGroups(groups=[["a", "b"], "c"], init_scale=[4.0, 8.0])
     assert value.groups == (("a", "b"), "c")
-    assert hash(value) == hash(GroupLossScale(groups=(("a", "b"), "c"), init_scale=(4.0, 8.0)))
-    assert GroupLossScale().idle(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters())) is not None
+    assert hash(value) == hash(LossScaleGroups(groups=(("a", "b"), "c"), init_scale=(4.0, 8.0)))
+    assert LossScaleGroups().idle(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters())) is not None
 
 
 def test_a_rule_is_a_scale_rule():

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from torchboost import Plan, Target, TrainStep
 from torchboost.algorithms import SubspaceDescent
-from torchboost.algorithms.accumulation.algorithm import Accumulation, Accumulator
-from torchboost.algorithms.centralization import Centralization
+from torchboost.algorithms.accumulation.algorithm import AccumulationSteps, Accumulator
+from torchboost.algorithms.centralization import GradientCentralization
 from torchboost.algorithms.freezing.algorithm import BlockFreeze
 from torchboost.algorithms.subspace import algorithm as dim_reduce
 from torchboost.algorithms.subspace.algorithm import SubspaceRun
@@ -298,7 +298,7 @@ def test_what_it_cannot_work_with() -> None:
         attach_all(target, [settings])
 
 
-@pytest.mark.parametrize("other", [BlockFreeze(groups=2), Accumulation(steps=2), Centralization()])
+@pytest.mark.parametrize("other", [BlockFreeze(groups=2), AccumulationSteps(steps=2), GradientCentralization()])
 def test_nothing_works_beside_it(other: Algorithm) -> None:
     model = network()
     target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))

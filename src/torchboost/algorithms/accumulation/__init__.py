@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from torchboost.algorithms.accumulation.algorithm import Accumulation, Accumulator
+from torchboost.algorithms.accumulation.algorithm import AccumulationSteps, Accumulator
 
-__all__ = ["Accumulation", "Accumulator"]
+__all__ = ["AccumulationSteps", "Accumulator"]

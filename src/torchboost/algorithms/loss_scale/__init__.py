@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from torchboost.algorithms.loss_scale.algorithm import GroupGradScaler, GroupLossScale
+from torchboost.algorithms.loss_scale.algorithm import GroupGradScaler, LossScaleGroups
 
-__all__ = ["GroupGradScaler", "GroupLossScale"]
+__all__ = ["GroupGradScaler", "LossScaleGroups"]

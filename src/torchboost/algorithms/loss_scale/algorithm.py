@@ -19,7 +19,7 @@ from torchboost.core.wrapping import is_compiled, unwrap
 from torchboost.errors import IncompatibleError, nearest
 from torchboost.graph.blocks import blocks_of, group_starts
 
-__all__ = ["GroupGradScaler", "GroupLossScale", "GroupLossScaling", "Groups"]
+__all__ = ["GroupGradScaler", "Groups", "LossScaleGroups", "ScalingInGroups"]
 
 Pick: TypeAlias = str | type[nn.Module] | nn.Module
 Groups: TypeAlias = int | Sequence[Pick | Sequence[Pick]]
@@ -147,7 +147,7 @@ class GroupGradScaler(GroupScaler):
         return [1.0] * self._count if self._removed else super()._applied()
 
 
-class GroupLossScaling(Attachment):
+class ScalingInGroups(Attachment):
     """The group scaler of a target. ``TrainStep`` saves its state with the rest."""
 
     def __init__(self, scaler: GroupGradScaler, target: Target) -> None:
@@ -162,7 +162,7 @@ class GroupLossScaling(Attachment):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupLossScale(Algorithm):
+class LossScaleGroups(Algorithm):
     """A loss scale per group of modules. The loop must use ``target.scaler``.
 
     :class:`~torchboost.core.step.TrainStep` and the training cells do; a loop of your own uses ``booster.scaler``, or
@@ -224,11 +224,11 @@ class GroupLossScale(Algorithm):
             )
         checked_scales(self.init_scale, len(_resolved(target.model, self.groups)), self._rule())
 
-    def attach(self, target: Target) -> GroupLossScaling:
+    def attach(self, target: Target) -> ScalingInGroups:
         """Put the borders into the model and give the target its scaler."""
         scaler = GroupGradScaler(target.model, self.groups, init_scale=self.init_scale, rule=self._rule())
         target.scaler = scaler
-        return GroupLossScaling(scaler, target)
+        return ScalingInGroups(scaler, target)
 
     def _rule(self) -> ScaleRule:
         return ScaleRule(

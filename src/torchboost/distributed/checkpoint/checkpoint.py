@@ -55,7 +55,7 @@ OURS = {OPTIMIZER, COPY, BUFFERS, GENERATORS}
 
 
 class Part(Protocol):
-    """An object with a state besides model and optimizer: a ``TrainStep``, ``Attached``, a scaler, a scheduler."""
+    """An object with a state besides model and optimizer: a ``TrainStep``, a scaler, attached algorithms."""
 
     def state_dict(self) -> Any:
         """Return the state for a checkpoint."""

@@ -20,7 +20,7 @@ from tests.support.models import mlp
 from tests.support.nodes import batch_of, fresh, node_wrapped, tensors, train
 from tests.support.ranks import run_ranks
 from torchboost import optim
-from torchboost.algorithms.adasum.algorithm import AdaptiveSum, adasum
+from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSum, adasum
 from torchboost.algorithms.loss_scale.algorithm import GroupGradScaler
 from torchboost.algorithms.loss_scale.scalers import DynamicLossScale, FixedLossScale
 from torchboost.compat.loss_scale import GroupLossScaleManager

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.models import mlp
 from tests.support.nodes import batch_of, fresh, tensors, train
 from tests.support.ranks import run_ranks
-from torchboost.algorithms.adasum.gradient_hooks import BucketPacks, Packing, bucket_packs
+from torchboost.algorithms.adaptive_sum.gradient_hooks import BucketPacks, Packing, bucket_packs
 from torchboost.distributed.topology import NodeGroups, Topology
 from torchboost.errors import IncompatibleError
 

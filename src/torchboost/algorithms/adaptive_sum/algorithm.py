@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torchboost.algorithms.adasum.gradient_hooks import Packing, bucket_packs, check_no_hook
-from torchboost.algorithms.adasum.rule import adasum_
-from torchboost.algorithms.adasum.update_sum import UpdateSum, before_first_step, held
+from torchboost.algorithms.adaptive_sum.gradient_hooks import Packing, bucket_packs, check_no_hook
+from torchboost.algorithms.adaptive_sum.rule import adasum_
+from torchboost.algorithms.adaptive_sum.update_sum import UpdateSum, before_first_step, held
 from torchboost.algorithms.loss_scale.scalers import LossScaler
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import is_integer
@@ -155,8 +155,9 @@ class AdaptiveSum(Algorithm):
     Raises:
         TypeError, ValueError: A setting is not valid.
 
-    Cost: the traffic of :func:`~torchboost.algorithms.adasum.rule.hierarchical_adasum_`; on updates one more copy of
-    the weights, and two copies of a pack while it is combined. Communication does not overlap with the backward pass.
+    Cost: the traffic of :func:`~torchboost.algorithms.adaptive_sum.rule.hierarchical_adasum_`; on updates one more copy
+    of the weights, and two copies of a pack while it is combined. Communication does not overlap with the backward
+    pass.
     """
 
     name: ClassVar[str] = "adasum"
@@ -267,7 +268,7 @@ def _points(value: Any) -> tuple[int, ...]:
     if any(not is_integer(point) for point in points):
         raise TypeError(f"split_groups: found {value!r}; pass positions in the list of parameters, or None.")
     if not points or points[0] < 1 or list(points) != sorted(set(points)):
-        raise ValueError(f"split_groups: found {value!r}; pass rising positions of 1 or more, or None.")
+        raise ValueError(f"split_groups: found {value!r}; pass increasing positions of 1 or more, or None.")
     return points
 
 
@@ -276,8 +277,8 @@ def _one_node(topology: Topology) -> str | None:
         return None
     ranks = "1 rank" if topology.world_size == 1 else f"{topology.world_size} ranks"
     return (
-        f"one node of {ranks} has no other to combine with; start more nodes, or set devices_per_node to the number of "
-        "ranks per node"
+        f"one node of {ranks} has no other node to combine with; start more nodes, or set devices_per_node to the "
+        "number of ranks per node"
     )
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from torchboost.algorithms.adasum.algorithm import AdaptiveSum, adasum
+from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSum, adasum
 
 __all__ = ["AdaptiveSum", "adasum"]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchboost.algorithms.adasum.rule import hierarchical_adasum_
+from torchboost.algorithms.adaptive_sum.rule import hierarchical_adasum_
 from torchboost.core.torch_private import comm_hooks
 from torchboost.distributed.topology import NodeGroups
 from torchboost.errors import IncompatibleError

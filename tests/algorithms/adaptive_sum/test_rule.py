@@ -26,7 +26,7 @@ from tests.support.adasum import (
     pair_cosines,
 )
 from tests.support.ranks import run_ranks
-from torchboost.algorithms.adasum.rule import adasum_, combined, pair_weights
+from torchboost.algorithms.adaptive_sum.rule import adasum_, combined, pair_weights
 
 COUNTS = range(2, 9)
 TRAFFIC = 2.2  # times the bytes of the vector that a rank may send

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tests.support.models import cnn
 from tests.support.nodes import batch_of, formula, fresh
 from tests.support.ranks import run_ranks
-from torchboost.algorithms.adasum.update_sum import UpdateSum, held
+from torchboost.algorithms.adaptive_sum.update_sum import UpdateSum, held
 from torchboost.distributed.topology import NodeGroups, Topology
 from torchboost.errors import IncompatibleError
 
