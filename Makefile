@@ -7,7 +7,7 @@ BENCH_ARGS ?=
 
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.torchboost-stamp
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0
 
 .PHONY: setup demo test test-all lint format type layers docs check bench bench-gpu package clean
 

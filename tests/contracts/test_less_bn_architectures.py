@@ -182,7 +182,7 @@ def test_the_first_step_is_finite_and_the_weights_go_home(name, folded):
     state = plain_state_dict(model)
     plain.load_state_dict(state)
     expected = evaluated(model, x)
-    assert (evaluated(plain, x) - expected).abs().max() <= 1e-6 * expected.abs().max()
+    assert (evaluated(plain, x) - expected).abs().max() <= 1e-5 * expected.abs().max()
     again = copy.deepcopy(model)
     for parameter in again.parameters():
         nn.init.zeros_(parameter)

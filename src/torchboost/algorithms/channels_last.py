@@ -24,6 +24,7 @@ from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.dataflow import evaluate, runnable
 from torchboost.graph.drawing import generators_kept
+from torchboost.graph.unsafe_convolutions import unsafe_channels_last
 
 __all__ = ["ChannelsLast", "to_channels_last"]
 
@@ -59,7 +60,8 @@ def to_channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> At
 
     Raises:
         TypeError: Not a module.
-        IncompatibleError: The model is wrapped and has kernels in another format.
+        IncompatibleError: The model is wrapped and has kernels in another format, or oneDNN would crash on one of its
+            convolutions in this format (:func:`~torchboost.graph.unsafe_convolutions.unsafe_channels_last`).
 
     Warns:
         NoEffectWarning: The model has no 2-d or 3-d convolution; or, at the first batch, does not run in this format.
@@ -79,6 +81,7 @@ def to_channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> At
             f"channels_last changes the memory format of kernels, but the model is already wrapped by {wrapper}; call "
             "it on the bare model before wrapping."
         )
+    _refuse_unsafe(model)
     restore = _convert(model, optimizer)
     return _watch_inputs(model, optimizer).with_undo(restore)
 
@@ -104,7 +107,12 @@ class ChannelsLast(Algorithm):
             return "the model has no 2-d or 3-d convolution"
         if isinstance(optimizer, LBFGS):
             return "LBFGS flattens gradients by view, which fails for kernels in this format"
-        return _objection(model) if wrapper_of(model) is None else None
+        unsafe = unsafe_channels_last(model)
+        return _objection(model) if wrapper_of(model) is None and unsafe is None else unsafe
+
+    def check(self, target: Target) -> None:
+        """Refuse a model on whose convolutions oneDNN would crash."""
+        _refuse_unsafe(target.model)
 
     def needs_transform(self, model: nn.Module) -> bool:
         """Whether some kernel is stored in another format."""
@@ -122,6 +130,12 @@ class ChannelsLast(Algorithm):
         """
         watch = ForwardWatch(self.name, target.model, target.optimizer)
         return _watch_inputs(target.model, target.optimizer, watch).with_undo(watch.remove)
+
+
+def _refuse_unsafe(model: nn.Module) -> None:
+    unsafe = unsafe_channels_last(model)
+    if unsafe is not None:
+        raise IncompatibleError(f"channels_last: {unsafe}; leave channels_last out.")
 
 
 @dataclass(eq=False, slots=True)

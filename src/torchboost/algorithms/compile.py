@@ -21,6 +21,7 @@ from torchboost.core.torch_private import (
 )
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError
+from torchboost.graph.unsafe_convolutions import unsafe_channels_last
 
 __all__ = ["Compile", "Compiled"]
 
@@ -74,16 +75,17 @@ class Compile(Algorithm):
             raise ValueError(f"mode={self.mode!r} with backend={self.backend!r}: only 'inductor' has modes; drop one.")
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
-        """Explain that the model is already compiled."""
+        """Explain that the model is already compiled, or that oneDNN would crash on one of its convolutions."""
         found = _compiled_part(model)
-        return f"the model is already compiled ({found})" if found else None
+        return f"the model is already compiled ({found})" if found else self._unsafe(model)
 
     def check(self, target: Target) -> None:
         """Refuse a target that :meth:`attach` cannot work on.
 
         Raises:
             IncompatibleError: The model or a part of it is already compiled, the backend does not exist, inductor finds
-                no C++ compiler for CPU code, or the model is a sharded ``nn.Sequential``.
+                no C++ compiler for CPU code, oneDNN would crash on a convolution of the compiled model, or the model is
+                a sharded ``nn.Sequential``.
         """
         model = target.model
         found = _compiled_part(model)
@@ -91,6 +93,9 @@ class Compile(Algorithm):
             raise IncompatibleError(
                 f"compile: the model is already compiled ({found}); leave out one of the two compilations."
             )
+        unsafe = self._unsafe(model)
+        if unsafe is not None:
+            raise IncompatibleError(f"compile: {unsafe}; leave compile out.")
         self._check_backend(model)
         inner = unwrap(model)
         if _is_library_code(inner) and wrapper_of(inner) == "fully_shard":
@@ -112,6 +117,10 @@ class Compile(Algorithm):
         else:
             inner.compile(**options)
         return Compiled(inner)
+
+    def _unsafe(self, model: nn.Module) -> str | None:
+        """Inductor runs convolutions channels-last."""
+        return unsafe_channels_last(model) if self.backend == "inductor" else None
 
     def _check_backend(self, model: nn.Module) -> None:
         known = torch.compiler.list_backends(exclude_tags=())

@@ -365,7 +365,7 @@ def test_writing_to_what_the_prefix_gave_changes_no_row(cached: bool) -> None:
     with fast_prefix(model, cache=ActivationCache(2**20) if cached else None) as fast:
         for batch in ([0, 1, 2, 3], [0, 1, 2, 3], [2, 3, 4, 5], [5, 0]):
             with fast.samples(batch):
-                assert torch.equal(model(x[batch]), wanted[batch])
+                torch.testing.assert_close(model(x[batch]), wanted[batch])
         assert fast.report().parameters > 0
         assert fast.report().rows == (6 if cached else 0)
 
