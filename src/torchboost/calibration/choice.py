@@ -1,0 +1,74 @@
+"""What a trial found out: one verdict for each lever, as values that are saved as JSON."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from torchboost.measure.evidence import Interval
+
+__all__ = ["Choice", "Machine", "Source", "Verdict"]
+
+Source = Literal["trial", "cache", "checkpoint", "prior"]
+"""Where a choice comes from."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+
+class Machine(_Record):
+    """What a measured choice depends on besides the model and its inputs."""
+
+    processor: str
+    threads: int
+    device: str
+    torch: str
+    torchboost: str
+
+
+class Verdict(_Record):
+    """What is decided about one lever, and why.
+
+    Attributes:
+        lever: Name of the algorithm in the registry.
+        kept: Whether it is on.
+        reason: One sentence without its full stop.
+        ratio: How many times as fast a step is with the lever as without it, both with the levers kept before it. None
+            if it was not measured.
+        pairs: Number of paired steps behind the ratio.
+    """
+
+    lever: str
+    kept: bool
+    reason: str
+    ratio: Interval | None = None
+    pairs: int = 0
+
+
+class Choice(_Record):
+    """The decision about all levers of a level.
+
+    Attributes:
+        verdicts: One for each lever, in the order of the trial.
+        source: Where the choice comes from.
+        seconds: Time that the trial took.
+        peak_bytes: Memory that the trial needed in addition to that of training; 0 if there was no trial.
+        step_seconds: Median time of a step of the chosen combination; None if it was not measured.
+        ratio: How many times as fast a step of the chosen combination is as the plain step; None if not measured.
+        machine: Where it was measured; None for a prior.
+    """
+
+    verdicts: tuple[Verdict, ...]
+    source: Source
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    step_seconds: float | None = None
+    ratio: Interval | None = None
+    machine: Machine | None = None
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Names of the levers that are on."""
+        return frozenset(verdict.lever for verdict in self.verdicts if verdict.kept)

@@ -1,0 +1,32 @@
+"""A choice survives JSON and names what is on."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from torchboost.calibration.choice import Choice, Machine, Verdict
+from torchboost.measure.evidence import Interval
+
+
+def choice() -> Choice:
+    ratio = Interval(low=1.1, mid=1.2, high=1.3)
+    machine = Machine(processor="a", threads=2, device="cpu", torch="2.13", torchboost="1")
+    verdicts = (
+        Verdict(lever="autocast", kept=True, reason="1.2 times as fast", ratio=ratio, pairs=8),
+        Verdict(lever="compile", kept=False, reason="the run is too short"),
+    )
+    return Choice(verdicts=verdicts, source="trial", seconds=1.5, step_seconds=0.01, ratio=ratio, machine=machine)
+
+
+def test_it_survives_json():
+    assert Choice.model_validate_json(choice().model_dump_json()) == choice()
+
+
+def test_it_names_what_is_on():
+    assert choice().kept == {"autocast"}
+
+
+def test_unknown_keys_are_refused():
+    with pytest.raises(ValidationError):
+        Choice.model_validate({**choice().model_dump(), "more": 1})
