@@ -1,4 +1,4 @@
-"""Accepted forms of ``lr``, and schedules as a ``LRScheduler`` of torch."""
+"""Accepted forms of ``lr``, and schedules (:mod:`torchboost.optim.schedules`) as a ``LRScheduler`` of torch."""
 
 from __future__ import annotations
 

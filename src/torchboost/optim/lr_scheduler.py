@@ -1,7 +1,7 @@
 """torch's learning-rate schedulers under torch's module name, and :class:`ScheduleLR`.
 
 With ``from torchboost import optim`` in place of ``from torch import optim``, ``optim.lr_scheduler.OneCycleLR`` still
-resolves. These are torch's own classes, which work with the optimizers of both packages.
+resolves. These are torch's own classes, which work with the optimizers of both packages. Our schedules are in ``schedules.py``.
 """
 
 from __future__ import annotations

@@ -33,7 +33,12 @@ Schedule = Callable[[int], float]
 
 # No slots: torch's LambdaLR saves and loads the __dict__ of what it is given.
 @dataclass(frozen=True)
-class _Settings:
+class _ScheduleBase:
+    """Base of every schedule: subclass it and implement ``_at(step)``.
+
+    Fields annotated ``float``, ``int``, ``bool`` or ``Schedule`` are checked. Check others in ``__post_init__``.
+    """
+
     def __post_init__(self) -> None:
         checks = {"float": number, "int": whole, "bool": _flag, "Schedule": function}
         for field in fields(self):
@@ -50,7 +55,7 @@ class _Settings:
 
 
 @dataclass(frozen=True)
-class Constant(_Settings):
+class Constant(_ScheduleBase):
     """The same learning rate at every update.
 
     Args:
@@ -72,7 +77,7 @@ class Constant(_Settings):
 
 
 @dataclass(frozen=True)
-class PiecewiseConstant(_Settings):
+class PiecewiseConstant(_ScheduleBase):
     """``rates[k]`` until update ``milestones[k]``, the last rate from the last milestone on.
 
     As in K. He et al., "Deep Residual Learning for Image Recognition", arXiv 1512.03385. MindSpore gives as many
@@ -111,7 +116,7 @@ class PiecewiseConstant(_Settings):
 
 
 @dataclass(frozen=True)
-class _Decay(_Settings):
+class _Decay(_ScheduleBase):
     lr: float
     _: KW_ONLY
     decay_rate: float
@@ -194,7 +199,7 @@ class NaturalExponentialDecay(_Decay):
 
 
 @dataclass(frozen=True)
-class PolynomialDecay(_Settings):
+class PolynomialDecay(_ScheduleBase):
     """``end_lr + (lr - end_lr) * (1 - step / decay_steps) ** power``, then ``end_lr``.
 
     The "poly" policy of L.-C. Chen et al., "DeepLab", arXiv 1606.00915. With ``cycle`` the decay repeats: at each
@@ -236,7 +241,7 @@ class PolynomialDecay(_Settings):
 
 
 @dataclass(frozen=True)
-class CosineDecay(_Settings):
+class CosineDecay(_ScheduleBase):
     """``min_lr + (max_lr - min_lr) / 2 * (1 + cos(pi * step / decay_steps))``, then ``min_lr``.
 
     Equation 5 of I. Loshchilov and F. Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts",
@@ -272,7 +277,7 @@ class CosineDecay(_Settings):
 
 
 @dataclass(frozen=True)
-class Warmup(_Settings):
+class Warmup(_ScheduleBase):
     """Linear warm-up before a schedule: ``min(step, steps) / steps`` of its learning rate.
 
     Section 2.2 of P. Goyal et al., "Accurate, Large Minibatch SGD", arXiv 1706.02677. The default
@@ -316,7 +321,7 @@ class Warmup(_Settings):
 
 
 @dataclass(frozen=True)
-class PerEpoch(_Settings):
+class PerEpoch(_ScheduleBase):
     """A schedule that counts epochs: ``schedule(step // steps_per_epoch)``.
 
     With :func:`as_list` these are MindSpore's list functions: ``exponential_decay_lr(lr, rate, total, per_epoch,

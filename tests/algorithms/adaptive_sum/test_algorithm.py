@@ -61,7 +61,7 @@ def test_split_groups_are_a_value_however_they_are_written():
 def test_one_process_is_told_and_left_alone():
     model = mlp()
     optimizer = sgd(model)
-    assert "no other to combine with" in (AdaptiveSum().idle(model, optimizer) or "")
+    assert "no other node to combine with" in (AdaptiveSum().idle(model, optimizer) or "")
     with pytest.warns(NoEffectWarning, match="one node of 1 rank has"):
         summing = adasum(model, optimizer)
     assert not optimizer._optimizer_step_pre_hooks

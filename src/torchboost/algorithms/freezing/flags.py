@@ -17,7 +17,7 @@ Owner = Callable[[], Any]
 
 
 class HeldFlags:
-    """The parameters whose flags were cleared here, and only those.
+    """Freezes parameters (``requires_grad=False``) and remembers which ones, so that only these are thawed.
 
     A parameter that other code has frozen is not held and never thawed. If other code thaws a held parameter, it is no
     longer held. A second ``requires_grad_(False)`` on a held parameter cannot be detected; it is thawed with the
@@ -90,7 +90,7 @@ class SettledNorms:
 def release_others(parameters: Iterable[Tensor]) -> None:
     """Take over parameters from an earlier owner: remove it and thaw what it left frozen.
 
-    An owner dies with its optimizer; nothing else would then restore the flags.
+    If an optimizer is deleted, its freezing goes with it, and its parameters would stay frozen. They are thawed here.
     """
     for parameter in parameters:
         record = _RECORDS.pop(parameter, None)

@@ -37,7 +37,7 @@ MARGIN = 0.005
 """Largest drop of a share metric that counts as unchanged, unless a level promises another: half a point."""
 
 MIN_GAIN = 1.03
-"""A gain of less than 3 % does not repay the complication."""
+"""A gain of less than 3 % is not worth the complexity."""
 
 COARSE = 0.2
 """A headline gives both ends of a ratio if its interval is wider than this share of the ratio."""
@@ -308,7 +308,11 @@ def verdicts(report: BenchReport) -> dict[str, list[Verdict]]:
 
 
 def headline(report: BenchReport) -> Verdict:
-    """Return the headline: the fastest contestant whose metric was kept, otherwise one whose metric is undecided."""
+    """Return the headline.
+
+    Of the contestants that are measurably faster, it names the fastest that kept its metric, otherwise the fastest
+    whose metric is undecided. If there is none, it says that nothing paid.
+    """
     share = wording.is_share(report)
     paying = [s for s in summarise(report) if s.contestant.kind in ("level", "algorithm") and _pays(s.stock)]
     heard = {s.contestant.name: _metric(s, report.metric_name, share) for s in paying}
