@@ -1,7 +1,8 @@
 """torch's learning-rate schedulers under torch's module name, and :class:`ScheduleLR`.
 
 With ``from torchboost import optim`` in place of ``from torch import optim``, ``optim.lr_scheduler.OneCycleLR`` still
-resolves. These are torch's own classes, which work with the optimizers of both packages. Our schedules are in ``schedules.py``.
+resolves. These are torch's own classes, which work with the optimizers of both packages.
+The schedules of this package are in ``schedules.py``.
 """
 
 from __future__ import annotations
