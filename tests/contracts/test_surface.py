@@ -83,7 +83,7 @@ def test_no_two_names_differ_by_an_ending_or_by_case_only():
         for name in package.__all__:
             if inspect.ismodule(getattr(package, name)):
                 continue
-            stem = re.sub(r"(er|ion|ing|ed|able|ment|manager|s)$", "", name.replace("_", "").lower())
+            stem = re.sub(r"(er|ion|ing|ed|able|(?:m)ent|manager|s)$", "", name.replace("_", "").lower())
             stems.setdefault(re.sub(r"(at|e)$", "", stem), set()).add(name)
     assert {stem: names for stem, names in stems.items() if len(names) > 1} == asked_for
 
