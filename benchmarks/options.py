@@ -92,9 +92,13 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def run(measures: Sequence[Measure], arguments: argparse.Namespace) -> None:
+def options_of(arguments: argparse.Namespace) -> Options:
     names = ("out", "data", "text", "smoke", "resume", "compiled")
-    options = Options(**{name: getattr(arguments, name) for name in names})
+    return Options(**{name: getattr(arguments, name) for name in names})
+
+
+def run(measures: Sequence[Measure], arguments: argparse.Namespace) -> None:
+    options = options_of(arguments)
     paths = [path for measure in measures for path in measure(options)]
     reports = {path.name: BenchReport.load(path) for path in paths}
     if arguments.json:

@@ -17,6 +17,7 @@ import optimizer_step
 import overhead
 import step_time
 import whole_run
+import zoo
 from options import parser, run
 
 CLAIMS = {
@@ -34,6 +35,7 @@ CLAIMS = {
     "optimizer_rules": optimizer_rules.measure,
     "adasum_time": adasum_time.measure,
     "accuracy": accuracy.measure,
+    "zoo": zoo.measure,
     "gpu": gpu.measure,
 }
 

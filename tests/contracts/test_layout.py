@@ -13,6 +13,7 @@ from tests.conftest import ROOT
 
 SOURCE = ROOT / "src" / "torchboost"
 TESTS = ROOT / "tests"
+BENCHMARKS = ROOT / "benchmarks"
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if path.name not in {"__init__.py", "__main__.py"})
 UNMIRRORED = {"contracts", "parity", "support"}
 MAX_FILE_LINES = 600
@@ -47,13 +48,19 @@ def test_every_module_has_its_tests(module):
     assert mirror.is_file(), f"write {named(mirror)}"
 
 
+def mirrored(test: Path) -> Path:
+    """Return the file that ``test`` tests: of the package, or of the benchmarks."""
+    place = test.relative_to(TESTS).with_name(test.name.removeprefix("test_"))
+    return ROOT / place if place.parts[0] == BENCHMARKS.name else SOURCE / place
+
+
 def test_every_test_file_mirrors_a_module():
     stray = [
         named(path)
         for path in TESTS.rglob("test_*.py")
         if not UNMIRRORED & set(path.relative_to(TESTS).parts)
         and path not in (TESTS / "test_docs.py", TESTS / "test_examples.py")
-        and not (SOURCE / path.relative_to(TESTS).with_name(path.name.removeprefix("test_"))).is_file()
+        and not mirrored(path).is_file()
     ]
     assert not stray
 
