@@ -53,6 +53,12 @@ def deterministic() -> None:
     np.random.seed(0)
 
 
+@pytest.fixture(autouse=True)
+def uncalibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose levers without a trial, here and in child processes. Tests of the trial pass ``calibrate=``."""
+    monkeypatch.setenv("TORCHBOOST_CALIBRATE", "0")
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder with CIFAR-10 and the text corpus; skips where it is absent."""

@@ -350,9 +350,10 @@ def test_compile_must_be_repaid_by_the_planned_steps(facts, config, reason):
 
 def test_asking_by_name_overrides_unproven_but_not_unusable():
     slow = Facts(half_precision=False, convolutions=0)
-    plan = Plan.of("O1", {"extra": {"gradient_centralization": True, "autocast": True}}, slow)
-    assert "gradient_centralization" in names(plan)
-    assert "autocast" in reasons(plan)
+    extra = {"gradient_centralization": True, "autocast": True, "channels_last": True}
+    plan = Plan.of("O1", {"extra": extra}, slow)
+    assert {"gradient_centralization", "autocast"} <= set(names(plan))
+    assert "channels_last" in reasons(plan)
 
 
 @pytest.mark.parametrize(
@@ -492,3 +493,28 @@ def test_group_loss_scaling_takes_its_settings_from_extra():
     for wrong in ({"groups": "0"}, {"groups": [0]}, {"init_scale": "8"}, {"floor": 0.0}, {"grow": 2.0}):
         with pytest.raises(ConfigError, match=r"extra\.loss_scale_group"):
             Plan.of("O0", {**SCALED, "extra": {"loss_scale_group": wrong}}, FAST)
+
+
+def test_levers_are_what_a_level_may_switch_and_the_user_did_not():
+    facts = Facts(half_precision=False, convolutions=20, total_steps=10)
+    plan = Plan.of("O1", facts=facts)
+    assert {lever.name for lever in plan.levers} == {"channels_last", "autocast", "fused_optimizer", "compile"}
+    assert {lever.name for lever in Plan.of("O1", {"extra": {"autocast": True}}, facts).levers} == {
+        *("channels_last", "fused_optimizer", "compile")
+    }
+    assert Plan.of("O0", facts=facts).levers == ()
+    assert Plan.of("O1", {"boost": {"mode": "manual"}}, facts).levers == ()
+
+
+def test_a_choice_switches_levers_and_keeps_the_rest():
+    facts = Facts(half_precision=False, convolutions=20, total_steps=10)
+    plan = Plan.of("O1", facts=facts)
+    made = plan.chosen({"autocast": (True, ""), "channels_last": (False, "slower here")})
+    names = [algorithm.name for algorithm in made.algorithms]
+    assert "autocast" in names
+    assert "channels_last" not in names
+    assert names == sorted(names, key=lambda name: REGISTRY[name].algorithm.traits.order)
+    assert ("channels_last", "slower here") in made.dropped
+    assert not any(dropped.name == "autocast" for dropped in made.dropped)
+    with pytest.raises(ValueError, match="the levers of this plan are"):
+        plan.chosen({"less_bn": (False, "")})

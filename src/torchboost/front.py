@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import statistics
 import warnings
 import weakref
@@ -16,6 +17,8 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.accumulation import AccumulationSteps, Accumulator
 from torchboost.algorithms.accumulation.optimizer import AccumulatingOptimizer
+from torchboost.calibration.calibration import Calibrate, Calibration, FirstCall, describe, resolved
+from torchboost.calibration.choice import Choice
 from torchboost.config import ConfigSource
 from torchboost.core.algorithm import AttachedAlgorithms, Scaler, Target
 from torchboost.core.arguments import check_loss_fn, check_module, check_optimizer, check_pair, check_scaler
@@ -28,9 +31,11 @@ from torchboost.graph.recording import call
 from torchboost.inference import fast_copy
 from torchboost.measure.stopwatch import Clock, Warmup, compare
 from torchboost.plan import Plan
-from torchboost.registry import Facts, Loop
+from torchboost.registry import REGISTRY, Facts, Loop
 
 __all__ = ["Boosted", "boost", "boosted_of", "fastest", "prepare"]
+
+_LOG = logging.getLogger("torchboost")
 
 _LONG_RUN = 1_000_000
 """A run of so many steps repays the start-up cost of every algorithm."""
@@ -47,14 +52,22 @@ class Boosted:
         optimizer: The optimizer to step. This is the given optimizer, unless gradient accumulation or dimension-reduced
             training wraps it in another one.
         plan: What runs, and what was left out with the reason.
+        choice: What the trial of the speed levers found out. None before the first training call.
         attached: The attachments, by the name of their algorithm.
         scaler: The loss scaler of the loop: the given one, or the one that group loss scaling adds. The loop uses
             either like a ``GradScaler``. None without loss scaling.
     """
 
     def __init__(
-        self, plan: Plan, target: Target, attached: AttachedAlgorithms, given: Optimizer, scaler: Scaler | None
+        self,
+        plan: Plan,
+        target: Target,
+        attached: AttachedAlgorithms,
+        given: Optimizer,
+        scaler: Scaler | None,
+        calibration: Calibration | None = None,
     ) -> None:
+        self.choice: Choice | None = None
         self.plan, self.attached, self._target, self._given = plan, attached, target, given
         self.model, self.scaler = target.model, target.scaler
         self.brings_scaler = target.scaler is not scaler
@@ -64,9 +77,12 @@ class Boosted:
             attached[AccumulationSteps.name].with_undo(front.direct.remove)
             self.optimizer = front
         for optimizer in {id(o): o for o in (hookable(given), hookable(self.optimizer))}.values():
-            if len(attached):
-                mark = optimizer.register_step_pre_hook(_Mark(self))
-                attached[next(iter(attached))].with_undo(mark.remove)
+            if len(attached) or calibration is not None:
+                attached.with_undo(optimizer.register_step_pre_hook(_Mark(self)).remove)
+        self._waiting: FirstCall | None = None
+        if calibration is not None:
+            self._waiting = FirstCall(target, attached, calibration, self._decide)
+            attached.with_undo(self._waiting.remove)
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer))
@@ -76,7 +92,12 @@ class Boosted:
 
     def explain(self) -> str:
         """Return which algorithms are on, with their settings, and which were left out, with the reasons."""
-        return self.plan.explain()
+        return self.plan.explain() + ("" if self.choice is None else f"\n{_explained(self.choice)}")
+
+    def _decide(self, choice: Choice) -> None:
+        self.choice, self._waiting = choice, None
+        self.plan = self.plan.chosen({v.lever: (v.kept, v.reason) for v in choice.verdicts})
+        _LOG.info("%s: %s", self.plan.level, describe(choice))
 
     def step(
         self, loss_fn: Callable[..., Tensor | tuple[Tensor, float]] | None = None, model: nn.Module | None = None
@@ -128,6 +149,8 @@ class Boosted:
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs in addition to the states of model, optimizer and the loop's scaler."""
         state: dict[str, Any] = {"attached": self.attached.state_dict()}
+        if self.choice is not None:
+            state["choice"] = self.choice.model_dump_json()
         if self.brings_scaler and self.scaler is not None:
             state["scaler"] = self.scaler.state_dict()
         return state
@@ -138,15 +161,23 @@ class Boosted:
         Raises:
             ValueError: The checkpoint was written with other algorithms. Nothing is loaded.
         """
-        present = set(self.state_dict())
-        if set(state) != present:
+        present = set(self.state_dict()) - {"choice"}
+        if set(state) - {"choice"} != present:
             raise ValueError(
                 f"the checkpoint holds {sorted(state)}, this boosted model has {sorted(present)}; boost it with the "
                 "level and the configuration that it was written with."
             )
+        self._load_choice(state)
         self.attached.load_state_dict(state["attached"])
         if self.brings_scaler and self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
+
+    def _load_choice(self, state: Mapping[str, Any]) -> None:
+        """Let the levers of the checkpoint be attached at the first training call, without a trial."""
+        if self._waiting is None or "choice" not in state:
+            return
+        loaded = Choice.model_validate_json(state["choice"]).model_copy(update={"source": "checkpoint"})
+        self._waiting.give(loaded)
 
     def remove(self) -> None:
         """Remove everything that was attached. BatchNorm layers that ``less_bn`` removed do not come back."""
@@ -178,6 +209,7 @@ def boost(
     config: ConfigSource | None = None,
     scaler: Scaler | None = None,
     loop: Loop = "own",
+    calibrate: Calibrate = "auto",
 ) -> Boosted:
     """Make the training of a model faster within the accuracy that a level promises. The loop stays the same.
 
@@ -195,6 +227,12 @@ def boost(
         scaler: The ``GradScaler`` of the loop; autocast to float16 needs one.
         loop: Who owns the training loop: ``"own"``, or a trainer: ``"transformers"``, ``"lightning"`` or
             ``"accelerate"``. A trainer accumulates gradients and scales the loss itself, so both are left out.
+        calibrate: Whether to measure which speed levers pay: memory format, autocast, fused optimizer, compilation. The
+            first training call tries them on copies of model and optimizer, with the inputs that arrive, and keeps
+            those that make a step faster. ``"auto"`` spends at most 1 % of ``total_steps`` and at most 60 s on it, or
+            the time of 30 steps without ``total_steps``. A number is the seconds to spend. False measures nothing; the
+            levers are then chosen by the kind of the machine and the model. Levers that ``config`` names under
+            ``extra`` are not measured.
 
     Returns:
         The boosted pair: ``model, optimizer = boost(...)``, or keep the object for ``explain()``, ``state_dict()``,
@@ -219,7 +257,16 @@ def boost(
         >>> loss.backward()
         >>> optimizer.step()
     """
-    made = attach(model, optimizer, level=level, total_steps=total_steps, config=config, scaler=scaler, loop=loop)
+    made = attach(
+        model,
+        optimizer,
+        level=level,
+        total_steps=total_steps,
+        config=config,
+        scaler=scaler,
+        loop=loop,
+        calibrate=calibrate,
+    )
     _warn_of_missing_length(made, config, total_steps, loop)
     return made
 
@@ -233,12 +280,14 @@ def attach(
     config: ConfigSource | None,
     scaler: Scaler | None,
     loop: Loop,
+    calibrate: Calibrate = False,
     name: str = "model",
     caller: str = "torchboost.boost",
 ) -> Boosted:
     """Do what :func:`boost` does, without its warning. Messages use the caller's names."""
     check_pair(model, optimizer, name=name)
     check_scaler(scaler)
+    calibrate = resolved(calibrate)
     plan = Plan.of(level, config, Facts.measure(model, loop=loop), total_steps=total_steps)
     wrapper = wrapper_of(model)
     if wrapper is not None and any(algorithm.needs_transform(model) for algorithm in plan.algorithms):
@@ -258,9 +307,25 @@ def attach(
     plan = Plan.of(level, config, Facts.measure(model, loop=loop), total_steps=total_steps)
     with shared_traces():
         plan = plan.fit(model, given)
-        made = Boosted(plan, target, plan.attach(target), given, scaler)
+        calibration = _calibration(plan, calibrate, total_steps, wrapper)
+        if calibration is not None:
+            plan = plan.chosen({lever.name: (lever.name in calibration.prior, _OPEN) for lever in plan.levers})
+        made = Boosted(plan, target, plan.attach(target), given, scaler, calibration)
     _BOOSTED[model] = weakref.ref(made)
     return made
+
+
+_OPEN = "the trial at the first training call decides"
+
+
+def _calibration(plan: Plan, calibrate: Calibrate, total_steps: int | None, wrapper: str | None) -> Calibration | None:
+    """Return what the first training call has to decide; None if there is nothing to measure."""
+    on = {algorithm.name for algorithm in plan.algorithms}
+    replaced = any(algorithm.traits.replaces_optimizer for algorithm in plan.algorithms)
+    if calibrate is False or not plan.levers or wrapper is not None or replaced:
+        return None
+    prior = frozenset(lever.name for lever in plan.levers if lever.name in on and not REGISTRY[lever.name].once)
+    return Calibration(levers=plan.levers, prior=prior, calibrate=calibrate, total_steps=total_steps)
 
 
 def prepare(
@@ -308,6 +373,15 @@ def fastest(forms: Mapping[str, nn.Module], sample: Any) -> str:
     warmup = Warmup(least=2, window=1, limit=4, seconds=10)
     times = compare(calls, baselines=[], pairs=8, warmup=warmup, clock=Clock.of(device)).samples
     return min(times, key=lambda name: statistics.median(times[name]))
+
+
+def _explained(choice: Choice) -> str:
+    lines = [f"measured at the first training call, {choice.seconds:.1f} s:" if choice.source == "trial" else "levers:"]
+    for verdict in choice.verdicts:
+        interval = verdict.ratio
+        figure = "" if interval is None else f" ({interval.low:.2f} to {interval.high:.2f}, {verdict.pairs} pairs)"
+        lines.append(f"  {verdict.lever}  {'on' if verdict.kept else 'off'}: {verdict.reason}{figure}")
+    return "\n".join(lines)
 
 
 def _nothing() -> None:

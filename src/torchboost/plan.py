@@ -52,6 +52,7 @@ class Plan:
         mode: The mode of the configuration: auto, manual, enable_all, disable_all.
         algorithms: The algorithms that will run, with their settings, in attach order.
         dropped: The requested algorithms that were left out, with the reasons.
+        levers: The algorithms of the level that only change the speed of a step. A trial may switch them on and off.
         unmeasured: JSON paths and values of the user's settings that differ from the measured settings of the level.
 
     Example:
@@ -68,6 +69,7 @@ class Plan:
     mode: str
     algorithms: tuple[Algorithm, ...]
     dropped: tuple[Dropped, ...] = ()
+    levers: tuple[Algorithm, ...] = ()
     unmeasured: tuple[str, ...] = ()
 
     @classmethod
@@ -118,7 +120,30 @@ class Plan:
         reasons = {a.name: None if a.applied(model) else a.idle(model, inner) for a in self.algorithms}
         idle = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)
         kept = tuple(a for a in self.algorithms if reasons[a.name] is None)
-        return replace(self, algorithms=kept, dropped=self.dropped + idle)
+        levers = tuple(a for a in self.levers if reasons.get(a.name, a.idle(model, inner)) is None)
+        return replace(self, algorithms=kept, dropped=self.dropped + idle, levers=levers)
+
+    def chosen(self, decisions: Mapping[str, tuple[bool, str]]) -> Plan:
+        """Return the plan with levers switched on and off.
+
+        Args:
+            decisions: Name of a lever -> whether it is on, and the reason if it is off. Other levers stay as they are.
+
+        Raises:
+            ValueError: A name is not one of :attr:`levers`.
+        """
+        levers = {lever.name: lever for lever in self.levers}
+        unknown = [name for name in decisions if name not in levers]
+        if unknown:
+            raise ValueError(f"found {', '.join(unknown)}; the levers of this plan are {', '.join(levers) or 'none'}.")
+        others = [a for a in self.algorithms if a.name not in decisions]
+        on = [levers[name] for name, (kept, _) in decisions.items() if kept]
+        off = tuple(Dropped(name, reason) for name, (kept, reason) in decisions.items() if not kept)
+        return replace(
+            self,
+            algorithms=tuple(sorted([*others, *on], key=lambda algorithm: algorithm.traits.order)),
+            dropped=tuple(entry for entry in self.dropped if entry.name not in decisions) + off,
+        )
 
     def transform(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         """Let every algorithm change the modules. Call it before the model is wrapped, sharded or compiled.
@@ -204,14 +229,23 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     }
     dropped = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)
     dropped += _unread(config, level, wanted, on=list(built))
+    levers = [name for name in wanted if _is_open(name, config, level, facts)]
     kept = list(built.values())
     return Plan(
         level=level,
         mode=config.boost.mode,
         algorithms=tuple(sorted(kept, key=lambda algorithm: algorithm.traits.order)),
         dropped=dropped,
+        levers=tuple(_build(REGISTRY[name], *_settings(REGISTRY[name], config, level, facts)) for name in levers),
         unmeasured=_unmeasured(config, level, wanted, kept, facts),
     )
+
+
+def _is_open(name: str, config: BoostConfig, level: str, facts: Facts) -> bool:
+    """Whether a trial may decide about an algorithm: a lever of the level about which the user said nothing."""
+    entry = REGISTRY[name]
+    by_level = config.boost.mode == "auto" and name in LEVELS[level] and name not in config.extra
+    return entry.lever and by_level and entry.unusable(facts) is None
 
 
 def _check_one_length(given: int, config: BoostConfig) -> None:

@@ -123,6 +123,8 @@ class Entry:
         unproven: Why a level should leave it out on these facts although it would work. A request by name overrides
             this.
         displaces: Names that are dropped when this one is on (MindSpore's precedence rule).
+        lever: Whether it only changes the speed of a step, so that a trial may switch it on and off.
+        once: Whether it costs time once, such as compilation.
         in_no_level: Why no level has it although MindSpore's levels do. Shown if its switch is not read.
     """
 
@@ -136,6 +138,8 @@ class Entry:
     unusable: Callable[[Facts], str | None] = _never
     unproven: Callable[[Facts], str | None] = _never
     displaces: frozenset[str] = frozenset()
+    lever: bool = False
+    once: bool = False
     in_no_level: str = ""
 
     @property
@@ -258,11 +262,13 @@ _ENTRIES = (
         algorithm=ChannelsLast,
         summary="stores images and kernels channels-last",
         unusable=_needs_convolutions,
+        lever=True,
     ),
     Entry(
         algorithm=Autocast,
         summary="computes the forward and backward pass in bfloat16",
-        unusable=_needs_fast_half,
+        unproven=_needs_fast_half,
+        lever=True,
     ),
     Entry(
         algorithm=BlockFreeze,
@@ -280,8 +286,14 @@ _ENTRIES = (
         facts=MappingProxyType({"total_steps": "total_steps"}),
         unproven=_freeze_unproven,
     ),
-    Entry(algorithm=FusedOptimizer, summary="updates all parameters in one kernel"),
-    Entry(algorithm=Compile, summary="compiles the model with torch.compile", unproven=_compile_unproven),
+    Entry(algorithm=FusedOptimizer, summary="updates all parameters in one kernel", lever=True),
+    Entry(
+        algorithm=Compile,
+        summary="compiles the model with torch.compile",
+        unproven=_compile_unproven,
+        lever=True,
+        once=True,
+    ),
     Entry(
         algorithm=AccumulationSteps,
         summary="updates once after several batches",

@@ -286,3 +286,27 @@ def test_what_is_undone_too_is_undone_first():
     attachment.remove()
     attachment.remove()
     assert order == ["too", "own"]
+
+
+class Counted(Algorithm):
+    def __init__(self, name: str, order: int, undone: list[str]) -> None:
+        self.name, self.traits, self._undone = name, Traits(order=order), undone  # pyright: ignore
+
+    def attach(self, target: Target) -> Attachment:
+        return Attachment(undo=lambda: self._undone.append(self.name))
+
+
+def test_attachments_are_detached_and_adopted_one_by_one():
+    undone: list[str] = []
+    target = Target(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters(), lr=0.1))
+    attached = attach_all(target, [Counted("first", 1, undone), Counted("third", 3, undone)])
+    attached.with_undo(lambda: undone.append("all"))
+    attached.detach("third")
+    attached.detach("unknown")
+    assert undone == ["third"]
+    others = attach_all(target, [Counted("second", 2, undone), Counted("third", 3, undone)])
+    attached.adopt(others)
+    assert list(attached) == ["first", "second", "third"]
+    others.remove()
+    attached.remove()
+    assert undone == ["third", "all", "third", "second", "first"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -425,3 +426,58 @@ def test_all_reduce_hooks_of_a_sharded_module_are_listed(one_rank):
     assert private.all_reduce_hooks(unit) == [hook]
     outer = fully_shard(nn.Sequential(unit))
     assert private.all_reduce_hooks(outer) == []
+
+
+# Calls of a module
+
+
+class Counts(private.Interceptor):
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.calls = module, 0
+
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return private.call_uncompiled(self.module, *args)
+
+
+def test_an_interceptor_answers_calls_and_does_not_count_as_compiled():
+    module, x = nn.Linear(2, 2), torch.ones(1, 2)
+    expected = module(x)
+    counts = Counts(module)
+    private.set_compiled_call(module, counts)
+    assert private.interceptor_of(module) is counts
+    assert private.compiled_call(module) is None
+    assert torch.equal(module(x), expected)
+    assert counts.calls == 1
+    assert private.interceptor_of(copy.deepcopy(module)) is None
+    private.set_compiled_call(module, None)
+    module(x)
+    assert counts.calls == 1
+
+
+def test_jit_tracing_is_seen():
+    seen = []
+
+    class Looks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(private.is_tracing())
+            return x + 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates it
+        torch.jit.trace(Looks(), torch.ones(1), check_trace=False)
+    assert seen == [True]
+    assert not private.is_tracing()
+
+
+def test_a_new_hook_takes_the_place_of_a_removed_one():
+    optimizer, order = adam(), []
+    handles = [optimizer.register_step_pre_hook(lambda *_, name=name: order.append(name)) for name in "abc"]
+    places = private.step_pre_hook_keys(optimizer)
+    assert len(places) == 3
+    handles[1].remove()
+    optimizer.register_step_pre_hook(lambda *_: order.append("new"))
+    optimizer.register_step_pre_hook(lambda *_: order.append("last"))
+    private.keep_step_pre_hook_places(optimizer, places)
+    optimizer.step()
+    assert order == ["a", "new", "c", "last"]

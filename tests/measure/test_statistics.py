@@ -8,6 +8,7 @@ import pytest
 from torchboost.measure.statistics import (
     bootstrap_median,
     detectable_ratio,
+    exact_median,
     noninferiority,
     paired_difference,
     paired_ratio,
@@ -149,3 +150,25 @@ def test_a_ratio_of_totals_needs_paired_positive_times() -> None:
         total_ratio([1.0, 2.0], [1.0])
     with pytest.raises(ValueError, match="must be positive"):
         total_ratio([1.0, 0.0], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("count", [6, 7, 11, 20, 40])
+def test_an_exact_median_covers_the_truth_at_least_as_often_as_it_says(count: int) -> None:
+    generator = np.random.default_rng(count)
+    inside = 0
+    for values in generator.normal(size=(2000, count)):
+        interval = exact_median(values.tolist())
+        assert interval.low <= interval.mid <= interval.high
+        inside += interval.low <= 0 <= interval.high
+    assert inside >= 0.94 * 2000
+
+
+def test_an_exact_median_is_that_of_the_order_statistics() -> None:
+    interval = exact_median([5.0, 1.0, 4.0, 2.0, 3.0, 6.0, 9.0, 7.0, 8.0])
+    assert (interval.low, interval.mid, interval.high) == (2.0, 5.0, 8.0)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_too_few_values_have_no_exact_interval(count: int) -> None:
+    with pytest.raises(ValueError, match="needs more"):
+        exact_median([1.0] * count)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost import front
+from torchboost.calibration.calibration import Calibrate, check_calibrate
 from torchboost.config import BoostConfig, ConfigSource
 from torchboost.core.algorithm import AttachedAlgorithms, Scaler
 from torchboost.core.arguments import check_module
@@ -34,6 +35,7 @@ class AutoBoost:
         loop: The owner of the training loop: ``"own"``, which includes the training cells, or the trainer
             ``"transformers"``, ``"lightning"`` or ``"accelerate"``. Trainers accumulate gradients and scale the loss
             themselves, so accumulation and loss scaling are left out, and the reason names the trainer's setting.
+        calibrate: Whether the first training call measures which speed levers pay; see :func:`torchboost.boost`.
 
     Raises:
         ConfigError: A level, mode, section or key is unknown, or a value has the wrong type or is out of range. A
@@ -55,14 +57,23 @@ class AutoBoost:
         *,
         total_steps: int | None = None,
         loop: Loop = "own",
+        calibrate: Calibrate = "auto",
     ) -> None:
+        check_calibrate(calibrate)
         self._config = BoostConfig.load(boost_config_dict)
         self.level = level
         self.total_steps = total_steps
         self.loop: Loop = loop
-        self.plan = Plan.of(level, self._config, loop=loop, total_steps=total_steps)
+        self.calibrate: Calibrate = calibrate
+        self._plan = Plan.of(level, self._config, loop=loop, total_steps=total_steps)
+        self._boosted: front.Boosted | None = None
         self.attached = AttachedAlgorithms()
         self.scaler: Scaler | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """What runs, and what was left out with the reason. The trial at the first training call changes it."""
+        return self._plan if self._boosted is None else self._boosted.plan
 
     def network_auto_process_train(
         self, network: nn.Module, optimizer: Optimizer, *, scaler: Scaler | None = None
@@ -102,10 +113,11 @@ class AutoBoost:
             config=self._config,
             scaler=scaler,
             loop=self.loop,
+            calibrate=self.calibrate,
             name="network",
             caller="network_auto_process_train",
         )
-        self.plan, self.attached, self.scaler = made.plan, made.attached, made.scaler
+        self._boosted, self.attached, self.scaler = made, made.attached, made.scaler
         return made.model, made.optimizer
 
     def ddp_options(self, network: nn.Module) -> dict[str, Any]:

@@ -247,6 +247,7 @@ class AttachedAlgorithms:
 
     def __init__(self, algorithms: Iterable[Algorithm] = (), attachments: Iterable[Attachment] = ()) -> None:
         self._entries = {a.name: (a, live) for a, live in zip(algorithms, attachments, strict=True)}
+        self._undo: list[Callable[[], None]] = []
 
     def __getitem__(self, name: str) -> Attachment:
         return self._entries[name][1]
@@ -299,8 +300,27 @@ class AttachedAlgorithms:
                 self[name].load_state_dict(own[name])
             raise
 
+    def with_undo(self, undo: Callable[[], None]) -> Self:
+        """Let :meth:`remove` call ``undo`` too, before everything else."""
+        self._undo.append(undo)
+        return self
+
+    def detach(self, name: str) -> None:
+        """Remove one attachment. Does nothing if there is none of this name."""
+        if name in self._entries:
+            self._entries.pop(name)[1].remove()
+
+    def adopt(self, others: AttachedAlgorithms) -> None:
+        """Take over the attachments of ``others``, whose names must be new. The order is that of ``traits.order``."""
+        both = [*self._entries.items(), *others._entries.items()]
+        self._entries = dict(sorted(both, key=lambda entry: entry[1][0].traits.order))
+        self._undo += others._undo
+        others._entries, others._undo = {}, []
+
     def remove(self) -> None:
         """Remove all attachments in reverse order. A second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
         for _, live in reversed(self._entries.values()):
             live.remove()
         self._entries = {}

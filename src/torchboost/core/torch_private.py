@@ -43,6 +43,7 @@ __all__ = [
     "AnyNorm",
     "AnyTransposedConv",
     "DispatchMode",
+    "Interceptor",
     "TreeSpec",
     "active_ddp",
     "all_reduce_hooks",
@@ -66,9 +67,12 @@ __all__ = [
     "has_fused_mark",
     "has_gradient_hooks",
     "inside_compiled",
+    "interceptor_of",
     "is_functorch_wrapped_tensor",
     "is_reentrant_checkpoint",
     "is_traced_constant",
+    "is_tracing",
+    "keep_step_pre_hook_places",
     "make_replica",
     "memory_stamp",
     "module_hooks",
@@ -78,6 +82,7 @@ __all__ = [
     "share_attributes",
     "sparse_rows",
     "sparse_values",
+    "step_pre_hook_keys",
     "step_pre_hooks",
     "tree_flatten",
     "tree_unflatten",
@@ -249,6 +254,20 @@ def step_pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
     return list(optimizer._optimizer_step_pre_hooks.values())
 
 
+def step_pre_hook_keys(optimizer: Optimizer) -> list[int]:
+    """Return the keys of the hooks before ``step``, in their order: ``Optimizer._optimizer_step_pre_hooks``."""
+    return list(optimizer._optimizer_step_pre_hooks)
+
+
+def keep_step_pre_hook_places(optimizer: Optimizer, before: Sequence[int]) -> None:
+    """Move hooks that were registered since ``before`` to the places of those that were removed since."""
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    new = iter([key for key in hooks if key not in before])
+    places = [key if key in hooks else next(new, None) for key in before]
+    for key in [key for key in places if key is not None] + list(new):
+        hooks.move_to_end(key)
+
+
 def calls_hooks(optimizer: Optimizer) -> bool:
     """Whether ``Optimizer.__init__`` ran: it makes the registries of hooks, and a ``step`` that calls them.
 
@@ -282,9 +301,24 @@ def forget_fused_mark(optimizer: Optimizer) -> None:
 # torch.compile
 
 
+class Interceptor:
+    """Something that :func:`set_compiled_call` puts instead of a compiled call, and that compiles nothing."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a call of the module."""
+        raise NotImplementedError
+
+
 def compiled_call(module: nn.Module) -> Any:
     """Return what ``module.compile()`` made of the call, or None: ``Module._compiled_call_impl``."""
-    return module._compiled_call_impl
+    call = module._compiled_call_impl
+    return None if isinstance(call, Interceptor) else call
+
+
+def interceptor_of(module: nn.Module) -> Interceptor | None:
+    """Return the interceptor of the calls of a module, or None: ``Module._compiled_call_impl``."""
+    call = module._compiled_call_impl
+    return call if isinstance(call, Interceptor) else None
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
@@ -298,6 +332,11 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
 def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a module with its hooks, past what ``module.compile()`` made of the call: ``Module._call_impl``."""
     return module._call_impl(*args, **kwargs)
+
+
+def is_tracing() -> bool:
+    """Whether ``torch.jit.trace`` runs: ``torch._C._is_tracing``."""
+    return bool(torch._C._is_tracing())
 
 
 def inside_compiled(module: nn.Module) -> nn.Module | None:

@@ -84,6 +84,21 @@ class Agreement:
             alike = f" ({', '.join(same)} on all)" if same else ""
             raise RankDisagreementError(f"{self._subject}: the ranks disagree: {'; '.join(different)}{alike}. {hint}")
 
+    def largest(self, numbers: Sequence[float], *, step: str) -> list[float]:
+        """Return for each number the largest one of all ranks; all ranks must call this with as many numbers.
+
+        Args:
+            numbers: Any numbers, infinity included.
+            step: What this rank does, for the message.
+
+        Raises:
+            RankDisagreementError: A rank did not arrive; raised on every rank that is alive.
+        """
+        mine = torch.tensor(list(numbers), dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in self._ranks]
+        self._together(lambda group: group.allgather([rows], [mine]), {step: self._calls})
+        return torch.stack(rows).amax(0).tolist()
+
     def close(self) -> None:
         """Free the group; all ranks must call this. A second call does nothing."""
         if self._groups:

@@ -1,0 +1,274 @@
+"""The trial at the first training call: choose the levers of a plan on the inputs that arrive, then train."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchboost.calibration.choice import Choice, Machine, Source, Verdict
+from torchboost.calibration.search import Price, search
+from torchboost.calibration.trial import Call, Reduce, Trial, free_bytes, needed_bytes, streams_kept
+from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
+from torchboost.core.torch_private import (
+    Interceptor,
+    active_ddp,
+    call_uncompiled,
+    compiled_call,
+    interceptor_of,
+    is_tracing,
+    keep_step_pre_hook_places,
+    set_compiled_call,
+    step_pre_hook_keys,
+)
+from torchboost.core.wrapping import hookable, unwrap
+from torchboost.distributed.agreement import Agreement
+from torchboost.errors import RankDisagreementError
+from torchboost.graph.recording import tensors_in
+from torchboost.measure.stopwatch import environment
+from torchboost.registry import REGISTRY
+
+__all__ = ["Calibrate", "Calibration", "FirstCall", "check_calibrate", "describe", "resolved"]
+
+Calibrate = bool | float | Literal["auto"]
+"""``"auto"`` or True: a trial within 1 % of the run and 60 s. False: none. A number: its seconds."""
+
+_SWITCH = "TORCHBOOST_CALIBRATE"
+"""Environment variable. If it is 0, ``"auto"`` measures nothing."""
+_SHARE_OF_RUN = 0.01
+_MOST_SECONDS = 60.0
+_STEPS_WITHOUT_LENGTH = 30
+_RANKS_TIMEOUT = 600.0
+"""Seconds that a rank waits for another one; a rank may compile for minutes."""
+_MEMORY_SHARE = 0.5
+"""The trial takes at most this share of the free memory."""
+_COMPILE_SECONDS, _COMPILE_SECONDS_PER_MODULE = 8.0, 0.15
+"""Expected price of a compilation, before it is measured."""
+_COMPILE_RATIO = 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What a trial needs to know about a run.
+
+    Args:
+        levers: The algorithms that a trial may switch on and off.
+        fixed: Levers that stay as the prior says, with the reason.
+        prior: Names of those that are on without a trial.
+        calibrate: Whether and how long to measure.
+        total_steps: Updates of the run; None if unknown.
+    """
+
+    levers: tuple[Algorithm, ...]
+    prior: frozenset[str]
+    calibrate: Calibrate
+    total_steps: int | None
+    fixed: Mapping[str, str] = field(default_factory=dict)
+
+    def seconds(self, step_seconds: float) -> float:
+        """Return the budget of a trial, from the time of a plain step."""
+        if not isinstance(self.calibrate, (bool, str)):
+            return float(self.calibrate)
+        if self.total_steps is None:
+            return min(_MOST_SECONDS, _STEPS_WITHOUT_LENGTH * step_seconds)
+        return min(_MOST_SECONDS, _SHARE_OF_RUN * self.total_steps * step_seconds)
+
+    def without_trial(self, reason: str, source: Source = "prior") -> Choice:
+        """Return the choice of the prior, with the reason why nothing was measured."""
+        return Choice(verdicts=tuple(self._unmeasured(lever, reason) for lever in self.levers), source=source)
+
+    def _unmeasured(self, lever: Algorithm, reason: str) -> Verdict:
+        reason = self.fixed.get(lever.name, reason)
+        return Verdict(lever=lever.name, kept=lever.name in self.prior, reason=f"not measured: {reason}")
+
+    def measure(self, target: Target, call: Call, reduce: Reduce | None = None) -> Choice:
+        """Try the levers on copies of a plain pair. The pair, its inputs and all random generators stay as they are.
+
+        Args:
+            target: Model and optimizer without levers.
+            call: Positional and named arguments of a training call.
+            reduce: Takes the largest of each number over the ranks.
+        """
+        model, device = target.model, _device(target.model)
+        available, needed = free_bytes(device), needed_bytes(model)
+        short = available is not None and needed > _MEMORY_SHARE * available
+        if (reduce([float(short)])[0] if reduce is not None else short) and available is not None:
+            return self.without_trial(
+                f"the copies need about {needed / 2**20:,.0f} MiB, and {available / 2**20:,.0f} MiB are free"
+            )
+        levers = {lever.name: lever for lever in self.levers if lever.name not in self.fixed}
+        base = [lever for lever in self.levers if lever.name in self.fixed and lever.name in self.prior]
+        try:
+            with streams_kept(model):
+                trial = Trial(model, target.optimizer, call, levers, scaler=target.scaler, base=base, reduce=reduce)
+                verdicts = search(
+                    sorted(levers, key=lambda name: REGISTRY[name].once),
+                    trial,
+                    seconds=self.seconds(trial.step_seconds),
+                    steps=self.total_steps,
+                    prices={name: _price(model) for name in levers if REGISTRY[name].once},
+                    undecided={name: name in self.prior for name in levers},
+                )
+        except RankDisagreementError:
+            raise
+        except Exception as error:  # a trial must never end a training
+            text = (str(error).splitlines() or [""])[0]
+            return self.without_trial(f"the trial raised {type(error).__name__}: {text}"[:300])
+        found = {verdict.lever: verdict for verdict in verdicts}
+        return Choice(
+            verdicts=tuple(found.get(lever.name) or self._unmeasured(lever, "") for lever in self.levers),
+            source="trial",
+            seconds=trial.elapsed(),
+            peak_bytes=needed,
+            step_seconds=trial.step_seconds,
+            machine=_machine(device),
+        )
+
+
+class FirstCall(Interceptor):
+    """Waits in front of a model for the first training call, decides about the levers, and lets the call run.
+
+    It answers each call of the model until then. Calls in eval mode, without gradients, inside a compiler or a tracer,
+    or with tensors other than plain ones pass through.
+
+    Args:
+        target: The pair. Its levers are attached as the prior says.
+        attached: All attachments of the pair; the levers among them are replaced.
+        calibration: What to decide and at what price.
+        decided: Called with the choice after the levers were attached.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        attached: AttachedAlgorithms,
+        calibration: Calibration,
+        decided: Callable[[Choice], None],
+    ) -> None:
+        self._target, self._attached = target, attached
+        self._calibration, self._decided = calibration, decided
+        self._model = target.model
+        self._given: Choice | None = None
+        set_compiled_call(self._model, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a call of the model."""
+        if not self._is_training((args, kwargs)):
+            return call_uncompiled(self._model, *args, **kwargs)
+        self.decide((args, kwargs))
+        return self._model(*args, **kwargs)
+
+    def decide(self, call: Call) -> None:
+        """Choose, and attach what was chosen. If this is interrupted, the next training call decides."""
+        calibration, ranks = _on_ranks(self._calibration, self._model)
+        optimizer = hookable(self._target.optimizer)
+        places = step_pre_hook_keys(optimizer)
+        open_now = [lever for lever in calibration.levers if lever.name not in calibration.fixed]
+        before = [lever for lever in open_now if lever.name in self._attached]
+        self.remove()
+        for lever in before:
+            self._attached.detach(lever.name)
+        try:
+            choice = self._given if self._given is not None else _measured(calibration, ranks, self._target, call)
+            self._attach([lever for lever in open_now if lever.name in choice.kept], places)
+        except BaseException:
+            self._attach(before, places)
+            set_compiled_call(self._model, self)
+            raise
+        self._decided(choice)
+
+    def give(self, choice: Choice) -> None:
+        """Use a choice that was made earlier instead of a trial. Levers that are not among ours are ignored."""
+        ours = {lever.name for lever in self._calibration.levers}
+        self._given = choice.model_copy(update={"verdicts": tuple(v for v in choice.verdicts if v.lever in ours)})
+
+    def remove(self) -> None:
+        """Stop waiting. A second call does nothing."""
+        if interceptor_of(self._model) is self:
+            set_compiled_call(self._model, None)
+
+    def _attach(self, levers: Sequence[Algorithm], places: Sequence[int]) -> None:
+        self._attached.adopt(attach_all(self._target, levers))
+        keep_step_pre_hook_places(hookable(self._target.optimizer), places)
+
+    def _is_training(self, call: Call) -> bool:
+        if torch.compiler.is_compiling() or is_tracing() or not torch.is_grad_enabled():
+            return False
+        plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors_in(list(call)))
+        return plain and self._model.training and compiled_call(self._model) is None
+
+
+def _on_ranks(calibration: Calibration, model: nn.Module) -> tuple[Calibration, list[int] | None]:
+    """Return what may be decided, and the ranks that must decide the same; None for a single process."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return calibration, None
+    ddp = active_ddp()
+    if ddp is None or unwrap(ddp) is not model:
+        return calibration, []
+    reason = "DistributedDataParallel has laid out its buckets for the kernels as they are"
+    fixed = {a.name: reason for a in calibration.levers if type(a).transform is not Algorithm.transform}
+    return replace(calibration, fixed=fixed), dist.get_process_group_ranks(ddp.process_group)
+
+
+def _measured(calibration: Calibration, ranks: list[int] | None, target: Target, call: Call) -> Choice:
+    if ranks is None:
+        return calibration.measure(target, call)
+    if not ranks:
+        return calibration.without_trial("several ranks decide together only under DistributedDataParallel")
+    agreement = Agreement(ranks, subject="the trial of the speed levers", timeout=_RANKS_TIMEOUT)
+    try:
+        return calibration.measure(target, call, lambda numbers: agreement.largest(numbers, step="sample"))
+    finally:
+        agreement.close()
+
+
+def check_calibrate(calibrate: Any) -> None:
+    """Refuse a value that is not ``"auto"``, a bool or a positive number of seconds.
+
+    Raises:
+        ValueError: Another value.
+    """
+    number = isinstance(calibrate, (int, float)) and not isinstance(calibrate, bool)
+    if calibrate == "auto" or isinstance(calibrate, bool) or (number and 0 < calibrate < float("inf")):
+        return
+    raise ValueError(
+        f'calibrate: found {calibrate!r}; pass "auto", False for no trial, or the seconds that a trial may take.'
+    )
+
+
+def resolved(calibrate: Calibrate) -> Calibrate:
+    """Return what ``"auto"`` means in this environment: False if ``TORCHBOOST_CALIBRATE`` is 0."""
+    check_calibrate(calibrate)
+    return False if calibrate == "auto" and os.environ.get(_SWITCH, "").strip() == "0" else calibrate
+
+
+def describe(choice: Choice) -> str:
+    """Return the choice in one line."""
+    parts = [f"{v.lever} {'on' if v.kept else 'off'} ({v.reason})" for v in choice.verdicts]
+    where = {"trial": f"measured in {choice.seconds:.1f} s", "cache": "measured earlier on this machine"}
+    return f"{'; '.join(parts)}. Source: {where.get(choice.source, choice.source)}."
+
+
+def _price(model: nn.Module) -> Price:
+    leaves = sum(1 for module in model.modules() if not any(True for _ in module.children()))
+    return Price(expected=_COMPILE_SECONDS + _COMPILE_SECONDS_PER_MODULE * leaves, best_ratio=_COMPILE_RATIO)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _machine(device: torch.device) -> Machine:
+    found = environment(device)
+    return Machine(
+        processor=found.processor,
+        threads=found.threads,
+        device=found.device,
+        torch=found.torch,
+        torchboost=found.torchboost,
+    )

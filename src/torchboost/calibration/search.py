@@ -1,0 +1,243 @@
+"""Decide which levers pay, from paired samples: greedy, sequential, within a budget of time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torchboost.calibration.choice import Verdict
+from torchboost.measure.evidence import Interval
+from torchboost.measure.statistics import exact_median
+
+__all__ = ["Bench", "Price", "search"]
+
+_LOOKS = (7, 11, 15, 20, 28, 40)
+"""Numbers of pairs at which a lever may be decided."""
+_CONFIDENCE = 0.98
+"""Of one look. Over all looks, a lever that does nothing is kept in fewer than 1 of 20 trials."""
+_EARLY = 4
+"""Pairs after which a lever that is clearly slower in each of them is dropped."""
+_CLEARLY_SLOWER = 0.85
+_LEAST_GAIN = 1.01
+"""A lever that makes a step less than 1 % faster is not kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """What a lever costs once, such as compilation. Unit: seconds.
+
+    Args:
+        expected: Estimate before the trial.
+        best_ratio: The largest gain to hope for. A lever that could not repay its price with this gain is not tried.
+    """
+
+    expected: float
+    best_ratio: float = 2.0
+
+
+class Bench(Protocol):
+    """Builds two contestants and times them in turns. With several ranks, every number is that of the slowest rank."""
+
+    def build(self, levers: Sequence[str]) -> float:
+        """Make the challenger and warm it up. Return the seconds that this cost more than the same number of steps.
+
+        Raises:
+            Exception: Whatever the levers raise. The incumbent stays as it is.
+        """
+        ...
+
+    def sample(self) -> tuple[float, float]:
+        """Return the seconds of one step of the incumbent and of the challenger."""
+        ...
+
+    def promote(self) -> None:
+        """Make the challenger the incumbent."""
+        ...
+
+    def elapsed(self) -> float:
+        """Return the seconds since the trial began."""
+        ...
+
+
+@dataclass(slots=True)
+class _Found:
+    seconds: float
+    ratios: list[float] = field(default_factory=list)
+    incumbent: list[float] = field(default_factory=list)
+    price: float = 0.0
+
+    @property
+    def interval(self) -> Interval | None:
+        return None if len(self.ratios) < _LOOKS[0] else exact_median(self.ratios, confidence=_CONFIDENCE)
+
+
+def search(
+    levers: Sequence[str],
+    bench: Bench,
+    *,
+    seconds: float,
+    steps: int | None = None,
+    prices: Mapping[str, Price] | None = None,
+    undecided: Mapping[str, bool] | None = None,
+) -> tuple[Verdict, ...]:
+    """Try the levers one after the other on top of those that were kept, then those again that were dropped too early.
+
+    A lever is kept if the 98 % interval of its paired ratio is above 1 and the ratio at least 1.01. It is dropped if
+    the interval excludes that, if it raises, or if its price is not repaid. A lever that was dropped before another one
+    was kept is tried a second time on top of that one. At the end the combination is compared with the plain step: if
+    it is slower, nothing is kept.
+
+    Args:
+        levers: Names, in the order of the trial.
+        bench: Its incumbent is the plain step.
+        seconds: Budget of the trial.
+        steps: Updates that remain in the run; None if unknown. Levers with a price are then not tried.
+        prices: Lever -> what it costs once.
+        undecided: Lever -> whether to keep it if the budget does not suffice for a decision. Missing means no. A lever
+            whose few samples speak against it is dropped.
+
+    Returns:
+        One verdict for each lever, in the given order.
+    """
+    return _Search(list(levers), bench, seconds, steps, dict(prices or {}), dict(undecided or {})).run()
+
+
+@dataclass(slots=True)
+class _Search:
+    levers: list[str]
+    bench: Bench
+    seconds: float
+    steps: int | None
+    prices: dict[str, Price]
+    undecided: dict[str, bool]
+    kept: list[str] = field(default_factory=list)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    last_step: float | None = None
+
+    def run(self) -> tuple[Verdict, ...]:
+        for index, lever in enumerate(self.levers):
+            self._try(lever, share=(self.seconds - self.bench.elapsed()) / (len(self.levers) - index))
+        for lever in self._worth_a_second_try():
+            first = self.verdicts[lever]
+            self._try(lever, share=self.seconds - self.bench.elapsed())
+            if not self.verdicts[lever].kept:
+                self.verdicts[lever] = first
+        self._compare_with_plain()
+        return tuple(self.verdicts[lever] for lever in self.levers)
+
+    def _try(self, lever: str, share: float) -> None:
+        refusal = self._too_dear(lever, share)
+        if refusal is not None:
+            self._decide(lever, False, refusal, None)
+            return
+        deadline = self.bench.elapsed() + share
+        try:
+            price = self.bench.build([*self.kept, lever])
+        except Exception as error:  # a lever may raise anything; training continues without it
+            text = (str(error).splitlines() or [""])[0]
+            self._decide(lever, False, f"it raised {type(error).__name__}: {text}"[:300].rstrip(": "), None)
+            return
+        found = self._measure(deadline)
+        found.price = price
+        self._judge(lever, found)
+
+    def _measure(self, deadline: float) -> _Found:
+        found = _Found(seconds=deadline)
+        while True:
+            base, own = self.bench.sample()
+            found.incumbent.append(base)
+            found.ratios.append(base / own if own > 0 and math.isfinite(own) else 0.0)
+            done = len(found.ratios)
+            if done >= _EARLY and max(found.ratios) < _CLEARLY_SLOWER:
+                return found
+            if done in _LOOKS and _decided(found.interval):
+                return found
+            if done >= _LOOKS[-1] or self.bench.elapsed() >= deadline:
+                return found
+
+    def _judge(self, lever: str, found: _Found) -> None:
+        self.last_step = sorted(found.incumbent)[len(found.incumbent) // 2]
+        middle = sorted(found.ratios)[len(found.ratios) // 2]
+        if max(found.ratios) < _CLEARLY_SLOWER:
+            self._decide(lever, False, f"a step takes {1 / max(middle, 1e-9):.2f} times as long", found)
+        elif found.interval is not None and found.interval.low > 1 and middle >= _LEAST_GAIN:
+            saving = self._saving(found.interval.mid)
+            if lever in self.prices and saving is not None and saving <= found.price:
+                text = (
+                    f"{found.interval.mid:.2f} times as fast, which saves {saving:.0f} s and costs {found.price:.0f} s"
+                )
+                self._decide(lever, False, text, found)
+            else:
+                self._decide(lever, True, f"a step is {found.interval.mid:.2f} times as fast", found)
+        elif found.interval is not None and (_decided(found.interval) or len(found.ratios) >= _LOOKS[-1]):
+            self._decide(lever, False, f"no gain was found: {found.interval.mid:.2f} times as fast", found)
+        else:
+            keep = self.undecided.get(lever, False) and middle > 1
+            what = "kept as usual" if keep else "left out"
+            text = f"{len(found.ratios)} pairs of steps did not decide ({middle:.2f} times as fast); {what}"
+            self._decide(lever, keep, text, found)
+
+    def _decide(self, lever: str, kept: bool, reason: str, found: _Found | None) -> None:
+        interval = None if found is None else found.interval
+        pairs = 0 if found is None else len(found.ratios)
+        self.verdicts[lever] = Verdict(lever=lever, kept=kept, reason=reason, ratio=interval, pairs=pairs)
+        if kept:
+            self.kept.append(lever)
+            self.bench.promote()
+
+    def _too_dear(self, lever: str, share: float) -> str | None:
+        price = self.prices.get(lever)
+        if self.bench.elapsed() >= self.seconds:
+            return "the time for the trial was used up"
+        if price is None:
+            return None
+        if self.steps is None:
+            return "its price is only repaid over a long run; pass total_steps, the number of updates"
+        saving = self._saving(price.best_ratio)
+        if saving is not None and saving <= price.expected:
+            return (
+                f"{self.steps:,} steps do not repay it: at best it saves {saving:.0f} s, and it costs about "
+                f"{price.expected:.0f} s"
+            )
+        if price.expected > share:
+            return (
+                f"to try it takes about {price.expected:.0f} s, and the trial has {max(share, 0):.0f} s left; "
+                "give it more with calibrate=seconds"
+            )
+        return None
+
+    def _saving(self, ratio: float) -> float | None:
+        if self.steps is None or self.last_step is None:
+            return None
+        return self.steps * self.last_step * (1 - 1 / ratio)
+
+    def _worth_a_second_try(self) -> Iterator[str]:
+        """Yield measured levers that were dropped before a lever was kept with which they were not tried."""
+        for position, lever in enumerate(self.levers):
+            verdict = self.verdicts[lever]
+            later = any(self.verdicts[other].kept for other in self.levers[position + 1 :])
+            if later and not verdict.kept and verdict.pairs and lever not in self.prices:
+                yield lever
+
+    def _compare_with_plain(self) -> None:
+        """Drop everything if the plain step is faster than the combination."""
+        if len(self.kept) < 2 or self.bench.elapsed() >= self.seconds:
+            return
+        self.bench.build([])
+        found = self._measure(self.seconds)
+        if found.interval is None or found.interval.low <= 1:
+            return
+        for lever in self.kept:
+            text = f"together with {', '.join(k for k in self.kept if k != lever)} it is slower than the plain step"
+            self.verdicts[lever] = self.verdicts[lever].model_copy(update={"kept": False, "reason": text})
+        self.kept.clear()
+        self.bench.promote()
+
+
+def _decided(interval: Interval | None) -> bool:
+    """Whether more samples would probably not change the verdict."""
+    if interval is None:
+        return False
+    return interval.high < _LEAST_GAIN or (interval.low > 1 and interval.mid >= _LEAST_GAIN)

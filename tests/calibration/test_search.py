@@ -1,0 +1,163 @@
+"""Planted effects: levers that gain, cost, do nothing, raise, or have a price."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from torchboost.calibration.search import Price, search
+
+
+class Planted:
+    """Steps of 10 ms times the factors of the levers, with noise; the clock counts what was spent."""
+
+    def __init__(
+        self,
+        factors: dict[str, float],
+        *,
+        noise: float = 0.05,
+        seed: int = 0,
+        prices: dict[str, float] | None = None,
+        pairs: dict[frozenset[str], float] | None = None,
+    ) -> None:
+        self.factors, self.noise, self.prices, self.together = factors, noise, prices or {}, pairs or {}
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.incumbent: tuple[str, ...] = ()
+        self.challenger: tuple[str, ...] = ()
+        self.built: list[tuple[str, ...]] = []
+
+    def _step(self, levers: tuple[str, ...]) -> float:
+        seconds = 0.01
+        for lever in levers:
+            seconds *= self.factors[lever]
+        for some, factor in self.together.items():
+            seconds *= factor if some <= set(levers) else 1.0
+        seconds *= self.random.lognormvariate(0.0, self.noise)
+        if self.random.random() < 0.05:
+            seconds *= 3  # a disturbance of a shared machine
+        self.now += seconds
+        return seconds
+
+    def build(self, levers: Sequence[str]) -> float:
+        self.built.append(tuple(levers))
+        if "raises" in levers:
+            raise RuntimeError("planted\nsecond line")
+        self.challenger = tuple(levers)
+        price = sum(self.prices.get(lever, 0.0) for lever in levers)
+        self.now += price + 0.02
+        return price
+
+    def sample(self) -> tuple[float, float]:
+        return self._step(self.incumbent), self._step(self.challenger)
+
+    def promote(self) -> None:
+        self.incumbent = self.challenger
+
+    def elapsed(self) -> float:
+        return self.now
+
+
+FACTORS = {"gains": 1 / 1.2, "costs": 1.2, "nothing": 1.0, "raises": 1.0}
+
+
+def test_planted_effects_are_found_19_times_in_20():
+    kept = dict.fromkeys(FACTORS, 0)
+    for seed in range(400):
+        for verdict in search(list(FACTORS), Planted(FACTORS, seed=seed), seconds=60):
+            kept[verdict.lever] += verdict.kept
+    assert kept["gains"] >= 380
+    assert kept["costs"] == kept["raises"] == 0
+    assert kept["nothing"] <= 20
+
+
+def test_an_error_is_the_reason():
+    (verdict,) = search(["raises"], Planted(FACTORS), seconds=60)
+    assert not verdict.kept
+    assert verdict.reason == "it raised RuntimeError: planted"
+
+
+def test_what_is_kept_is_the_base_of_the_next():
+    bench = Planted({"one": 0.5, "two": 0.5})
+    assert all(verdict.kept for verdict in search(["one", "two"], bench, seconds=60))
+    assert bench.built[:2] == [("one",), ("one", "two")]
+
+
+def test_a_lever_that_pays_only_with_a_later_one_is_tried_again():
+    bench = Planted({"format": 1.0, "half": 0.8}, pairs={frozenset({"format", "half"}): 0.7})
+    verdicts = {verdict.lever: verdict for verdict in search(["format", "half"], bench, seconds=60)}
+    assert verdicts["format"].kept
+    assert verdicts["half"].kept
+
+
+def test_levers_that_are_slower_together_than_nothing_go():
+    """Each pays when it is added; the machine then changes, and all of it is slower than the plain step."""
+
+    class Changing(Planted):
+        def build(self, levers: Sequence[str]) -> float:
+            if not levers:
+                self.factors = {"one": 1.5, "two": 1.5}
+            return super().build(levers)
+
+    verdicts = search(["one", "two"], Changing({"one": 0.8, "two": 0.8}), seconds=60)
+    assert not any(verdict.kept for verdict in verdicts)
+    assert "slower than the plain step" in verdicts[0].reason
+
+
+@pytest.mark.parametrize(
+    ("steps", "kept", "reason"),
+    [
+        (None, False, "pass total_steps"),
+        (500, False, "do not repay it"),
+        (100_000, True, "times as fast"),
+    ],
+)
+def test_a_price_must_be_repaid(steps, kept, reason):
+    bench = Planted({"compile": 0.7}, prices={"compile": 5.0})
+    levers = ["compile"] if steps is None else ["nothing", "compile"]
+    bench.factors["nothing"] = 1.0
+    verdicts = search(levers, bench, seconds=60, steps=steps, prices={"compile": Price(expected=5.0)})
+    assert verdicts[-1].kept is kept
+    assert reason in verdicts[-1].reason
+
+
+def test_a_price_that_turns_out_higher_than_the_saving_drops_the_lever():
+    bench = Planted({"nothing": 1.0, "compile": 0.9}, prices={"compile": 30.0})
+    verdicts = search(["nothing", "compile"], bench, seconds=60, steps=10_000, prices={"compile": Price(expected=5.0)})
+    assert not verdicts[-1].kept
+    assert "costs 30 s" in verdicts[-1].reason
+
+
+def test_a_price_above_what_is_left_is_not_paid():
+    bench = Planted({"compile": 0.5}, prices={"compile": 50.0})
+    (verdict,) = search(["compile"], bench, seconds=20, steps=10**6, prices={"compile": Price(expected=50.0)})
+    assert not verdict.kept
+    assert "calibrate=seconds" in verdict.reason
+    assert bench.built == []
+
+
+@pytest.mark.parametrize("seconds", [0.3, 0.5, 1.0, 2.0])
+def test_the_budget_is_kept(seconds):
+    factors = {f"lever {k}": 1.0 for k in range(6)}
+    bench = Planted(factors, noise=0.2)
+    search(list(factors), bench, seconds=seconds)
+    assert bench.now <= seconds * 1.1 + 0.1  # one pair, and building one contestant
+
+
+def test_an_undecided_lever_stays_as_it_was_unless_its_samples_speak_against_it():
+    for factor, kept in ((0.9, True), (1.1, False)):
+        bench = Planted({"lever": factor}, noise=0.001)
+        (verdict,) = search(["lever"], bench, seconds=0.05, undecided={"lever": True})
+        assert verdict.kept is kept
+        assert "did not decide" in verdict.reason
+        assert verdict.ratio is None
+
+
+def test_without_time_nothing_is_built():
+    bench = Planted({"lever": 0.5})
+    bench.now = 1.0
+    (verdict,) = search(["lever"], bench, seconds=1.0)
+    assert not verdict.kept
+    assert bench.built == []

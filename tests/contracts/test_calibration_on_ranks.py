@@ -1,0 +1,69 @@
+"""All ranks choose the same levers: the slowest rank counts, and what one rank cannot run is dropped on all."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchboost
+from tests.support.ranks import run_ranks
+from torchboost.algorithms.autocast import Autocast
+from torchboost.algorithms.fused_optimizer import FusedOptimizer
+
+CONFIG = {"extra": {"compile": False, "grad_freeze": False}}
+
+
+class Slow(nn.Linear):
+    """Sleeps where autocast is on, so that this lever is planted as slow on one rank."""
+
+    on = -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu") and dist.get_rank() == self.on:
+            time.sleep(0.02)
+        return super().forward(x)
+
+
+def calibrated(slow: int, raising: int) -> tuple[list[str], list[str], list[float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), Slow(4 * 36, 8), nn.Linear(8, 2))
+    model[2].on = slow
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    attach = FusedOptimizer.attach
+
+    def raises(self: FusedOptimizer, target: torchboost.Target) -> object:
+        if target.model is not model and dist.get_rank() == raising:
+            raise RuntimeError("planted")
+        return attach(self, target)
+
+    FusedOptimizer.attach = raises
+    try:
+        boosted = torchboost.boost(model, optimizer, total_steps=10_000, config=CONFIG, calibrate=1.0)
+        parallel = DistributedDataParallel(model)
+        for step in range(2):
+            x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+            parallel(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        FusedOptimizer.attach = attach
+    assert boosted.choice is not None
+    kept = sorted(boosted.choice.kept)
+    return kept, [v.reason for v in boosted.choice.verdicts], [float(p.detach().sum()) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_one_slow_and_one_raising_rank_decide_for_all(world):
+    results = run_ranks(calibrated, world, 0, world - 1)
+    kept, reasons, weights = results[0]
+    assert all(each == results[0] for each in results[1:]) or all(each[0] == kept for each in results)
+    assert all(each[2] == weights for each in results)
+    assert Autocast.name not in kept
+    assert FusedOptimizer.name not in kept
+    assert any("planted" in reason or "another rank" in reason for reason in reasons)
+    assert all(any("laid out its buckets" in reason for reason in each[1]) for each in results)
