@@ -19,12 +19,14 @@ from torchboost.algorithms.accumulation import AccumulationSteps, Accumulator
 from torchboost.algorithms.accumulation.optimizer import AccumulatingOptimizer
 from torchboost.calibration.calibration import Calibrate, Calibration, FirstCall, describe, resolved
 from torchboost.calibration.choice import Choice
+from torchboost.calibration.watch import StepWatch
 from torchboost.config import ConfigSource
 from torchboost.core.algorithm import AttachedAlgorithms, Scaler, Target
 from torchboost.core.arguments import check_loss_fn, check_module, check_optimizer, check_pair, check_scaler
 from torchboost.core.step import TrainStep
 from torchboost.core.torch_private import step_pre_hooks
 from torchboost.core.wrapping import hookable, wrapper_of
+from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.dataflow import shared_traces
 from torchboost.graph.recording import call
@@ -79,10 +81,9 @@ class Boosted:
         for optimizer in {id(o): o for o in (hookable(given), hookable(self.optimizer))}.values():
             if len(attached) or calibration is not None:
                 attached.with_undo(optimizer.register_step_pre_hook(_Mark(self)).remove)
+        self._calibration = calibration
         self._waiting: FirstCall | None = None
-        if calibration is not None:
-            self._waiting = FirstCall(target, attached, calibration, self._decide)
-            attached.with_undo(self._waiting.remove)
+        self._wait()
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer))
@@ -94,10 +95,27 @@ class Boosted:
         """Return which algorithms are on, with their settings, and which were left out, with the reasons."""
         return self.plan.explain() + ("" if self.choice is None else f"\n{_explained(self.choice)}")
 
+    def _wait(self) -> None:
+        """Let the next training call choose the levers."""
+        if self._calibration is not None:
+            self._waiting = FirstCall(self._target, self.attached, self._calibration, self._decide)
+            self.attached.with_undo(self._waiting.remove)
+
     def _decide(self, choice: Choice) -> None:
+        again = self.choice is not None
         self.choice, self._waiting = choice, None
         self.plan = self.plan.chosen({v.lever: (v.kept, v.reason) for v in choice.verdicts})
         _LOG.info("%s: %s", self.plan.level, describe(choice))
+        if not again and choice.source != "prior" and Topology.current().world_size == 1:
+            watch = StepWatch(hookable(self._given), self._measure_again)
+            self.attached.with_undo(watch.remove)
+
+    def _measure_again(self, before: float, now: float) -> None:
+        _LOG.info(
+            "%s: a step takes %.1f ms, after the trial it took %.1f ms; the next call measures the levers again, once.",
+            *(self.plan.level, 1e3 * now, 1e3 * before),
+        )
+        self._wait()
 
     def step(
         self, loss_fn: Callable[..., Tensor | tuple[Tensor, float]] | None = None, model: nn.Module | None = None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import torchboost
 from torchboost.calibration import calibration as module
+from torchboost.calibration import watch as watch_module
 from torchboost.calibration.calibration import check_calibrate, resolved
 from torchboost.calibration.choice import Choice
 from torchboost.calibration.trial import Trial
@@ -277,6 +278,34 @@ def test_auto_boost_calibrates_too(monkeypatch):
 def test_bad_values_are_refused(value):
     with pytest.raises(ValueError, match=r'calibrate: found .* pass "auto"'):
         check_calibrate(value)
+
+
+def test_slower_steps_are_measured_again_once(monkeypatch, caplog):
+    choose(monkeypatch, {"fused_optimizer"})
+    model = network()
+    boosted = torchboost.boost(model, adamw(model), total_steps=900, config=CUT, calibrate=5.0)
+    x, y = batches(1)[0]
+    now = [0.0]
+
+    def steps(count: int, seconds: float) -> None:
+        for _ in range(count):
+            now[0] += seconds
+            nn.functional.cross_entropy(boosted.model(x), y).backward()
+            boosted.optimizer.step()
+            boosted.optimizer.zero_grad()
+
+    monkeypatch.setattr(watch_module.StepWatch.__init__, "__kwdefaults__", {"read": lambda: now[0]})
+    steps(60, 0.1)
+    choose(monkeypatch, {"channels_last"})
+    with caplog.at_level("INFO", logger="torchboost"):
+        steps(120, 0.2)
+    assert any("measures the levers again, once" in record.message for record in caplog.records)
+    assert set(LEVERS) & set(boosted.attached) == {"channels_last"}
+    choose(monkeypatch, set())
+    steps(250, 0.9)
+    assert set(LEVERS) & set(boosted.attached) == {"channels_last"}
+    boosted.remove()
+    assert not boosted.optimizer._optimizer_step_post_hooks
 
 
 def test_the_environment_switches_auto_off(monkeypatch):
