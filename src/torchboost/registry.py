@@ -23,7 +23,7 @@ from torchboost.algorithms.loss_scale.algorithm import LossScaleGroups
 from torchboost.algorithms.subspace.algorithm import SubspaceDescent
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import check_count, check_module
-from torchboost.core.hardware import half_precision_is_fast
+from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import AnyConv
 from torchboost.distributed.topology import Topology
 from torchboost.errors import nearest
@@ -44,6 +44,7 @@ class Facts:
         devices_per_node: Ranks on one node.
         device: Type of the device that trains: ``"cpu"``, ``"cuda"``, ...
         half_precision: Whether the device computes faster in bfloat16 than in float32; None if the device is not here.
+        half_precision_reason: One clause that says what was measured; empty if nothing was.
         convolutions: Number of convolutions in the model; None without a model.
         trained: Whether the model was trained before, judged by its BatchNorm statistics; None without a model or
             without BatchNorms.
@@ -61,6 +62,7 @@ class Facts:
     devices_per_node: int = 1
     device: str = "cpu"
     half_precision: bool | None = False
+    half_precision_reason: str = ""
     convolutions: int | None = None
     trained: bool | None = None
     total_steps: int | None = None
@@ -81,7 +83,9 @@ class Facts:
     ) -> Facts:
         """Look at the process group, the hardware and, if given, the model.
 
-        Without a model the device is torch's default device. ``total_steps`` is passed on unchanged.
+        Without a model the device is torch's default device. ``total_steps`` is passed on unchanged. The first call in
+        a process measures the speed of bfloat16 (:func:`~torchboost.core.hardware.half_precision`): at most 0.2 s on
+        the CPU.
         """
         topology = Topology.current()
         device, convolutions, trained = torch.get_default_device(), None, None
@@ -90,12 +94,14 @@ class Facts:
             device = next((p.device for p in model.parameters()), device)
             convolutions = sum(isinstance(m, AnyConv) for m in model.modules())
             trained = was_trained(model)
+        half = half_precision(device, convolutions)
         return cls(
             world_size=topology.world_size,
             nodes=topology.nodes,
             devices_per_node=topology.devices_per_node,
             device=device.type,
-            half_precision=half_precision_is_fast(device),
+            half_precision=half.fast,
+            half_precision_reason=half.reason,
             convolutions=convolutions,
             trained=trained,
             total_steps=total_steps,
@@ -152,15 +158,13 @@ def _needs_convolutions(facts: Facts) -> str | None:
     return "the model has no convolution" if facts.convolutions == 0 else None
 
 
-def _needs_fast_half(facts: Facts) -> str | None:
+def _half_unproven(facts: Facts) -> str | None:
     if facts.half_precision:
         return None
     if facts.half_precision is None:
         return f"{facts.device} is not available here, so it is not known whether it computes faster in bfloat16"
-    return (
-        f"this {facts.device} does not compute faster in bfloat16 (needs AVX512-BF16, AMX or a CUDA GPU of compute "
-        "capability 8.0 or newer)"
-    )
+    reason = facts.half_precision_reason or f"this {facts.device} does not compute faster in bfloat16"
+    return f"{reason}; ask for it with extra.autocast"
 
 
 _TRAINER_SETTINGS = {
@@ -267,7 +271,7 @@ _ENTRIES = (
     Entry(
         algorithm=Autocast,
         summary="computes the forward and backward pass in bfloat16",
-        unproven=_needs_fast_half,
+        unproven=_half_unproven,
         lever=True,
     ),
     Entry(

@@ -17,7 +17,7 @@ from torchboost.cli.doctor import examine
 from torchboost.cli.output import fail, print_json, print_table, settings_of, summary_of, user_errors
 from torchboost.cli.pca import pca
 from torchboost.config import BoostConfig
-from torchboost.core.hardware import device_fault, half_precision_is_fast
+from torchboost.core.hardware import device_fault, half_precision
 from torchboost.errors import ConfigError
 from torchboost.measure.evidence import BenchReport
 from torchboost.plan import Plan, resolve
@@ -150,12 +150,14 @@ def _facts(config: BoostConfig, nodes: int, device: str, convolutions: int | Non
     except RuntimeError:
         fail(f"--device: found {device!r}; allowed: a device of torch, such as cpu or cuda.")
     here = config.common.device_number if nodes > 1 else 1
+    half = half_precision(kind, convolutions) if device_fault(kind) is None else None
     return Facts(
         world_size=nodes * here,
         nodes=nodes,
         devices_per_node=here,
         device=kind.type,
-        half_precision=half_precision_is_fast(kind) if device_fault(kind) is None else None,
+        half_precision=None if half is None else half.fast,
+        half_precision_reason="" if half is None else half.reason,
         convolutions=convolutions,
     )
 

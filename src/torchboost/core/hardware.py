@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-__all__ = ["device_fault", "half_precision_is_fast"]
+from torchboost.measure.machine import PAYS, Kind, half_speed
+
+__all__ = ["HalfPrecision", "device_fault", "half_precision", "half_precision_is_fast"]
 
 
 def device_fault(device: torch.device | str) -> str | None:
@@ -16,26 +20,63 @@ def device_fault(device: torch.device | str) -> str | None:
     return None
 
 
-def half_precision_is_fast(device: torch.device | str) -> bool:
-    """Whether ``device`` has instructions for bfloat16, so that autocast saves time.
+@dataclass(frozen=True, slots=True)
+class HalfPrecision:
+    """Whether autocast to bfloat16 is expected to save time on a device.
 
-    CPU: AVX512-BF16 or AMX, with oneDNN in this build of torch. CUDA: compute capability 8.0 or newer (on ROCm
-    every supported device). Other devices, including MPS and ARM, were not measured and count as slow.
+    Attributes:
+        fast: The decision.
+        reason: One clause that says what the decision is based on.
+    """
+
+    fast: bool
+    reason: str
+
+
+def half_precision(device: torch.device | str, convolutions: int | None = None) -> HalfPrecision:
+    """Decide whether ``device`` computes a network faster in bfloat16 than in float32.
+
+    The decision is based on a short measurement, made once per process
+    (:func:`~torchboost.measure.machine.half_speed`). bfloat16 must be at least 1.1 times as fast as float32: in matrix
+    products, and if the network has convolutions, in these too. If a CUDA device cannot be measured, it counts as fast
+    from compute capability 8.0 on (on ROCm always). Other devices, such as MPS, are not measured and count as slow.
 
     Args:
         device: A device or its name. ``"cuda"`` means the current CUDA device.
+        convolutions: Number of convolutions in the network. If it is not known, both products must be fast.
+
+    Cost: on the CPU 0.1 s for each kind of product, at the first call in a process.
 
     Example:
         >>> import torch
-        >>> half_precision_is_fast(torch.device("mps"))
-        False
+        >>> half_precision(torch.device("mps")).reason
+        'the speed of bfloat16 is not measured on mps'
     """
     device = torch.device(device)
-    if device.type == "cpu":
-        # Older versions of torch do not report capabilities. They count as slow.
-        capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-        fast = capabilities.get("avx512_bf16", False) or capabilities.get("amx_bf16", False)
-        return bool(fast) and torch.backends.mkldnn.is_available()
-    if device.type == "cuda":
-        return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 0)
-    return False
+    if device.type not in ("cpu", "cuda"):
+        return HalfPrecision(False, f"the speed of bfloat16 is not measured on {device.type}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return HalfPrecision(False, "there is no CUDA device here")
+    kinds: tuple[Kind, ...] = ("matrix product",) if convolutions == 0 else ("matrix product", "convolution")
+    said: list[str] = []
+    for kind in kinds:
+        found = half_speed(kind, device)
+        if found.ratio is None and device.type == "cuda":
+            return _by_capability(device)
+        if not found.half_pays:
+            return HalfPrecision(False, f"{found} (autocast pays from {1 / PAYS:.2f} times on down)")
+        said.append(str(found))
+    return HalfPrecision(True, ", and ".join(said))
+
+
+def half_precision_is_fast(device: torch.device | str, convolutions: int | None = None) -> bool:
+    """Return the decision of :func:`half_precision` without its reason."""
+    return half_precision(device, convolutions).fast
+
+
+def _by_capability(device: torch.device) -> HalfPrecision:
+    major, minor = torch.cuda.get_device_capability(device)
+    return HalfPrecision(
+        (major, minor) >= (8, 0),
+        f"bfloat16 could not be timed here; this GPU has compute capability {major}.{minor}, fast are 8.0 and newer",
+    )

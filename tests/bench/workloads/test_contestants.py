@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from torchboost.bench.workloads import contestants
 from torchboost.bench.workloads.contestants import Recipe, build_loop, plan_for
 from torchboost.bench.workloads.data import synthetic_images
 from torchboost.bench.workloads.jobs import Job, find_job
@@ -112,16 +111,15 @@ def test_stock_is_the_loop_one_would_write() -> None:
     assert torch.equal(weights("stock"), expected)
 
 
-def test_hand_loop_computes_the_same_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contestants, "half_precision_is_fast", lambda device: False)
+def test_hand_loop_computes_the_same_in_float32(bfloat16: Callable[..., None]) -> None:
+    bfloat16(0.5, 2.0)
     loop = build_loop(Recipe.parse("hand"), tiny_job(), DATA, seed=1, steps=8)
     assert loop.model.get_parameter("0.weight").is_contiguous(memory_format=torch.channels_last)
     assert loop.notes == ["by hand: fused optimizer, channels-last"]
     torch.testing.assert_close(weights("hand"), weights("stock"), rtol=1e-3, atol=1e-5)
 
 
-def test_hand_loop_takes_bfloat16_where_it_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contestants, "half_precision_is_fast", lambda device: True)
+def test_hand_loop_takes_bfloat16_where_it_is_fast() -> None:
     seen: list[torch.dtype] = []
     loop = build_loop(Recipe.parse("hand"), tiny_job(), DATA, seed=1, steps=8)
     loop.model.register_forward_hook(lambda module, args, output: seen.append(output.dtype))

@@ -28,6 +28,7 @@ from torchboost.bench.workloads.data import Data
 from torchboost.bench.workloads.jobs import Job
 from torchboost.core.algorithm import Target
 from torchboost.core.hardware import half_precision_is_fast
+from torchboost.core.torch_private import AnyConv
 from torchboost.errors import nearest
 from torchboost.measure.evidence import AlgorithmRow, DroppedRow
 from torchboost.plan import Plan
@@ -195,7 +196,7 @@ def _hand_body(job: Job, target: Target, steps: int, device: torch.device) -> Ca
     model, optimizer = target.model, target.optimizer
     schedule = job.schedule(optimizer, steps)
     images = _convolutional(model)
-    half = half_precision_is_fast(device)
+    half = _fast_half(model, device)
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         if images:
@@ -216,12 +217,16 @@ def _prepare_by_hand(model: nn.Module, recipe: Recipe) -> list[str]:
     if _convolutional(model):
         model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         done.append("channels-last")
-    if half_precision_is_fast(next(model.parameters()).device):
+    if _fast_half(model, next(model.parameters()).device):
         done.append("bfloat16 autocast")
     if recipe.compiled_by_hand:
         model.compile()
         done.append("torch.compile")
     return [f"by hand: {', '.join(done)}"]
+
+
+def _fast_half(model: nn.Module, device: torch.device) -> bool:
+    return half_precision_is_fast(device, sum(isinstance(module, AnyConv) for module in model.modules()))
 
 
 def _convolutional(model: nn.Module) -> bool:

@@ -1,0 +1,314 @@
+"""The measurement of the machine: bounded in work, right about planted machines, and without a trace."""
+
+from __future__ import annotations
+
+import gc
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import pytest
+import torch
+
+from torchboost.measure import machine
+from torchboost.measure.machine import (
+    PRIOR_SECONDS,
+    Kind,
+    Products,
+    Rung,
+    climb,
+    copy_bandwidth,
+    half_speed,
+    products,
+)
+
+SIZES = (128, 256, 512)
+
+
+class Machine:
+    """A machine whose clock moves only when it works.
+
+    Args:
+        full: Operations per second in float32.
+        half: The same in bfloat16.
+        overhead: Seconds of each call.
+        first: Seconds that the first call of each kernel takes in addition.
+        stalls: Share of the calls that are held up.
+        stall: For how many seconds.
+    """
+
+    def __init__(
+        self,
+        full: float,
+        half: float,
+        overhead: float = 1e-5,
+        *,
+        half_overhead: float | None = None,
+        first: float = 0.002,
+        stalls: float = 0.0,
+        stall: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.now = 0.0
+        self.calls: list[tuple[int, torch.dtype]] = []
+        self._speed = {torch.float32: full, torch.bfloat16: half}
+        self._overhead = {torch.float32: overhead, torch.bfloat16: half_overhead or overhead}
+        self._first, self._stalls, self._stall = first, stalls, stall
+        self._random = random.Random(seed)
+
+    def rungs(self) -> list[Rung]:
+        def build(size: int) -> Callable[[torch.dtype], Callable[[], object]]:
+            return lambda dtype: lambda: self._work(size, dtype)
+
+        return [Rung(size=str(size), work=6.0 * size**3, build=build(size)) for size in SIZES]
+
+    def _work(self, size: int, dtype: torch.dtype) -> None:
+        self.now += self._overhead[dtype] + 6.0 * size**3 / self._speed[dtype]
+        self.now += self._first * ((size, dtype) not in self.calls)
+        self.now += self._stall * (self._random.random() < self._stalls)
+        self.calls.append((size, dtype))
+
+    def timer(self, call: Callable[[], object]) -> float:
+        start = self.now
+        call()
+        return self.now - start
+
+    def climbed(self, seconds: float = PRIOR_SECONDS) -> Products:
+        return climb("matrix product", self.rungs(), seconds=seconds, timer=self.timer, clock=lambda: self.now)
+
+
+AMX = Machine(2e11, 8e11, half_overhead=8e-5)
+PLAIN = Machine(2.5e11, 1.5e11, half_overhead=8e-5)
+EMULATED = Machine(2e11, 4e9, half_overhead=4e-4)
+SLOW = Machine(2e9, 1.5e9)
+
+
+@pytest.mark.parametrize(
+    ("here", "pays", "size"),
+    [(AMX, True, "512"), (PLAIN, False, "512"), (EMULATED, False, "128"), (SLOW, False, "128")],
+)
+def test_the_time_limit_is_kept_on_every_machine(here, pays, size):
+    found = here.climbed()
+    assert found.half_pays is pays
+    assert found.size == size
+    longest = max(6.0 * int(found.size) ** 3 / min(found.float32, found.bfloat16), 0.002)
+    assert here.now <= PRIOR_SECONDS + longest
+    assert found.seconds == pytest.approx(here.now)
+    assert found.pairs >= 3
+
+
+def test_emulated_half_precision_costs_few_calls():
+    here = Machine(2e11, 4e9, half_overhead=4e-4)
+    here.climbed()
+    assert len(here.calls) == 8
+    assert {size for size, _ in here.calls} == {SIZES[0]}
+
+
+def test_overhead_of_short_calls_is_no_verdict():
+    """Half precision is five times as slow at the smallest size, and faster at the largest."""
+    here = Machine(2e11, 8e11, overhead=1e-5, half_overhead=5e-4)
+    assert here.climbed().half_pays
+    assert (SIZES[-1], torch.bfloat16) in here.calls
+
+
+def test_the_order_alternates():
+    here = Machine(2e11, 2e11)
+    here.climbed()
+    first = [dtype for size, dtype in here.calls if size == SIZES[0]][2:8]
+    f, b = torch.float32, torch.bfloat16
+    assert first == [f, b, b, f, f, b]
+
+
+def test_equal_speeds_on_a_busy_machine_rarely_count_as_a_gain():
+    busy = [Machine(2e11, 2e11, stalls=0.3, stall=0.02, seed=seed).climbed() for seed in range(400)]
+    assert sum(found.half_pays for found in busy) <= 20
+
+
+def test_a_machine_that_is_too_slow_to_be_timed_promises_nothing():
+    here = Machine(1e7, 2e7)
+    found = here.climbed()
+    assert found.pairs == 1
+    assert found.ratio == pytest.approx(2.0, rel=0.01)
+    assert not found.half_pays
+    assert "too slow or too busy to time a bfloat16 matrix product" in str(found)
+    assert len(here.calls) == 4
+
+
+@pytest.mark.parametrize("kind", ["matrix product", "convolution"])
+def test_real_products(kind: Kind):
+    found = products(kind, seconds=60.0, pairs=3)
+    assert found.pairs == 3
+    assert not found.fault
+    assert found.ratio is not None
+    assert found.ratio > 0
+    assert min(found.float32, found.bfloat16) > 1e6
+    assert found.ratio <= found.bfloat16 / found.float32 * (1 + 1e-9)
+    assert f"a bfloat16 {kind} takes" in str(found)
+
+
+@pytest.mark.parametrize("kind", ["matrix product", "convolution"])
+def test_the_work_is_that_of_the_two_passes(kind: Kind):
+    """The rungs say how many operations a call has; torch counts them too."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    rungs = {"matrix product": machine._matrices, "convolution": machine._convolutions}[kind](torch.device("cpu"))
+    assert [rung.work for rung in rungs] == sorted(rung.work for rung in rungs)
+    call = rungs[0].build(torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        call()
+    assert counter.get_total_flops() == rungs[0].work
+
+
+@contextmanager
+def unusual() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("kind", ["matrix product", "convolution"])
+def test_nothing_of_torch_is_changed(kind: Kind):
+    drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    with unusual():
+        assert not products(kind, seconds=0.01).fault
+        assert torch.is_grad_enabled()
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+        assert torch.get_default_dtype() is torch.float64
+        assert torch.are_deterministic_algorithms_enabled()
+    assert torch.equal(drawn[0], torch.get_rng_state())
+    assert drawn[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+def test_autocast_of_the_caller_does_not_reach_the_float32_product(monkeypatch):
+    seen = set()
+    real = torch.mm
+
+    def noted(a, b):
+        result = real(a, b)
+        seen.add((a.dtype, result.dtype))
+        return result
+
+    monkeypatch.setattr(torch, "mm", noted)
+    with torch.autocast("cpu", torch.bfloat16):
+        products("matrix product", seconds=0.01)
+    assert seen == {(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)}
+
+
+def tensors() -> int:
+    return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+
+
+def test_no_tensor_and_no_graph_is_left():
+    products("convolution", seconds=0.01)
+    gc.collect()
+    before = tensors()
+    for kind in ("matrix product", "convolution"):
+        products(kind, seconds=0.01)
+    gc.collect()
+    assert tensors() == before
+
+
+def test_it_is_measured_once_per_number_of_threads(monkeypatch):
+    made = []
+    machine._half_speed.cache_clear()
+    monkeypatch.setattr(machine, "products", lambda *args, **more: made.append(args) or Products(kind=args[0]))
+    half_speed("matrix product")
+    half_speed("matrix product", torch.device("cpu"))
+    assert len(made) == 1
+    half_speed("convolution")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    half_speed("matrix product", "cpu")
+    assert len(made) == 3
+    machine._half_speed.cache_clear()
+
+
+def test_importing_measures_nothing():
+    code = (
+        "import torchboost.registry, torchboost.core.hardware, torchboost.measure.machine as m;"
+        "print(m._half_speed.cache_info().currsize)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "0\n"
+
+
+def test_an_error_of_a_product_is_reported(monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("could not create a primitive\nin two lines")
+
+    monkeypatch.setattr(torch, "mm", refuse)
+    found = products("matrix product")
+    assert (found.ratio, found.half_pays) == (None, False)
+    assert str(found) == "a bfloat16 matrix product does not run here: could not create a primitive"
+
+
+def test_unknown_kinds_and_devices_are_refused():
+    with pytest.raises(ValueError, match="kind: found 'sum'; allowed are 'matrix product', 'convolution'"):
+        products("sum")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="device: found 'meta'; only cpu and cuda devices are measured"):
+        products("convolution", "meta")
+    with pytest.raises(ValueError, match="found 'mps'"):
+        copy_bandwidth("mps")
+
+
+def test_copy_bandwidth_counts_read_and_written_bytes(monkeypatch):
+    monkeypatch.setitem(machine.COPIED, "cpu", 4096)
+    times = iter([9.0, 0.5, 0.25, 0.5])
+    copied = []
+
+    def timer(call):
+        copied.append(call())
+        return next(times)
+
+    monkeypatch.setattr(machine, "_timer", lambda device: timer)
+    assert copy_bandwidth(copies=3) == 2 * 4096 / 0.25
+    assert [tensor.numel() for tensor in copied] == [1024] * 4
+    assert all(bool((tensor == 1).all()) for tensor in copied)
+
+
+class Event:
+    """Stands for a CUDA event: notes what was recorded around the calls."""
+
+    log: list[str]
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.log.append("record")
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+    def elapsed_time(self, end: Event) -> float:
+        return 3.0
+
+
+def test_a_gpu_is_timed_with_events(monkeypatch):
+    Event.log = log = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    timer = machine._timer(torch.device("cuda", 0))
+    assert timer(lambda: log.append("call")) == 0.003
+    assert log == ["record", "call", "record", "synchronize"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["matrix product", "convolution"])
+def test_products_of_a_gpu(kind: Kind):
+    found = products(kind, "cuda")
+    assert not found.fault
+    assert found.pairs >= 3
+    assert copy_bandwidth("cuda") > 1e9
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_gpu_that_is_not_here_is_a_fault():
+    assert products("matrix product", "cuda").fault
