@@ -48,6 +48,15 @@ def test_levels():
     assert all(name in shown for name in [*LEVELS, *REGISTRY])
 
 
+def test_explain_says_what_was_measured(bfloat16):
+    bfloat16(0.48, 2.0)
+    shown = run("explain", "--level", "O1", "--convolutions", "0").stdout
+    assert "a bfloat16 matrix product takes 2.1 times the time of a float32 one here" in shown
+    bfloat16(1.5, 0.5)
+    assert "autocast" in [a["name"] for a in answer("explain", "--convolutions", "0", "--json")["algorithms"]]
+    assert "a bfloat16 convolution takes 2.0 times" in run("explain", "--convolutions", "9").stdout
+
+
 def test_check_accepts(tmp_path):
     path = tmp_path / "boost.json"
     path.write_text('{"boost": {"mode": "manual", "less_bn": true}}')
@@ -143,12 +152,6 @@ def test_report_refuses_other_files(tmp_path):
         result = run("report", str(path))
         assert result.exit_code == 1
         assert "this is not a report of torchboost" in result.stderr
-
-
-def test_doctor():
-    found = answer("doctor", "--json")
-    assert found["versions"]["torch"]
-    assert "torch.compile" in run("doctor").stdout
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):

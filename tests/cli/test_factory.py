@@ -6,7 +6,7 @@ import textwrap
 import pytest
 import torch
 
-from torchboost.cli.factory import job_from
+from torchboost.cli.factory import job_from, parts_from
 from torchboost.errors import NoEffectWarning
 
 GOOD = """
@@ -61,6 +61,14 @@ def test_a_factory_becomes_a_job(file):
         job.loss(model(inputs), targets).backward()
     optimizer.step()
     assert 0.0 <= job.evaluate(model, data) <= 1.0
+
+
+def test_the_parts_of_a_factory_as_they_are(file):
+    parts = parts_from(f"{file}:once", seed=3)
+    assert len(list(parts.batches)) == 4
+    assert torch.equal(parts.model.weight, parts_from(f"{file}:make", seed=3).model.weight)
+    with pytest.raises(ValueError, match="returned int"):
+        parts_from(f"{file}:wrong")
 
 
 def test_seeds_fix_weights_and_order(file):

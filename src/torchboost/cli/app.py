@@ -13,7 +13,7 @@ import typer
 from torchboost import __version__
 from torchboost.bench.report.report import markdown, print_report, write_html
 from torchboost.cli.bench import bench
-from torchboost.cli.doctor import examine
+from torchboost.cli.doctor import doctor
 from torchboost.cli.output import fail, print_json, print_table, settings_of, summary_of, user_errors
 from torchboost.cli.pca import pca
 from torchboost.config import BoostConfig
@@ -31,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(bench)
+app.command()(doctor)
 app.command()(pca)
 
 
@@ -182,25 +183,3 @@ def report(
         print_report(loaded)
     if page is not None:
         typer.echo(f"wrote {page}", err=as_markdown)
-
-
-@app.command()
-def doctor(json: Json = False) -> None:
-    """Show versions, devices, threads, the speed of bfloat16, the state of the compiler and the installed extras."""
-    found = examine()
-    if json:
-        print_json(found)
-        return
-    rows = [[name, version or "not installed"] for name, version in found["versions"].items()]
-    rows += [
-        ["python", found["python"]],
-        ["platform", found["platform"]],
-        ["cores", str(found["cores"])],
-        ["threads of torch", str(found["threads"])],
-        ["GPUs", ", ".join(found["gpus"]) or "none"],
-    ]
-    rows += [[f"fast bfloat16, {kind}", "yes" if fast else "no"] for kind, fast in found["fast_bfloat16"].items()]
-    rows += [["torch.distributed", "yes" if found["distributed"] else "no"], ["torch.compile", found["compile"]]]
-    for extra, missing in found["extras"].items():
-        rows.append([f"extra {extra}", f"missing {', '.join(missing)}" if missing else "complete"])
-    print_table(["what", "found"], rows)

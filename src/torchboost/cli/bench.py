@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-import torch
 import typer
 
 from torchboost.bench.report.report import print_report, write_html
 from torchboost.bench.workloads.bench import CONTESTANTS, run_bench
 from torchboost.bench.workloads.contestants import Recipe
 from torchboost.bench.workloads.jobs import JOBS, Job, find_job
+from torchboost.cli.device import usable_device
 from torchboost.cli.factory import job_from
 from torchboost.cli.output import fail, print_json, summary_of, user_errors
 from torchboost.cli.progress import display
-from torchboost.core.hardware import device_fault
 from torchboost.measure.evidence import BenchReport
 
 __all__ = ["bench"]
@@ -63,7 +62,7 @@ def bench(
                 epochs=epochs,
                 train_limit=train_limit,
                 data_path=data,
-                device=_device(device),
+                device=usable_device(device),
                 out=path,
                 resume=resume,
                 progress=shown,
@@ -93,17 +92,6 @@ def _job(workload: str, model: str | None, epochs: int | None) -> Job:
     if workload.endswith(".py"):
         raise ValueError(f"found {workload!r} without a function; needed: {workload}:make.")
     return find_job(workload if model is None else f"{workload}-{model}")
-
-
-def _device(device: str) -> torch.device:
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"--device: {device!r} cannot be used here: {str(error).splitlines()[0]}") from None
-    fault = device_fault(found)
-    if fault is not None:
-        raise ValueError(f"--device: {device!r} cannot be used here: {fault}")
-    return found
 
 
 def _check_place(path: Path, job: Job) -> None:

@@ -1,4 +1,4 @@
-"""A benchmark job from a user's file: ``make(seed) -> (model, optimizer, loss, batches)``."""
+"""A training from a user's file: ``make(seed) -> (model, optimizer, loss, batches)``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchboost.bench.workloads.jobs import Job
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.optim.rebuild import described_groups, rebuilt
 
-__all__ = ["Parts", "job_from"]
+__all__ = ["Parts", "job_from", "parts_from"]
 
 RETURNS = "(model, optimizer, loss, batches) or (model, optimizer, loss, batches, evaluate)"
 
@@ -56,10 +56,7 @@ class _Factory:
     epochs: dict[int, Iterable[Batch]] = field(default_factory=dict)
 
     def build(self, seed: int) -> Parts:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            found = self.make(seed)
-        self.last["parts"] = parts = _checked(found)
+        self.last["parts"] = parts = _made(self.make, seed)
         # A generator can be read only once, but an epoch is needed many times.
         spent = iter(parts.batches) is parts.batches
         self.epochs[seed] = list(parts.batches) if spent else parts.batches
@@ -69,6 +66,12 @@ class _Factory:
         if seed not in self.epochs:
             self.build(seed)
         return self.epochs[seed]
+
+
+def _made(make: Callable[[int], object], seed: int) -> Parts:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _checked(make(seed))
 
 
 def _checked(found: object) -> Parts:
@@ -135,6 +138,20 @@ class _FactoryJob(Job):
         assert evaluate is not None
         with torch.no_grad():
             return float(evaluate(predict))
+
+
+def parts_from(source: str, seed: int = 0) -> Parts:
+    """Load a factory and return the parts that it makes, as they are. No batch is read.
+
+    Args:
+        source: ``path/to/train.py:make``.
+        seed: Passed to the factory, which runs with torch's generator seeded by it.
+
+    Raises:
+        ValueError: The file or the function does not exist, the file raises an error, or the factory's result is
+            invalid.
+    """
+    return _made(_function(source), seed)
 
 
 def job_from(source: str, *, epochs: int | None = None) -> Job:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from torchboost.bench.report.table import Table, plain
 from torchboost.bench.report.verdict import headline, verdicts
-from torchboost.cli.doctor import EXTRAS
+from torchboost.cli.environment import EXTRAS
 from torchboost.errors import ConfigError, IncompatibleError
 from torchboost.measure.evidence import BenchReport
 

@@ -64,7 +64,8 @@ def half_precision(device: torch.device | str, convolutions: int | None = None) 
         if found.ratio is None and device.type == "cuda":
             return _by_capability(device)
         if not found.half_pays:
-            return HalfPrecision(False, f"{found} (autocast pays from {1 / PAYS:.2f} times on down)")
+            limit = f" (autocast pays from {1 / PAYS:.2f} times on down)" if found.is_judged else ""
+            return HalfPrecision(False, f"{found}{limit}")
         said.append(str(found))
     return HalfPrecision(True, ", and ".join(said))
 

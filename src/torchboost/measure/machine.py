@@ -67,15 +67,20 @@ class Products:
     fault: str = ""
 
     @property
+    def is_judged(self) -> bool:
+        """Whether there are enough pairs for a verdict: three."""
+        return self.ratio is not None and self.pairs >= LEAST_PAIRS
+
+    @property
     def half_pays(self) -> bool:
         """Whether bfloat16 is at least 1.1 times as fast, in three pairs or more."""
-        return self.ratio is not None and self.pairs >= LEAST_PAIRS and self.ratio >= PAYS
+        return self.ratio is not None and self.is_judged and self.ratio >= PAYS
 
     def __str__(self) -> str:
         """Say in one clause what was measured."""
         if self.ratio is None:
             return f"a bfloat16 {self.kind} does not run here: {self.fault}"
-        if self.pairs < LEAST_PAIRS:
+        if not self.is_judged:
             return f"the machine is too slow or too busy to time a bfloat16 {self.kind} in {self.seconds:.1f} s"
         times = 1 / self.ratio
         told = f"{times:.1f}" if times >= 1.05 else f"{times:.2f}"
