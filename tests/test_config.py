@@ -38,7 +38,7 @@ def fault(source: Any) -> ConfigError:
 
 
 def test_defaults_are_the_reference_key_for_key():
-    assert BoostConfig().model_dump(mode="json") == DEFAULTS | {"extra": {}}
+    assert BoostConfig().model_dump(mode="json") == DEFAULTS | {"extra": {}, "about": {}}
     assert BoostConfig.load(REFERENCE) == BoostConfig()
 
 
@@ -237,7 +237,9 @@ JSON = st.recursive(
 )
 KEYS = sorted({key for section in DEFAULTS.values() for key in section} | {"extra", "compile"})
 SECTIONS = st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=4), JSON, max_size=4)
-DOCUMENTS = st.dictionaries(st.sampled_from([*DEFAULTS, "extra"]) | st.text(max_size=4), SECTIONS | JSON, max_size=4)
+DOCUMENTS = st.dictionaries(
+    st.sampled_from([*DEFAULTS, "extra", "about"]) | st.text(max_size=4), SECTIONS | JSON, max_size=4
+)
 
 
 @given(DOCUMENTS)
@@ -289,7 +291,7 @@ def test_round_trip(document):
 
 def test_schema_lists_every_key_with_what_it_allows():
     schema = BoostConfig.model_json_schema()
-    assert set(schema["properties"]) == {*DEFAULTS, "extra"}
+    assert set(schema["properties"]) == {*DEFAULTS, "extra", "about"}
     assert schema["additionalProperties"] is False
     for section in BoostConfig.model_fields.values():
         kind = section.annotation

@@ -23,7 +23,7 @@ from torchboost.plan import resolve
 from torchboost.registry import LEVELS, REGISTRY
 
 FAST = Facts(half_precision=True, convolutions=53, total_steps=65536)
-DOCUMENTED: dict[str, Any] = json.loads(BoostConfig().model_dump_json(exclude={"extra"}))
+DOCUMENTED: dict[str, Any] = json.loads(BoostConfig().model_dump_json(exclude={"extra", "about"}))
 NODES = replace(FAST, world_size=8, nodes=2, devices_per_node=4)
 
 

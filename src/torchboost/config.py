@@ -117,6 +117,8 @@ class BoostConfig(_Section):
     algorithm off, ``true`` or ``{}`` turns it on with its defaults, and an object gives settings. The names and
     settings in it are checked when a plan is made, not here.
 
+    ``about`` is a note for people, in free strings. Nothing reads it; :meth:`torchboost.Plan.save` writes it.
+
     Example:
         >>> from torchboost.config import BoostConfig
         >>> BoostConfig.load({"boost": {"mode": "manual", "less_bn": True}}).boost.less_bn
@@ -134,6 +136,9 @@ class BoostConfig(_Section):
     extra: dict[str, bool | dict[str, Any]] = Field(
         default_factory=dict,
         description="an object of algorithm names (strings), each with true, false or an object of settings",
+    )
+    about: dict[str, str] = Field(
+        default_factory=dict, description="an object of free strings, a note for people that nothing reads"
     )
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import reprlib
 import typing
@@ -21,6 +22,7 @@ from torchboost.core.arguments import check_module, check_optimizer, check_pair
 from torchboost.core.wrapping import hookable, wrapper_of
 from torchboost.errors import ConfigError, IncompatibleError, nearest
 from torchboost.graph.dataflow import shared_traces
+from torchboost.plan_file import write_plan
 from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop
 
 __all__ = ["Dropped", "Plan", "resolve"]
@@ -90,7 +92,7 @@ class Plan:
             facts: By default measured on this machine, without a model.
             loop: The owner of the training loop. Overrides ``facts.loop``; see :class:`Facts`.
             total_steps: Number of updates in the whole run. Overrides ``facts.total_steps``. If the configuration has
-                ``grad_freeze.total_steps``, both must be equal.
+                ``grad_freeze.total_steps`` or ``extra.grad_freeze.total_steps``, both must be equal.
 
         Raises:
             ConfigError: A level, section, key or setting is unknown, or a value has the wrong type or is out of range.
@@ -104,6 +106,38 @@ class Plan:
             _check_one_length(total_steps, loaded)
             facts = replace(facts, total_steps=total_steps)
         return resolve(loaded, level, facts)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a configuration that gives this plan again, on any machine and at any level, without measuring.
+
+        The file is plain JSON, for ``config=`` of :func:`torchboost.boost`, :func:`torchboost.prepare` and
+        :meth:`Plan.of`, and for :class:`torchboost.AutoBoost`. Its section ``extra`` names every algorithm of the
+        registry, either with all of its settings or with false. An algorithm under ``extra`` is your decision: no level
+        changes it, and it is not measured. What cannot work on another machine, such as bfloat16 on a processor
+        without it, is dropped there and listed in :attr:`dropped` with the reason, as always. The section ``about`` is
+        a note with level, versions, machine and date. Nothing reads it.
+
+        The file is written completely or not at all. A file that is there already is replaced.
+
+        Args:
+            path: In a folder that exists.
+
+        Raises:
+            TypeError: ``path`` is not a path.
+            ValueError: The plan has an algorithm that is not in the registry, or a setting that JSON cannot hold, such
+                as a function or infinity. Nothing is written.
+            FileNotFoundError: The folder does not exist.
+            IsADirectoryError: ``path`` is a folder.
+            OSError: The file cannot be written.
+
+        Example:
+            >>> import torchboost
+            >>> plan = torchboost.Plan.of("O1", total_steps=10_000)
+            >>> plan.save("boost.json")  # doctest: +SKIP
+            >>> torchboost.Plan.of("O0", "boost.json").algorithms == plan.algorithms  # doctest: +SKIP
+            True
+        """
+        write_plan(path, self.algorithms, level=self.level, mode=self.mode, read_back=_of_extra)
 
     def fit(self, model: nn.Module, optimizer: Optimizer) -> Plan:
         """Return the plan without the algorithms that would change nothing for this pair. The reasons are listed.
@@ -234,7 +268,7 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     return Plan(
         level=level,
         mode=config.boost.mode,
-        algorithms=tuple(sorted(kept, key=lambda algorithm: algorithm.traits.order)),
+        algorithms=tuple(sorted(kept, key=_place)),
         dropped=dropped,
         levers=tuple(_build(REGISTRY[name], *_settings(REGISTRY[name], config, level, facts)) for name in levers),
         unmeasured=_unmeasured(config, level, wanted, kept, facts),
@@ -249,14 +283,23 @@ def _is_open(name: str, config: BoostConfig, level: str, facts: Facts) -> bool:
 
 
 def _check_one_length(given: int, config: BoostConfig) -> None:
-    section = config.grad_freeze
-    if _LENGTH in section.model_fields_set and section.total_steps != given:
-        raise ConfigError(
-            f"grad_freeze.{_LENGTH}",
-            found=f"{section.total_steps}, and {_LENGTH}={given} as an argument",
-            allowed="one length of the run",
-            hint="Leave one of them out.",
-        )
+    section, extra = config.grad_freeze, config.extra.get("grad_freeze")
+    written = {f"grad_freeze.{_LENGTH}": section.total_steps} if _LENGTH in section.model_fields_set else {}
+    if isinstance(extra, dict) and _LENGTH in extra:
+        written[f"extra.grad_freeze.{_LENGTH}"] = extra[_LENGTH]
+    for path, length in written.items():
+        if length != given:
+            raise ConfigError(
+                path,
+                found=f"{_shown(length)}, and {_LENGTH}={given} as an argument",
+                allowed="one length of the run",
+                hint="Leave one of them out.",
+            )
+
+
+def _place(algorithm: Algorithm) -> tuple[int, int]:
+    """Return the place of an algorithm in the attach order. The registry decides between equal orders."""
+    return algorithm.traits.order, list(REGISTRY).index(algorithm.name)
 
 
 def _ranks_per_node(config: BoostConfig) -> int | None:
@@ -383,6 +426,12 @@ def _objection(name: str, wanted: list[str], config: BoostConfig, facts: Facts) 
         return f"{winner} is on, and it cannot be combined with others"
     asked_for = config.boost.mode != "auto" or name in config.extra
     return entry.unusable(facts) or (None if asked_for else entry.unproven(facts))
+
+
+def _of_extra(extra: Mapping[str, bool | dict[str, Any]]) -> tuple[Algorithm, ...]:
+    """Build what a section ``extra`` turns on, in attach order, without looking at facts."""
+    built = [_build(REGISTRY[name], setting, {}) for name, setting in extra.items() if isinstance(setting, dict)]
+    return tuple(sorted(built, key=_place))
 
 
 def _settings(entry: Entry, config: BoostConfig, level: str, facts: Facts) -> tuple[dict[str, Any], dict[str, str]]:

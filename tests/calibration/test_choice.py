@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from torchboost.calibration.choice import Choice, Machine, Verdict
 from torchboost.measure.evidence import Interval
+from torchboost.measure.stopwatch import environment
 
 
 def choice() -> Choice:
@@ -30,3 +32,13 @@ def test_it_names_what_is_on():
 def test_unknown_keys_are_refused():
     with pytest.raises(ValidationError):
         Choice.model_validate({**choice().model_dump(), "more": 1})
+
+
+def test_a_machine_is_described_by_what_this_process_uses(monkeypatch):
+    here = Machine.of("cpu")
+    assert here == Machine.of(torch.device("cpu"))
+    assert (here.device, here.threads, here.torch) == ("cpu", torch.get_num_threads(), torch.__version__)
+    assert here.processor == environment().processor
+    assert here.torchboost == environment().torchboost
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    assert Machine.of("cuda:1").device == "GPU 1"

@@ -155,6 +155,9 @@ def test_the_folder_is_the_users_unless_told_otherwise(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCHBOOST_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert native.cache_folder() == tmp_path / "torchboost"
+    for off in ("", "off"):  # choices are not kept then; a library must lie somewhere
+        monkeypatch.setenv("TORCHBOOST_CACHE", off)
+        assert native.cache_folder() == tmp_path / "torchboost"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert native.cache_folder() == tmp_path / ".cache" / "torchboost"

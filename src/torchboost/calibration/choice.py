@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self, TypeAlias
 
+import torch
 from pydantic import BaseModel, ConfigDict
 
 from torchboost.measure.evidence import Interval
+from torchboost.measure.stopwatch import device_name, package_version, processor_name
 
 __all__ = ["Choice", "Machine", "Source", "Verdict"]
 
 Source = Literal["trial", "cache", "checkpoint", "prior"]
 """Where a choice comes from."""
+
+_Device: TypeAlias = torch.device | str  # inside of Machine, torch is the name of a field
 
 
 class _Record(BaseModel):
@@ -26,6 +30,17 @@ class Machine(_Record):
     device: str
     torch: str
     torchboost: str
+
+    @classmethod
+    def of(cls, device: _Device) -> Self:
+        """Describe this machine and process, with the device that trains."""
+        return cls(
+            processor=processor_name(),
+            threads=torch.get_num_threads(),
+            device=device_name(device),
+            torch=torch.__version__,
+            torchboost=package_version(),
+        )
 
 
 class Verdict(_Record):

@@ -14,9 +14,10 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from torchboost.core.files import only_mine
 from torchboost.errors import IncompatibleError
 
-__all__ = ["cache_folder", "compiled"]
+__all__ = ["NO_FOLDER", "cache_folder", "compiled"]
 
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
@@ -24,7 +25,9 @@ COMPILERS = ("cc", "gcc", "clang")
 DIGEST = 32
 """Length in bytes of the checksum at the end of a cached library. The system's loader ignores trailing bytes."""
 
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+NO_FOLDER = ("", "off")
+"""Values of ``TORCHBOOST_CACHE`` that name no folder."""
+
 LONGEST = 120.0
 """Time limit of the compiler in seconds."""
 
@@ -32,13 +35,16 @@ ELSEWHERE = "Set TORCHBOOST_CACHE to a folder of your own, or leave native out."
 
 
 def cache_folder() -> Path:
-    """Return the folder of compiled libraries: ``TORCHBOOST_CACHE``, or ``torchboost`` in the user's cache folder.
+    """Return the folder of what is kept on disk: ``TORCHBOOST_CACHE``, or ``torchboost`` in the user's cache folder.
+
+    ``TORCHBOOST_CACHE`` does not name a folder if it is empty or ``off``: then measured choices are not kept. Compiled
+    libraries are, because a process can only load them from a file.
 
     Raises:
         IncompatibleError: There is no home folder.
     """
-    given = os.environ.get("TORCHBOOST_CACHE")
-    if given:
+    given = os.environ.get("TORCHBOOST_CACHE", "")
+    if given not in NO_FOLDER:
         return Path(given).absolute()
     shared = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG rules: an empty or relative path is ignored.
@@ -83,18 +89,12 @@ def _own_folder(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.stat()
-    if not _mine(found):
+    if not only_mine(found):
         raise IncompatibleError(
             f"native=True keeps its compiled kernel in {folder}, which belongs to user {found.st_uid} and has mode "
             f"{stat.S_IMODE(found.st_mode):04o}: other users could put code there. Remove their write permission "
             "(chmod go-w), set TORCHBOOST_CACHE to a folder of your own, or leave native out."
         )
-
-
-def _mine(found: os.stat_result) -> bool:
-    """Whether only this user can have written it. On systems without file owners, always true."""
-    owner = getattr(os, "geteuid", None)
-    return owner is None or (found.st_uid == owner() and not found.st_mode & OTHERS_WRITE)
 
 
 def _whole(built: Path) -> bool:
@@ -103,7 +103,7 @@ def _whole(built: Path) -> bool:
         found = built.lstat()
     except FileNotFoundError:
         return False
-    if not stat.S_ISREG(found.st_mode) or not _mine(found):
+    if not stat.S_ISREG(found.st_mode) or not only_mine(found):
         return False
     data = built.read_bytes()
     return len(data) > DIGEST and hashlib.sha256(data[:-DIGEST]).digest() == data[-DIGEST:]

@@ -26,7 +26,18 @@ from torchboost.core.torch_private import compiled_graphs
 from torchboost.measure.evidence import Environment, Interval, Ratio
 from torchboost.measure.statistics import bootstrap_median, detectable_ratio, paired_ratio
 
-__all__ = ["Clock", "Comparison", "Progress", "Stopwatch", "Warmup", "compare", "environment"]
+__all__ = [
+    "Clock",
+    "Comparison",
+    "Progress",
+    "Stopwatch",
+    "Warmup",
+    "compare",
+    "device_name",
+    "environment",
+    "package_version",
+    "processor_name",
+]
 
 
 class Progress(Protocol):
@@ -222,17 +233,41 @@ def environment(device: torch.device | str = "cpu") -> Environment:
     """
     device = torch.device(device)
     return Environment(
-        torchboost=_version(),
+        torchboost=package_version(),
         torch=torch.__version__,
         python=platform.python_version(),
         platform=platform.platform(),
-        processor=_processor(),
+        processor=processor_name(),
         cores=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        device=device_name(device),
         commit=_commit(Path(__file__).resolve().parents[3]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def package_version() -> str:
+    """Return the version of torchboost."""
+    try:
+        return metadata.version("torchboost")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def processor_name() -> str:
+    """Return the name of the processor as the system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def device_name(device: torch.device | str) -> str:
+    """Return the name of a GPU, or the type of any other device."""
+    device = torch.device(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _check(contestants: Mapping[str, object], baselines: Sequence[str], pairs: int, calls: int) -> None:
@@ -302,22 +337,6 @@ def _garbage_collector_off() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _version() -> str:
-    try:
-        return metadata.version("torchboost")
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _commit(root: Path) -> str:
