@@ -16,7 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
-from torchboost import AutoBoost, ConfigError, Facts, Plan, boost, prepare
+from torchboost import AutoBoost, Boosted, ConfigError, Facts, Plan, boost, prepare
 from torchboost.algorithms import (
     AccumulationSteps,
     Autocast,
@@ -141,16 +141,13 @@ def test_a_saved_plan_is_the_same_plan_elsewhere(tmp_path_factory, level, other_
     assert Plan.of(level, file, facts).algorithms == plan.algorithms
     assert Plan.of(other_level, file, facts).algorithms == plan.algorithms
     there = Plan.of(level, file, elsewhere)
+    assert there.levers == ()
     reasons = dict(there.dropped)
     expected = [a for a in plan.algorithms if a.name not in reasons]
     assert list(there.algorithms) == expected
     assert all(reasons[a.name] for a in plan.algorithms if a not in expected)
-    free = replace(facts, half_precision=elsewhere.half_precision, total_steps=elsewhere.total_steps)
-    missing = {a.name for a in plan.algorithms} - {a.name for a in Plan.of(level, file, free).algorithms}
-    assert missing <= {"autocast"}
-    assert ("autocast" in missing) == (
-        any(a.name == "autocast" for a in plan.algorithms) and not elsewhere.half_precision
-    )
+    fast = replace(facts, half_precision=elsewhere.half_precision, total_steps=elsewhere.total_steps)
+    assert Plan.of(level, file, fast).algorithms == plan.algorithms
 
 
 def test_two_algorithms_of_one_order_keep_their_places(tmp_path):
@@ -215,11 +212,28 @@ def test_it_has_one_length_of_the_run(tmp_path):
         Plan.of("O1", tmp_path / "boost.json", FAST, total_steps=7)
 
 
-def test_bfloat16_is_dropped_with_the_reason_where_it_is_slow(tmp_path):
-    by_hand(Autocast(), FusedOptimizer()).save(tmp_path / "boost.json")
-    plan = Plan.of("O1", tmp_path / "boost.json", replace(FAST, half_precision=False))
-    assert plan.algorithms == (FusedOptimizer(),)
-    assert "does not compute faster in bfloat16" in dict(plan.dropped)["autocast"]
+def test_what_was_asked_for_wins_unless_it_cannot_run(tmp_path):
+    by_hand(ChannelsLast(), Autocast(), Compile()).save(tmp_path / "boost.json")
+    slow = Facts(half_precision=False, convolutions=7, total_steps=1)
+    assert Plan.of("O1", tmp_path / "boost.json", slow).algorithms == (ChannelsLast(), Autocast(), Compile())
+    plan = Plan.of("O1", tmp_path / "boost.json", replace(slow, convolutions=0))
+    assert plan.algorithms == (Autocast(), Compile())
+    assert dict(plan.dropped) == {"channels_last": "the model has no convolution"}
+
+
+def test_what_a_trial_chose_is_not_measured_again(tmp_path):
+    def train(boosted: Boosted) -> Boosted:
+        boosted.model(torch.randn(2, 3, 8, 8)).sum().backward()
+        boosted.optimizer.step()
+        return boosted
+
+    first = train(boost(*net(), total_steps=1000, calibrate=0.2))
+    assert first.choice is not None
+    assert {verdict.lever for verdict in first.choice.verdicts} >= {"autocast", "fused_optimizer"}
+    first.plan.save(tmp_path / "boost.json")
+    second = train(boost(*net(), config=tmp_path / "boost.json", total_steps=1000, calibrate=0.2))
+    assert second.choice is None
+    assert second.plan.algorithms == first.plan.algorithms
 
 
 @dataclass(frozen=True, kw_only=True)

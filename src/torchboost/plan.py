@@ -113,9 +113,12 @@ class Plan:
         The file is plain JSON, for ``config=`` of :func:`torchboost.boost`, :func:`torchboost.prepare` and
         :meth:`Plan.of`, and for :class:`torchboost.AutoBoost`. Its section ``extra`` names every algorithm of the
         registry, either with all of its settings or with false. An algorithm under ``extra`` is your decision: no level
-        changes it, and it is not measured. What cannot work on another machine, such as bfloat16 on a processor
-        without it, is dropped there and listed in :attr:`dropped` with the reason, as always. The section ``about`` is
-        a note with level, versions, machine and date. Nothing reads it.
+        changes it, and no trial decides about it. What cannot run elsewhere, such as AdaSum on a single node, is
+        dropped there and listed in ``dropped`` with the reason, as always. The section ``about`` is a note with level,
+        versions, machine and date. Nothing reads it.
+
+        Save the plan of a :class:`torchboost.Boosted` after the first training call, when the trial has decided about
+        :attr:`levers`. Before, the file holds what is on until then.
 
         The file is written completely or not at all. A file that is there already is replaced.
 
@@ -175,7 +178,7 @@ class Plan:
         off = tuple(Dropped(name, reason) for name, (kept, reason) in decisions.items() if not kept)
         return replace(
             self,
-            algorithms=tuple(sorted([*others, *on], key=lambda algorithm: algorithm.traits.order)),
+            algorithms=tuple(sorted([*others, *on], key=_place)),
             dropped=tuple(entry for entry in self.dropped if entry.name not in decisions) + off,
         )
 

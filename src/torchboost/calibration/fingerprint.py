@@ -220,7 +220,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Description:
-    """Describe an attribute: integers and names exactly, other numbers by whether they are 0, other texts not at all."""
+    """Describe an attribute: integers and names exactly, other numbers by whether they are 0, no other texts."""
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
     if isinstance(value, str):
