@@ -226,17 +226,23 @@ def copy_bandwidth(device: torch.device | str = "cpu", *, copies: int = 7) -> fl
 
 
 def _are_far(times: Sequence[tuple[float, float]]) -> bool:
-    fast, slow = sorted(map(min, zip(*times, strict=True)))
-    return slow >= max(FAR * fast, FAR_SECONDS)
+    ratios = _ratios(times)
+    slower = max(map(min, zip(*times, strict=True)))
+    return (min(ratios) >= FAR or max(ratios) <= 1 / FAR) and slower >= FAR_SECONDS
+
+
+def _ratios(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return how many times as fast bfloat16 is: the median over the pairs, and the ratio of the fastest times."""
+    full, half = map(min, zip(*times, strict=True))
+    return median(a / max(b, 1e-12) for a, b in times), full / max(half, 1e-12)
 
 
 def _summary(kind: Kind, rung: Rung, times: Sequence[tuple[float, float]], seconds: float) -> Products:
     full, half = (max(min(column), 1e-12) for column in zip(*times, strict=True))
-    typical = median(a / max(b, 1e-12) for a, b in times)
     return Products(
         kind=kind,
         size=rung.size,
-        ratio=min(typical, full / half),
+        ratio=min(_ratios(times)),
         float32=rung.work / full,
         bfloat16=rung.work / half,
         pairs=len(times),
