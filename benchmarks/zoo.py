@@ -122,9 +122,11 @@ def run_once(name: str, out: Path, options: Options, asked: Asked, left_out: dic
         )
         command = [sys.executable, str(Path(__file__).with_name("zoo_cells.py")), task.to_json()]
         # An empty cache: the levels measure on each run.
-        environment = {**os.environ, **simulated, "TORCHBOOST_CACHE": str(Path(scratch) / "cache")}
+        own = {"TORCHBOOST_CACHE": str(Path(scratch) / "cache"), "TORCHBOOST_CALIBRATE": "1"}
         try:
-            status = subprocess.run(command, env=environment, timeout=LIMIT_SECONDS, check=False).returncode
+            status = subprocess.run(
+                command, env={**os.environ, **simulated, **own}, timeout=LIMIT_SECONDS, check=False
+            ).returncode
             ended = outcome(status)
         except subprocess.TimeoutExpired:
             ended = f"hung for {LIMIT_SECONDS:,} seconds"

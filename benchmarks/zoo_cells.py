@@ -36,8 +36,8 @@ from torchboost.registry import REGISTRY
 
 PLANNED_STEPS = 100_000
 NO_FREEZING = {"extra": {"grad_freeze": False}}
-CALIBRATION_STEPS = 300
-"""A level that has not chosen after so many steps is timed as it is."""
+CALIBRATION_STEPS = 20
+"""A level that has not chosen after so many steps is timed as it is: it has nothing to choose."""
 TRIES = 3
 HOPELESS = 2.0
 """A cell each of whose first steps takes so many times as long as a step of stock right after it is not timed in
@@ -328,7 +328,7 @@ def measure(task: Task) -> BenchReport:
 def timed_contestant(name: str, found: Comparison, tried: Tried) -> Contestant:
     boosted = tried.boosted.get(name)
     plan = None if boosted is None else boosted.plan
-    notes = [] if boosted is None else [boosted.plan.explain(), *choice_of(boosted)]
+    notes = [] if boosted is None else [boosted.explain(), *choice_of(boosted)]
     if name in found.unsettled:
         notes.append("its step time still changed at the end of the warm-up")
     return Contestant(
