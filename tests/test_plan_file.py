@@ -31,11 +31,11 @@ from torchboost.registry import LEVELS, REGISTRY
 
 FAST = Facts(half_precision=True, convolutions=53, total_steps=65536)
 
+# Ranks, nodes and ranks of a node as a launcher gives them: they fit each other.
+RANKS = [(1, 1, 1), (2, 1, 2), (2, 2, 1), (6, 2, 4), (8, 1, 8), (8, 2, 4), (8, 4, 2)]
 FACTS = st.builds(
-    Facts,
-    world_size=st.sampled_from([1, 2, 6, 8]),
-    nodes=st.sampled_from([1, 2]),
-    devices_per_node=st.sampled_from([1, 2, 4, 8]),
+    lambda ranks, **others: Facts(world_size=ranks[0], nodes=ranks[1], devices_per_node=ranks[2], **others),
+    ranks=st.sampled_from(RANKS),
     device=st.sampled_from(["cpu", "cuda"]),
     half_precision=st.sampled_from([True, False, None]),
     convolutions=st.sampled_from([None, 0, 7, 53]),

@@ -95,10 +95,10 @@ class Boosted:
         """Return which algorithms are on, with their settings, and which were left out, with the reasons."""
         return self.plan.explain() + ("" if self.choice is None else f"\n{_explained(self.choice)}")
 
-    def _wait(self) -> None:
+    def _wait(self, *, again: bool = False) -> None:
         """Let the next training call choose the levers."""
         if self._calibration is not None:
-            self._waiting = FirstCall(self._target, self.attached, self._calibration, self._decide)
+            self._waiting = FirstCall(self._target, self.attached, self._calibration, self._decide, again=again)
             self.attached.with_undo(self._waiting.remove)
 
     def _decide(self, choice: Choice) -> None:
@@ -115,7 +115,7 @@ class Boosted:
             "%s: a step takes %.1f ms, after the trial it took %.1f ms; the next call measures the levers again, once.",
             *(self.plan.level, 1e3 * now, 1e3 * before),
         )
-        self._wait()
+        self._wait(again=True)
 
     def step(
         self, loss_fn: Callable[..., Tensor | tuple[Tensor, float]] | None = None, model: nn.Module | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,12 @@ from torchboost.calibration.calibration import check_calibrate, resolved
 from torchboost.calibration.choice import Choice
 from torchboost.calibration.trial import Trial
 from torchboost.core.torch_private import compiled_call, interceptor_of
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHBOOST_CACHE", str(tmp_path / "cache"))
+
 
 CUT = {"extra": {"compile": False}}
 
@@ -225,6 +232,46 @@ def test_a_resumed_run_does_not_measure_again(monkeypatch):
     assert resumed.choice is not None
     assert resumed.choice.source == "checkpoint"
     assert set(LEVERS) & set(resumed.attached) == {"fused_optimizer"}
+
+
+def test_the_second_start_takes_the_choice_from_the_cache(monkeypatch):
+    choose(monkeypatch, {"fused_optimizer"})
+    results = []
+    for start in range(2):
+        if start:
+            monkeypatch.setattr(module, "Trial", None)
+        model = network()
+        boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)
+        results.append(train(*boosted, steps=2))
+        assert boosted.choice is not None
+        assert boosted.choice.source == ("cache" if start else "trial")
+        assert set(LEVERS) & set(boosted.attached) == {"fused_optimizer"}
+    assert all(map(torch.equal, *results))
+
+
+def test_another_length_of_the_run_is_measured_again(monkeypatch):
+    sources = []
+    for steps in (9, 10):
+        choose(monkeypatch, set())
+        model = network()
+        boosted = torchboost.boost(model, adamw(model), total_steps=steps, config=CUT, calibrate=5.0)
+        train(*boosted, steps=1)
+        assert boosted.choice is not None
+        sources.append(boosted.choice.source)
+    assert sources == ["trial", "trial"]
+
+
+def test_a_saved_plan_is_the_choice_and_measures_nothing(monkeypatch, tmp_path):
+    choose(monkeypatch, {"channels_last"})
+    model = network()
+    boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)
+    first = train(*boosted)
+    boosted.plan.save(tmp_path / "boost.json")
+    monkeypatch.setattr(module, "Trial", None)
+    model = network()
+    again = torchboost.boost(model, adamw(model), total_steps=9, config=str(tmp_path / "boost.json"), calibrate=5.0)
+    assert interceptor_of(model) is None
+    assert all(map(torch.equal, first, train(*again)))
 
 
 def test_removal_before_the_first_call_leaves_nothing(monkeypatch):

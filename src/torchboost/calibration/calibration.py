@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchboost.calibration.cache import ChoiceCache, key_of
 from torchboost.calibration.choice import Choice, Machine, Source, Verdict
 from torchboost.calibration.search import Price, search
 from torchboost.calibration.trial import Call, Reduce, Trial, free_bytes, needed_bytes, streams_kept
@@ -30,7 +31,6 @@ from torchboost.core.wrapping import hookable, unwrap
 from torchboost.distributed.agreement import Agreement
 from torchboost.errors import RankDisagreementError
 from torchboost.graph.recording import tensors_in
-from torchboost.measure.stopwatch import environment
 from torchboost.registry import REGISTRY
 
 __all__ = ["Calibrate", "Calibration", "FirstCall", "check_calibrate", "describe", "resolved"]
@@ -126,7 +126,7 @@ class Calibration:
             seconds=trial.elapsed(),
             peak_bytes=needed,
             step_seconds=trial.step_seconds,
-            machine=_machine(device),
+            machine=Machine.of(device),
         )
 
 
@@ -141,6 +141,7 @@ class FirstCall(Interceptor):
         attached: All attachments of the pair; the levers among them are replaced.
         calibration: What to decide and at what price.
         decided: Called with the choice after the levers were attached.
+        again: Measure even if the cache has a choice, which is then replaced.
     """
 
     def __init__(
@@ -149,11 +150,14 @@ class FirstCall(Interceptor):
         attached: AttachedAlgorithms,
         calibration: Calibration,
         decided: Callable[[Choice], None],
+        *,
+        again: bool = False,
     ) -> None:
         self._target, self._attached = target, attached
         self._calibration, self._decided = calibration, decided
         self._model = target.model
         self._given: Choice | None = None
+        self._again = again
         set_compiled_call(self._model, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +178,7 @@ class FirstCall(Interceptor):
         for lever in before:
             self._attached.detach(lever.name)
         try:
-            choice = self._given if self._given is not None else _measured(calibration, ranks, self._target, call)
+            choice = self._given if self._given is not None else self._measured(calibration, ranks, call)
             self._attach([lever for lever in open_now if lever.name in choice.kept], places)
         except BaseException:
             self._attach(before, places)
@@ -191,6 +195,11 @@ class FirstCall(Interceptor):
         """Stop waiting. A second call does nothing."""
         if interceptor_of(self._model) is self:
             set_compiled_call(self._model, None)
+
+    def _measured(self, calibration: Calibration, ranks: list[int] | None, call: Call) -> Choice:
+        if ranks is None:
+            return _cached(calibration, self._target, call, again=self._again)
+        return _agreed(calibration, ranks, self._target, call)
 
     def _attach(self, levers: Sequence[Algorithm], places: Sequence[int]) -> None:
         self._attached.adopt(attach_all(self._target, levers))
@@ -215,9 +224,7 @@ def _on_ranks(calibration: Calibration, model: nn.Module) -> tuple[Calibration, 
     return replace(calibration, fixed=fixed), dist.get_process_group_ranks(ddp.process_group)
 
 
-def _measured(calibration: Calibration, ranks: list[int] | None, target: Target, call: Call) -> Choice:
-    if ranks is None:
-        return calibration.measure(target, call)
+def _agreed(calibration: Calibration, ranks: list[int], target: Target, call: Call) -> Choice:
     if not ranks:
         return calibration.without_trial("several ranks decide together only under DistributedDataParallel")
     agreement = Agreement(ranks, subject="the trial of the speed levers", timeout=_RANKS_TIMEOUT)
@@ -225,6 +232,27 @@ def _measured(calibration: Calibration, ranks: list[int] | None, target: Target,
         return calibration.measure(target, call, lambda numbers: agreement.largest(numbers, step="sample"))
     finally:
         agreement.close()
+
+
+def _cached(calibration: Calibration, target: Target, call: Call, *, again: bool) -> Choice:
+    """Return the choice of an earlier start of the same run on this machine, or measure and keep it."""
+    cache = ChoiceCache()
+    if cache.folder is None:
+        return calibration.measure(target, call)
+    key = key_of(
+        target.model,
+        target.optimizer,
+        call,
+        candidates=calibration.levers,
+        machine=Machine.of(_device(target.model)),
+        conditions={"total_steps": calibration.total_steps, "calibrate": calibration.calibrate},
+    )
+    choice = None if again else cache.load(key)
+    if choice is None:
+        choice = calibration.measure(target, call)
+        if choice.source == "trial":
+            cache.store(key, choice)
+    return choice
 
 
 def check_calibrate(calibrate: Any) -> None:
@@ -261,14 +289,3 @@ def _price(model: nn.Module) -> Price:
 
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def _machine(device: torch.device) -> Machine:
-    found = environment(device)
-    return Machine(
-        processor=found.processor,
-        threads=found.threads,
-        device=found.device,
-        torch=found.torch,
-        torchboost=found.torchboost,
-    )
