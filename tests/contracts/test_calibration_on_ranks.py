@@ -14,6 +14,9 @@ import torchboost
 from tests.support.ranks import run_ranks
 from torchboost.algorithms.autocast import Autocast
 from torchboost.algorithms.fused_optimizer import FusedOptimizer
+from torchboost.calibration import calibration
+from torchboost.core import hardware
+from torchboost.measure.machine import Products
 
 CONFIG = {"extra": {"compile": False, "grad_freeze": False}}
 
@@ -67,3 +70,28 @@ def test_one_slow_and_one_raising_rank_decide_for_all(world):
     assert FusedOptimizer.name not in kept
     assert any("planted" in reason or "another rank" in reason for reason in reasons)
     assert all(any("laid out its buckets" in reason for reason in each[1]) for each in results)
+
+
+def untried() -> list[str]:
+    """Rank 0 alone measured that bfloat16 is fast, and there is no memory for a trial."""
+    ratio = 2.0 if dist.get_rank() == 0 else 0.5
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hardware, "half_speed", lambda kind, device: Products(kind=kind, ratio=ratio, pairs=9))
+        patch.setattr(calibration, "free_bytes", lambda device: 0)
+        boosted = torchboost.boost(model, optimizer, total_steps=10_000, config=CONFIG, calibrate=1.0)
+        assert (Autocast.name in boosted.attached) is (dist.get_rank() == 0)
+        DistributedDataParallel(model)(torch.ones(4, 8)).sum().backward()
+    assert boosted.choice is not None
+    assert all("not measured" in verdict.reason for verdict in boosted.choice.verdicts)
+    assert (Autocast.name in boosted.attached) is (Autocast.name in boosted.choice.kept)
+    return sorted(boosted.choice.kept)
+
+
+def test_without_a_trial_the_ranks_keep_what_the_machines_of_all_suggest():
+    results = run_ranks(untried, 2)
+    assert results[0] == results[1]
+    assert Autocast.name not in results[0]
+    assert FusedOptimizer.name in results[0]

@@ -229,6 +229,10 @@ def _agreed(calibration: Calibration, ranks: list[int], target: Target, call: Ca
         return calibration.without_trial("several ranks decide together only under DistributedDataParallel")
     agreement = Agreement(ranks, subject="the trial of the speed levers", timeout=_RANKS_TIMEOUT)
     try:
+        # The speed of bfloat16 is measured on each rank, so the ranks may expect different levers to pay.
+        absent = agreement.largest([float(a.name not in calibration.prior) for a in calibration.levers], step="prior")
+        common = frozenset(a.name for a, missing in zip(calibration.levers, absent, strict=True) if not missing)
+        calibration = replace(calibration, prior=common)
         return calibration.measure(target, call, lambda numbers: agreement.largest(numbers, step="sample"))
     finally:
         agreement.close()
