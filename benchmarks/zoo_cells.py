@@ -27,6 +27,7 @@ from torchboost import boost
 from torchboost.bench.workloads.bench import ENOUGH_ROUNDS, FEW_ROUNDS
 from torchboost.core.algorithm import Target
 from torchboost.core.hardware import half_precision_is_fast
+from torchboost.core.torch_private import compiled_graphs
 from torchboost.errors import IncompatibleError
 from torchboost.front import Boosted
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, DroppedRow
@@ -199,6 +200,7 @@ class Tried:
         boosted: Level -> what ``boost`` returned.
         setup: Name -> seconds of the first steps, with compilation and calibration.
         hopeless: Name -> first steps with those of stock, of cells that are too slow.
+        uncompiled: Names of compiled cells of which the compiler made no graph.
         notes: Why others are missing.
     """
 
@@ -206,6 +208,7 @@ class Tried:
     boosted: dict[str, Boosted] = field(default_factory=dict)
     setup: dict[str, float] = field(default_factory=dict)
     hopeless: dict[str, list[Paired]] = field(default_factory=dict)
+    uncompiled: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
 
@@ -242,7 +245,10 @@ def try_one(network: Network, name: str, cell: Cell | None, tried: Tried, mark: 
         step = by_hand(network, cell)
         # A cell that writes past a buffer may crash the step after it, which is often one of stock.
         step = step if name == STOCK else marked(step, name, mark)
+        graphs = compiled_graphs()
         tried.setup[name] = timed(step)
+        if "compile" in cell and compiled_graphs() == graphs:
+            tried.uncompiled.add(name)
         pairs = first_pairs(step, tried.steps.get(STOCK, step))
         tried.setup[name] += sum(pair.own for pair in pairs)
         if name != STOCK and min(pair.share for pair in pairs) > HOPELESS:
@@ -329,6 +335,8 @@ def timed_contestant(name: str, found: Comparison, tried: Tried) -> Contestant:
     boosted = tried.boosted.get(name)
     plan = None if boosted is None else boosted.plan
     notes = [] if boosted is None else [boosted.explain(), *choice_of(boosted)]
+    if name in tried.uncompiled:
+        notes.append("the compiler made no graph of this network, so it runs as without compile")
     if name in found.unsettled:
         notes.append("its step time still changed at the end of the warm-up")
     return Contestant(

@@ -135,3 +135,14 @@ def test_a_level_is_stepped_until_it_has_chosen():
 
     assert len(zoo_cells.calibrate(step, boosted)) == 7
     assert len(zoo_cells.calibrate(step, object())) == zoo_cells.TRIES
+
+
+@pytest.mark.parametrize("graphs", [[3, 4], [3, 3]])
+def test_a_cell_of_which_no_graph_was_made_says_so(graphs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    counts = iter(graphs)
+    monkeypatch.setattr(zoo_cells, "HOPELESS", math.inf)
+    monkeypatch.setattr(zoo_cells, "compiled", lambda model: model)
+    monkeypatch.setattr(zoo_cells, "compiled_graphs", lambda: next(counts))
+    tried = zoo_cells.Tried(steps={"stock": lambda: None})
+    zoo_cells.try_one(TINY, "compile", ("compile",), tried, lambda name: None)
+    assert tried.uncompiled == ({"compile"} if graphs == [3, 3] else set())
