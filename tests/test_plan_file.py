@@ -31,11 +31,8 @@ from torchboost.registry import LEVELS, REGISTRY
 
 FAST = Facts(half_precision=True, convolutions=53, total_steps=65536)
 
-# Ranks, nodes and ranks of a node as a launcher gives them: they fit each other.
-RANKS = [(1, 1, 1), (2, 1, 2), (2, 2, 1), (6, 2, 4), (8, 1, 8), (8, 2, 4), (8, 4, 2)]
-FACTS = st.builds(
-    lambda ranks, **others: Facts(world_size=ranks[0], nodes=ranks[1], devices_per_node=ranks[2], **others),
-    ranks=st.sampled_from(RANKS),
+ONE_RANK = st.builds(
+    Facts,
     device=st.sampled_from(["cpu", "cuda"]),
     half_precision=st.sampled_from([True, False, None]),
     convolutions=st.sampled_from([None, 0, 7, 53]),
@@ -43,6 +40,14 @@ FACTS = st.builds(
     total_steps=st.none() | st.integers(1, 10**7),
     loop=st.sampled_from(["torchboost", "own", "transformers", "lightning", "accelerate"]),
 )
+
+
+def on_ranks(facts: Facts, world_size: int, per_node: int) -> Facts:
+    per_node = min(per_node, world_size)
+    return replace(facts, world_size=world_size, nodes=-(-world_size // per_node), devices_per_node=per_node)
+
+
+FACTS = st.builds(on_ranks, ONE_RANK, st.sampled_from([1, 2, 6, 8]), st.sampled_from([1, 2, 4, 8]))
 
 SHARE = st.floats(0, 1, exclude_max=True)
 POSITIVE = st.floats(1e-3, 1e3)
@@ -159,6 +164,15 @@ def test_two_algorithms_of_one_order_keep_their_places(tmp_path):
         assert [type(a) for a in plan.algorithms] == [BlockFreeze, AccumulationSteps]
         for level in LEVELS:
             assert Plan.of(level, tmp_path / "boost.json", FAST).algorithms == plan.algorithms
+
+
+def test_the_launched_ranks_of_a_node_may_be_asked_for_under_extra(tmp_path):
+    config = {"common": {"device_number": 1}, "extra": {"adasum": {"devices_per_node": None}}}
+    for facts, on in ((on_ranks(FAST, 2, 2), False), (on_ranks(FAST, 4, 2), True)):
+        plan = Plan.of("O0", config, facts)
+        plan.save(tmp_path / "boost.json")
+        assert [a.name for a in plan.algorithms] == ["adasum"] * on
+        assert Plan.of("O0", tmp_path / "boost.json", facts).algorithms == plan.algorithms
 
 
 def test_each_algorithm_is_written_with_all_settings_or_false(tmp_path):

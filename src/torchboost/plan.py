@@ -308,9 +308,9 @@ def _place(algorithm: Algorithm) -> tuple[int, int]:
 def _ranks_per_node(config: BoostConfig) -> int | None:
     """Return the number that the user wrote. MindSpore's default of 8 says nothing about the launched ranks."""
     extra = config.extra.get("adasum")
-    own = extra.get("devices_per_node") if isinstance(extra, dict) else None
-    if type(own) is int and own >= 1:
-        return own
+    if isinstance(extra, dict) and "devices_per_node" in extra:
+        own = extra["devices_per_node"]  # null: the launched ranks, whatever the section says
+        return own if type(own) is int and own >= 1 else None
     return config.common.device_number if "device_number" in config.common.model_fields_set else None
 
 
