@@ -97,10 +97,9 @@ class Calibration:
         model, device = target.model, _device(target.model)
         available, needed = free_bytes(device), needed_bytes(model)
         short = available is not None and needed > _MEMORY_SHARE * available
-        if (reduce([float(short)])[0] if reduce is not None else short) and available is not None:
-            return self.without_trial(
-                f"the copies need about {needed / 2**20:,.0f} MiB, and {available / 2**20:,.0f} MiB are free"
-            )
+        if reduce([float(short)])[0] if reduce is not None else short:
+            free = "too little is" if available is None else f"{available / 2**20:,.0f} MiB are"
+            return self.without_trial(f"the copies need about {needed / 2**20:,.0f} MiB, and {free} free")
         levers = {lever.name: lever for lever in self.levers if lever.name not in self.fixed}
         base = [lever for lever in self.levers if lever.name in self.fixed and lever.name in self.prior]
         try:

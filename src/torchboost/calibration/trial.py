@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
 from torchboost.graph.recording import tensors_in
 from torchboost.graph.twin import parameter_bytes, twin
-from torchboost.measure.stopwatch import Clock
+from torchboost.measure.stopwatch import Clock, collector_off
 
 __all__ = ["Trial", "free_bytes", "needed_bytes", "streams_kept"]
 
@@ -88,7 +87,7 @@ class Trial:
         pair = [self._incumbent, self._challenger]
         if self._turn % 2:
             pair.reverse()
-        with _collector_off():
+        with collector_off():
             times = [self._safe_seconds(each) for each in pair]
         if self._turn % 2:
             times.reverse()
@@ -254,14 +253,3 @@ def _gradient_for(output: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(output.shape, generator=generator) / max(1.0, output.numel() ** 0.5)
     return values.to(output.device, output.dtype)
-
-
-@contextmanager
-def _collector_off() -> Iterator[None]:
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -32,6 +32,7 @@ __all__ = [
     "Progress",
     "Stopwatch",
     "Warmup",
+    "collector_off",
     "compare",
     "device_name",
     "environment",
@@ -208,7 +209,8 @@ def compare(
             unsettled.append(name)
     tell("warm-up", len(contestants), len(contestants))
     samples: dict[str, list[float]] = {name: [] for name in contestants}
-    with _garbage_collector_off():
+    gc.collect()
+    with collector_off():
         for done, order in enumerate(_orders(list(contestants), pairs, seed)):
             tell("timing", done, pairs)
             gc.collect(0)
@@ -328,9 +330,9 @@ def _orders(names: list[str], rounds: int, seed: int) -> Iterator[list[str]]:
 
 
 @contextmanager
-def _garbage_collector_off() -> Iterator[None]:
+def collector_off() -> Iterator[None]:
+    """Switch the garbage collector off. It is on again at the end if it was on before."""
     was_on = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
