@@ -322,8 +322,29 @@ def test_facts_rule_out_with_a_reason():
     left_out = reasons(plan)
     assert "bfloat16" in left_out["autocast"]
     assert "no convolution" in left_out["channels_last"]
-    assert "convolutional networks only" in left_out["gradient_centralization"]
+    assert "convolutional networks with BatchNorm only" in left_out["gradient_centralization"]
     assert "extra.compile" in left_out["compile"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "on"),
+    [
+        ([nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)], True),
+        ([nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)], False),
+        ([nn.Linear(3, 8), nn.BatchNorm1d(8)], False),
+    ],
+)
+def test_gradients_are_centralised_only_in_networks_of_the_measured_kind(layers, on):
+    plan = Plan.of("O1", facts=Facts.measure(nn.Sequential(*layers)))
+    assert ("gradient_centralization" in names(plan)) == on
+
+
+@pytest.mark.parametrize(
+    "config", [{"grad_freeze": {"total_steps": 900}}, {"extra": {"grad_freeze": {"total_steps": 900}}}]
+)
+def test_the_length_in_the_configuration_is_that_of_the_plan(config):
+    assert Plan.of("O1", config, Facts(convolutions=3)).total_steps == 900
+    assert Plan.of("O1", facts=Facts(convolutions=3)).total_steps is None
 
 
 @pytest.mark.parametrize(

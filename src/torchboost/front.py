@@ -325,7 +325,7 @@ def attach(
     plan = Plan.of(level, config, Facts.measure(model, loop=loop), total_steps=total_steps)
     with shared_traces():
         plan = plan.fit(model, given)
-        calibration = _calibration(plan, calibrate, total_steps, wrapper)
+        calibration = _calibration(plan, calibrate, wrapper)
         if calibration is not None:
             plan = plan.chosen({lever.name: (lever.name in calibration.prior, _OPEN) for lever in plan.levers})
         made = Boosted(plan, target, plan.attach(target), given, scaler, calibration)
@@ -336,14 +336,14 @@ def attach(
 _OPEN = "the trial at the first training call decides"
 
 
-def _calibration(plan: Plan, calibrate: Calibrate, total_steps: int | None, wrapper: str | None) -> Calibration | None:
+def _calibration(plan: Plan, calibrate: Calibrate, wrapper: str | None) -> Calibration | None:
     """Return what the first training call has to decide; None if there is nothing to measure."""
     on = {algorithm.name for algorithm in plan.algorithms}
     replaced = any(algorithm.traits.replaces_optimizer for algorithm in plan.algorithms)
     if calibrate is False or not plan.levers or wrapper is not None or replaced:
         return None
     prior = frozenset(lever.name for lever in plan.levers if lever.name in on and not REGISTRY[lever.name].once)
-    return Calibration(levers=plan.levers, prior=prior, calibrate=calibrate, total_steps=total_steps)
+    return Calibration(levers=plan.levers, prior=prior, calibrate=calibrate, total_steps=plan.total_steps)
 
 
 def prepare(

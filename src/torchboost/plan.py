@@ -55,6 +55,7 @@ class Plan:
         algorithms: The algorithms that will run, with their settings, in attach order.
         dropped: The requested algorithms that were left out, with the reasons.
         levers: The algorithms of the level that only change the speed of a step. A trial may switch them on and off.
+        total_steps: Updates of the whole run, from the argument or the configuration; None if neither gives it.
         unmeasured: JSON paths and values of the user's settings that differ from the measured settings of the level.
 
     Example:
@@ -72,6 +73,7 @@ class Plan:
     algorithms: tuple[Algorithm, ...]
     dropped: tuple[Dropped, ...] = ()
     levers: tuple[Algorithm, ...] = ()
+    total_steps: int | None = None
     unmeasured: tuple[str, ...] = ()
 
     @classmethod
@@ -238,7 +240,7 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     an algorithm come from the row of the level. Keys that the user wrote in the section of MindSpore's JSON override
     the row, and ``extra`` overrides both. A written key that holds MindSpore's default does not override a level,
     because the row of the level was chosen by measurement. Outside mode auto the defaults of the section replace the
-    row of the level. If the user wrote ``grad_freeze.total_steps``, it is the length of the run for every algorithm;
+    row of the level. If the user wrote ``grad_freeze.total_steps``, there or under ``extra``, it is the length of the run for every algorithm;
     ``common.device_number`` is the number of ranks on a node.
 
     Raises:
@@ -251,8 +253,9 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
         if name not in REGISTRY:
             allowed, hint = ", ".join(REGISTRY), nearest(name, REGISTRY)
             raise ConfigError(f"extra.{name}", found="an unknown algorithm", allowed=allowed, hint=hint)
-    if _LENGTH in config.grad_freeze.model_fields_set:
-        facts = replace(facts, total_steps=config.grad_freeze.total_steps)
+    length = _written_length(config)
+    if length is not None:
+        facts = replace(facts, total_steps=length)
     per_node = _ranks_per_node(config)
     if per_node is not None:
         per_node = min(per_node, facts.world_size)
@@ -274,6 +277,7 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
         algorithms=tuple(sorted(kept, key=_place)),
         dropped=dropped,
         levers=tuple(_build(REGISTRY[name], *_settings(REGISTRY[name], config, level, facts)) for name in levers),
+        total_steps=facts.total_steps,
         unmeasured=_unmeasured(config, level, wanted, kept, facts),
     )
 
@@ -298,6 +302,14 @@ def _check_one_length(given: int, config: BoostConfig) -> None:
                 allowed="one length of the run",
                 hint="Leave one of them out.",
             )
+
+
+def _written_length(config: BoostConfig) -> int | None:
+    """Return the number of updates that the configuration gives. What else it may hold there is refused elsewhere."""
+    extra = config.extra.get("grad_freeze")
+    if isinstance(extra, dict) and type(extra.get(_LENGTH)) is int and extra[_LENGTH] >= 1:
+        return extra[_LENGTH]
+    return config.grad_freeze.total_steps if _LENGTH in config.grad_freeze.model_fields_set else None
 
 
 def _place(algorithm: Algorithm) -> tuple[int, int]:

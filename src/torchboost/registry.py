@@ -24,7 +24,7 @@ from torchboost.algorithms.subspace.algorithm import SubspaceDescent
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import check_count, check_module
 from torchboost.core.hardware import half_precision
-from torchboost.core.torch_private import AnyConv
+from torchboost.core.torch_private import AnyBatchNorm, AnyConv
 from torchboost.distributed.topology import Topology
 from torchboost.errors import nearest
 from torchboost.graph.norm_roles import was_trained
@@ -46,6 +46,7 @@ class Facts:
         half_precision: Whether the device computes faster in bfloat16 than in float32; None if the device is not here.
         half_precision_reason: One clause that says what was measured; empty if nothing was.
         convolutions: Number of convolutions in the model; None without a model.
+        batch_norms: Number of BatchNorms in the model; None without a model.
         trained: Whether the model was trained before, judged by its BatchNorm statistics; None without a model or
             without BatchNorms.
         total_steps: Number of planned training steps; None if not given.
@@ -64,6 +65,7 @@ class Facts:
     half_precision: bool | None = False
     half_precision_reason: str = ""
     convolutions: int | None = None
+    batch_norms: int | None = None
     trained: bool | None = None
     total_steps: int | None = None
     loop: Loop = "torchboost"
@@ -88,11 +90,12 @@ class Facts:
         the CPU.
         """
         topology = Topology.current()
-        device, convolutions, trained = torch.get_default_device(), None, None
+        device, convolutions, batch_norms, trained = torch.get_default_device(), None, None, None
         if model is not None:
             check_module(model)
             device = next((p.device for p in model.parameters()), device)
             convolutions = sum(isinstance(m, AnyConv) for m in model.modules())
+            batch_norms = sum(isinstance(m, AnyBatchNorm) for m in model.modules())
             trained = was_trained(model)
         half = half_precision(device, convolutions)
         return cls(
@@ -103,6 +106,7 @@ class Facts:
             half_precision=half.fast,
             half_precision_reason=half.reason,
             convolutions=convolutions,
+            batch_norms=batch_norms,
             trained=trained,
             total_steps=total_steps,
             loop=loop,
@@ -207,7 +211,9 @@ def _less_bn_unproven(facts: Facts) -> str | None:
 
 
 def _centralization_unproven(facts: Facts) -> str | None:
-    return "measured on convolutional networks only" if facts.convolutions == 0 else None
+    if facts.convolutions == 0 or facts.batch_norms == 0:
+        return "measured on convolutional networks with BatchNorm only; ask for it with extra.gradient_centralization"
+    return None
 
 
 # On CPU compilation paid in deep networks only, after so many steps (docs/levels.md).
