@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.accumulation import AccumulationSteps, Accumulator
 from torchboost.algorithms.accumulation.optimizer import AccumulatingOptimizer
-from torchboost.calibration.calibration import Calibrate, Calibration, FirstCall, describe, resolved
+from torchboost.calibration.calibration import Calibrate, Calibration, FirstCall, describe, gain, resolved
 from torchboost.calibration.choice import Choice
+from torchboost.calibration.trial import Pair, copied
 from torchboost.calibration.watch import StepWatch
 from torchboost.config import ConfigSource
 from torchboost.core.algorithm import AttachedAlgorithms, Scaler, Target
@@ -68,6 +69,7 @@ class Boosted:
         given: Optimizer,
         scaler: Scaler | None,
         calibration: Calibration | None = None,
+        before: Pair | None = None,
     ) -> None:
         self.choice: Choice | None = None
         self.plan, self.attached, self._target, self._given = plan, attached, target, given
@@ -83,7 +85,7 @@ class Boosted:
                 attached.with_undo(optimizer.register_step_pre_hook(_Mark(self)).remove)
         self._calibration = calibration
         self._waiting: FirstCall | None = None
-        self._wait()
+        self._wait(before)
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer))
@@ -95,10 +97,12 @@ class Boosted:
         """Return which algorithms are on, with their settings, and which were left out, with the reasons."""
         return self.plan.explain() + ("" if self.choice is None else f"\n{_explained(self.choice)}")
 
-    def _wait(self, *, again: bool = False) -> None:
+    def _wait(self, before: Pair | None = None, *, again: bool = False) -> None:
         """Let the next training call choose the levers."""
         if self._calibration is not None:
-            self._waiting = FirstCall(self._target, self.attached, self._calibration, self._decide, again=again)
+            self._waiting = FirstCall(
+                *(self._target, self.attached, self._calibration, self._decide), before=before, again=again
+            )
             self.attached.with_undo(self._waiting.remove)
 
     def _decide(self, choice: Choice) -> None:
@@ -106,6 +110,11 @@ class Boosted:
         self.choice, self._waiting = choice, None
         self.plan = self.plan.chosen({v.lever: (v.kept, v.reason) for v in choice.verdicts})
         _LOG.info("%s: %s", self.plan.level, describe(choice))
+        if choice.ratio is not None and choice.ratio.high < 1:
+            _LOG.warning(
+                "%s: %s. Use boost(..., level='O0'), or leave out what changes the model with extra.",
+                *(self.plan.level, gain(choice.ratio)),
+            )
         if not again and choice.source != "prior" and Topology.current().world_size == 1:
             watch = StepWatch(hookable(self._given), self._measure_again)
             self.attached.with_undo(watch.remove)
@@ -328,7 +337,8 @@ def attach(
         calibration = _calibration(plan, calibrate, wrapper)
         if calibration is not None:
             plan = plan.chosen({lever.name: (lever.name in calibration.prior, _OPEN) for lever in plan.levers})
-        made = Boosted(plan, target, plan.attach(target), given, scaler, calibration)
+        before = None if calibration is None else _before(plan, calibration, target)
+        made = Boosted(plan, target, plan.attach(target), given, scaler, calibration, before)
     _BOOSTED[model] = weakref.ref(made)
     return made
 
@@ -344,6 +354,17 @@ def _calibration(plan: Plan, calibrate: Calibrate, wrapper: str | None) -> Calib
         return None
     prior = frozenset(lever.name for lever in plan.levers if lever.name in on and not REGISTRY[lever.name].once)
     return Calibration(levers=plan.levers, prior=prior, calibrate=calibrate, total_steps=plan.total_steps)
+
+
+def _before(plan: Plan, calibration: Calibration, target: Target) -> Pair | None:
+    """Return copies of the pair if the level is about to change the model, for the trial to compare with."""
+    levers = {lever.name for lever in calibration.levers}
+    if not any(a.needs_transform(target.model) for a in plan.algorithms if a.name not in levers):
+        return None
+    try:
+        return copied(target.model, target.optimizer)
+    except TypeError:  # then the trial does not take place either
+        return None
 
 
 def prepare(
@@ -399,6 +420,8 @@ def _explained(choice: Choice) -> str:
         interval = verdict.ratio
         figure = "" if interval is None else f" ({interval.low:.2f} to {interval.high:.2f}, {verdict.pairs} pairs)"
         lines.append(f"  {verdict.lever}  {'on' if verdict.kept else 'off'}: {verdict.reason}{figure}")
+    if choice.ratio is not None:
+        lines.append(f"  together {gain(choice.ratio)}")
     return "\n".join(lines)
 
 

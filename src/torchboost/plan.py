@@ -240,8 +240,8 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     an algorithm come from the row of the level. Keys that the user wrote in the section of MindSpore's JSON override
     the row, and ``extra`` overrides both. A written key that holds MindSpore's default does not override a level,
     because the row of the level was chosen by measurement. Outside mode auto the defaults of the section replace the
-    row of the level. If the user wrote ``grad_freeze.total_steps``, there or under ``extra``, it is the length of the run for every algorithm;
-    ``common.device_number`` is the number of ranks on a node.
+    row of the level. If the user wrote ``grad_freeze.total_steps``, in the section or under ``extra``, it is the length
+    of the run for every algorithm; ``common.device_number`` is the number of ranks on a node.
 
     Raises:
         ConfigError: The level is unknown, a name or setting under ``extra`` is unknown, or a setting has the wrong type

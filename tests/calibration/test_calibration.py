@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import warnings
 from pathlib import Path
@@ -16,8 +17,11 @@ from torchboost.calibration import calibration as module
 from torchboost.calibration import watch as watch_module
 from torchboost.calibration.calibration import check_calibrate, resolved
 from torchboost.calibration.choice import Choice
+from torchboost.calibration.search import Found
 from torchboost.calibration.trial import Trial
+from torchboost.core.living import living
 from torchboost.core.torch_private import compiled_call, interceptor_of
+from torchboost.measure.evidence import Interval
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +30,7 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 CUT = {"extra": {"compile": False}}
+UNFROZEN = {"extra": {"compile": False, "grad_freeze": False}}
 
 
 def network() -> nn.Sequential:
@@ -74,10 +79,10 @@ def choose(monkeypatch: pytest.MonkeyPatch, kept: set[str]) -> None:
 
     def search(levers, bench: Trial, **_):
         for lever in levers:
-            bench.build([lever])
-            bench.sample()
+            bench.build([lever], within=60)
+            bench.sample(within=60)
         verdicts = [{"lever": lever, "kept": lever in kept, "reason": "planted"} for lever in levers]
-        return Choice.model_validate({"verdicts": verdicts, "source": "trial"}).verdicts
+        return Found(Choice.model_validate({"verdicts": verdicts, "source": "trial"}).verdicts, None)
 
     monkeypatch.setattr(module, "search", search)
 
@@ -136,6 +141,36 @@ def test_a_real_trial_decides_and_explains():
     assert set(LEVERS) & set(boosted.attached) == boosted.choice.kept
     for verdict in boosted.choice.verdicts:
         assert f"{verdict.lever}  {'on' if verdict.kept else 'off'}: {verdict.reason}" in boosted.explain()
+
+
+@pytest.mark.parametrize("layers", [2, 0])
+def test_the_gain_counts_what_the_level_removed_from_the_model(layers, caplog):
+    """The model of the comparison still has its BatchNorms; it is freed when the levers are chosen."""
+    blocks = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(layers)]
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), *blocks, nn.Flatten(), nn.Linear(4 * 100, 4))
+    given = set(living(nn.BatchNorm2d))
+    boosted = torchboost.boost(model, adamw(model), level="O1", calibrate=5.0, config=UNFROZEN)
+    gc.collect()
+    kept_alive = set(living(nn.BatchNorm2d)) - set(model.modules()) - given
+    assert len(kept_alive) == layers
+    boosted.model(batches()[0][0])
+    del kept_alive
+    gc.collect()
+    assert len(set(living(nn.BatchNorm2d)) - set(model.modules()) - given) == 0
+    assert boosted.choice is not None
+    assert layers == 0 or boosted.choice.ratio is not None
+    assert layers == 0 or "times as fast as before boost" in boosted.explain()
+
+
+def test_a_level_that_makes_the_step_slower_says_so(monkeypatch, caplog):
+    slower = Interval(low=0.7, mid=0.8, high=0.9)
+    monkeypatch.setattr(module, "search", lambda *_, **__: Found((), slower))
+    model = network()
+    boosted = torchboost.boost(model, adamw(model), level="O1", calibrate=5.0, config=UNFROZEN)
+    boosted.model(batches()[0][0])
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "0.80 times as fast as before boost (0.70 to 0.90)" in warning
+    assert "extra" in warning
 
 
 def test_the_choice_is_logged(monkeypatch, caplog):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
+import time
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from torchboost.algorithms import Autocast, ChannelsLast, FusedOptimizer
-from torchboost.calibration.trial import Trial, free_bytes, needed_bytes, streams_kept
+from torchboost.algorithms import Autocast, ChannelsLast, Compile, FusedOptimizer
+from torchboost.calibration.trial import Trial, _Contestant, free_bytes, needed_bytes, streams_kept
 from torchboost.errors import IncompatibleError
 
 LEVERS = {"fused_optimizer": FusedOptimizer(), "channels_last": ChannelsLast(), "autocast": Autocast()}
@@ -39,8 +42,8 @@ def test_the_originals_and_the_random_streams_stay():
     with streams_kept(model):
         trial = Trial(model, optimizer, ((x,), {}), LEVERS)
         for levers in ([], ["fused_optimizer"], list(LEVERS)):
-            assert trial.build(levers) >= 0
-            assert min(trial.sample()) > 0
+            assert trial.build(levers, within=60) >= 0
+            assert min(trial.sample(within=60)) > 0
             trial.promote()
         random.random()
         np.random.rand()
@@ -58,7 +61,7 @@ def test_weights_of_the_copies_do_not_move():
     model, x = network(), torch.randn(4, 3, 8, 8)
     trial = Trial(model, torch.optim.SGD(model.parameters(), lr=1e9), ((x,), {}), LEVERS)
     for _ in range(3):
-        assert all(seconds < float("inf") for seconds in trial.sample())
+        assert all(seconds < float("inf") for seconds in trial.sample(within=60))
     copied = trial._incumbent.model
     assert all(map(torch.equal, model.parameters(), copied.parameters()))
     assert not torch.equal(model[1].running_mean, copied[1].running_mean)
@@ -79,7 +82,7 @@ def test_the_loss_of_the_model_is_used_and_inputs_are_copied():
     x, labels = torch.randn(4, 3), torch.zeros(4, dtype=torch.long)
     trial = Trial(model, torch.optim.SGD(model.parameters(), lr=0.1), ((x,), {"labels": labels}), {})
     model.layer.register_forward_pre_hook(lambda module, args: args[0].zero_())
-    trial.sample()
+    trial.sample(within=60)
     assert x.abs().max() > 0
     assert trial._incumbent._gradients is not None
     assert [gradient.shape for gradient in trial._incumbent._gradients] == [()]
@@ -117,7 +120,7 @@ def test_a_lever_that_fails_on_this_rank_is_told_to_the_others_before_it_raises(
 
     trial = Trial(model, torch.optim.SGD(model.parameters(), lr=0.1), ((x,), {}), {}, reduce=reduce)
     with pytest.raises(KeyError):
-        trial.build(["unknown"])
+        trial.build(["unknown"], within=60)
     assert told[-1][1] == float("inf")
 
 
@@ -131,7 +134,7 @@ def test_a_failure_of_another_rank_raises_here_too():
     trial = Trial(model, torch.optim.SGD(model.parameters(), lr=0.1), ((x,), {}), LEVERS, reduce=reduce)
     failing.append(True)
     with pytest.raises(IncompatibleError, match="another rank"):
-        trial.build(["fused_optimizer"])
+        trial.build(["fused_optimizer"], within=60)
 
 
 def test_memory_is_estimated():
@@ -139,3 +142,39 @@ def test_memory_is_estimated():
     assert needed_bytes(model) == 2 * 4 * 4_000_000
     free = free_bytes(torch.device("cpu"))
     assert free is None or free > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself
+def test_a_compilation_that_takes_too_long_is_interrupted_and_a_later_one_works():
+    model, x = network(), torch.randn(4, 3, 8, 8)
+    trial = Trial(model, torch.optim.SGD(model.parameters(), lr=0.1), ((x,), {}), {"compile": Compile()})
+    with pytest.raises(TimeoutError, match=r"longer than the 0\.5 s"):
+        trial.build(["compile"], within=0.5)
+    assert max(trial.sample(within=60)) < float("inf")
+    assert trial.build(["compile"], within=600) > 0
+    assert max(trial.sample(within=60)) < float("inf")
+
+
+def test_steps_that_take_too_long_count_as_infinitely_slow():
+    class Slow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.pause = nn.Linear(2, 2), 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(self.pause)
+            return self.layer(x)
+
+    model, x = Slow(), torch.randn(4, 2)
+    trial = Trial(model, torch.optim.SGD(model.parameters(), lr=0.1), ((x,), {}), {})
+    model.pause = 60.0
+    with pytest.raises(TimeoutError, match="longer than"):
+        trial.build([], within=0.05)
+    trial._challenger = trial_contestant(model, x)
+    assert sorted(map(math.isinf, trial.sample(within=0.05))) in ([False, True], [True, True])
+
+
+def trial_contestant(model: nn.Module, x: Tensor) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return _Contestant((model, optimizer), ((x,), {}), [], None)

@@ -17,6 +17,7 @@ from torchboost.core.torch_private import (
     compiled_call,
     compiled_graphs,
     inside_compiled,
+    load_compiler,
     set_compiled_call,
 )
 from torchboost.core.wrapping import unwrap, wrapper_of
@@ -104,6 +105,10 @@ class Compile(Algorithm):
                 "fully_shard leave no frame to compile; compile its blocks before sharding, or wrap it in a module "
                 "with its own forward."
             )
+
+    def load(self) -> None:
+        """Import the compiler, which must not be interrupted: it registers operators while it is imported."""
+        load_compiler()
 
     def attach(self, target: Target) -> Compiled:
         """Hand the model to the compiler; it compiles at the first call."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchboost.calibration.cache import ChoiceCache, key_of
 from torchboost.calibration.choice import Choice, Machine, Source, Verdict
 from torchboost.calibration.search import Price, search
-from torchboost.calibration.trial import Call, Reduce, Trial, free_bytes, needed_bytes, streams_kept
+from torchboost.calibration.trial import Call, Pair, Reduce, Trial, free_bytes, needed_bytes, streams_kept
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
 from torchboost.core.torch_private import (
     Interceptor,
@@ -31,9 +31,10 @@ from torchboost.core.wrapping import hookable, unwrap
 from torchboost.distributed.agreement import Agreement
 from torchboost.errors import RankDisagreementError
 from torchboost.graph.recording import tensors_in
+from torchboost.measure.evidence import Interval
 from torchboost.registry import REGISTRY
 
-__all__ = ["Calibrate", "Calibration", "FirstCall", "check_calibrate", "describe", "resolved"]
+__all__ = ["Calibrate", "Calibration", "FirstCall", "check_calibrate", "describe", "gain", "resolved"]
 
 Calibrate = bool | float | Literal["auto"]
 """``"auto"`` or True: a trial within 1 % of the run and 60 s. False: none. A number: its seconds."""
@@ -86,15 +87,20 @@ class Calibration:
         reason = self.fixed.get(lever.name, reason)
         return Verdict(lever=lever.name, kept=lever.name in self.prior, reason=f"not measured: {reason}")
 
-    def measure(self, target: Target, call: Call, reduce: Reduce | None = None) -> Choice:
+    def measure(
+        self, target: Target, call: Call, reduce: Reduce | None = None, *, before: Pair | None = None
+    ) -> Choice:
         """Try the levers on copies of a plain pair. The pair, its inputs and all random generators stay as they are.
 
         Args:
             target: Model and optimizer without levers.
             call: Positional and named arguments of a training call.
             reduce: Takes the largest of each number over the ranks.
+            before: Copies from before boost, if the level has changed the model.
         """
         model, device = target.model, _device(target.model)
+        if before is not None and _device(before[0]) != device:
+            before = None
         available, needed = free_bytes(device), needed_bytes(model)
         short = available is not None and needed > _MEMORY_SHARE * available
         if reduce([float(short)])[0] if reduce is not None else short:
@@ -104,14 +110,21 @@ class Calibration:
         base = [lever for lever in self.levers if lever.name in self.fixed and lever.name in self.prior]
         try:
             with streams_kept(model):
-                trial = Trial(model, target.optimizer, call, levers, scaler=target.scaler, base=base, reduce=reduce)
-                verdicts = search(
+                trial = Trial(
+                    *(model, target.optimizer, call, levers),
+                    scaler=target.scaler,
+                    base=base,
+                    reduce=reduce,
+                    before=before,
+                )
+                verdicts, ratio = search(
                     sorted(levers, key=lambda name: REGISTRY[name].once),
                     trial,
                     seconds=self.seconds(trial.step_seconds),
                     steps=self.total_steps,
                     prices={name: _price(model) for name in levers if REGISTRY[name].once},
                     undecided={name: name in self.prior for name in levers},
+                    changed=before is not None,
                 )
         except RankDisagreementError:
             raise
@@ -125,6 +138,7 @@ class Calibration:
             seconds=trial.elapsed(),
             peak_bytes=needed,
             step_seconds=trial.step_seconds,
+            ratio=ratio,
             machine=Machine.of(device),
         )
 
@@ -140,6 +154,7 @@ class FirstCall(Interceptor):
         attached: All attachments of the pair; the levers among them are replaced.
         calibration: What to decide and at what price.
         decided: Called with the choice after the levers were attached.
+        before: Copies from before boost, if the level has changed the model. They are freed with this object.
         again: Measure even if the cache has a choice, which is then replaced.
     """
 
@@ -150,13 +165,14 @@ class FirstCall(Interceptor):
         calibration: Calibration,
         decided: Callable[[Choice], None],
         *,
+        before: Pair | None = None,
         again: bool = False,
     ) -> None:
         self._target, self._attached = target, attached
         self._calibration, self._decided = calibration, decided
         self._model = target.model
         self._given: Choice | None = None
-        self._again = again
+        self._before, self._again = before, again
         set_compiled_call(self._model, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -183,6 +199,7 @@ class FirstCall(Interceptor):
             self._attach(before, places)
             set_compiled_call(self._model, self)
             raise
+        self._before = None
         self._decided(choice)
 
     def give(self, choice: Choice) -> None:
@@ -197,8 +214,8 @@ class FirstCall(Interceptor):
 
     def _measured(self, calibration: Calibration, ranks: list[int] | None, call: Call) -> Choice:
         if ranks is None:
-            return _cached(calibration, self._target, call, again=self._again)
-        return _agreed(calibration, ranks, self._target, call)
+            return _cached(calibration, self._target, call, before=self._before, again=self._again)
+        return _agreed(calibration, ranks, self._target, call, before=self._before)
 
     def _attach(self, levers: Sequence[Algorithm], places: Sequence[int]) -> None:
         self._attached.adopt(attach_all(self._target, levers))
@@ -223,7 +240,7 @@ def _on_ranks(calibration: Calibration, model: nn.Module) -> tuple[Calibration, 
     return replace(calibration, fixed=fixed), dist.get_process_group_ranks(ddp.process_group)
 
 
-def _agreed(calibration: Calibration, ranks: list[int], target: Target, call: Call) -> Choice:
+def _agreed(calibration: Calibration, ranks: list[int], target: Target, call: Call, *, before: Pair | None) -> Choice:
     if not ranks:
         return calibration.without_trial("several ranks decide together only under DistributedDataParallel")
     agreement = Agreement(ranks, subject="the trial of the speed levers", timeout=_RANKS_TIMEOUT)
@@ -232,16 +249,18 @@ def _agreed(calibration: Calibration, ranks: list[int], target: Target, call: Ca
         absent = agreement.largest([float(a.name not in calibration.prior) for a in calibration.levers], step="prior")
         common = frozenset(a.name for a, missing in zip(calibration.levers, absent, strict=True) if not missing)
         calibration = replace(calibration, prior=common)
-        return calibration.measure(target, call, lambda numbers: agreement.largest(numbers, step="sample"))
+        return calibration.measure(
+            target, call, lambda numbers: agreement.largest(numbers, step="sample"), before=before
+        )
     finally:
         agreement.close()
 
 
-def _cached(calibration: Calibration, target: Target, call: Call, *, again: bool) -> Choice:
+def _cached(calibration: Calibration, target: Target, call: Call, *, before: Pair | None, again: bool) -> Choice:
     """Return the choice of an earlier start of the same run on this machine, or measure and keep it."""
     cache = ChoiceCache()
     if cache.folder is None:
-        return calibration.measure(target, call)
+        return calibration.measure(target, call, before=before)
     key = key_of(
         target.model,
         target.optimizer,
@@ -252,7 +271,7 @@ def _cached(calibration: Calibration, target: Target, call: Call, *, again: bool
     )
     choice = None if again else cache.load(key)
     if choice is None:
-        choice = calibration.measure(target, call)
+        choice = calibration.measure(target, call, before=before)
         if choice.source == "trial":
             cache.store(key, choice)
     return choice
@@ -282,7 +301,13 @@ def describe(choice: Choice) -> str:
     """Return the choice in one line."""
     parts = [f"{v.lever} {'on' if v.kept else 'off'} ({v.reason})" for v in choice.verdicts]
     where = {"trial": f"measured in {choice.seconds:.1f} s", "cache": "measured earlier on this machine"}
-    return f"{'; '.join(parts)}. Source: {where.get(choice.source, choice.source)}."
+    whole = [] if choice.ratio is None else [f"together {gain(choice.ratio)}"]
+    return f"{'; '.join(parts + whole)}. Source: {where.get(choice.source, choice.source)}."
+
+
+def gain(ratio: Interval) -> str:
+    """Return a ratio of step times as a clause."""
+    return f"a step is {ratio.mid:.2f} times as fast as before boost ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
 def _price(model: nn.Module) -> Price:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torchboost.calibration.choice import Verdict
 from torchboost.measure.evidence import Interval
 from torchboost.measure.statistics import exact_median
 
-__all__ = ["Bench", "Price", "search"]
+__all__ = ["Bench", "Found", "Price", "search"]
 
 _LOOKS = (7, 11, 15, 20, 28, 40)
 """Numbers of pairs at which a lever may be decided."""
@@ -38,18 +38,26 @@ class Price:
 
 
 class Bench(Protocol):
-    """Builds two contestants and times them in turns. With several ranks, every number is that of the slowest rank."""
+    """Builds two contestants and times them in turns. With several ranks, every number is that of the slowest rank.
 
-    def build(self, levers: Sequence[str]) -> float:
+    Whatever takes longer than ``within`` seconds is interrupted.
+    """
+
+    def build(self, levers: Sequence[str], *, within: float) -> float:
         """Make the challenger and warm it up. Return the seconds that this cost more than the same number of steps.
 
         Raises:
+            TimeoutError: It takes too long. The incumbent stays as it is.
             Exception: Whatever the levers raise. The incumbent stays as it is.
         """
         ...
 
-    def sample(self) -> tuple[float, float]:
-        """Return the seconds of one step of the incumbent and of the challenger."""
+    def build_plain(self, *, within: float) -> None:
+        """Make the challenger the loop as it was before boost. Errors are those of :meth:`build`."""
+        ...
+
+    def sample(self, *, within: float) -> tuple[float, float]:
+        """Return the seconds of one step of the incumbent and of the challenger; infinity for one without an end."""
         ...
 
     def promote(self) -> None:
@@ -61,9 +69,21 @@ class Bench(Protocol):
         ...
 
 
+class Found(NamedTuple):
+    """The result of a search.
+
+    Attributes:
+        verdicts: One for each lever, in the given order.
+        ratio: How many times as fast a step of the chosen combination is as one of the loop before boost; None if it
+            was not measured.
+    """
+
+    verdicts: tuple[Verdict, ...]
+    ratio: Interval | None
+
+
 @dataclass(slots=True)
-class _Found:
-    seconds: float
+class _Sample:
     ratios: list[float] = field(default_factory=list)
     incumbent: list[float] = field(default_factory=list)
     price: float = 0.0
@@ -81,13 +101,14 @@ def search(
     steps: int | None = None,
     prices: Mapping[str, Price] | None = None,
     undecided: Mapping[str, bool] | None = None,
-) -> tuple[Verdict, ...]:
+    changed: bool = False,
+) -> Found:
     """Try the levers one after the other on top of those that were kept, then those again that were dropped too early.
 
     A lever is kept if the 98 % interval of its paired ratio is above 1 and the ratio at least 1.01. It is dropped if
     the interval excludes that, if it raises, or if its price is not repaid. A lever that was dropped before another one
-    was kept is tried a second time on top of that one. At the end the combination is compared with the plain step: if
-    it is slower, nothing is kept.
+    was kept is tried a second time on top of that one. At the end the combination is compared with the loop before
+    boost. If it is slower and the level changes nothing but levers, nothing is kept.
 
     Args:
         levers: Names, in the order of the trial.
@@ -97,11 +118,9 @@ def search(
         prices: Lever -> what it costs once.
         undecided: Lever -> whether to keep it if the budget does not suffice for a decision. Missing means no. A lever
             whose few samples speak against it is dropped.
-
-    Returns:
-        One verdict for each lever, in the given order.
+        changed: Whether the loop before boost differs from the incumbent.
     """
-    return _Search(list(levers), bench, seconds, steps, dict(prices or {}), dict(undecided or {})).run()
+    return _Search(list(levers), bench, seconds, steps, dict(prices or {}), dict(undecided or {}), changed).run()
 
 
 @dataclass(slots=True)
@@ -112,20 +131,21 @@ class _Search:
     steps: int | None
     prices: dict[str, Price]
     undecided: dict[str, bool]
+    changed: bool
     kept: list[str] = field(default_factory=list)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     last_step: float | None = None
 
-    def run(self) -> tuple[Verdict, ...]:
+    def run(self) -> Found:
         for index, lever in enumerate(self.levers):
-            self._try(lever, share=(self.seconds - self.bench.elapsed()) / (len(self.levers) - index))
+            self._try(lever, share=self._left() / (len(self.levers) - index))
         for lever in self._worth_a_second_try():
             first = self.verdicts[lever]
-            self._try(lever, share=self.seconds - self.bench.elapsed())
+            self._try(lever, share=self._left())
             if not self.verdicts[lever].kept:
                 self.verdicts[lever] = first
-        self._compare_with_plain()
-        return tuple(self.verdicts[lever] for lever in self.levers)
+        ratio = self._compare_with_plain()
+        return Found(tuple(self.verdicts[lever] for lever in self.levers), ratio)
 
     def _try(self, lever: str, share: float) -> None:
         refusal = self._too_dear(lever, share)
@@ -134,7 +154,10 @@ class _Search:
             return
         deadline = self.bench.elapsed() + share
         try:
-            price = self.bench.build([*self.kept, lever])
+            price = self.bench.build([*self.kept, lever], within=self._left())
+        except TimeoutError as error:
+            self._decide(lever, False, f"{error}; give it more with calibrate=seconds", None)
+            return
         except Exception as error:  # a lever may raise anything; training continues without it
             text = (str(error).splitlines() or [""])[0]
             self._decide(lever, False, f"it raised {type(error).__name__}: {text}"[:300].rstrip(": "), None)
@@ -143,21 +166,32 @@ class _Search:
         found.price = price
         self._judge(lever, found)
 
-    def _measure(self, deadline: float) -> _Found:
-        found = _Found(seconds=deadline)
+    def _measure(self, deadline: float, *, early: bool = True) -> _Sample:
+        found = _Sample()
         while True:
-            base, own = self.bench.sample()
+            left = self._left()
+            if left <= 0:
+                return found
+            base, own = self.bench.sample(within=left)
+            if math.isinf(base):
+                return found
             found.incumbent.append(base)
             found.ratios.append(base / own if own > 0 and math.isfinite(own) else 0.0)
             done = len(found.ratios)
-            if done >= _EARLY and max(found.ratios) < _CLEARLY_SLOWER:
+            if early and done >= _EARLY and max(found.ratios) < _CLEARLY_SLOWER:
                 return found
             if done in _LOOKS and _decided(found.interval):
                 return found
             if done >= _LOOKS[-1] or self.bench.elapsed() >= deadline:
                 return found
 
-    def _judge(self, lever: str, found: _Found) -> None:
+    def _left(self) -> float:
+        return self.seconds - self.bench.elapsed()
+
+    def _judge(self, lever: str, found: _Sample) -> None:
+        if not found.ratios:
+            self._decide(lever, self.undecided.get(lever, False), "the time for the trial was used up", found)
+            return
         self.last_step = sorted(found.incumbent)[len(found.incumbent) // 2]
         middle = sorted(found.ratios)[len(found.ratios) // 2]
         if max(found.ratios) < _CLEARLY_SLOWER:
@@ -179,7 +213,7 @@ class _Search:
             text = f"{len(found.ratios)} pairs of steps did not decide ({middle:.2f} times as fast); {what}"
             self._decide(lever, keep, text, found)
 
-    def _decide(self, lever: str, kept: bool, reason: str, found: _Found | None) -> None:
+    def _decide(self, lever: str, kept: bool, reason: str, found: _Sample | None) -> None:
         interval = None if found is None else found.interval
         pairs = 0 if found is None else len(found.ratios)
         self.verdicts[lever] = Verdict(lever=lever, kept=kept, reason=reason, ratio=interval, pairs=pairs)
@@ -189,7 +223,7 @@ class _Search:
 
     def _too_dear(self, lever: str, share: float) -> str | None:
         price = self.prices.get(lever)
-        if self.bench.elapsed() >= self.seconds:
+        if self._left() <= 0:
             return "the time for the trial was used up"
         if price is None:
             return None
@@ -221,19 +255,27 @@ class _Search:
             if later and not verdict.kept and verdict.pairs and lever not in self.prices:
                 yield lever
 
-    def _compare_with_plain(self) -> None:
-        """Drop everything if the plain step is faster than the combination."""
-        if len(self.kept) < 2 or self.bench.elapsed() >= self.seconds:
-            return
-        self.bench.build([])
-        found = self._measure(self.seconds)
-        if found.interval is None or found.interval.low <= 1:
-            return
+    def _compare_with_plain(self) -> Interval | None:
+        """Return the gain of all together. Drop the levers if the loop before boost is faster than they are."""
+        if len(self.kept) == 1 and not self.changed:
+            return self.verdicts[self.kept[0]].ratio
+        if not (self.kept or self.changed) or self._left() <= 0:
+            return None
+        try:
+            self.bench.build_plain(within=self._left())
+        except Exception:  # what was decided stands; only the gain of all together stays unknown
+            return None
+        plain = self._measure(self.seconds, early=False).interval
+        if plain is None or plain.low <= 0:
+            return None
+        if plain.low <= 1 or self.changed:
+            return plain.inverse
         for lever in self.kept:
             text = f"together with {', '.join(k for k in self.kept if k != lever)} it is slower than the plain step"
             self.verdicts[lever] = self.verdicts[lever].model_copy(update={"kept": False, "reason": text})
         self.kept.clear()
         self.bench.promote()
+        return None
 
 
 def _decided(interval: Interval | None) -> bool:

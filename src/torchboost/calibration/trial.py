@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchboost.calibration.time_limit import TimeUp, time_limit
 from torchboost.core.algorithm import Algorithm, Target, attach_all
 from torchboost.core.torch_private import module_hooks
 from torchboost.core.wrapping import hookable
@@ -21,9 +23,10 @@ from torchboost.graph.recording import tensors_in
 from torchboost.graph.twin import parameter_bytes, twin
 from torchboost.measure.stopwatch import Clock, collector_off
 
-__all__ = ["Trial", "free_bytes", "needed_bytes", "streams_kept"]
+__all__ = ["Pair", "Trial", "copied", "free_bytes", "needed_bytes", "streams_kept"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+Pair = tuple[nn.Module, Optimizer]
 Reduce = Callable[[list[float]], list[float]]
 """Return for each number the largest one of all ranks. Infinity stands for a step that failed."""
 
@@ -46,6 +49,7 @@ class Trial:
         scaler: Scaler of the loop, for levers that need one.
         base: Algorithms that every contestant has.
         reduce: Combines numbers over the ranks; None for one rank.
+        before: Model and optimizer as they were before boost, if the level has changed the model.
 
     Raises:
         TypeError: The model or the optimizer cannot be copied.
@@ -64,31 +68,40 @@ class Trial:
         scaler: Any = None,
         base: Sequence[Algorithm] = (),
         reduce: Reduce | None = None,
+        before: Pair | None = None,
     ) -> None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._clock = Clock.of(device)
         self._began = self._clock()
-        self._model, self._optimizer, self._call = model, optimizer, call
+        self._pair, self._call = (model, optimizer), call
+        self._before = before
         self._levers, self._scaler, self._base = levers, scaler, base
         self._reduce = reduce if reduce is not None else list
         self._turn = 0
-        self._incumbent, _, self.step_seconds = self._warmed(())
+        self._incumbent, _, self.step_seconds = self._warmed((), math.inf)
         self._challenger = self._incumbent
 
-    def build(self, levers: Sequence[str]) -> float:
+    def build(self, levers: Sequence[str], *, within: float) -> float:
         """Copy the pair, attach levers and run the first steps; return the seconds above those of later steps."""
         self._challenger = self._incumbent
-        self._challenger, spent, steady = self._warmed(levers)
+        self._challenger, spent, steady = self._warmed(levers, within)
         return max(0.0, spent - _WARM_STEPS * steady)
 
-    def sample(self) -> tuple[float, float]:
-        """Time one step of each, in an order that changes from pair to pair."""
+    def build_plain(self, *, within: float) -> None:
+        """Copy the pair from before boost and run the first steps."""
+        self._challenger = self._incumbent
+        self._challenger, _, _ = self._warmed((), within, before=True)
+
+    def sample(self, *, within: float) -> tuple[float, float]:
+        """Time one step of each, in an order that changes from pair to pair. A step without an end takes infinitely."""
         self._turn += 1
         pair = [self._incumbent, self._challenger]
         if self._turn % 2:
             pair.reverse()
-        with collector_off():
-            times = [self._safe_seconds(each) for each in pair]
+        times = [math.inf, math.inf]
+        with collector_off(), suppress(TimeUp), time_limit(within):
+            for place, each in enumerate(pair):
+                times[place] = self._safe_seconds(each)
         if self._turn % 2:
             times.reverse()
         base, own = self._reduce(times)
@@ -102,28 +115,40 @@ class Trial:
         """Return the seconds since the trial began, on the slowest rank."""
         return self._reduce([self._clock() - self._began])[0]
 
-    def _warmed(self, levers: Sequence[str]) -> tuple[_Contestant, float, float]:
+    def _warmed(
+        self, levers: Sequence[str], within: float, *, before: bool = False
+    ) -> tuple[_Contestant, float, float]:
         """Return a contestant after its first steps, the seconds that this took, and those of the last step."""
         failure: Exception | None = None
-        made, steady, started = None, float("inf"), self._clock()
+        made, steady, started = None, math.inf, self._clock()
         try:
             algorithms = [*self._base, *(self._levers[name] for name in levers)]
-            made = _Contestant(self._model, self._optimizer, self._call, algorithms, self._scaler)
-            steady = [self._step_seconds(made) for _ in range(_WARM_STEPS)][-1]
+            for algorithm in algorithms:
+                algorithm.load()
+            left = within - (self._clock() - started)
+            with time_limit(left) if within < math.inf else nullcontext():
+                made, steady = self._first_steps(algorithms, before=before)
+        except TimeUp:
+            failure = TimeoutError(f"its first steps take longer than the {within:.1f} s that the trial had left")
         except Exception as error:  # levers may raise anything; the other ranks are told before it is raised here
             failure = error
         spent, steady = self._reduce([self._clock() - started, steady])
         if failure is not None:
             raise failure
-        if made is None or steady == float("inf"):
+        if made is None or steady == math.inf:
             raise IncompatibleError("another rank could not run it; see the log of that rank.")
         return made, spent, steady
+
+    def _first_steps(self, algorithms: Sequence[Algorithm], *, before: bool) -> tuple[_Contestant, float]:
+        pair = self._before if before and self._before is not None else self._pair
+        made = _Contestant(pair, self._call, algorithms, self._scaler)
+        return made, [self._step_seconds(made) for _ in range(_WARM_STEPS)][-1]
 
     def _safe_seconds(self, contestant: _Contestant) -> float:
         try:
             return self._step_seconds(contestant)
         except Exception:  # a step that fails late counts as infinitely slow, so that the lever is dropped
-            return float("inf")
+            return math.inf
 
     def _step_seconds(self, contestant: _Contestant) -> float:
         contestant.prepare()
@@ -135,10 +160,8 @@ class Trial:
 class _Contestant:
     """A copy of model and optimizer with levers attached."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, call: Call, levers: Sequence[Algorithm], scaler: Any
-    ) -> None:
-        self.model, self.optimizer = _copies(model, optimizer)
+    def __init__(self, pair: Pair, call: Call, levers: Sequence[Algorithm], scaler: Any) -> None:
+        self.model, self.optimizer = copied(*pair)
         self._call, self._inputs = call, call
         self._gradients: list[Tensor] | None = None
         target = Target(self.model, self.optimizer, copy.deepcopy(scaler))
@@ -197,7 +220,12 @@ def streams_kept(model: nn.Module) -> Iterator[None]:
                 numpy.random.set_state(state)
 
 
-def _copies(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+def copied(model: nn.Module, optimizer: Optimizer) -> Pair:
+    """Return copies of a model and its optimizer, without the hooks of the user.
+
+    Raises:
+        TypeError: One of them cannot be copied.
+    """
     made = twin(model)
     for before, after in zip(model.modules(), made.modules(), strict=True):
         after.training = before.training

@@ -234,6 +234,9 @@ class Algorithm:
             IncompatibleError: The target, or its model or optimizer, rules the algorithm out.
         """
 
+    def load(self) -> None:
+        """Import what :meth:`attach` and the steps after it need. A trial calls this before it limits their time."""
+
     def attach(self, target: Target) -> Attachment:
         """Hook into the training loop of ``target``, which :meth:`check` has accepted.
 

@@ -8,6 +8,7 @@ imports nothing of this package, and nothing of torch that ``import torch`` does
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -353,6 +354,12 @@ def compiled_graphs() -> int:
     """Return how many graphs this process has compiled: ``torch._dynamo.utils.counters``; imports no compiler."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
+
+
+def load_compiler() -> None:
+    """Import ``torch._dynamo`` and ``torch._inductor``, which takes seconds."""
+    importlib.import_module("torch._dynamo")
+    importlib.import_module("torch._inductor.compile_fx")
 
 
 def recompile_limit() -> int:

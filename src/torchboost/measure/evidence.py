@@ -37,6 +37,11 @@ class Interval(_Record):
     high: float
     confidence: float = 0.95
 
+    @property
+    def inverse(self) -> Interval:
+        """The interval of one over the quantity, which must be positive."""
+        return Interval(low=1 / self.high, mid=1 / self.mid, high=1 / self.low, confidence=self.confidence)
+
 
 class Environment(_Record):
     """The machine and the versions of a result."""

@@ -1,0 +1,69 @@
+"""A block that takes too long is interrupted; signals stay as they were."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+
+from torchboost.calibration.time_limit import TimeUp, time_limit
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no SIGALRM")
+
+
+def is_as_before() -> bool:
+    return signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_block_that_takes_too_long_is_interrupted_even_if_it_catches_exceptions():
+    def stubborn() -> None:
+        while True:
+            try:
+                time.sleep(60)
+            except Exception:
+                continue
+
+    with pytest.raises(TimeUp), time_limit(0.02):
+        stubborn()
+    assert is_as_before()
+
+
+def test_a_block_in_time_is_not_disturbed():
+    with time_limit(60):
+        pass
+    assert is_as_before()
+
+
+def test_an_error_of_the_block_passes():
+    with pytest.raises(ZeroDivisionError), time_limit(60):
+        _ = 1 / 0
+    assert is_as_before()
+
+
+def test_an_alarm_of_the_program_stays():
+    rang = threading.Event()
+    signal.signal(signal.SIGALRM, lambda *_: rang.set())
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with time_limit(0.001):
+            assert rang.wait(30)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def test_other_threads_are_not_limited():
+    done = threading.Event()
+
+    def work() -> None:
+        with time_limit(0.001):
+            time.sleep(0.05)
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(30)
+    assert done.is_set()
+    assert is_as_before()
