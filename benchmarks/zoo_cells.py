@@ -43,6 +43,9 @@ TRIES = 3
 HOPELESS = 2.0
 """A cell each of whose first steps takes so many times as long as a step of stock right after it is not timed in
 rounds."""
+TOO_SLOW_TO_COMPILE = 1.25
+"""A cell whose eager form takes so many times as long as stock in each of its first steps is not compiled, except with
+``--compile``: to be the best, compilation would have to gain that much more on it than on stock."""
 WARMUP = Warmup(least=6, limit=60, seconds=300)
 
 Grid = Literal["eager", "some", "all"]
@@ -201,6 +204,7 @@ class Tried:
         setup: Name -> seconds of the first steps, with compilation and calibration.
         hopeless: Name -> first steps with those of stock, of cells that are too slow.
         uncompiled: Names of compiled cells of which the compiler made no graph.
+        shares: Name of an eager cell -> how many times as long as stock its fastest first step took.
         notes: Why others are missing.
     """
 
@@ -209,6 +213,7 @@ class Tried:
     setup: dict[str, float] = field(default_factory=dict)
     hopeless: dict[str, list[Paired]] = field(default_factory=dict)
     uncompiled: set[str] = field(default_factory=set)
+    shares: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -220,6 +225,10 @@ def try_all(network: Network, chosen: list[Cell], task: Task, mark: Callable[[st
         progress("first steps", done, len(names), name)
         if name in task.left_out:
             tried.notes.append(f"{name}: {task.left_out[name]}")
+            continue
+        share = tried.shares.get(name.removesuffix("+compile"), 1.0) if name.endswith("+compile") else 1.0
+        if task.grid != "all" and share > TOO_SLOW_TO_COMPILE:
+            tried.notes.append(f"{name}: not compiled, its eager form takes {share:.2f} times as long as stock")
             continue
         mark(name)
         try:
@@ -251,7 +260,8 @@ def try_one(network: Network, name: str, cell: Cell | None, tried: Tried, mark: 
             tried.uncompiled.add(name)
         pairs = first_pairs(step, tried.steps.get(STOCK, step))
         tried.setup[name] += sum(pair.own for pair in pairs)
-        if name != STOCK and min(pair.share for pair in pairs) > HOPELESS:
+        tried.shares[name] = min(pair.share for pair in pairs)
+        if name != STOCK and tried.shares[name] > HOPELESS:
             tried.hopeless[name] = pairs
             return
     tried.steps[name] = step

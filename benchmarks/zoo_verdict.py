@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from torchboost.bench.report.table import NOTHING, Table, plain
+from torchboost.calibration.choice import Choice
 from torchboost.measure.evidence import BenchReport, Contestant, Interval
 from torchboost.measure.statistics import paired_ratio
 
@@ -21,6 +22,8 @@ SLOWEST_END = 0.95
 BEHIND = 0.05
 """Largest share by which a level may take longer than the best cell of a network."""
 BEHIND_ON_AVERAGE = 0.02
+OVER_BUDGET = 0.1
+"""Largest share by which a trial may take longer than it was allowed to."""
 BY_HAND = {"zoo-bottleneck": 1.2}
 """Workload -> least ratio to the best cell."""
 
@@ -34,12 +37,16 @@ class LevelRow:
         best: Ratio to the best cell; above 1 is faster.
         regret: Share by which a step takes longer than with the best cell; negative if the level is faster.
         crossed: The same, with the best cell chosen on other rounds than those it is compared on.
+        seconds: Time that its trial took; 0 if it had none.
+        budget: Time that its trial was allowed to take.
     """
 
     stock: Interval
     best: Interval
     regret: float
     crossed: float
+    seconds: float = 0.0
+    budget: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,19 +92,28 @@ def crossed_regret(cells: Mapping[str, Sequence[float]], level: Sequence[float])
     return math.exp(median(logs)) - 1
 
 
+def choice_in(level: Contestant) -> Choice | None:
+    """Return what the level measured; None if it measured nothing."""
+    texts = [note.removeprefix("choice: ") for note in level.notes if note.startswith("choice: ")]
+    return Choice.model_validate_json(texts[0]) if texts else None
+
+
 def row_of(report: BenchReport) -> Row:
     cells = {name: contestant.samples for name, contestant in cells_of(report).items()}
     stock = cells[STOCK]
     best = best_cell(cells, range(len(stock)))
-    found = {c.name: c.samples for c in report.contestants if c.kind == "level"}
+    found = {c.name: c for c in report.contestants if c.kind == "level"}
 
-    def level_row(samples: list[float]) -> LevelRow:
+    def level_row(level: Contestant) -> LevelRow:
+        samples, choice = level.samples, choice_in(level)
         against_best = paired_ratio(cells[best], samples)
         return LevelRow(
             stock=paired_ratio(stock, samples),
             best=against_best,
             regret=1 / against_best.mid - 1,
             crossed=crossed_regret(cells, samples),
+            seconds=choice.seconds if choice else 0.0,
+            budget=choice.budget if choice else 0.0,
         )
 
     return Row(
@@ -146,6 +162,8 @@ def _broken(row: Row, found: LevelRow | None) -> list[str]:
         said.append(f"has {found.stock.low:.3f}x stock as its lower end, needed above {SLOWEST_END}")
     if found.regret > BEHIND:
         said.append(f"is {found.regret:.1%} behind the best cell, {row.best}, allowed {BEHIND:.0%}")
+    if found.seconds > (1 + OVER_BUDGET) * found.budget:
+        said.append(f"measured for {found.seconds:.1f} s, allowed {found.budget:.1f} s")
     least = BY_HAND.get(row.workload)
     if least is not None and found.best.mid < least:
         said.append(f"is {found.best.mid:.2f}x the best loop by hand, needed {least}")
@@ -155,13 +173,13 @@ def _broken(row: Row, found: LevelRow | None) -> list[str]:
 def table(rows: Sequence[Row]) -> Table:
     """Return one row per network, and the geometric means."""
     head = ("network", "stock, ms", "best cell", "ratio")
-    head += tuple(f"{level} ({what})" for what in ("95 %", "regret, %", "crossed, %") for level in LEVELS)
+    head += tuple(f"{level} ({what})" for what in ("95 %", "regret, %", "crossed, %", "trial, s") for level in LEVELS)
 
-    def figures(found: LevelRow | None) -> tuple[str, str, str]:
+    def figures(found: LevelRow | None) -> tuple[str, str, str, str]:
         if found is None:
-            return NOTHING, NOTHING, NOTHING
+            return NOTHING, NOTHING, NOTHING, NOTHING
         interval = f"{found.stock.mid:.2f} ({found.stock.low:.2f} to {found.stock.high:.2f})"
-        return interval, f"{100 * found.regret:+.1f}", f"{100 * found.crossed:+.1f}"
+        return interval, f"{100 * found.regret:+.1f}", f"{100 * found.crossed:+.1f}", f"{found.seconds:.0f}"
 
     lines = []
     for row in sorted(rows, key=lambda row: row.best_ratio):
@@ -173,7 +191,7 @@ def table(rows: Sequence[Row]) -> Table:
     means += [f"{100 * average_regret([found.regret for found in level]):.1f}" for level in by_level]
     means += [f"{100 * average_regret([found.crossed for found in level]):.1f}" for level in by_level]
     ratios = f"{geometric_mean([row.best_ratio for row in rows]):.2f}"
-    return Table(headings=head, rows=(*lines, ("geometric mean", "", "", ratios, *means)))
+    return Table(headings=head, rows=(*lines, ("geometric mean", "", "", ratios, *means, *(len(LEVELS) * ("",)))))
 
 
 def conclusion(reports: Sequence[BenchReport], lost: Sequence[str] = ()) -> str:
@@ -182,7 +200,8 @@ def conclusion(reports: Sequence[BenchReport], lost: Sequence[str] = ()) -> str:
     broken = violations(rows, lost)
     rule = (
         f"both levels, every network: at least {SLOWEST}x stock, lower end above {SLOWEST_END}, at most {BEHIND:.0%} "
-        f"behind the best cell, {BEHIND_ON_AVERAGE:.0%} on the geometric mean"
+        f"behind the best cell, {BEHIND_ON_AVERAGE:.0%} on the geometric mean; "
+        f"trials within {OVER_BUDGET:.0%} of their budget"
     )
     said = [f"The requirement {'does not hold' if broken else 'holds'} ({rule})."]
     note = "In the mean of the regrets, a level that beats the best cell counts 0."

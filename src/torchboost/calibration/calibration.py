@@ -120,7 +120,7 @@ class Calibration:
                 verdicts, ratio = search(
                     sorted(levers, key=lambda name: REGISTRY[name].once),
                     trial,
-                    seconds=self.seconds(trial.step_seconds),
+                    seconds=(budget := self.seconds(trial.step_seconds)),
                     steps=self.total_steps,
                     prices={name: _price(model) for name in levers if REGISTRY[name].once},
                     undecided={name: name in self.prior for name in levers},
@@ -136,6 +136,7 @@ class Calibration:
             verdicts=tuple(found.get(lever.name) or self._unmeasured(lever, "") for lever in self.levers),
             source="trial",
             seconds=trial.elapsed(),
+            budget=budget,
             peak_bytes=needed,
             step_seconds=trial.step_seconds,
             ratio=ratio,

@@ -69,6 +69,7 @@ class Choice(_Record):
         verdicts: One for each lever, in the order of the trial.
         source: Where the choice comes from.
         seconds: Time that the trial took.
+        budget: Time that the trial was allowed to take; 0 if there was no trial. Unit: seconds.
         peak_bytes: Memory that the trial needed in addition to that of training; 0 if there was no trial.
         step_seconds: Median time of a step of the chosen combination; None if it was not measured.
         ratio: How many times as fast a step of the chosen combination is as the plain step; None if not measured.
@@ -78,6 +79,7 @@ class Choice(_Record):
     verdicts: tuple[Verdict, ...]
     source: Source
     seconds: float = 0.0
+    budget: float = 0.0
     peak_bytes: int = 0
     step_seconds: float | None = None
     ratio: Interval | None = None
