@@ -218,11 +218,15 @@ class Tried:
 
 
 def try_all(network: Network, chosen: list[Cell], task: Task, mark: Callable[[str], object]) -> Tried:
-    """Run the first steps of each contestant, and keep those that run and are not hopeless."""
+    """Run the first steps of each contestant, and keep those that run and are not hopeless.
+
+    The levels come right after stock, so that the compiler finds nothing of the cells in its cache.
+    """
     tried, progress = Tried(), Options().progress
-    names = [cell_name(cell) for cell in chosen] + list(LEVELS)
-    for done, (name, cell) in enumerate(itertools.zip_longest(names, chosen)):
-        progress("first steps", done, len(names), name)
+    named: list[tuple[str, Cell | None]] = [(cell_name(cell), cell) for cell in chosen]
+    named[1:1] = [(level, None) for level in LEVELS]
+    for done, (name, cell) in enumerate(named):
+        progress("first steps", done, len(named), name)
         if name in task.left_out:
             tried.notes.append(f"{name}: {task.left_out[name]}")
             continue
@@ -239,7 +243,7 @@ def try_all(network: Network, chosen: list[Cell], task: Task, mark: Callable[[st
             if name == STOCK:
                 raise
             tried.notes.append(f"{name}: raised {type(error).__name__}: {str(error).partition(chr(10))[0]}")
-    progress("first steps", len(names), len(names))
+    progress("first steps", len(named), len(named))
     return tried
 
 

@@ -165,6 +165,7 @@ def test_a_price_that_turns_out_higher_than_the_saving_drops_the_lever():
     ).verdicts
     assert not verdicts[-1].kept
     assert "costs 30 s" in verdicts[-1].reason
+    assert [verdict.price for verdict in verdicts] == [0, 30]
 
 
 def test_a_price_above_what_is_left_is_not_paid():

@@ -53,6 +53,7 @@ class Verdict(_Record):
         ratio: How many times as fast a step is with the lever as without it, both with the levers kept before it. None
             if it was not measured.
         pairs: Number of paired steps behind the ratio.
+        price: Seconds that it costs once, such as those of a compilation; 0 if it is not tried or costs nothing.
     """
 
     lever: str
@@ -60,6 +61,7 @@ class Verdict(_Record):
     reason: str
     ratio: Interval | None = None
     pairs: int = 0
+    price: float = 0.0
 
 
 class Choice(_Record):

@@ -216,7 +216,8 @@ class _Search:
     def _decide(self, lever: str, kept: bool, reason: str, found: _Sample | None) -> None:
         interval = None if found is None else found.interval
         pairs = 0 if found is None else len(found.ratios)
-        self.verdicts[lever] = Verdict(lever=lever, kept=kept, reason=reason, ratio=interval, pairs=pairs)
+        price = 0.0 if found is None or lever not in self.prices else found.price
+        self.verdicts[lever] = Verdict(lever=lever, kept=kept, reason=reason, ratio=interval, pairs=pairs, price=price)
         if kept:
             self.kept.append(lever)
             self.bench.promote()
