@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torchboost.algorithms.accumulation import AccumulationSteps, Accumulator
 from torchboost.algorithms.accumulation.optimizer import AccumulatingOptimizer
 from torchboost.calibration.calibration import Calibrate, Calibration, FirstCall, describe, gain, resolved
-from torchboost.calibration.choice import Choice
+from torchboost.calibration.choice import Choice, Machine
 from torchboost.calibration.trial import Pair, copied
 from torchboost.calibration.watch import StepWatch
 from torchboost.config import ConfigSource
@@ -105,7 +105,7 @@ class Boosted:
             )
             self.attached.with_undo(self._waiting.remove)
 
-    def _decide(self, choice: Choice) -> None:
+    def _decide(self, choice: Choice, entries: int | None) -> None:
         again = self.choice is not None
         self.choice, self._waiting = choice, None
         self.plan = self.plan.chosen({v.lever: (v.kept, v.reason) for v in choice.verdicts})
@@ -116,14 +116,11 @@ class Boosted:
                 *(self.plan.level, gain(choice.ratio)),
             )
         if not again and choice.source != "prior" and Topology.current().world_size == 1:
-            watch = StepWatch(hookable(self._given), self._measure_again)
+            watch = StepWatch(self.model, hookable(self._given), self._measure_again, entries=entries)
             self.attached.with_undo(watch.remove)
 
-    def _measure_again(self, before: float, now: float) -> None:
-        _LOG.info(
-            "%s: a step takes %.1f ms, after the trial it took %.1f ms; the next call measures the levers again, once.",
-            *(self.plan.level, 1e3 * now, 1e3 * before),
-        )
+    def _measure_again(self, found: str) -> None:
+        _LOG.info("%s: %s; the next call measures the levers again, once.", self.plan.level, found)
         self._wait(again=True)
 
     def step(
@@ -205,6 +202,15 @@ class Boosted:
             return
         loaded = Choice.model_validate_json(state["choice"]).model_copy(update={"source": "checkpoint"})
         self._waiting.give(loaded)
+        here = Machine.of(next(self.model.parameters()).device)
+        differences = "" if loaded.machine is None else loaded.machine.differences(here)
+        if differences:
+            _LOG.warning(
+                "%s: the levers of the checkpoint were measured elsewhere (%s). They are used without a new trial. To "
+                'measure here, boost again and load the state without its key "choice"; to choose, name the levers in '
+                'boost(..., config={"extra": {...}}).',
+                *(self.plan.level, differences),
+            )
 
     def remove(self) -> None:
         """Remove everything that was attached. BatchNorm layers that ``less_bn`` removed do not come back."""

@@ -376,7 +376,7 @@ def test_slower_steps_are_measured_again_once(monkeypatch, caplog):
             boosted.optimizer.step()
             boosted.optimizer.zero_grad()
 
-    monkeypatch.setattr(watch_module.StepWatch.__init__, "__kwdefaults__", {"read": lambda: now[0]})
+    monkeypatch.setattr(watch_module.StepWatch.__init__, "__kwdefaults__", {"entries": None, "read": lambda: now[0]})
     steps(60, 0.1)
     choose(monkeypatch, {"channels_last"})
     with caplog.at_level("INFO", logger="torchboost"):
@@ -388,6 +388,85 @@ def test_slower_steps_are_measured_again_once(monkeypatch, caplog):
     assert set(LEVERS) & set(boosted.attached) == {"channels_last"}
     boosted.remove()
     assert not boosted.optimizer._optimizer_step_post_hooks
+
+
+def test_inputs_of_another_size_are_measured_again_once(monkeypatch, caplog):
+    choose(monkeypatch, {"fused_optimizer"})
+    model = network()
+    boosted = torchboost.boost(model, adamw(model), total_steps=900, config=CUT, calibrate=5.0)
+    x, y = batches(1)[0]
+
+    def steps(count: int, x: Tensor, y: Tensor) -> None:
+        for _ in range(count):
+            nn.functional.cross_entropy(boosted.model(x), y).backward()
+            boosted.optimizer.step()
+            boosted.optimizer.zero_grad()
+
+    monkeypatch.setattr(watch_module.StepWatch.__init__, "__kwdefaults__", {"entries": None, "read": lambda: 0.0})
+    steps(60, x, y)
+    choose(monkeypatch, {"channels_last"})
+    with caplog.at_level("INFO", logger="torchboost"):
+        steps(300, x[:2], y[:2])
+    expected = "O1: the inputs have 864 entries, at the trial 1,728; the next call measures the levers again, once."
+    assert [record.message for record in caplog.records if "once" in record.message] == [expected]
+    assert set(LEVERS) & set(boosted.attached) == {"channels_last"}
+    choose(monkeypatch, set())
+    steps(300, x, y)
+    assert set(LEVERS) & set(boosted.attached) == {"channels_last"}
+    assert interceptor_of(model) is None
+    boosted.remove()
+    assert not boosted.optimizer._optimizer_step_post_hooks
+
+
+def resumed(monkeypatch, state):
+    monkeypatch.setattr(module, "Trial", None)
+    model = network()
+    boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)
+    boosted.load_state_dict(state)
+    return boosted
+
+
+@pytest.fixture
+def state(monkeypatch):
+    choose(monkeypatch, {"fused_optimizer"})
+    model = network()
+    boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)
+    train(*boosted, steps=2)
+    return boosted.state_dict()
+
+
+def test_a_choice_from_another_machine_is_used_with_one_warning(monkeypatch, caplog, state):
+    here = Choice.model_validate_json(state["choice"])
+    assert here.machine is not None
+    there = here.machine.model_copy(update={"torch": "1.2.3", "threads": 96})
+    state["choice"] = here.model_copy(update={"machine": there}).model_dump_json()
+    boosted = resumed(monkeypatch, state)
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("torchboost", "WARNING")
+    assert f"threads: found 96, here 1; torch: found 1.2.3, here {torch.__version__})" in record.message
+    assert "processor" not in record.message
+    train(*boosted, steps=1)
+    assert boosted.choice is not None
+    assert boosted.choice.source == "checkpoint"
+    assert set(LEVERS) & set(boosted.attached) == {"fused_optimizer"}
+
+
+def test_a_choice_from_this_machine_or_without_a_machine_does_not_warn(monkeypatch, caplog, state):
+    resumed(monkeypatch, state)
+    unknown = Choice.model_validate_json(state["choice"]).model_copy(update={"machine": None})
+    resumed(monkeypatch, state | {"choice": unknown.model_dump_json()})
+    assert caplog.records == []
+
+
+def test_a_state_without_the_choice_is_measured_here(monkeypatch, state, tmp_path):
+    monkeypatch.setenv("TORCHBOOST_CACHE", str(tmp_path / "here"))
+    del state["choice"]
+    model = network()
+    boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)
+    boosted.load_state_dict(state)
+    train(*boosted, steps=1)
+    assert boosted.choice is not None
+    assert boosted.choice.source == "trial"
 
 
 def test_the_environment_switches_auto_off(monkeypatch):

@@ -29,6 +29,13 @@ def test_it_names_what_is_on():
     assert choice().kept == {"autocast"}
 
 
+def test_machines_differ_in_what_was_found_and_what_is_here():
+    found = Machine(processor="a", threads=2, device="cpu", torch="2.13", torchboost="1")
+    assert found.differences(found) == ""
+    here = found.model_copy(update={"device": "GPU", "torch": "2.14"})
+    assert found.differences(here) == "device: found cpu, here GPU; torch: found 2.13, here 2.14"
+
+
 def test_unknown_keys_are_refused():
     with pytest.raises(ValidationError):
         Choice.model_validate({**choice().model_dump(), "more": 1})

@@ -1,14 +1,20 @@
-"""Steps that stay slower are reported once; noise, pauses and faster steps are not."""
+"""Steps that stay slower and inputs that stay of another size are reported once; noise, pauses and padding are not."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from torchboost.calibration.next_call import NextCall
 from torchboost.calibration.watch import StepWatch
+from torchboost.core.torch_private import compiled_graphs, interceptor_of
 
 
 class Clock:
@@ -19,11 +25,11 @@ class Clock:
         return self.now
 
 
-def watched() -> tuple[torch.optim.Optimizer, Clock, list[tuple[float, float]], StepWatch]:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+def watched() -> tuple[torch.optim.Optimizer, Clock, list[str], StepWatch]:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     clock, reports = Clock(), []
-    watch = StepWatch(optimizer, lambda before, now: reports.append((before, now)), read=clock)
-    return optimizer, clock, reports, watch
+    return optimizer, clock, reports, StepWatch(model, optimizer, reports.append, read=clock)
 
 
 def run(optimizer: torch.optim.Optimizer, clock: Clock, seconds: float, steps: int, noise: float = 0.0) -> None:
@@ -39,7 +45,7 @@ def test_slower_steps_are_reported_once():
     run(optimizer, clock, 0.1, 200)
     run(optimizer, clock, 0.2, 400)
     run(optimizer, clock, 0.4, 400)
-    assert reports == [(pytest.approx(0.1), pytest.approx(0.2))]
+    assert reports == ["a step takes 200.0 ms, after the trial it took 100.0 ms"]
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.2])
@@ -67,3 +73,138 @@ def test_a_removed_watch_sees_nothing():
     run(optimizer, clock, 1.0, 300)
     assert reports == []
     assert not optimizer._optimizer_step_post_hooks
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Fed:
+    """A model that is trained on inputs of given lengths, and watched."""
+
+    def __init__(self, entries: int | None = 100) -> None:
+        self.model = nn.Linear(1, 1)
+        self.loop_model: Callable[[Tensor], Tensor] = self.model
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        self.clock, self.reports = Clock(), []
+        self.watch = StepWatch(self.model, self.optimizer, self.reports.append, entries=entries, read=self.clock)
+
+    def train(self, lengths: Iterable[int], seconds: float = 0.1) -> None:
+        for length in lengths:
+            self.clock.now += seconds
+            self.loop_model(torch.ones(length, 1)).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def test_inputs_of_another_size_are_reported_once_without_a_trace():
+    fed = Fed()
+    fed.train([100] * 200)
+    fed.train([126] * 300)
+    assert fed.reports == ["the inputs have 126 entries, at the trial 100"]
+    assert interceptor_of(fed.model) is None
+    assert not fed.optimizer._optimizer_step_post_hooks
+    fed.train([500] * 600, seconds=1.0)
+    assert len(fed.reports) == 1
+
+
+def test_smaller_inputs_are_reported():
+    fed = Fed()
+    fed.train([74] * 300)
+    assert fed.reports == ["the inputs have 74 entries, at the trial 100"]
+
+
+@pytest.mark.parametrize("length", [75, 100, 125])
+def test_inputs_of_about_the_same_size_are_not_reported(length: int):
+    fed = Fed()
+    fed.train([length] * 600)
+    assert fed.reports == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_padding_to_varying_lengths_is_not_reported(seed: int):
+    generator = random.Random(seed)
+    fed = Fed()
+    fed.train(generator.choice([60, 80, 90, 100, 110, 120, 140]) for _ in range(2000))
+    assert fed.reports == []
+
+
+def test_inputs_that_are_larger_and_smaller_in_turn_are_not_reported():
+    fed = Fed()
+    fed.train((60, 140)[(step // 50) % 2] for step in range(600))
+    assert fed.reports == []
+
+
+@pytest.mark.parametrize("epoch", [2, 5, 10, 25, 50, 51, 52])
+def test_the_short_last_batch_of_an_epoch_is_not_reported(epoch: int):
+    for start in range(epoch):
+        fed = Fed()
+        fed.train((20 if (step + start) % epoch == 0 else 100) for step in range(320))
+        assert fed.reports == []
+
+
+def test_an_unknown_size_is_that_of_the_first_inputs_that_are_counted():
+    fed = Fed(entries=None)
+    fed.train([40] * 200)
+    fed.train([80] * 300)
+    assert fed.reports == ["the inputs have 80 entries, before 40"]
+
+
+def test_slower_steps_on_larger_inputs_are_one_report_that_gives_both():
+    fed = Fed()
+    fed.train([100] * 120)
+    fed.train([300] * 600, seconds=0.3)
+    assert fed.reports == [
+        "a step takes 300.0 ms, after the trial it took 100.0 ms, and the inputs have 300 entries, at the trial 100"
+    ]
+
+
+def test_only_one_call_in_a_window_is_looked_at(monkeypatch: pytest.MonkeyPatch):
+    looks, look = [], NextCall.__call__
+
+    def counted(self: NextCall, *args: Any) -> Any:
+        looks.append(1)
+        return look(self, *args)
+
+    monkeypatch.setattr(NextCall, "__call__", counted)
+    fed = Fed()
+    fed.train([100] * 505)
+    assert len(looks) == 9
+
+
+def test_removal_while_a_call_is_awaited_leaves_no_trace():
+    fed = Fed()
+    fed.train([100] * 55)
+    assert interceptor_of(fed.model) is not None
+    fed.watch.remove()
+    assert "_compiled_call_impl" not in vars(fed.model)
+
+
+class Net(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:  # code of the user, which the compiler does not skip
+        return super().forward(input)
+
+
+def test_a_model_that_the_loop_compiles_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(nn, "Linear", Net)
+    fed = Fed()
+    fed.train([100])
+    fed.loop_model = torch.compile(fed.model, backend="eager")
+    fed.train([100] * 10)
+    graphs = compiled_graphs()
+    fed.train([100] * 300)
+    assert compiled_graphs() == graphs
+    assert interceptor_of(fed.model) is None
+
+
+def test_inputs_are_counted_inside_ddp(one_rank: None):
+    fed = Fed()
+    fed.train([100] * 55)
+    assert interceptor_of(fed.model) is not None
+    fed.loop_model = DistributedDataParallel(fed.model)
+    fed.train([300] * 300)
+    assert fed.reports == ["the inputs have 300 entries, at the trial 100"]

@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from torchboost.calibration.cache import ChoiceCache, key_of
 from torchboost.calibration.choice import Choice, Machine, Source, Verdict
+from torchboost.calibration.next_call import entries_in, is_training_call
 from torchboost.calibration.search import Price, search
 from torchboost.calibration.trial import Call, Pair, Reduce, Trial, free_bytes, needed_bytes, streams_kept
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
@@ -22,7 +23,6 @@ from torchboost.core.torch_private import (
     call_uncompiled,
     compiled_call,
     interceptor_of,
-    is_tracing,
     keep_step_pre_hook_places,
     set_compiled_call,
     step_pre_hook_keys,
@@ -30,7 +30,6 @@ from torchboost.core.torch_private import (
 from torchboost.core.wrapping import hookable, unwrap
 from torchboost.distributed.agreement import Agreement
 from torchboost.errors import RankDisagreementError
-from torchboost.graph.recording import tensors_in
 from torchboost.measure.evidence import Interval
 from torchboost.registry import REGISTRY
 
@@ -154,7 +153,8 @@ class FirstCall(Interceptor):
         target: The pair. Its levers are attached as the prior says.
         attached: All attachments of the pair; the levers among them are replaced.
         calibration: What to decide and at what price.
-        decided: Called with the choice after the levers were attached.
+        decided: Called after the levers were attached, with the choice and the entries of the inputs that it was
+            measured on; None if these are not known, after :meth:`give`.
         before: Copies from before boost, if the level has changed the model. They are freed with this object.
         again: Measure even if the cache has a choice, which is then replaced.
     """
@@ -164,7 +164,7 @@ class FirstCall(Interceptor):
         target: Target,
         attached: AttachedAlgorithms,
         calibration: Calibration,
-        decided: Callable[[Choice], None],
+        decided: Callable[[Choice, int | None], None],
         *,
         before: Pair | None = None,
         again: bool = False,
@@ -178,7 +178,7 @@ class FirstCall(Interceptor):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call of the model."""
-        if not self._is_training((args, kwargs)):
+        if not is_training_call(self._model, args, kwargs) or compiled_call(self._model) is not None:
             return call_uncompiled(self._model, *args, **kwargs)
         self.decide((args, kwargs))
         return self._model(*args, **kwargs)
@@ -201,7 +201,7 @@ class FirstCall(Interceptor):
             set_compiled_call(self._model, self)
             raise
         self._before = None
-        self._decided(choice)
+        self._decided(choice, None if self._given is not None else entries_in(*call))
 
     def give(self, choice: Choice) -> None:
         """Use a choice that was made earlier instead of a trial. Levers that are not among ours are ignored."""
@@ -221,12 +221,6 @@ class FirstCall(Interceptor):
     def _attach(self, levers: Sequence[Algorithm], places: Sequence[int]) -> None:
         self._attached.adopt(attach_all(self._target, levers))
         keep_step_pre_hook_places(hookable(self._target.optimizer), places)
-
-    def _is_training(self, call: Call) -> bool:
-        if torch.compiler.is_compiling() or is_tracing() or not torch.is_grad_enabled():
-            return False
-        plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors_in(list(call)))
-        return plain and self._model.training and compiled_call(self._model) is None
 
 
 def _on_ranks(calibration: Calibration, model: nn.Module) -> tuple[Calibration, list[int] | None]:

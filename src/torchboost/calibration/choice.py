@@ -42,6 +42,11 @@ class Machine(_Record):
             torchboost=package_version(),
         )
 
+    def differences(self, here: Machine) -> str:
+        """Return each field that differs, as it was found and as it is ``here``; empty if the machines are equal."""
+        found, own = self.model_dump(), here.model_dump()
+        return "; ".join(f"{name}: found {found[name]}, here {own[name]}" for name in own if found[name] != own[name])
+
 
 class Verdict(_Record):
     """What is decided about one lever, and why.

@@ -305,29 +305,41 @@ def forget_fused_mark(optimizer: Optimizer) -> None:
 class Interceptor:
     """Something that :func:`set_compiled_call` puts instead of a compiled call, and that compiles nothing."""
 
+    compiled: Any = None
+    """The compiled call that it stands in front of."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call of the module."""
         raise NotImplementedError
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """Return what ``module.compile()`` made of the call, or None: ``Module._compiled_call_impl``."""
-    call = module._compiled_call_impl
-    return None if isinstance(call, Interceptor) else call
+    """Return what ``module.compile()`` made of the call, also behind an interceptor: ``Module._compiled_call_impl``."""
+    interceptor = interceptor_of(module)
+    return module._compiled_call_impl if interceptor is None else interceptor.compiled
 
 
 def interceptor_of(module: nn.Module) -> Interceptor | None:
     """Return the interceptor of the calls of a module, or None: ``Module._compiled_call_impl``."""
-    call = module._compiled_call_impl
-    return call if isinstance(call, Interceptor) else None
+    return getattr(module._compiled_call_impl, "interceptor", None)
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Let a call of the module run ``call``, or what it ran before for None: ``Module._compiled_call_impl``."""
-    if call is not None:
-        module._compiled_call_impl = call
-    else:
+    if call is None:
         vars(module).pop("_compiled_call_impl", None)
+    else:
+        module._compiled_call_impl = _as_function(call) if isinstance(call, Interceptor) else call
+
+
+def _as_function(interceptor: Interceptor) -> Any:
+    """Return a function, because ``torch.jit`` refuses a module that has another object for the compiled call."""
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        return interceptor(*args, **kwargs)
+
+    vars(answer)["interceptor"] = interceptor
+    return answer
 
 
 def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,67 @@
+"""Look at the inputs of the next training call of a model. Calls after it cost nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchboost.core.torch_private import (
+    Interceptor,
+    call_uncompiled,
+    compiled_call,
+    interceptor_of,
+    is_tracing,
+    set_compiled_call,
+)
+from torchboost.graph.recording import tensors_in
+
+__all__ = ["NextCall", "entries_in", "is_training_call"]
+
+
+class NextCall(Interceptor):
+    """Counts the entries of the inputs of the next training call. The call then runs as if nothing had been there.
+
+    Calls in eval mode, without gradients, inside a compiler or a tracer, or with tensors other than plain ones pass
+    through. Copies and pickles of the model do not have it.
+
+    Args:
+        model: The bare model. No other interceptor may answer its calls. If it is compiled in place, it stays so.
+        seen: Called with the number of entries, before the call runs.
+
+    Cost: one call of a Python function per call until then, and one look at the inputs.
+    """
+
+    def __init__(self, model: nn.Module, seen: Callable[[int], None]) -> None:
+        self._model, self._seen = model, seen
+        self.compiled = compiled_call(model)
+        set_compiled_call(model, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a call of the model."""
+        if is_training_call(self._model, args, kwargs):
+            self.remove()
+            self._seen(entries_in(args, kwargs))
+            return self._model(*args, **kwargs)
+        if self.compiled is not None:
+            return self.compiled(*args, **kwargs)
+        return call_uncompiled(self._model, *args, **kwargs)
+
+    def remove(self) -> None:
+        """Put back what was there before. A second call does nothing."""
+        if interceptor_of(self._model) is self:
+            set_compiled_call(self._model, self.compiled)
+
+
+def is_training_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call computes gradients in training mode, on plain tensors, outside compilers and tracers."""
+    if torch.compiler.is_compiling() or is_tracing() or not torch.is_grad_enabled() or not model.training:
+        return False
+    return all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors_in([args, kwargs]))
+
+
+def entries_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return how many entries the tensors of a call have together."""
+    return sum(tensor.numel() for tensor in tensors_in([args, kwargs]))
