@@ -138,7 +138,7 @@ def test_inputs_that_are_larger_and_smaller_in_turn_are_not_reported():
     assert fed.reports == []
 
 
-@pytest.mark.parametrize("epoch", [2, 5, 10, 25, 50, 51, 52])
+@pytest.mark.parametrize("epoch", [10, 25, 51])
 def test_the_short_last_batch_of_an_epoch_is_not_reported(epoch: int):
     for start in range(epoch):
         fed = Fed()
