@@ -197,7 +197,8 @@ class FirstCall(Interceptor):
             choice = self._given if self._given is not None else self._measured(calibration, ranks, call)
             self._attach([lever for lever in open_now if lever.name in choice.kept], places)
         except BaseException:
-            self._attach(before, places)
+            with streams_kept(self._model):
+                self._attach(before, places)
             set_compiled_call(self._model, self)
             raise
         self._before = None
