@@ -137,9 +137,50 @@ def test_a_failure_of_another_rank_raises_here_too():
         trial.build(["fused_optimizer"], within=60)
 
 
+class Sharing(nn.Linear):
+    """A copy of it has the same weight."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Sharing:
+        made = Sharing(self.in_features, self.out_features)
+        made.weight = self.weight
+        return made
+
+
+def test_a_closed_trial_holds_no_tensors_and_leaves_shared_ones():
+    model, x = nn.Sequential(nn.Linear(3, 3), Sharing(3, 3)), torch.randn(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(x).sum().backward()
+    optimizer.step()
+    before = portrait(model, optimizer)
+    trial = Trial(model, optimizer, ((x,), {}), LEVERS)
+    first = trial._incumbent
+    trial.build(["autocast"])
+    dropped = trial._challenger
+    trial.build(["fused_optimizer"])
+    assert dropped.model[0].weight.numel() == 0
+    assert first.model[0].weight.numel() == 9
+    trial.promote()
+    assert first.model[0].weight.numel() == 0
+    last = trial._incumbent
+    trial.close()
+    for each in (first, dropped, last):
+        assert {p.numel() for p in each.model[0].parameters()} == {0}
+        assert not each.optimizer.state
+    assert all(map(torch.equal, before, portrait(model, optimizer)))
+
+
 def test_memory_is_estimated():
     model = nn.Linear(1000, 1000, bias=False)
-    assert needed_bytes(model) == 2 * 4 * 4_000_000
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert needed_bytes(model, optimizer) == 2 * 4 * 4_000_000
+    model(torch.ones(1, 1000)).sum().backward()
+    optimizer.step()
+    assert needed_bytes(model, optimizer) == 2 * 4 * 4_000_000 + 2 * 4  # and the counters of steps
+    momentum = torch.optim.SGD(model.parameters(), momentum=0.9)
+    momentum.step()
+    assert needed_bytes(model, momentum) == 2 * 3 * 4_000_000
+    model.register_buffer("table", torch.zeros(1000))
+    assert needed_bytes(model, momentum) == 2 * 3 * 4_000_000 + 2 * 4000
     free = free_bytes(torch.device("cpu"))
     assert free is None or free > 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -100,7 +101,7 @@ class Calibration:
         model, device = target.model, _device(target.model)
         if before is not None and _device(before[0]) != device:
             before = None
-        available, needed = free_bytes(device), needed_bytes(model)
+        available, needed = free_bytes(device), needed_bytes(model, target.optimizer)
         short = available is not None and needed > _MEMORY_SHARE * available
         if reduce([float(short)])[0] if reduce is not None else short:
             free = "too little is" if available is None else f"{available / 2**20:,.0f} MiB are"
@@ -108,14 +109,15 @@ class Calibration:
         levers = {lever.name: lever for lever in self.levers if lever.name not in self.fixed}
         base = [lever for lever in self.levers if lever.name in self.fixed and lever.name in self.prior]
         try:
-            with streams_kept(model):
-                trial = Trial(
+            with streams_kept(model), closing(
+                Trial(
                     *(model, target.optimizer, call, levers),
                     scaler=target.scaler,
                     base=base,
                     reduce=reduce,
                     before=before,
                 )
+            ) as trial:
                 verdicts, ratio = search(
                     sorted(levers, key=lambda name: REGISTRY[name].once),
                     trial,

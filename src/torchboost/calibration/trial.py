@@ -83,13 +83,13 @@ class Trial:
 
     def build(self, levers: Sequence[str], *, within: float) -> float:
         """Copy the pair, attach levers and run the first steps; return the seconds above those of later steps."""
-        self._challenger = self._incumbent
+        self._free_challenger()
         self._challenger, spent, steady = self._warmed(levers, within)
         return max(0.0, spent - _WARM_STEPS * steady)
 
     def build_plain(self, *, within: float) -> None:
         """Copy the pair from before boost and run the first steps."""
-        self._challenger = self._incumbent
+        self._free_challenger()
         self._challenger, _, _ = self._warmed((), within, before=True)
 
     def sample(self, *, within: float) -> tuple[float, float]:
@@ -109,7 +109,18 @@ class Trial:
 
     def promote(self) -> None:
         """Make the challenger the incumbent; the old incumbent is freed."""
-        self._incumbent = self._challenger
+        self._incumbent, self._challenger = self._challenger, self._incumbent
+        self._free_challenger()
+
+    def close(self) -> None:
+        """Free both contestants. The trial cannot be used after this."""
+        self._free_challenger()
+        self._incumbent.free()
+
+    def _free_challenger(self) -> None:
+        if self._challenger is not self._incumbent:
+            self._challenger.free()
+            self._challenger = self._incumbent
 
     def elapsed(self) -> float:
         """Return the seconds since the trial began, on the slowest rank."""
@@ -142,7 +153,11 @@ class Trial:
     def _first_steps(self, algorithms: Sequence[Algorithm], *, before: bool) -> tuple[_Contestant, float]:
         pair = self._before if before and self._before is not None else self._pair
         made = _Contestant(pair, self._call, algorithms, self._scaler)
-        return made, [self._step_seconds(made) for _ in range(_WARM_STEPS)][-1]
+        try:
+            return made, [self._step_seconds(made) for _ in range(_WARM_STEPS)][-1]
+        except BaseException:
+            made.free()
+            raise
 
     def _safe_seconds(self, contestant: _Contestant) -> float:
         try:
@@ -162,6 +177,7 @@ class _Contestant:
 
     def __init__(self, pair: Pair, call: Call, levers: Sequence[Algorithm], scaler: Any) -> None:
         self.model, self.optimizer = copied(*pair)
+        self._originals = {id(tensor) for tensor in [*pair[0].parameters(), *pair[0].buffers()]}
         self._call, self._inputs = call, call
         self._gradients: list[Tensor] | None = None
         target = Target(self.model, self.optimizer, copy.deepcopy(scaler))
@@ -187,10 +203,29 @@ class _Contestant:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def free(self) -> None:
+        """Give the memory of the tensors back now. Levers refer to their target in cycles, which would keep it."""
+        for tensor in [*self.model.parameters(), *self.model.buffers()]:
+            if id(tensor) not in self._originals:  # a module may share tensors with its copies
+                tensor.grad = None
+                tensor.data = tensor.new_empty(0)
+        self.optimizer.state.clear()
+        self._inputs, self._gradients = ((), {}), None
 
-def needed_bytes(model: nn.Module) -> int:
-    """Estimate the memory of the copies: two times parameters, gradients and two moments."""
-    return _COPIES * 4 * parameter_bytes(model)
+
+def needed_bytes(model: nn.Module, optimizer: Optimizer) -> int:
+    """Estimate the peak memory of a trial beyond that of the pair.
+
+    It is that of two copies of parameters, buffers and optimizer state, and once the gradients and the casts of autocast.
+    An optimizer without state, which has taken no step, counts as one with two moments. Activations, inputs and outputs
+    do not count.
+
+    Cost: no tensor is read or copied.
+    """
+    parameters, buffers = parameter_bytes(model), sum(b.numel() * b.element_size() for b in model.buffers())
+    held = [v for entry in hookable(optimizer).state.values() for v in entry.values() if isinstance(v, Tensor)]
+    state = sum(v.numel() * v.element_size() for v in held) if held else 2 * parameters
+    return _COPIES * (parameters + buffers + state) + 2 * parameters
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -1,0 +1,106 @@
+"""The peak memory of a trial is what ``Choice.peak_bytes`` says, and it is given back at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = r"""
+import json, sys
+import torch
+from torch import nn
+from torchboost.algorithms import Autocast, ChannelsLast, FusedOptimizer
+from torchboost.calibration import calibration as module
+from torchboost.calibration.search import search
+from torchboost.calibration.calibration import Calibration, FirstCall
+from torchboost.core.algorithm import Target, attach_all
+
+def resident(what):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what + ":"))
+
+def step():
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def peak(work):
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak begins at the present size
+    work()
+    return resident("VmHWM")
+
+class Bench:
+    # Runs the trial's own steps; a scripted time lets it build and sample each lever as often on any machine.
+    def __init__(self, trial): self.trial, self.now, self.own = trial, 0.0, 1.0
+    def build(self, levers, **kwargs):
+        self.own = 0.8 if levers else 1.2  # each lever pays
+        return self.trial.build(levers, **kwargs)
+    def build_plain(self, **kwargs):
+        self.own = 1.2
+        return self.trial.build_plain(**kwargs)
+    def promote(self): self.trial.promote()
+    def elapsed(self): return self.now
+    def sample(self, **kwargs):
+        if int(self.now) % 4 == 0:
+            self.trial.sample(**kwargs)
+        self.now += 1.0
+        return 1.0, self.own
+
+torch.set_num_threads(1)
+module.search = lambda levers, trial, **kwargs: search(levers, Bench(trial), **{**kwargs, "seconds": 100.0})
+sizes = [nn.Linear(2000, 2000) for _ in range(4)]
+model = nn.Sequential(*[layer for linear in sizes for layer in (linear, nn.ReLU())])
+make = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[sys.argv[1]]
+optimizer = make(model.parameters(), lr=1e-4)
+inputs = torch.randn(8, 2000)
+step()
+step()
+before, plain, chosen = resident("VmRSS"), peak(step), []
+calibration = Calibration(
+    levers=(ChannelsLast(), Autocast(), FusedOptimizer()), prior=frozenset(), calibrate=100.0, total_steps=10**6
+)
+target = Target(model, optimizer)
+FirstCall(target, attach_all(target, []), calibration, chosen.append)
+during = peak(step)
+print(json.dumps({
+    "parameters": sum(p.numel() * 4 for p in model.parameters()),
+    "extra": during - plain,
+    "left": resident("VmRSS") - before,
+    "stated": chosen[0].peak_bytes,
+    "kept": len(chosen[0].kept),
+}))
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of a process is not readable")
+@pytest.mark.parametrize(("optimizer", "copies"), [("AdamW", 6), ("SGD", 2)])
+def test_a_trial_takes_at_most_the_stated_memory_and_gives_it_back(optimizer: str, copies: int, tmp_path: Path) -> None:
+    """The peak of plain training has the gradients, so two copies of parameters and state remain, and casts."""
+    environment = {
+        **os.environ,
+        "TORCHBOOST_CACHE": "off",
+        "HOME": str(tmp_path),
+        "MALLOC_MMAP_THRESHOLD_": "65536",  # so that memory that is freed leaves the process
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, optimizer],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    parameters = found["parameters"]
+    assert 60e6 < parameters < 70e6
+    assert found["kept"] == 3
+    assert found["extra"] <= found["stated"]
+    assert 0.9 * copies * parameters <= found["extra"] <= (copies + 1) * parameters
+    assert found["left"] <= parameters // 2  # the kernels of bfloat16 and the levers are loaded once
