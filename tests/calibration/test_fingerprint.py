@@ -159,6 +159,30 @@ def test_the_instructions_of_forward_count(monkeypatch):
     assert plain() != before
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.relu, torch.sigmoid),
+        (nn.functional.relu, nn.functional.gelu),
+        (lambda x: x, lambda x: x @ x.t()),
+        (nn.BatchNorm2d, nn.LayerNorm),
+        (torch.float32, torch.bfloat16),
+        ({"layers": 1}, {"layers": 50}),
+    ],
+    ids=["built-in", "function", "lambda", "class", "precision", "dictionary"],
+)
+def test_what_a_module_keeps_as_an_attribute_counts(one, other):
+    first, again, second = (changed(lambda net, value=value: setattr(net, "kept", value)) for value in (one, one, other))
+    assert first == again
+    assert first != second
+    assert plain() not in (first, second)
+
+
+def test_the_activation_of_a_layer_of_torch_counts():
+    relu, gelu = (nn.TransformerEncoderLayer(4, 2, 8, activation=name) for name in ("relu", "gelu"))
+    assert described(relu) != described(gelu)
+
+
 def test_shared_modules_and_parameters_are_not_separate_ones():
     def stack(sharing: str) -> nn.Sequential:
         first, second = nn.Linear(4, 4), nn.Linear(4, 4)

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
-from types import CodeType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import torch
@@ -40,6 +40,8 @@ _MOST_ENTRIES = 64
 
 _ADDRESSES = 1 << 40
 """Integers from here on are addresses and hashes, which differ in each process."""
+
+_NAMED = (type, FunctionType, BuiltinFunctionType, MethodType)
 
 _FIRST = itemgetter(0)
 
@@ -117,11 +119,20 @@ class _Walk:
         ]
 
     def _attributes(self, module: nn.Module) -> Description:
-        """The public attributes with plain values, which ``extra_repr`` often leaves out, and configurations."""
+        """The public attributes that change the work: plain values, functions, classes, precisions, configurations.
+
+        ``extra_repr`` often leaves them out.
+        """
         entries = []
         for name, value in vars(module).items():
             if name[0] != "_" and _is_plain(value):
                 entries.append([name, _plain(value)])
+            elif name[0] != "_" and isinstance(value, _NAMED):
+                entries.append([name, [_name_of(value), None if isinstance(value, type) else self._code(value)]])
+            elif isinstance(value, torch.dtype):
+                entries.append([name, str(value)])
+            elif name[0] != "_" and type(value) is dict:
+                entries.append([name, _plain_entries(value)])
             elif self._is_record(type(value)):
                 entries.append([name, self._record(value)])
         return sorted(entries, key=_FIRST)
@@ -230,6 +241,18 @@ def _plain(value: Any) -> Description:
     if isinstance(value, int) and abs(value) >= _ADDRESSES:
         return "address"
     return value
+
+
+def _plain_entries(value: Mapping[Any, Any]) -> Description:
+    """Describe the entries of a dictionary that have a name and a plain value, unless there are many."""
+    if len(value) > _MOST_ENTRIES:
+        return len(value)
+    return sorted([key, _plain(entry)] for key, entry in value.items() if isinstance(key, str) and _is_plain(entry))
+
+
+def _name_of(value: Any) -> str:
+    """Return the full name of a function or a class."""
+    return f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', value.__name__)}"
 
 
 def _zero_or_not(value: float) -> str:
