@@ -172,7 +172,9 @@ def test_the_instructions_of_forward_count(monkeypatch):
     ids=["built-in", "function", "lambda", "class", "precision", "dictionary"],
 )
 def test_what_a_module_keeps_as_an_attribute_counts(one, other):
-    first, again, second = (changed(lambda net, value=value: setattr(net, "kept", value)) for value in (one, one, other))
+    first, again, second = (
+        changed(lambda net, value=value: setattr(net, "kept", value)) for value in (one, one, other)
+    )
     assert first == again
     assert first != second
     assert plain() not in (first, second)

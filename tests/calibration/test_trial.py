@@ -154,9 +154,9 @@ def test_a_closed_trial_holds_no_tensors_and_leaves_shared_ones():
     before = portrait(model, optimizer)
     trial = Trial(model, optimizer, ((x,), {}), LEVERS)
     first = trial._incumbent
-    trial.build(["autocast"])
+    trial.build(["autocast"], within=60.0)
     dropped = trial._challenger
-    trial.build(["fused_optimizer"])
+    trial.build(["fused_optimizer"], within=60.0)
     assert dropped.model[0].weight.numel() == 0
     assert first.model[0].weight.numel() == 9
     trial.promote()

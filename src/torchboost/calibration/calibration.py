@@ -109,15 +109,18 @@ class Calibration:
         levers = {lever.name: lever for lever in self.levers if lever.name not in self.fixed}
         base = [lever for lever in self.levers if lever.name in self.fixed and lever.name in self.prior]
         try:
-            with streams_kept(model), closing(
-                Trial(
-                    *(model, target.optimizer, call, levers),
-                    scaler=target.scaler,
-                    base=base,
-                    reduce=reduce,
-                    before=before,
-                )
-            ) as trial:
+            with (
+                streams_kept(model),
+                closing(
+                    Trial(
+                        *(model, target.optimizer, call, levers),
+                        scaler=target.scaler,
+                        base=base,
+                        reduce=reduce,
+                        before=before,
+                    )
+                ) as trial,
+            ):
                 verdicts, ratio = search(
                     sorted(levers, key=lambda name: REGISTRY[name].once),
                     trial,

@@ -190,7 +190,8 @@ class _Search:
 
     def _judge(self, lever: str, found: _Sample) -> None:
         if not found.ratios:
-            self._decide(lever, self.undecided.get(lever, False), "the time for the trial was used up", found)
+            # Even if it was on without a trial: its steps may be what used up the time.
+            self._decide(lever, False, "the time for the trial was used up before its first pair of steps", found)
             return
         self.last_step = sorted(found.incumbent)[len(found.incumbent) // 2]
         middle = sorted(found.ratios)[len(found.ratios) // 2]

@@ -216,9 +216,9 @@ class _Contestant:
 def needed_bytes(model: nn.Module, optimizer: Optimizer) -> int:
     """Estimate the peak memory of a trial beyond that of the pair.
 
-    It is that of two copies of parameters, buffers and optimizer state, and once the gradients and the casts of autocast.
-    An optimizer without state, which has taken no step, counts as one with two moments. Activations, inputs and outputs
-    do not count.
+    It is that of two copies of parameters, buffers and optimizer state, and of the gradients and the casts of autocast
+    of one of them. An optimizer without state, such as one before its first step, counts as one with two moments.
+    Activations, inputs and outputs do not count.
 
     Cost: no tensor is read or copied.
     """
