@@ -66,7 +66,7 @@ calibration = Calibration(
     levers=(ChannelsLast(), Autocast(), FusedOptimizer()), prior=frozenset(), calibrate=100.0, total_steps=10**6
 )
 target = Target(model, optimizer)
-FirstCall(target, attach_all(target, []), calibration, chosen.append)
+FirstCall(target, attach_all(target, []), calibration, lambda choice, _: chosen.append(choice))
 during = peak(step)
 print(json.dumps({
     "parameters": sum(p.numel() * 4 for p in model.parameters()),

@@ -123,7 +123,7 @@ def waiting(lever: Corrupting, prior: bool) -> tuple[Drawing, torch.optim.Optimi
         attached = attach_all(target, [lever] if prior else [])
     on = frozenset({lever.name}) if prior else frozenset()
     calibration = Calibration(levers=(lever,), prior=on, calibrate=5.0, total_steps=10_000)
-    return model, optimizer, FirstCall(target, attached, calibration, chosen.append), chosen
+    return model, optimizer, FirstCall(target, attached, calibration, lambda choice, _: chosen.append(choice)), chosen
 
 
 @pytest.mark.parametrize(
