@@ -478,6 +478,19 @@ def test_the_environment_switches_auto_off(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("calibrate", "steps", "measured"), [("auto", 1199, False), ("auto", 1200, True), (5.0, 100, True)]
+)
+def test_a_run_that_is_too_short_for_a_trial_has_none(calibrate, steps, measured, monkeypatch):
+    monkeypatch.delenv("TORCHBOOST_CALIBRATE")
+    model = network()
+    boosted = torchboost.boost(model, adamw(model), level="O1", total_steps=steps, calibrate=calibrate, config=CUT)
+    boosted.model(batches()[0][0])
+    assert boosted.choice is not None
+    assert (boosted.choice.source == "trial") is measured
+    assert measured or "calibrate=seconds" in boosted.choice.verdicts[0].reason
+
+
+@pytest.mark.parametrize(
     ("calibrate", "steps", "expected"),
     [("auto", None, 3.0), ("auto", 1000, 1.0), ("auto", 10**6, 60.0), (True, 1000, 1.0), (7.5, 10, 7.5)],
 )

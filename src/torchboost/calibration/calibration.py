@@ -44,6 +44,8 @@ _SWITCH = "TORCHBOOST_CALIBRATE"
 _SHARE_OF_RUN = 0.01
 _MOST_SECONDS = 60.0
 _STEPS_WITHOUT_LENGTH = 30
+_LEAST_STEPS = 12
+"""A trial of fewer steps could not decide about any lever."""
 _RANKS_TIMEOUT = 600.0
 """Seconds that a rank waits for another one; a rank may compile for minutes."""
 _MEMORY_SHARE = 0.5
@@ -79,6 +81,19 @@ class Calibration:
             return min(_MOST_SECONDS, _STEPS_WITHOUT_LENGTH * step_seconds)
         return min(_MOST_SECONDS, _SHARE_OF_RUN * self.total_steps * step_seconds)
 
+    def obstacle(self, model: nn.Module) -> str | None:
+        """Return why no trial takes place; None if it does."""
+        share = None if self.total_steps is None else int(_SHARE_OF_RUN * self.total_steps)
+        if isinstance(self.calibrate, (bool, str)) and share is not None and share < _LEAST_STEPS:
+            return (
+                f"{_SHARE_OF_RUN:.0%} of {self.total_steps:,} steps is less than the {_LEAST_STEPS} steps that a trial "
+                "needs; allow more with calibrate=seconds"
+            )
+        together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if together and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+            return "SyncBatchNorm exchanges numbers within a step, which a trial must not interrupt on one rank"
+        return None
+
     def without_trial(self, reason: str, source: Source = "prior") -> Choice:
         """Return the choice of the prior, with the reason why nothing was measured."""
         return Choice(verdicts=tuple(self._unmeasured(lever, reason) for lever in self.levers), source=source)
@@ -99,6 +114,9 @@ class Calibration:
             before: Copies from before boost, if the level has changed the model.
         """
         model, device = target.model, _device(target.model)
+        obstacle = self.obstacle(model)
+        if obstacle is not None:
+            return self.without_trial(obstacle)
         if before is not None and _device(before[0]) != device:
             before = None
         available, needed = free_bytes(device), needed_bytes(model, target.optimizer)
