@@ -5,68 +5,32 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 import adasum_convergence
+from zoo_verdict import STOCK, Row, geometric_mean, row_of
 
 from torchboost.bench.report import svg, wording
 from torchboost.bench.report.table import Table
-from torchboost.bench.report.verdict import Summary, best_hand, stock_of, summarise
-from torchboost.measure.evidence import BenchReport, Contestant, Ratio
-from torchboost.measure.statistics import total_ratio
+from torchboost.measure.evidence import BenchReport, Interval, Quality
+from torchboost.measure.statistics import paired_ratio, total_ratio
 from torchboost.registry import REGISTRY
 
 RESULTS = Path(__file__).resolve().parent / "results"
 UNMEASURED = "not measured"
 LEVELS = ("O1", "O2")
 
+ZOOS: Mapping[str, str] = MappingProxyType({"zoo": "", "zoo-avx2": "simulated with AVX2 only"})
+"""Claim of the zoo -> what its machine is called; empty for the one it is."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One network of the headline.
-
-    Args:
-        name: What the row is called.
-        short: The network, for a sentence.
-        speed: Result file of the times.
-        accuracy: Result file of the accuracy, if the network was trained to compare it.
-        called: Level -> the contestant that ran it, if that has another name.
-    """
-
-    name: str
-    short: str
-    speed: str
-    accuracy: str = ""
-    called: Mapping[str, str] = field(default_factory=dict)
-
-
-CASES = (
-    Case(
-        name="deep bottleneck ResNet [3, 4, 6, 3]",
-        short="deep bottleneck ResNet",
-        speed="step_time-cifar10-resnet-bottleneck",
-        accuracy="accuracy-cifar10-resnet-bottleneck",
-    ),
-    Case(
-        name="deep bottleneck ResNet, mean over a run",
-        short="deep bottleneck ResNet",
-        speed="whole_run-cifar10-resnet-bottleneck",
-    ),
-    Case(
-        name="small bottleneck ResNet [2, 2, 2, 2], mean over a run",
-        short="small bottleneck ResNet",
-        speed="freeze_times-cifar10-resnet-bottleneck-small",
-        accuracy="accuracy-cifar10-resnet-bottleneck-small",
-        called={"O1": "O1+progressive"},
-    ),
-    Case(name="basic ResNet [2, 2, 2, 2]", short="basic ResNet", speed="step_time-cifar10-resnet-basic"),
-    Case(name="VGG with BatchNorm", short="VGG", speed="step_time-cifar10-vgg"),
-    Case(name="GPT, 4 layers", short="GPT", speed="step_time-text-gpt"),
-    Case(name="ResNet-50, GPU", short="ResNet-50", speed="gpu-resnet50-224"),
-    Case(name="GPT, 124 M parameters, GPU", short="large GPT", speed="gpu-gpt2-small"),
+ACCURACY: Mapping[str, str] = MappingProxyType(
+    {
+        "accuracy-cifar10-resnet-bottleneck": "deep bottleneck ResNet [3, 4, 6, 3] on CIFAR-10",
+        "accuracy-cifar10-resnet-bottleneck-small": "small bottleneck ResNet [2, 2, 2, 2] on CIFAR-10",
+    }
 )
+"""Result file of a training to an accuracy -> what its row is called."""
 
 
 def load(name: str) -> BenchReport | None:
@@ -74,95 +38,72 @@ def load(name: str) -> BenchReport | None:
     return BenchReport.load(path) if path.exists() else None
 
 
-@dataclass(frozen=True, slots=True)
-class Speeds:
-    """The ratios of one network against its stock loop; None without a measurement."""
-
-    case: Case
-    stock: Contestant | None
-    against_stock: Mapping[str, Ratio | None]
-    against_hand: Mapping[str, Ratio | None]
+def zoo(claim: str = "zoo") -> list[BenchReport]:
+    """Return the results of a claim, the network on which the best loop by hand gains least first."""
+    others = [other for other in ZOOS if other.startswith(f"{claim}-")]
+    paths = [p for p in RESULTS.glob(f"{claim}-*.json") if not any(p.name.startswith(f"{o}-") for o in others)]
+    return sorted(map(BenchReport.load, paths), key=lambda report: row_of(report).best_ratio)
 
 
-def speeds(case: Case) -> Speeds:
-    report = load(case.speed)
-    if report is None:
-        return Speeds(case, None, {}, {})
-    found: dict[str, Summary] = {summary.contestant.name: summary for summary in summarise(report)}
-    hand = best_hand(report)
-    names = {**{level: case.called.get(level, level) for level in LEVELS}, "best by hand": hand.name if hand else ""}
-    seen = {shown: found[name] for shown, name in names.items() if name in found}
-    return Speeds(
-        case,
-        stock_of(report),
-        {shown: summary.stock for shown, summary in seen.items()},
-        {level: seen[level].hand for level in LEVELS if level in seen},
+def _clause(values: list[str]) -> str:
+    return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} and {values[-1]}"
+
+
+def _promise(rows: list[Row], level: str) -> str:
+    """Say on how many networks a level gains, and what it costs at worst."""
+    found = [levels for row in rows if (levels := row.levels.get(level)) is not None]
+    least = min(levels.stock.mid for levels in found)
+    mean, worst = geometric_mean([levels.stock.mid for levels in found]), [levels.regret for levels in found]
+    by_hand = sum(levels.best.low > 1 for levels in found)
+    return (
+        f"{level}: on {sum(levels.stock.mid >= 1.2 for levels in found)} of {len(rows)} networks at least 20 % faster "
+        f"than the stock loop, {wording.ratio(least)} on the slowest and {wording.ratio(mean)} in the geometric mean. "
+        f"Faster than the best loop by hand on {by_hand}, at worst {max(*worst, 0):.1%} slower."
     )
 
 
-def _times(ratio: Ratio | None) -> str:
-    return UNMEASURED if ratio is None else wording.ratio_interval(ratio.interval)
-
-
-def _accuracies(case: Case) -> list[str]:
-    report = load(case.accuracy) if case.accuracy else None
-    if report is None:
-        return [UNMEASURED for _ in LEVELS]
-    qualities = {c.name: c.quality[0] for c in report.contestants if c.quality}
-    cells = []
-    for level in LEVELS:
-        quality = qualities.get(level)
-        if quality is None:
-            cells.append(UNMEASURED)
-            continue
-        mid, low = (wording.difference(v, share=True) for v in (quality.difference.mid, quality.difference.low))
-        trained = f"{report.epochs} epochs, {wording.count(quality.seeds, 'seed')}"
-        cells.append(f"{mid.removesuffix(' points')} (at worst {low.removesuffix(' points')}; {trained})")
-    return cells
-
-
-def _losses(rows: list[Speeds]) -> list[str]:
-    """Name the cases in which a level is not clearly faster than the stock loop or than the loop by hand."""
-    slower, undecided, equal = [], [], []
-    for found in rows:
-        for level in LEVELS:
-            stock, hand = found.against_stock.get(level), found.against_hand.get(level)
-            if stock is not None and stock.interval.low <= 1:
-                place = slower if stock.interval.high < 1 else undecided
-                place.append(f"{level} on the {found.case.short}")
-            if hand is not None and hand.interval.low <= 1:
-                equal.append(f"{level} on the {found.case.short}")
-    lines = []
-    if slower:
-        lines.append(f"Slower than the stock loop: {', '.join(slower)}.")
-    if undecided:
-        lines.append(f"Not measurably faster than the stock loop: {', '.join(undecided)}.")
-    if equal:
-        lines.append(f"Not measurably faster than the best loop by hand: {', '.join(equal)}.")
-    return lines
-
-
-def _machine(rows: list[Speeds]) -> str:
-    found = {r.environment for row in rows if (r := load(row.case.speed)) is not None}
+def _machine(reports: list[BenchReport], called: str) -> str:
+    found = {report.environment for report in reports}
     machines = sorted({f"{env.processor}, {env.cores} cores, {env.device}" for env in found})
     versions = sorted({env.torch for env in found})
-    return (
-        f"Every figure is from one machine ({'; '.join(machines)}), with torch {', '.join(versions)}; another machine "
-        "gives other ratios."
-    )
+    machine = f"{'; '.join(machines)}{f', {called}' if called else ''}"
+    return f"Every figure is from one machine ({machine}), with torch {_clause(versions)}."
 
 
-def table() -> tuple[Table, list[str]]:
-    """Return the table of the results, and the sentences that belong below it."""
-    rows = [speeds(case) for case in CASES]
+def table(claim: str = "zoo") -> tuple[Table, list[str]]:
+    """Return the table of the zoo, and the sentences that belong below it."""
+    reports = zoo(claim)
+    rows = [row_of(report) for report in reports]
+    head = ("network", "stock, a step", "best by hand", *LEVELS)
     cells = []
-    for found in rows:
-        stock = UNMEASURED if found.stock is None else wording.seconds(found.stock.step_seconds.mid)
-        ratios = (_times(found.against_stock.get(name)) for name in ("best by hand", *LEVELS))
-        cells.append((found.case.name, stock, *ratios, *_accuracies(found.case)))
-    accuracy = (f"accuracy, {level}, points" for level in LEVELS)
-    head = ("network", "stock, a step", "best by hand", *LEVELS, *accuracy)
-    return Table(headings=head, rows=tuple(cells)), [*_losses(rows), _machine(rows)]
+    for report, row in zip(reports, rows, strict=True):
+        against = [None if (found := row.levels.get(level)) is None else found.stock for level in LEVELS]
+        by_hand = f"{wording.ratio(row.best_ratio)} ({row.best.replace('+', ', ').replace('_', ' ')})"
+        shown = (UNMEASURED if ratio is None else wording.ratio_interval(ratio) for ratio in against)
+        cells.append((report.model, wording.seconds(row.stock_seconds), by_hand, *shown))
+    if not rows:
+        return Table(headings=head, rows=()), [f"{UNMEASURED} yet."]
+    said = [*(_promise(rows, level) for level in LEVELS), _machine(reports, ZOOS[claim])]
+    return Table(headings=head, rows=tuple(cells)), said
+
+
+def accuracy() -> Table:
+    """Return the differences in accuracy to the stock loop."""
+    rows = []
+    for name, called in ACCURACY.items():
+        report = load(name)
+        if report is not None:
+            qualities = {c.name: c.quality[0] for c in report.contestants if c.quality}
+            rows.append((called, str(report.epochs), *(_difference(qualities.get(level)) for level in LEVELS)))
+    return Table(headings=("network", "epochs", *(f"{level}, points" for level in LEVELS)), rows=tuple(rows))
+
+
+def _difference(quality: Quality | None) -> str:
+    if quality is None:
+        return UNMEASURED
+    mid, low = (wording.difference(v, share=True) for v in (quality.difference.mid, quality.difference.low))
+    at_worst = f"at worst {low.removesuffix(' points')}; {wording.count(quality.seeds, 'seed')}"
+    return f"{mid.removesuffix(' points')} ({at_worst})"
 
 
 def _faster(name: str, contestant: str, baseline: str, words: str) -> Callable[[], str]:
@@ -250,19 +191,27 @@ WIDTH, LEFT, RIGHT, TOP = 930.0, 350.0, 60.0, 40.0
 BAR, GAP = 15.0, 15.0
 
 
-def _bar(ratio: Ratio, name: str, scale: svg.Scale, y: float) -> str:
-    interval, middle = ratio.interval, y + BAR / 2 - 1
+def _bar(interval: Interval, name: str, scale: svg.Scale, y: float) -> str:
+    middle = y + BAR / 2 - 1
     low, mid, high = (scale(v) for v in (interval.low, interval.mid, interval.high))
     parts = svg.element("rect", x=scale.start, y=y, width=mid - scale.start, height=BAR - 2, class_=CLASSES[name])
     parts += svg.element("line", x1=low, x2=high, y1=middle, y2=middle, class_="whisker")
     return parts + svg.text(high + 6, y + 11, wording.ratio(interval.mid))
 
 
+def _bars(report: BenchReport) -> dict[str, Interval]:
+    """Return the ratios to stock by the names in the key of the figure."""
+    row = row_of(report)
+    samples = {contestant.name: contestant.samples for contestant in report.contestants}
+    found = {"best by hand": paired_ratio(samples[STOCK], samples[row.best])}
+    return found | {level: levels.stock for level, levels in row.levels.items() if levels is not None}
+
+
 def figure() -> str:
     """Draw the speed of the best loop by hand, O1 and O2 as multiples of the stock loop's, with 95 % intervals."""
-    rows = [found for case in CASES if (found := speeds(case)).stock is not None]
-    fastest = max(r.interval.high for found in rows for r in found.against_stock.values() if r is not None)
-    height = TOP + sum(BAR * len(found.against_stock) + GAP for found in rows) + 24
+    rows = [(report.model, _bars(report)) for report in zoo()]
+    fastest = max((bar.high for _, bars in rows for bar in bars.values()), default=1.0)
+    height = TOP + sum(BAR * len(bars) + GAP for _, bars in rows) + 24
     scale = svg.Scale(0.0, fastest, LEFT, WIDTH - RIGHT)
     parts = [svg.element("style", STYLE)]
     for k, (name, class_) in enumerate(CLASSES.items()):
@@ -276,10 +225,9 @@ def figure() -> str:
         shown = "1 = stock" if value == 1 else f"{value:g}"
         parts.append(svg.text(x, height - 6, shown, anchor="middle", class_="tick"))
     y = TOP
-    for found in rows:
-        bars = {name: ratio for name in CLASSES if (ratio := found.against_stock.get(name)) is not None}
-        parts.append(svg.text(LEFT - 12, y + BAR * len(bars) / 2 + 4, found.case.name, anchor="end"))
-        parts += [_bar(ratio, name, scale, y + BAR * k) for k, (name, ratio) in enumerate(bars.items())]
+    for called, bars in rows:
+        parts.append(svg.text(LEFT - 12, y + BAR * len(bars) / 2 + 4, called, anchor="end"))
+        parts += [_bar(bar, name, scale, y + BAR * k) for k, (name, bar) in enumerate(bars.items())]
         y += BAR * len(bars) + GAP
     said = "Speed as a multiple of the stock loop's: best loop by hand, O1, O2"
     box = f"0 0 {svg.number(WIDTH)} {svg.number(height)}"

@@ -50,15 +50,17 @@ def levels(folder: str) -> str:
     return rows(Table(headings=("algorithm", "what it does", *LEVELS), rows=tuple(body)))
 
 
-def results(folder: str) -> str:
-    table, said = headline.table()
-    return "\n\n".join([rows(table), *said])
+def results(claim: str) -> str:
+    table, said = headline.table(claim)
+    return "\n\n".join([rows(table), "\n".join(f"- {sentence}" for sentence in said)])
 
 
 # What is made from the registry and several result files; each is told the way from its page to the cards.
 WHOLE: dict[str, Callable[[str], str]] = {
     "levels": levels,
-    "results": results,
+    "results": lambda folder: results("zoo"),
+    "results_avx2": lambda folder: results("zoo-avx2"),
+    "accuracy": lambda folder: rows(headline.accuracy()),
     "algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=False)),
     "measured_algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=True)),
 }

@@ -1,7 +1,8 @@
 """Claim: a level is not slower than the plain loop on any network, and near the best choice of system levers.
 
-Each network runs in a process of its own. The grid is that of channels-last, autocast to bfloat16, fused optimizer and
-compilation, in plain torch; ``zoo_networks.py`` has the networks, ``zoo_verdict.py`` what is required.
+Each network runs in a process of its own, and is compiled there for the first time. The grid is that of channels-last,
+autocast to bfloat16, fused optimizer and compilation, in plain torch; ``zoo_networks.py`` has the networks,
+``zoo_verdict.py`` what is required.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from options import Options, options_of, parser
@@ -21,6 +22,7 @@ from zoo_cells import Grid, Task
 from zoo_networks import TINY, ZOO
 from zoo_verdict import STOCK, conclusion
 
+from torchboost.cli.small_compile import PROGRAM
 from torchboost.errors import nearest
 from torchboost.measure.evidence import BenchReport
 from torchboost.measure.stopwatch import environment
@@ -46,12 +48,14 @@ class Asked:
         pairs: Rounds.
         grid: Which cells are compiled.
         simulate: A machine of ``SIMULATED``; empty for this one.
+        compiler: Folder for the cache of the compiler, of this run alone; empty for the usual one.
     """
 
     networks: tuple[str, ...] = ()
     pairs: int = PAIRS
     grid: Grid = "some"
     simulate: str = ""
+    compiler: str = ""
 
     @property
     def claim(self) -> str:
@@ -67,6 +71,23 @@ def measure(options: Options) -> list[Path]:
 
 def measure_zoo(options: Options, asked: Asked) -> tuple[list[Path], list[str]]:
     """Return the files of the results, and the names of the networks that gave none."""
+    with tempfile.TemporaryDirectory() as compiler:
+        if not options.smoke:
+            options.progress("compiler", 0, 1)
+            compile_once({**os.environ, **SIMULATED.get(asked.simulate, {}), **cache_in(compiler)})
+        return measure_networks(options, replace(asked, compiler=compiler))
+
+
+def compile_once(variables: Mapping[str, str]) -> None:
+    """Compile a small model into a cache, so that it holds what the compiler makes once for a machine."""
+    subprocess.run([sys.executable, "-c", PROGRAM], env=dict(variables), stdout=subprocess.DEVNULL, check=True)
+
+
+def cache_in(folder: str) -> dict[str, str]:
+    return {"TORCHINDUCTOR_CACHE_DIR": folder} if folder else {}
+
+
+def measure_networks(options: Options, asked: Asked) -> tuple[list[Path], list[str]]:
     names = asked.networks or tuple(TINY if options.smoke else ZOO)
     paths, lost = [], []
     for done, name in enumerate(names):
@@ -122,7 +143,7 @@ def run_once(name: str, out: Path, options: Options, asked: Asked, left_out: dic
         )
         command = [sys.executable, str(Path(__file__).with_name("zoo_cells.py")), task.to_json()]
         # Without a cache, both levels measure in each run.
-        own = {"TORCHBOOST_CACHE": "off", "TORCHBOOST_CALIBRATE": "1"}
+        own = {"TORCHBOOST_CACHE": "off", "TORCHBOOST_CALIBRATE": "1", **cache_in(asked.compiler)}
         try:
             status = subprocess.run(
                 command, env={**os.environ, **simulated, **own}, timeout=LIMIT_SECONDS, check=False

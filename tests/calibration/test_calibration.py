@@ -16,7 +16,7 @@ import torchboost
 from torchboost.calibration import calibration as module
 from torchboost.calibration import watch as watch_module
 from torchboost.calibration.calibration import check_calibrate, resolved
-from torchboost.calibration.choice import Choice
+from torchboost.calibration.choice import Choice, Verdict
 from torchboost.calibration.search import Found
 from torchboost.calibration.trial import Trial
 from torchboost.core.living import living
@@ -282,6 +282,19 @@ def test_the_second_start_takes_the_choice_from_the_cache(monkeypatch):
         assert boosted.choice.source == ("cache" if start else "trial")
         assert set(LEVERS) & set(boosted.attached) == {"fused_optimizer"}
     assert all(map(torch.equal, *results))
+
+
+def test_a_choice_whose_time_was_over_is_not_kept_for_the_next_start(monkeypatch):
+    cut = Verdict(lever="fused_optimizer", kept=False, reason="planted", interrupted=True)
+    monkeypatch.setattr(module, "search", lambda *_, **__: Found((cut,), None))
+    sources = []
+    for _ in range(2):
+        model = network()
+        boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)
+        boosted.model(batches()[0][0])
+        assert boosted.choice is not None
+        sources.append(boosted.choice.source)
+    assert sources == ["trial", "trial"]
 
 
 def test_another_length_of_the_run_is_measured_again(monkeypatch):

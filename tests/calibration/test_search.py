@@ -168,6 +168,17 @@ def test_a_price_that_turns_out_higher_than_the_saving_drops_the_lever():
     assert [verdict.price for verdict in verdicts] == [0, 30]
 
 
+def test_a_lever_that_is_interrupted_is_marked():
+    bench = Planted({"nothing": 1.0, "compile": 0.5}, prices={"compile": 50.0})
+    verdicts, _ = search(
+        ["nothing", "compile"], bench, seconds=20, steps=10**6, prices={"compile": Price(expected=5.0)}
+    )
+    assert [verdict.interrupted for verdict in verdicts] == [False, True]
+    assert not verdicts[1].kept
+    assert "calibrate=seconds" in verdicts[1].reason
+    assert bench.now <= 20 * (1 + 1e-9)
+
+
 def test_a_price_above_what_is_left_is_not_paid():
     bench = Planted({"compile": 0.5}, prices={"compile": 50.0})
     (verdict,) = search(["compile"], bench, seconds=20, steps=10**6, prices={"compile": Price(expected=50.0)}).verdicts

@@ -291,7 +291,7 @@ def _cached(calibration: Calibration, target: Target, call: Call, *, before: Pai
     choice = None if again else cache.load(key)
     if choice is None:
         choice = calibration.measure(target, call, before=before)
-        if choice.source == "trial":
+        if choice.source == "trial" and not any(verdict.interrupted for verdict in choice.verdicts):
             cache.store(key, choice)
     return choice
 

@@ -59,6 +59,8 @@ class Verdict(_Record):
             if it was not measured.
         pairs: Number of paired steps behind the ratio.
         price: Seconds that it costs once, such as those of a compilation; 0 if it is not tried or costs nothing.
+        interrupted: Whether its first steps took longer than the trial had left. The compiler keeps parts of its work
+            on disk, so a later start may come to a decision.
     """
 
     lever: str
@@ -67,6 +69,7 @@ class Verdict(_Record):
     ratio: Interval | None = None
     pairs: int = 0
     price: float = 0.0
+    interrupted: bool = False
 
 
 class Choice(_Record):

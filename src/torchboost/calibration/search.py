@@ -157,6 +157,7 @@ class _Search:
             price = self.bench.build([*self.kept, lever], within=self._left())
         except TimeoutError as error:
             self._decide(lever, False, f"{error}; give it more with calibrate=seconds", None)
+            self.verdicts[lever] = self.verdicts[lever].model_copy(update={"interrupted": True})
             return
         except Exception as error:  # a lever may raise anything; training continues without it
             text = (str(error).splitlines() or [""])[0]
