@@ -179,6 +179,15 @@ def test_a_lever_that_is_interrupted_is_marked():
     assert bench.now <= 20 * (1 + 1e-9)
 
 
+def test_a_lever_whose_price_took_all_the_time_is_timed_nevertheless():
+    """Within the tenth by which a budget may be exceeded."""
+    bench = Planted({"compile": 0.5}, prices={"compile": 19.9})
+    (verdict,), _ = search(["compile"], bench, seconds=20, steps=10**6, prices={"compile": Price(expected=5.0)})
+    assert verdict.kept
+    assert verdict.pairs >= 7
+    assert 20 < bench.now <= 22
+
+
 def test_a_price_above_what_is_left_is_not_paid():
     bench = Planted({"compile": 0.5}, prices={"compile": 50.0})
     (verdict,) = search(["compile"], bench, seconds=20, steps=10**6, prices={"compile": Price(expected=50.0)}).verdicts

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from torchboost.algorithms import Autocast, ChannelsLast, Compile, FusedOptimizer
 from torchboost.calibration.trial import Trial, _Contestant, free_bytes, needed_bytes, streams_kept
+from torchboost.core.algorithm import Target
+from torchboost.core.torch_private import compiled_graphs
 from torchboost.errors import IncompatibleError
 
 LEVERS = {"fused_optimizer": FusedOptimizer(), "channels_last": ChannelsLast(), "autocast": Autocast()}
@@ -183,6 +185,29 @@ def test_memory_is_estimated():
     assert needed_bytes(model, momentum) == 2 * 3 * 4_000_000 + 2 * 4000
     free = free_bytes(torch.device("cpu"))
     assert free is None or free > 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself
+def test_a_graph_that_the_trial_compiled_serves_the_model():
+    """Also if the loop passes a tensor twice, as language models get their tokens as labels."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return (self.layer(x) - labels).square().mean()
+
+    model, x = Twice(), torch.randn(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compile_only = Compile(backend="aot_eager")
+    trial = Trial(model, optimizer, ((x,), {"labels": x}), {"compile": compile_only})
+    trial.build(["compile"], within=600)
+    graphs = compiled_graphs()
+    with compile_only.attach(Target(model, optimizer)):
+        model(x, labels=x).backward()
+    assert compiled_graphs() == graphs
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ class Calibration:
                 ) as trial,
             ):
                 verdicts, ratio = search(
-                    sorted(levers, key=lambda name: REGISTRY[name].once),
+                    list(levers),
                     trial,
                     seconds=(budget := self.seconds(trial.step_seconds)),
                     steps=self.total_steps,

@@ -17,6 +17,8 @@ _LOOKS = (7, 11, 15, 20, 28, 40)
 """Numbers of pairs at which a lever may be decided."""
 _CONFIDENCE = 0.98
 """Of one look. Over all looks, a lever that does nothing is kept in fewer than 1 of 20 trials."""
+_GRACE = 0.08
+"""Share of the budget that may be added to time a lever whose price is paid, rather than to have paid for nothing."""
 _EARLY = 4
 """Pairs after which a lever that is clearly slower in each of them is dropped."""
 _CLEARLY_SLOWER = 0.85
@@ -107,11 +109,12 @@ def search(
 
     A lever is kept if the 98 % interval of its paired ratio is above 1 and the ratio at least 1.01. It is dropped if
     the interval excludes that, if it raises, or if its price is not repaid. A lever that was dropped before another one
-    was kept is tried a second time on top of that one. At the end the combination is compared with the loop before
-    boost. If it is slower and the level changes nothing but levers, nothing is kept.
+    was kept is tried a second time on top of that one. Levers with a price come last, since each later try would pay
+    the price again. At the end the combination is compared with the loop before boost. If it is slower and the level
+    changes nothing but levers, nothing is kept.
 
     Args:
-        levers: Names, in the order of the trial.
+        levers: Names, in the order of the trial, except that levers with a price come last.
         bench: Its incumbent is the plain step.
         seconds: Budget of the trial.
         steps: Updates that remain in the run; None if unknown. Levers with a price are then not tried.
@@ -137,13 +140,17 @@ class _Search:
     last_step: float | None = None
 
     def run(self) -> Found:
-        for index, lever in enumerate(self.levers):
+        free = [lever for lever in self.levers if lever not in self.prices]
+        priced = [lever for lever in self.levers if lever in self.prices]
+        for index, lever in enumerate(free):
             self._try(lever, share=self._left() / (len(self.levers) - index))
-        for lever in self._worth_a_second_try():
+        for lever in self._worth_a_second_try(free):
             first = self.verdicts[lever]
-            self._try(lever, share=self._left())
+            self._try(lever, share=self._left() / (1 + len(priced)))
             if not self.verdicts[lever].kept:
                 self.verdicts[lever] = first
+        for index, lever in enumerate(priced):
+            self._try(lever, share=self._left() / (len(priced) - index))
         ratio = self._compare_with_plain()
         return Found(tuple(self.verdicts[lever] for lever in self.levers), ratio)
 
@@ -157,20 +164,25 @@ class _Search:
             price = self.bench.build([*self.kept, lever], within=self._left())
         except TimeoutError as error:
             self._decide(lever, False, f"{error}; give it more with calibrate=seconds", None)
-            self.verdicts[lever] = self.verdicts[lever].model_copy(update={"interrupted": True})
+            self._mark_interrupted(lever)
             return
         except Exception as error:  # a lever may raise anything; training continues without it
             text = (str(error).splitlines() or [""])[0]
             self._decide(lever, False, f"it raised {type(error).__name__}: {text}"[:300].rstrip(": "), None)
             return
-        found = self._measure(deadline)
+        found = self._measure(deadline, grace=_GRACE if lever in self.prices else 0.0)
         found.price = price
         self._judge(lever, found)
+        if lever in self.prices and len(found.ratios) < _EARLY:
+            self._mark_interrupted(lever)
 
-    def _measure(self, deadline: float, *, early: bool = True) -> _Sample:
-        found = _Sample()
+    def _mark_interrupted(self, lever: str) -> None:
+        self.verdicts[lever] = self.verdicts[lever].model_copy(update={"interrupted": True})
+
+    def _measure(self, deadline: float, *, early: bool = True, grace: float = 0.0) -> _Sample:
+        found, deadline = _Sample(), deadline + grace * self.seconds
         while True:
-            left = self._left()
+            left = self._left() + grace * self.seconds
             if left <= 0:
                 return found
             base, own = self.bench.sample(within=left)
@@ -250,12 +262,12 @@ class _Search:
             return None
         return self.steps * self.last_step * (1 - 1 / ratio)
 
-    def _worth_a_second_try(self) -> Iterator[str]:
+    def _worth_a_second_try(self, levers: Sequence[str]) -> Iterator[str]:
         """Yield measured levers that were dropped before a lever was kept with which they were not tried."""
-        for position, lever in enumerate(self.levers):
+        for position, lever in enumerate(levers):
             verdict = self.verdicts[lever]
-            later = any(self.verdicts[other].kept for other in self.levers[position + 1 :])
-            if later and not verdict.kept and verdict.pairs and lever not in self.prices:
+            later = any(self.verdicts[other].kept for other in levers[position + 1 :])
+            if later and not verdict.kept and verdict.pairs:
                 yield lever
 
     def _compare_with_plain(self) -> Interval | None:

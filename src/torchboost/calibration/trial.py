@@ -291,14 +291,18 @@ def _stop_learning(optimizer: Optimizer) -> None:
             group["lr"] = 0.0
 
 
-def _copied_inputs(value: Any) -> Any:
+def _copied_inputs(value: Any, made: dict[int, Tensor] | None = None) -> Any:
+    """Copy the tensors in containers. A tensor that occurs twice does so in the copy; compiled graphs depend on it."""
+    made = {} if made is None else made
     if isinstance(value, Tensor):
-        copied = value.detach().clone(memory_format=torch.preserve_format)
-        return copied.requires_grad_(value.requires_grad)
+        if id(value) not in made:
+            copied = value.detach().clone(memory_format=torch.preserve_format)
+            made[id(value)] = copied.requires_grad_(value.requires_grad)
+        return made[id(value)]
     if type(value) in (tuple, list):
-        return type(value)(map(_copied_inputs, value))
+        return type(value)(_copied_inputs(entry, made) for entry in value)
     if type(value) is dict:
-        return {key: _copied_inputs(entry) for key, entry in value.items()}
+        return {key: _copied_inputs(entry, made) for key, entry in value.items()}
     return value
 
 
