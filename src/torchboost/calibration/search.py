@@ -21,7 +21,11 @@ _GRACE = 0.08
 """Share of the budget that may be added to time a lever whose price is paid, rather than to have paid for nothing."""
 _EARLY = 4
 """Pairs after which a lever that is clearly slower in each of them is dropped."""
-_CLEARLY_SLOWER = 0.85
+_CLEARLY_SLOWER = 0.93
+_SLOWER_BY_FAR = 0.5
+"""If it is as slow as this, fewer pairs say so."""
+_HOPELESS = 0.9
+"""A lever with a lower ratio is not tried a second time."""
 _LEAST_GAIN = 1.01
 """A lever that makes a step less than 1 % faster is not kept."""
 
@@ -208,7 +212,7 @@ class _Search:
             return
         self.last_step = sorted(found.incumbent)[len(found.incumbent) // 2]
         middle = sorted(found.ratios)[len(found.ratios) // 2]
-        if max(found.ratios) < _CLEARLY_SLOWER:
+        if max(found.ratios) < (_CLEARLY_SLOWER if len(found.ratios) >= _EARLY else _SLOWER_BY_FAR):
             self._decide(lever, False, f"a step takes {1 / max(middle, 1e-9):.2f} times as long", found)
         elif found.interval is not None and found.interval.low > 1 and middle >= _LEAST_GAIN:
             saving = self._saving(found.interval.mid)
@@ -267,7 +271,7 @@ class _Search:
         for position, lever in enumerate(levers):
             verdict = self.verdicts[lever]
             later = any(self.verdicts[other].kept for other in levers[position + 1 :])
-            if later and not verdict.kept and verdict.pairs:
+            if later and not verdict.kept and verdict.ratio is not None and verdict.ratio.mid >= _HOPELESS:
                 yield lever
 
     def _compare_with_plain(self) -> Interval | None:
