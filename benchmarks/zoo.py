@@ -1,8 +1,8 @@
 """Claim: a level is not slower than the plain loop on any network, and near the best choice of system levers.
 
-Each network runs in a process of its own, and is compiled there for the first time. The grid is that of channels-last,
-autocast to bfloat16, fused optimizer and compilation, in plain torch; ``zoo_networks.py`` has the networks,
-``zoo_verdict.py`` what is required.
+Each network runs in a process of its own. The cells run first, so a level finds compiled graphs as in a second start;
+with ``--cold`` the levels do. The grid is that of channels-last, autocast to bfloat16, fused optimizer and compilation,
+in plain torch; ``zoo_networks.py`` has the networks, ``zoo_verdict.py`` what is required.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Asked:
         pairs: Rounds.
         grid: Which cells are compiled.
         simulate: A machine of ``SIMULATED``; empty for this one.
+        cold: Whether the levels run before the cells, so that the compiler has nothing of the network in its cache.
         compiler: Folder for the cache of the compiler, of this run alone; empty for the usual one.
     """
 
@@ -55,6 +56,7 @@ class Asked:
     pairs: int = PAIRS
     grid: Grid = "some"
     simulate: str = ""
+    cold: bool = False
     compiler: str = ""
 
     @property
@@ -138,6 +140,7 @@ def run_once(name: str, out: Path, options: Options, asked: Asked, left_out: dic
             state=str(state),
             pairs=min(asked.pairs, 2) if options.smoke else asked.pairs,
             grid="eager" if options.smoke else asked.grid,
+            cold=asked.cold,
             left_out=left_out,
             notes=(f"simulated: {' '.join(f'{k}={v}' for k, v in simulated.items())}",) if simulated else (),
         )
@@ -166,6 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--pairs", type=int, default=PAIRS, help="rounds (default: %(default)s)")
     made.add_argument("--networks", nargs="+", default=[], metavar="NAME", help=f"of {', '.join({**ZOO, **TINY})}")
     made.add_argument("--compile", action="store_true", help="compile every cell, not only those with fused optimizer")
+    made.add_argument("--cold", action="store_true", help="run the levels before the compiler knows the network")
     made.add_argument("--simulate", default="", choices=list(SIMULATED), help="compute as on another machine")
     arguments = made.parse_args(argv)
     for name in arguments.networks:
@@ -181,6 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         pairs=arguments.pairs,
         grid="all" if arguments.compile else "some" if arguments.compiled else "eager",
         simulate=arguments.simulate,
+        cold=arguments.cold,
     )
     paths, lost = measure_zoo(options, asked)
     reports = {path.name: BenchReport.load(path) for path in paths}

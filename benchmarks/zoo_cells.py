@@ -43,7 +43,7 @@ TRIES = 3
 HOPELESS = 2.0
 """A cell each of whose first steps takes so many times as long as a step of stock right after it is not timed in
 rounds."""
-TOO_SLOW_TO_COMPILE = 1.25
+TOO_SLOW_TO_COMPILE = 1.15
 """A cell whose eager form takes so many times as long as stock in each of its first steps is not compiled, except with
 ``--compile``: to be the best, compilation would have to gain that much more on it than on stock."""
 WARMUP = Warmup(least=6, limit=60, seconds=300)
@@ -64,6 +64,7 @@ class Task:
         state: File that holds the name of the contestant that runs, to be read if this process crashes.
         pairs: Rounds.
         grid: Which cells are compiled.
+        cold: Whether the levels come before the cells.
         left_out: Contestant -> why it is not run.
         notes: For the report.
     """
@@ -73,6 +74,7 @@ class Task:
     state: str
     pairs: int
     grid: Grid
+    cold: bool = False
     left_out: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -220,11 +222,13 @@ class Tried:
 def try_all(network: Network, chosen: list[Cell], task: Task, mark: Callable[[str], object]) -> Tried:
     """Run the first steps of each contestant, and keep those that run and are not hopeless.
 
-    The levels come right after stock, so that the compiler finds nothing of the cells in its cache.
+    The cells come first, so the compiler finds their graphs in its cache when it compiles for a level. With
+    ``task.cold`` the levels come right after stock.
     """
     tried, progress = Tried(), Options().progress
     named: list[tuple[str, Cell | None]] = [(cell_name(cell), cell) for cell in chosen]
-    named[1:1] = [(level, None) for level in LEVELS]
+    place = 1 if task.cold else len(named)
+    named[place:place] = [(level, None) for level in LEVELS]
     for done, (name, cell) in enumerate(named):
         progress("first steps", done, len(named), name)
         if name in task.left_out:
@@ -325,6 +329,7 @@ def measure(task: Task) -> BenchReport:
         f"the levels plan for {PLANNED_STEPS:,} steps, without grad_freeze, which trains a part of the model only; "
         "they may remove BatchNorms, which the cells keep",
         f"a loop by hand usually has {cell_name(usual_cell(images=images))} here",
+        f"in the compiler's cache when the levels started: {'nothing' if task.cold else 'the graphs of the cells'}",
         f"vector instructions: {torch.backends.cpu.get_cpu_capability()}",
         *task.notes,
         *tried.notes,
