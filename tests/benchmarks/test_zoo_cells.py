@@ -104,7 +104,16 @@ def test_a_cell_that_raises_is_noted_and_the_others_are_measured(tmp_path: Path)
 def test_a_cell_that_is_far_too_slow_has_one_pair(seconds: list[float], pairs: int, monkeypatch: pytest.MonkeyPatch):
     left = iter(seconds)
     monkeypatch.setattr(zoo_cells, "timed", lambda step: next(left))
-    assert len(zoo_cells.first_pairs(lambda: None, lambda: None)) == pairs
+    assert len(zoo_cells.first_pairs(lambda: None, lambda: None, all_of_them=False)) == pairs
+
+
+def test_a_compiled_cell_has_all_its_first_pairs_since_its_second_step_may_compile_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    left = iter([40.0, 2.0, 1.0, 2.0, 1.0, 2.0])
+    monkeypatch.setattr(zoo_cells, "timed", lambda step: next(left))
+    pairs = zoo_cells.first_pairs(lambda: None, lambda: None, all_of_them=True)
+    assert min(pair.share for pair in pairs) == 0.5
 
 
 @pytest.mark.parametrize(("slow", "kept"), [(3.0, False), (1.5, True)])
@@ -112,7 +121,7 @@ def test_a_cell_that_is_slow_each_time_is_not_timed_in_rounds(
     slow: float, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     pairs = [zoo_cells.Paired(slow, 1.0), zoo_cells.Paired(5.0, 1.0)]
-    monkeypatch.setattr(zoo_cells, "first_pairs", lambda step, stock: pairs)
+    monkeypatch.setattr(zoo_cells, "first_pairs", lambda step, stock, all_of_them: pairs)
     tried = zoo_cells.Tried(steps={"stock": lambda: None})
     zoo_cells.try_one(TINY, "fused_optimizer", ("fused_optimizer",), tried, lambda name: None)
     assert ("fused_optimizer" in tried.steps) == kept
