@@ -229,7 +229,7 @@ def test_no_tensor_and_no_graph_is_left():
     for kind in ("matrix product", "convolution"):
         products(kind, seconds=0.01)
     gc.collect()
-    assert tensors() == before
+    assert tensors() <= before  # of other tests, more may be collected meanwhile
 
 
 def test_it_is_measured_once_per_number_of_threads(monkeypatch):
