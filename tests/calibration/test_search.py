@@ -179,6 +179,12 @@ def test_a_lever_that_is_interrupted_is_marked():
     assert bench.now <= 20 * (1 + 1e-9)
 
 
+def test_a_lever_that_is_too_slow_for_the_trial_is_not_marked_since_it_stays_so():
+    (verdict,), _ = search(["slow"], Planted({"slow": 1.0}, prices={"slow": 50.0}), seconds=20)
+    assert not verdict.kept
+    assert not verdict.interrupted
+
+
 def test_a_lever_whose_price_took_all_the_time_is_timed_nevertheless():
     """Within the tenth by which a budget may be exceeded."""
     bench = Planted({"compile": 0.5}, prices={"compile": 19.9})

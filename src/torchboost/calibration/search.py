@@ -190,10 +190,13 @@ class _Search:
         found = self._measure(deadline, grace=_GRACE if lever in self.prices else 0.0)
         found.price = price
         self._judge(lever, found)
-        if lever in self.prices and len(found.ratios) < _EARLY:
+        if len(found.ratios) < _EARLY:
             self._mark_interrupted(lever)
 
     def _mark_interrupted(self, lever: str) -> None:
+        """Only a price becomes less at a later start; a lever that is far too slow stays so."""
+        if lever not in self.prices:
+            return
         self.verdicts[lever] = self.verdicts[lever].model_copy(update={"interrupted": True})
 
     def _measure(self, deadline: float, *, early: bool = True, grace: float = 0.0) -> _Sample:

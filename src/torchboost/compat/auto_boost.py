@@ -28,8 +28,8 @@ class AutoBoost:
 
     Args:
         level: ``"O0"`` changes nothing; ``"O1"`` makes the run faster with the accuracy unchanged (within 0.5
-            points); ``"O2"`` makes it shorter still with the accuracy at most 3 points lower. A step is never slower.
-            ``docs/levels.md`` lists what each level turns on, with the measurements.
+            points); ``"O2"`` makes it shorter still with the accuracy at most 3 points lower. ``docs/levels.md``
+            lists what each level turns on, with the measurements.
         boost_config_dict: A dict, a path to a JSON file, JSON text, or empty.
         total_steps: Number of updates in the whole run. Gradient freezing and compilation need it.
         loop: The owner of the training loop: ``"own"``, which includes the training cells, or the trainer
