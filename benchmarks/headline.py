@@ -70,6 +70,12 @@ def _machine(reports: list[BenchReport], called: str) -> str:
     return f"Every figure is from one machine ({machine}), with torch {_clause(versions)}."
 
 
+def _noise(rows: list[Row]) -> list[str]:
+    """Say how far apart two equal loops were measured, if they were."""
+    most = max(abs(row.noise) for row in rows)
+    return [f"Two stock loops of equal code were measured at most {100 * most:.1f} % apart."] if most else []
+
+
 def table(claim: str = "zoo") -> tuple[Table, list[str]]:
     """Return the table of the zoo, and the sentences that belong below it."""
     reports = zoo(claim)
@@ -83,7 +89,7 @@ def table(claim: str = "zoo") -> tuple[Table, list[str]]:
         cells.append((report.model, wording.seconds(row.stock_seconds), by_hand, *shown))
     if not rows:
         return Table(headings=head, rows=()), [f"{UNMEASURED} yet."]
-    said = [*(_promise(rows, level) for level in LEVELS), _machine(reports, ZOOS[claim])]
+    said = [*(_promise(rows, level) for level in LEVELS), _machine(reports, ZOOS[claim]), *_noise(rows)]
     return Table(headings=head, rows=tuple(cells)), said
 
 

@@ -21,7 +21,7 @@ import torch
 from options import SYSTEM, Options
 from torch import Tensor, nn
 from zoo_networks import TINY, ZOO, Batch, Network
-from zoo_verdict import LEVELS, STOCK
+from zoo_verdict import AGAIN, LEVELS, STOCK
 
 from torchboost import boost
 from torchboost.bench.workloads.bench import ENOUGH_ROUNDS, FEW_ROUNDS
@@ -226,7 +226,7 @@ def try_all(network: Network, chosen: list[Cell], task: Task, mark: Callable[[st
     ``task.cold`` the levels come right after stock.
     """
     tried, progress = Tried(), Options().progress
-    named: list[tuple[str, Cell | None]] = [(cell_name(cell), cell) for cell in chosen]
+    named: list[tuple[str, Cell | None]] = [(cell_name(cell), cell) for cell in chosen] + [(AGAIN, ())]
     place = 1 if task.cold else len(named)
     named[place:place] = [(level, None) for level in LEVELS]
     for done, (name, cell) in enumerate(named):

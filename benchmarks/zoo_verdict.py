@@ -13,6 +13,8 @@ from torchboost.measure.evidence import BenchReport, Contestant, Interval
 from torchboost.measure.statistics import paired_ratio
 
 STOCK = "stock"
+AGAIN = "stock again"
+"""The stock loop a second time: how far apart two equal loops are measured."""
 LEVELS = ("O1", "O2")
 
 SLOWEST = 0.98
@@ -51,12 +53,22 @@ class LevelRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A network. ``levels`` holds None for a level that raised or crashed."""
+    """A network.
+
+    Args:
+        workload: Name in the results.
+        stock_seconds: Median step of the stock loop.
+        best: Name of the best cell.
+        best_ratio: Its ratio to stock.
+        noise: Share by which a second stock loop, of equal code, takes longer than the first.
+        levels: Level -> its figures; None if it raised or crashed.
+    """
 
     workload: str
     stock_seconds: float
     best: str
     best_ratio: float
+    noise: float = 0.0
     levels: Mapping[str, LevelRow | None] = field(default_factory=dict)
 
     @property
@@ -66,7 +78,7 @@ class Row:
 
 def cells_of(report: BenchReport) -> dict[str, Contestant]:
     """Return stock and all cells that were timed in the same rounds."""
-    found = {c.name: c for c in report.contestants if c.kind in ("stock", "hand")}
+    found = {c.name: c for c in report.contestants if c.kind in ("stock", "hand") and c.name != AGAIN}
     return {name: c for name, c in found.items() if len(c.samples) == len(found[STOCK].samples)}
 
 
@@ -103,6 +115,7 @@ def row_of(report: BenchReport) -> Row:
     stock = cells[STOCK]
     best = best_cell(cells, range(len(stock)))
     found = {c.name: c for c in report.contestants if c.kind == "level"}
+    again = [c.samples for c in report.contestants if c.name == AGAIN]
 
     def level_row(level: Contestant) -> LevelRow:
         samples, choice = level.samples, choice_in(level)
@@ -121,6 +134,7 @@ def row_of(report: BenchReport) -> Row:
         stock_seconds=median(stock),
         best=best,
         best_ratio=paired_ratio(stock, cells[best]).mid,
+        noise=1 / paired_ratio(stock, again[0]).mid - 1 if again else 0.0,
         levels={name: level_row(found[name]) if name in found else None for name in LEVELS},
     )
 
@@ -171,8 +185,8 @@ def _broken(row: Row, found: LevelRow | None) -> list[str]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Return one row per network, and the geometric means."""
-    head = ("network", "stock, ms", "best cell", "ratio")
+    """Return one row per network, and the geometric means. ``again`` is how far a second stock loop is off."""
+    head = ("network", "stock, ms", "again, %", "best cell", "ratio")
     head += tuple(f"{level} ({what})" for what in ("95 %", "regret, %", "crossed, %", "trial, s") for level in LEVELS)
 
     def figures(found: LevelRow | None) -> tuple[str, str, str, str]:
@@ -185,13 +199,22 @@ def table(rows: Sequence[Row]) -> Table:
     for row in sorted(rows, key=lambda row: row.best_ratio):
         columns = zip(*(figures(row.levels.get(level)) for level in LEVELS), strict=True)
         texts = [text for column in columns for text in column]
-        lines.append((row.network, f"{1e3 * row.stock_seconds:.1f}", row.best, f"{row.best_ratio:.2f}", *texts))
+        lines.append(
+            (
+                row.network,
+                f"{1e3 * row.stock_seconds:.1f}",
+                f"{100 * row.noise:+.1f}",
+                row.best,
+                f"{row.best_ratio:.2f}",
+                *texts,
+            )
+        )
     by_level = [measured(rows, level) for level in LEVELS]
     means = [f"{geometric_mean([found.stock.mid for found in level]):.2f}" for level in by_level]
     means += [f"{100 * average_regret([found.regret for found in level]):.1f}" for level in by_level]
     means += [f"{100 * average_regret([found.crossed for found in level]):.1f}" for level in by_level]
     ratios = f"{geometric_mean([row.best_ratio for row in rows]):.2f}"
-    return Table(headings=head, rows=(*lines, ("geometric mean", "", "", ratios, *means, *(len(LEVELS) * ("",)))))
+    return Table(headings=head, rows=(*lines, ("geometric mean", "", "", "", ratios, *means, *(len(LEVELS) * ("",)))))
 
 
 def conclusion(reports: Sequence[BenchReport], lost: Sequence[str] = ()) -> str:

@@ -48,6 +48,15 @@ def test_stock_is_a_cell_too():
     assert (row.best, row.best_ratio, row.levels["O1"].regret) == ("stock", 1.0, 0.0)
 
 
+def test_a_second_stock_loop_shows_the_noise_and_is_never_the_best_cell():
+    found = result(O1=1.0, O2=1.0)
+    again = timed("stock again", times(0.97)).model_copy(update={"kind": "hand"})
+    row = verdict.row_of(found.model_copy(update={"contestants": [*found.contestants, again]}))
+    assert row.best == "stock"
+    assert row.noise == pytest.approx(-0.03)
+    assert verdict.table([row]).rows[0][2] == "-3.0"
+
+
 def test_a_cell_that_was_not_timed_in_pairs_is_not_the_best():
     found = result(fused_optimizer=0.9, O1=1.0, O2=1.0)
     fast = timed("autocast", [0.001, 0.001])
@@ -126,4 +135,4 @@ def test_the_conclusion_shows_means_and_lost_networks():
 def test_a_level_without_a_result_leaves_its_columns_open():
     table = verdict.table([verdict.row_of(result(O1=1.0))])
     assert all(len(row) == len(table.headings) for row in table.rows)
-    assert table.rows[0][5] == table.rows[0][7] == "\N{EN DASH}"
+    assert table.rows[0][6] == table.rows[0][8] == "\N{EN DASH}"

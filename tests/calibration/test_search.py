@@ -12,18 +12,20 @@ from torchboost.calibration.search import Price, search
 
 
 class Planted:
-    """Steps of 10 ms times the factors of the levers, with noise; the clock counts what was spent."""
+    """Steps of a length times the factors of the levers, with noise; the clock counts what was spent."""
 
     def __init__(
         self,
         factors: dict[str, float],
         *,
+        step: float = 0.01,
         noise: float = 0.05,
         seed: int = 0,
         prices: dict[str, float] | None = None,
         pairs: dict[frozenset[str], float] | None = None,
     ) -> None:
         self.factors, self.noise, self.prices, self.together = factors, noise, prices or {}, pairs or {}
+        self.step = step
         self.random = random.Random(seed)
         self.now = 0.0
         self.incumbent: tuple[str, ...] = ()
@@ -32,7 +34,7 @@ class Planted:
         self.built: list[tuple[str, ...]] = []
 
     def _step(self, levers: tuple[str, ...]) -> float:
-        seconds = 0.01
+        seconds = self.step
         for lever in levers:
             seconds *= self.factors[lever]
         for some, factor in self.together.items():
@@ -235,3 +237,22 @@ def test_without_time_nothing_is_built():
     (verdict,) = search(["lever"], bench, seconds=1.0).verdicts
     assert not verdict.kept
     assert bench.built == []
+
+
+@pytest.mark.parametrize(("price", "kept"), [(40.0, True), (70.0, False)])
+def test_levers_that_do_nothing_leave_the_time_that_a_price_needs(price: float, kept: bool):
+    factors = {f"nothing {k}": 1.0 for k in range(4)} | {"compile": 0.75}
+    bench = Planted(factors, step=0.1, prices={"compile": price})
+    verdicts, _ = search(list(factors), bench, seconds=60, steps=10**6, prices={"compile": Price(expected=20.0)})
+    assert verdicts[-1].kept is kept
+    assert all(verdict.pairs >= 7 for verdict in verdicts[:-1])
+    assert bench.now <= 66
+
+
+def test_no_time_is_set_aside_for_a_price_that_is_not_paid():
+    """A lever that gains little needs more than a quarter of the budget for a decision."""
+    for steps in (None, 100_000):
+        bench = Planted({"little": 0.99, "compile": 0.5}, prices={"compile": 5.0})
+        prices = {"compile": Price(expected=5.0)}
+        verdicts, _ = search(["little", "compile"], bench, seconds=1.5, steps=steps, prices=prices)
+        assert verdicts[0].pairs >= 28

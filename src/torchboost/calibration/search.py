@@ -31,6 +31,8 @@ _HOPELESS = 0.9
 """A lever with a lower ratio is not tried a second time."""
 _LEAST_GAIN = 1.01
 """A lever that makes a step less than 1 % faster is not kept."""
+_SET_ASIDE = 0.75
+"""Share of the budget for levers with a price, since a price that is paid in part is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,24 +154,37 @@ class _Search:
     prices: dict[str, Price]
     undecided: dict[str, bool]
     changed: bool
+    until: float = field(init=False)
     kept: list[str] = field(default_factory=list)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     last_step: float | None = None
+
+    def __post_init__(self) -> None:
+        self.until = self.seconds
 
     def run(self) -> Found:
         free = [lever for lever in self.levers if lever not in self.prices]
         priced = [lever for lever in self.levers if lever in self.prices]
         for index, lever in enumerate(free):
-            self._try(lever, share=self._left() / (len(self.levers) - index))
+            self._set_aside(priced)
+            self._try(lever, share=self._left() / (len(free) - index))
         for lever in self._worth_a_second_try(free):
+            self._set_aside(priced)
             first = self.verdicts[lever]
-            self._try(lever, share=self._left() / (1 + len(priced)))
+            self._try(lever, share=self._left())
             if not self.verdicts[lever].kept:
                 self.verdicts[lever] = first
+        self.until = self.seconds
         for index, lever in enumerate(priced):
             self._try(lever, share=self._left() / (len(priced) - index))
         ratio = self._compare_with_plain()
         return Found(tuple(self.verdicts[lever] for lever in self.levers), ratio)
+
+    def _set_aside(self, priced: Sequence[str]) -> None:
+        """Leave time for those levers whose price the budget and the run allow."""
+        share = _SET_ASIDE * self.seconds
+        wanted = any(self.steps is not None and self._dear(lever, share) is None for lever in priced)
+        self.until = self.seconds - (share if wanted else 0.0)
 
     def _try(self, lever: str, share: float) -> None:
         refusal = self._too_dear(lever, share)
@@ -219,7 +234,7 @@ class _Search:
                 return found
 
     def _left(self) -> float:
-        return self.seconds - self.bench.elapsed()
+        return self.until - self.bench.elapsed()
 
     def _judge(self, lever: str, found: _Sample) -> None:
         if not found.ratios:
@@ -257,11 +272,13 @@ class _Search:
             self.bench.promote()
 
     def _too_dear(self, lever: str, share: float) -> str | None:
-        price = self.prices.get(lever)
         if self._left() <= 0:
             return "the time for the trial was used up"
-        if price is None:
-            return None
+        return self._dear(lever, share) if lever in self.prices else None
+
+    def _dear(self, lever: str, share: float) -> str | None:
+        """Return why the price of a lever is not paid; None if it is."""
+        price = self.prices[lever]
         if self.steps is None:
             return "its price is only repaid over a long run; pass total_steps, the number of updates"
         saving = self._saving(price.best_ratio)
