@@ -49,7 +49,7 @@ class Asked:
         grid: Which cells are compiled.
         simulate: A machine of ``SIMULATED``; empty for this one.
         cold: Whether the levels run before the cells, so that the compiler has nothing of the network in its cache.
-        compiler: Folder for the cache of the compiler, of this run alone; empty for the usual one.
+        compiler: Folder for the cache of the compiler; empty for a new one that is removed at the end.
     """
 
     networks: tuple[str, ...] = ()
@@ -73,7 +73,8 @@ def measure(options: Options) -> list[Path]:
 
 def measure_zoo(options: Options, asked: Asked) -> tuple[list[Path], list[str]]:
     """Return the files of the results, and the names of the networks that gave none."""
-    with tempfile.TemporaryDirectory() as compiler:
+    with tempfile.TemporaryDirectory() as scratch:
+        compiler = asked.compiler or scratch
         if not options.smoke:
             options.progress("compiler", 0, 1)
             compile_once({**os.environ, **SIMULATED.get(asked.simulate, {}), **cache_in(compiler)})
@@ -171,12 +172,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--compile", action="store_true", help="compile every cell, not only those with fused optimizer")
     made.add_argument("--cold", action="store_true", help="run the levels before the compiler knows the network")
     made.add_argument("--simulate", default="", choices=list(SIMULATED), help="compute as on another machine")
+    made.add_argument("--compiler-cache", default="", metavar="FOLDER", help="keep compiled graphs for the next run")
     arguments = made.parse_args(argv)
     for name in arguments.networks:
         if name not in {**ZOO, **TINY}:
             made.error(f"--networks: found {name!r}. {nearest(name, list(ZOO))}".rstrip())
     if arguments.pairs < 1:
         made.error(f"--pairs: found {arguments.pairs}; it must be at least 1.")
+    if arguments.cold and arguments.compiler_cache:
+        made.error("found --cold and --compiler-cache; give one of them.")
     if arguments.compile and not arguments.compiled:
         made.error("found --compile and --no-compile; give one of them.")
     options = options_of(arguments)
@@ -186,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         grid="all" if arguments.compile else "some" if arguments.compiled else "eager",
         simulate=arguments.simulate,
         cold=arguments.cold,
+        compiler=arguments.compiler_cache,
     )
     paths, lost = measure_zoo(options, asked)
     reports = {path.name: BenchReport.load(path) for path in paths}
