@@ -8,7 +8,8 @@ import statistics
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from torchboost.measure.stopwatch import Clock, Warmup, compare
 from torchboost.plan import Plan
 from torchboost.registry import REGISTRY, Facts, Loop
 
-__all__ = ["Boosted", "boost", "boosted_of", "fastest", "prepare"]
+__all__ = ["Boosted", "Host", "boost", "boosted_of", "fastest", "prepare"]
 
 _LOG = logging.getLogger("torchboost")
 
@@ -45,6 +46,25 @@ _LONG_RUN = 1_000_000
 
 # A second boost of a model finds the first one here. Both sides are weak: a model keeps no optimizer alive.
 _BOOSTED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Boosted]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Who owns the training loop, and what it does around the model.
+
+    Args:
+        loop: See :func:`boost`.
+        precision: The mixed precision in which a trainer computes, in its own words; empty if it uses none.
+        forward: Makes the context in which it computes each forward pass.
+    """
+
+    loop: Loop = "own"
+    precision: str = ""
+    forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def facts(self, model: nn.Module) -> Facts:
+        """Look at the machine and the model."""
+        return Facts.measure(model, loop=self.loop, precision=self.precision)
 
 
 class Boosted:
@@ -297,7 +317,7 @@ def boost(
         total_steps=total_steps,
         config=config,
         scaler=scaler,
-        loop=loop,
+        host=Host(loop=loop),
         calibrate=calibrate,
     )
     _warn_of_missing_length(made, config, total_steps, loop)
@@ -312,7 +332,7 @@ def attach(
     total_steps: int | None,
     config: ConfigSource | None,
     scaler: Scaler | None,
-    loop: Loop,
+    host: Host,
     calibrate: Calibrate = False,
     name: str = "model",
     caller: str = "torchboost.boost",
@@ -321,7 +341,7 @@ def attach(
     check_pair(model, optimizer, name=name)
     check_scaler(scaler)
     calibrate = resolved(calibrate)
-    plan = Plan.of(level, config, Facts.measure(model, loop=loop), total_steps=total_steps)
+    plan = Plan.of(level, config, host.facts(model), total_steps=total_steps)
     wrapper = wrapper_of(model)
     if wrapper is not None and any(algorithm.needs_transform(model) for algorithm in plan.algorithms):
         raise IncompatibleError(
@@ -337,10 +357,10 @@ def attach(
     if earlier is not None:
         earlier.remove()
     target = Target(model, given, scaler)
-    plan = Plan.of(level, config, Facts.measure(model, loop=loop), total_steps=total_steps)
+    plan = Plan.of(level, config, host.facts(model), total_steps=total_steps)
     with shared_traces():
         plan = plan.fit(model, given)
-        calibration = _calibration(plan, calibrate, wrapper)
+        calibration = _calibration(plan, calibrate, wrapper, host)
         if calibration is not None:
             plan = plan.chosen({lever.name: (lever.name in calibration.prior, _OPEN) for lever in plan.levers})
         before = None if calibration is None else _before(plan, calibration, target)
@@ -352,14 +372,16 @@ def attach(
 _OPEN = "the trial at the first training call decides"
 
 
-def _calibration(plan: Plan, calibrate: Calibrate, wrapper: str | None) -> Calibration | None:
+def _calibration(plan: Plan, calibrate: Calibrate, wrapper: str | None, host: Host) -> Calibration | None:
     """Return what the first training call has to decide; None if there is nothing to measure."""
     on = {algorithm.name for algorithm in plan.algorithms}
     replaced = any(algorithm.traits.replaces_optimizer for algorithm in plan.algorithms)
     if calibrate is False or not plan.levers or wrapper is not None or replaced:
         return None
     prior = frozenset(lever.name for lever in plan.levers if lever.name in on and not REGISTRY[lever.name].once)
-    return Calibration(levers=plan.levers, prior=prior, calibrate=calibrate, total_steps=plan.total_steps)
+    return Calibration(
+        levers=plan.levers, prior=prior, calibrate=calibrate, total_steps=plan.total_steps, forward=host.forward
+    )
 
 
 def _before(plan: Plan, calibration: Calibration, target: Target) -> Pair | None:

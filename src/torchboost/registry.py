@@ -52,6 +52,7 @@ class Facts:
         total_steps: Number of planned training steps; None if not given.
         loop: The owner of the training loop: ``"torchboost"`` (a training step of this package), ``"own"`` (the user's
             lines), or the trainer ``"transformers"``, ``"lightning"`` or ``"accelerate"``.
+        precision: The mixed precision in which the trainer computes, in its own words; empty if it uses none.
 
     Raises:
         TypeError: ``total_steps`` is not an integer.
@@ -69,6 +70,7 @@ class Facts:
     trained: bool | None = None
     total_steps: int | None = None
     loop: Loop = "torchboost"
+    precision: str = ""
 
     def __post_init__(self) -> None:
         if self.loop not in get_args(Loop):
@@ -81,11 +83,16 @@ class Facts:
 
     @classmethod
     def measure(
-        cls, model: nn.Module | None = None, *, total_steps: int | None = None, loop: Loop = "torchboost"
+        cls,
+        model: nn.Module | None = None,
+        *,
+        total_steps: int | None = None,
+        loop: Loop = "torchboost",
+        precision: str = "",
     ) -> Facts:
         """Look at the process group, the hardware and, if given, the model.
 
-        Without a model the device is torch's default device. ``total_steps`` is passed on unchanged. The first call in
+        Without a model the device is torch's default device. The other arguments are passed on unchanged. The first call in
         a process measures the speed of bfloat16 (:func:`~torchboost.core.hardware.half_precision`): at most 0.2 s on
         the CPU.
         """
@@ -110,6 +117,7 @@ class Facts:
             trained=trained,
             total_steps=total_steps,
             loop=loop,
+            precision=precision,
         )
 
 
@@ -195,6 +203,10 @@ def _scaled_by_the_trainer(facts: Facts) -> str | None:
     return None if setting is None else f"{facts.loop} owns the loop and scales the loss itself; use {setting}"
 
 
+def _cast_by_the_trainer(facts: Facts) -> str | None:
+    return f"{facts.loop} owns the loop and computes in {facts.precision} itself" if facts.precision else None
+
+
 def _stepped_by_the_trainer(facts: Facts) -> str | None:
     if facts.loop not in _TRAINER_SETTINGS:
         return None
@@ -277,6 +289,7 @@ _ENTRIES = (
     Entry(
         algorithm=Autocast,
         summary="computes the forward and backward pass in bfloat16",
+        unusable=_cast_by_the_trainer,
         unproven=_half_unproven,
         lever=True,
     ),

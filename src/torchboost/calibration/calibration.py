@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -65,6 +65,7 @@ class Calibration:
         prior: Names of those that are on without a trial.
         calibrate: Whether and how long to measure.
         total_steps: Updates of the run; None if unknown.
+        forward: Makes the context in which a trainer computes each forward pass.
     """
 
     levers: tuple[Algorithm, ...]
@@ -72,6 +73,7 @@ class Calibration:
     calibrate: Calibrate
     total_steps: int | None
     fixed: Mapping[str, str] = field(default_factory=dict)
+    forward: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def seconds(self, step_seconds: float) -> float:
         """Return the budget of a trial, from the time of a plain step."""
@@ -136,6 +138,7 @@ class Calibration:
                         base=base,
                         reduce=reduce,
                         before=before,
+                        forward=self.forward,
                     )
                 ) as trial,
             ):

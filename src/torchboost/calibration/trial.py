@@ -7,7 +7,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class Trial:
         base: Algorithms that every contestant has.
         reduce: Combines numbers over the ranks; None for one rank.
         before: Model and optimizer as they were before boost, if the level has changed the model.
+        forward: Makes the context of each forward pass, such as the mixed precision of a trainer.
 
     Raises:
         TypeError: The model or the optimizer cannot be copied.
@@ -69,12 +70,13 @@ class Trial:
         base: Sequence[Algorithm] = (),
         reduce: Reduce | None = None,
         before: Pair | None = None,
+        forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._clock = Clock.of(device)
         self._began = self._clock()
         self._pair, self._call = (model, optimizer), call
-        self._before = before
+        self._before, self._forward = before, forward
         self._levers, self._scaler, self._base = levers, scaler, base
         self._reduce = reduce if reduce is not None else list
         self._turn = 0
@@ -153,7 +155,7 @@ class Trial:
 
     def _first_steps(self, algorithms: Sequence[Algorithm], *, before: bool) -> tuple[_Contestant, float]:
         pair = self._before if before and self._before is not None else self._pair
-        made = _Contestant(pair, self._call, algorithms, self._scaler)
+        made = _Contestant(pair, self._call, algorithms, self._scaler, self._forward)
         try:
             return made, [self._step_seconds(made) for _ in range(_WARM_STEPS)][-1]
         except BaseException:
@@ -176,10 +178,17 @@ class Trial:
 class _Contestant:
     """A copy of model and optimizer with levers attached."""
 
-    def __init__(self, pair: Pair, call: Call, levers: Sequence[Algorithm], scaler: Any) -> None:
+    def __init__(
+        self,
+        pair: Pair,
+        call: Call,
+        levers: Sequence[Algorithm],
+        scaler: Any,
+        forward: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
         self.model, self.optimizer = copied(*pair)
         self._originals = {id(tensor) for tensor in [*pair[0].parameters(), *pair[0].buffers()]}
-        self._call, self._inputs = call, call
+        self._call, self._inputs, self._forward = call, call, forward
         self._gradients: list[Tensor] | None = None
         target = Target(self.model, self.optimizer, copy.deepcopy(scaler))
         self.attached = attach_all(target, levers)
@@ -194,7 +203,8 @@ class _Contestant:
     def step(self) -> None:
         """Forward, backward, update."""
         args, kwargs = self._inputs
-        outputs = _differentiable(self.model(*args, **kwargs))
+        with self._forward():
+            outputs = _differentiable(self.model(*args, **kwargs))
         if not outputs:
             raise IncompatibleError("no output of the model depends on its parameters, so there is no backward pass")
         if self._gradients is None or [g.shape for g in self._gradients] != [o.shape for o in outputs]:

@@ -112,7 +112,7 @@ class AutoBoost:
             total_steps=self.total_steps,
             config=self._config,
             scaler=scaler,
-            loop=self.loop,
+            host=front.Host(loop=self.loop),
             calibrate=self.calibrate,
             name="network",
             caller="network_auto_process_train",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torchboost.graph.folding import fold_into_layer
 from torchboost.graph.normalized_linear import NormalizedLinear
 from torchboost.graph.removed_norm import NORM_TENSORS, RemovedNorm
 
-__all__ = ["load_plain_state_dict", "plain_state_dict"]
+__all__ = ["load_plain_state_dict", "plain_state_dict", "plain_states"]
 
 _WRAPPER_PREFIXES = ("module.", COMPILED_PREFIX)
 
@@ -73,10 +74,7 @@ def plain_state_dict(
     given = own if state is None else _without_wrappers(state, own)
     if not given:
         return {}
-    values = {name: _gathered(value) for name, value in given.items()}
-    for place in _removed_places(inner):
-        values |= _entries(place, values)
-    return _in_order(inner, values)
+    return _exported(inner, given)
 
 
 def load_plain_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
@@ -111,6 +109,47 @@ def load_plain_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict:
     return inner.load_state_dict(values, strict=strict)
 
 
+@contextmanager
+def plain_states(model: nn.Module) -> Iterator[None]:
+    """Let ``state_dict`` and ``load_state_dict`` of a model speak of its original architecture, within the context.
+
+    Whoever saves or loads the model there, such as ``save_pretrained``, does what :func:`plain_state_dict` and
+    :func:`load_plain_state_dict` do. A state dict of the model as it is can still be loaded.
+
+    Args:
+        model: The bare model. If no layers were removed, the context does nothing.
+
+    Raises:
+        IncompatibleError: The original architecture cannot express the model; see :func:`plain_state_dict`.
+    """
+    if not any(isinstance(module, RemovedNorm) for module in model.modules()):
+        yield
+        return
+    _check_exportable(model, keep_head=False)
+    hooks = [model.register_state_dict_post_hook(_export), model.register_load_state_dict_pre_hook(_import)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _export(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    values = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
+    state.update({prefix + name: value for name, value in _exported(model, values).items()})
+
+
+def _import(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    places = list(_removed_places(model))
+    if not any(name.startswith(prefix + place.prefix) for place in places for name in state):
+        return
+    values = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
+    own = {_visible(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    for place in places:
+        _absorb(place, values, own)
+    state.update({prefix + name: value for name, value in values.items()})
+
+
 class _Place(NamedTuple):
     """One removed BatchNorm: the prefix of its names, and the prefixes of all names of the layer before it."""
 
@@ -118,6 +157,14 @@ class _Place(NamedTuple):
     prefix: str
     layer: nn.Module | None
     layer_prefixes: tuple[str, ...]
+
+
+def _exported(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict of the bare model as one of its original architecture."""
+    values = {name: _gathered(value) for name, value in state.items()}
+    for place in _removed_places(model):
+        values |= _entries(place, values)
+    return _in_order(model, values)
 
 
 def _removed_places(model: nn.Module) -> Iterator[_Place]:
@@ -236,7 +283,7 @@ def _in_order(model: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in sorted(values, key=lambda name: place(name.rpartition(".")[0]))}
 
 
-def _absorb(place: _Place, values: dict[str, Any], own: Mapping[str, Any]) -> None:
+def _absorb(place: _Place, values: dict[str, Any], own: Container[str]) -> None:
     """Remove one BatchNorm from ``values`` and fold its scale and shift into the layer before it."""
     name, norm = place.prefix[:-1], place.norm
     tensors = {key: values.pop(place.prefix + key, None) for key in NORM_TENSORS}
@@ -269,7 +316,7 @@ def _absorb(place: _Place, values: dict[str, Any], own: Mapping[str, Any]) -> No
     _fold(place, plain, values, own)
 
 
-def _fold(place: _Place, plain: nn.Module, values: dict[str, Any], own: Mapping[str, Any]) -> None:
+def _fold(place: _Place, plain: nn.Module, values: dict[str, Any], own: Container[str]) -> None:
     name, prefixes = place.prefix[:-1], place.layer_prefixes
     weight = values.get(f"{prefixes[0]}weight") if prefixes else None
     if place.layer is None or place.norm.behind or weight is None:

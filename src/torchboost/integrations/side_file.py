@@ -1,0 +1,44 @@
+"""The state of a boosted training as a file of a trainer's checkpoint."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchboost.core.files import write_whole
+from torchboost.front import Boosted
+
+__all__ = ["load_state", "save_state"]
+
+
+def save_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write a state completely or not at all.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    data = io.BytesIO()
+    torch.save(dict(state), data)
+    write_whole(path, data.getvalue())
+
+
+def load_state(path: Path, boosted: Boosted, log: logging.Logger) -> None:
+    """Load a state into a boosted pair. Without a file, warn that the algorithms start anew.
+
+    Raises:
+        ValueError: The file was written with another level or configuration. Nothing is loaded.
+    """
+    if path.exists():
+        boosted.load_state_dict(torch.load(path, weights_only=True))
+        return
+    counting = [name for name, state in boosted.state_dict()["attached"].items() if state]
+    if counting:
+        log.warning(
+            "%s does not exist, so the checkpoint was written without torchboost; as in a new run starts: %s.",
+            *(path, ", ".join(counting)),
+        )

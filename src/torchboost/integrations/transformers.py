@@ -1,0 +1,243 @@
+"""Boost inside ``transformers.Trainer`` and the trainers built on it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+import torch
+from torch.optim import Optimizer
+from transformers import Trainer
+
+from torchboost.calibration.calibration import Calibrate, check_calibrate
+from torchboost.config import ConfigSource
+from torchboost.errors import IncompatibleError
+from torchboost.front import Boosted, Host, attach
+from torchboost.graph.plain_state import plain_states
+from torchboost.integrations.side_file import load_state, save_state
+from torchboost.plan import Plan
+
+__all__ = ["BoostMixin", "BoostTrainer", "boost"]
+
+_LOG = logging.getLogger("transformers.torchboost")
+
+SIDE_FILE = "torchboost.pt"
+"""File of a checkpoint that holds the state of the boosted training."""
+
+Stage = Literal["outside", "plain", "boosted"]
+"""Where a trainer is: outside ``train``, in it before the pair is boosted, in it with a boosted pair."""
+
+_Base = Trainer if TYPE_CHECKING else object
+AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
+
+
+class BoostMixin(_Base):
+    """Boosts the training of a ``Trainer`` class that it is put in front of, as in ``class Mine(BoostMixin, Trainer)``.
+
+    The pair of model and optimizer is boosted in each call of ``train``, after the trainer has made the optimizer and
+    before it wraps the model. The number of updates comes from the trainer. What was attached is removed when ``train``
+    ends, also by an error. Weights are saved for the original architecture, so ``from_pretrained`` loads them without
+    this package. Each checkpoint has a file ``torchboost.pt`` more, from which a resumed run continues exactly.
+
+    Gradient accumulation, clipping, loss scaling and mixed precision stay those of ``TrainingArguments``. If it sets
+    ``bf16`` or ``fp16``, the level leaves autocast to it.
+
+    Args:
+        boost: ``"O0"``, ``"O1"`` or ``"O2"``; see :func:`torchboost.boost`.
+        boost_config: Settings that override the level; ``config`` of :func:`torchboost.boost`.
+        calibrate: How long the trial of the speed levers may take; see :func:`torchboost.boost`.
+
+    All other arguments are those of the trainer.
+
+    Attributes:
+        boosted: The boosted pair of the last call of ``train``; None before the first one.
+
+    Raises:
+        ValueError: ``calibrate`` is not valid.
+        ConfigError: ``boost`` or ``boost_config`` is not valid.
+        IncompatibleError: In ``train``, if the trainer shards the model: DeepSpeed, FSDP, SageMaker. Nothing is
+            changed.
+    """
+
+    boosted: Boosted | None
+    _level: str
+    _config: ConfigSource | None
+    _calibrate: Calibrate
+    _stage: Stage
+    _awaited: str | None
+    _said: bool
+
+    def __init__(
+        self,
+        *args: Any,
+        boost: str = "O1",
+        boost_config: ConfigSource | None = None,
+        calibrate: Calibrate = "auto",
+        **kwargs: Any,
+    ) -> None:
+        self._set_boost(boost, boost_config, calibrate)
+        super().__init__(*args, **kwargs)
+
+    def _set_boost(self, level: str, config: ConfigSource | None, calibrate: Calibrate) -> None:
+        check_calibrate(calibrate)
+        Plan.of(level, config, loop="transformers")
+        self._level, self._config, self._calibrate = level, config, calibrate
+        self.boosted, self._stage, self._awaited, self._said = None, "outside", None, False
+
+    @property
+    def plan(self) -> Plan | None:
+        """What runs, and what was left out with the reason; None before ``train``."""
+        return None if self.boosted is None else self.boosted.plan
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the trainer does. See its documentation for arguments and result."""
+        self._check_unsharded()
+        self._stage, self._said = "plain", False
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._stage, self._awaited = "outside", None
+            if self.boosted is not None:
+                self.boosted.remove()
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
+        """Make the optimizer as the trainer does. During ``train`` the pair is then boosted."""
+        super().create_optimizer(*args, **kwargs)
+        if self._stage != "outside":
+            self._boost()
+        return cast(Optimizer, self.optimizer)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run one forward and backward pass as the trainer does."""
+        loss = super().training_step(*args, **kwargs)
+        if not self._said and self.boosted is not None and self.boosted.choice is not None:
+            self._said = True
+            self._log_choice(self.boosted)
+        return loss
+
+    def _boost(self) -> None:
+        accelerator = self.accelerator
+        mixed = accelerator.mixed_precision
+        self.boosted = attach(
+            cast(torch.nn.Module, self.model),
+            cast(Optimizer, self.optimizer),
+            level=self._level,
+            total_steps=self.state.max_steps,
+            config=self._config,
+            scaler=accelerator.scaler,
+            host=Host(
+                loop="transformers", precision="" if mixed in (None, "no") else mixed, forward=accelerator.autocast
+            ),
+            calibrate=self._calibrate,
+            caller="trainer.train",
+        )
+        self.optimizer, self._stage = self.boosted.optimizer, "boosted"
+        _LOG.info("%s\n%s", self._level, self.boosted.explain())
+        if self._awaited is not None:
+            checkpoint, self._awaited = self._awaited, None
+            self._load_from_checkpoint(checkpoint)
+
+    def _check_unsharded(self) -> None:
+        sharded = {
+            "DeepSpeed": self.is_deepspeed_enabled,
+            "FSDP": self.is_fsdp_enabled or self.is_fsdp_xla_enabled,
+            "a distributed_config": getattr(self, "is_distributed_loading_by_transformers", False),
+        }
+        for name, found in sharded.items():
+            if found:
+                raise IncompatibleError(
+                    f"found {name}, which replaces model or optimizer by shards of its own. Train with one process or "
+                    "DistributedDataParallel, or use torchboost.prepare with fully_shard in a loop of your own."
+                )
+
+    def _log_choice(self, boosted: Boosted) -> None:
+        """Tell the trainer's loggers what the trial chose and gained."""
+        choice = boosted.choice
+        if choice is None:
+            return
+        figures = {f"boost/{verdict.lever}": float(verdict.kept) for verdict in choice.verdicts}
+        if choice.ratio is not None:
+            figures["boost/times_as_fast"] = choice.ratio.mid
+        if figures:
+            self.log({**figures, "boost/trial_seconds": choice.seconds if choice.source == "trial" else 0.0})
+
+    # What the trainer saves and loads
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        with plain_states(cast(torch.nn.Module, self.model)):
+            super()._save(*args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load the weights of a checkpoint; before the pair is boosted, remember to.
+
+        A level looks at the weights that a run starts from. Those of the checkpoint come after that.
+        """
+        if self._stage == "plain":
+            self._awaited = resume_from_checkpoint
+            return
+        with plain_states(cast(torch.nn.Module, self.model if model is None else model)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        with plain_states(cast(torch.nn.Module, self.model)):
+            super()._load_best_model()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save and self.boosted is not None:
+            save_state(Path(output_dir) / SIDE_FILE, self.boosted.state_dict())
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self.boosted is not None:
+            load_state(Path(checkpoint) / SIDE_FILE, self.boosted, _LOG)
+
+
+class BoostTrainer(BoostMixin, Trainer):
+    """``transformers.Trainer`` that boosts its training; see :class:`BoostMixin`.
+
+    Example:
+        >>> from torchboost.integrations.transformers import BoostTrainer
+        >>> trainer = BoostTrainer(model, args, train_dataset=data, boost="O1")  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+        >>> print(trainer.boosted.explain())  # doctest: +SKIP
+    """
+
+
+def boost(
+    trainer: AnyTrainer, level: str = "O1", *, config: ConfigSource | None = None, calibrate: Calibrate = "auto"
+) -> AnyTrainer:
+    """Return a trainer that does what the given one does, and boosts its training. Use it in place of the given one.
+
+    Args:
+        trainer: Any ``transformers.Trainer``, such as an ``SFTTrainer``, before ``train``. It is not changed; both
+            share model, arguments, data and callbacks.
+        level: See :class:`BoostMixin`.
+        config: See :class:`BoostMixin`.
+        calibrate: See :class:`BoostMixin`.
+
+    Returns:
+        An object of a class made of :class:`BoostMixin` and the class of ``trainer``.
+
+    Raises:
+        TypeError: ``trainer`` is not a ``transformers.Trainer``.
+        ValueError, ConfigError: See :class:`BoostMixin`.
+
+    Example:
+        >>> from torchboost.integrations.transformers import boost
+        >>> trainer = boost(SFTTrainer(model, args, train_dataset=data), "O1")  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(
+            f"trainer: found {type(trainer).__name__}; pass a transformers.Trainer. For a model and an optimizer use "
+            "torchboost.boost."
+        )
+    kind = type(trainer)
+    if not isinstance(trainer, BoostMixin):
+        kind = type(f"Boost{kind.__name__}", (BoostMixin, kind), {})
+    made = object.__new__(kind)
+    vars(made).update(vars(trainer))
+    made._set_boost(level, config, calibrate)  # pyright: ignore[reportAttributeAccessIssue]
+    return cast(AnyTrainer, made)
