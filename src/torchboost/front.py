@@ -56,14 +56,18 @@ class Host:
         loop: See :func:`boost`.
         precision: The mixed precision in which a trainer computes, in its own words; empty if it uses none.
         forward: Makes the context in which it computes each forward pass.
+        start: What was known when the run began, if the model has weights of a checkpoint since then; None to look.
     """
 
     loop: Loop = "own"
     precision: str = ""
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    start: Facts | None = None
 
     def facts(self, model: nn.Module) -> Facts:
-        """Look at the machine and the model."""
+        """Look at the machine and the model, unless that was done when the run began."""
+        if self.start is not None:
+            return self.start
         return Facts.measure(model, loop=self.loop, precision=self.precision)
 
 
@@ -320,7 +324,7 @@ def boost(
         host=Host(loop=loop),
         calibrate=calibrate,
     )
-    _warn_of_missing_length(made, config, total_steps, loop)
+    warn_of_missing_length(made, config, total_steps, loop)
     return made
 
 
@@ -457,7 +461,7 @@ def _nothing() -> None:
     return None
 
 
-def _warn_of_missing_length(made: Boosted, config: ConfigSource | None, total_steps: int | None, loop: Loop) -> None:
+def warn_of_missing_length(made: Boosted, config: ConfigSource | None, total_steps: int | None, loop: Loop) -> None:
     """Warn about algorithms that the level left out only because ``total_steps`` is missing."""
     if total_steps is not None:
         return

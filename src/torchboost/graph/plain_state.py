@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchboost.core.algorithm import Attachment
 from torchboost.core.arguments import check_module
 from torchboost.core.torch_private import COMPILED_PREFIX, TRANSPARENT_WRAPPERS, parameter_slots
 from torchboost.core.wrapping import unwrap, wrapper_of
@@ -109,45 +109,59 @@ def load_plain_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict:
     return inner.load_state_dict(values, strict=strict)
 
 
-@contextmanager
-def plain_states(model: nn.Module) -> Iterator[None]:
-    """Let ``state_dict`` and ``load_state_dict`` of a model speak of its original architecture, within the context.
+def plain_states(model: nn.Module) -> Attachment:
+    """Let ``state_dict`` and ``load_state_dict`` of a model speak of its original architecture.
 
-    Whoever saves or loads the model there, such as ``save_pretrained``, does what :func:`plain_state_dict` and
-    :func:`load_plain_state_dict` do. A state dict of the model as it is can still be loaded.
+    Whoever saves or loads the model meanwhile, such as ``save_pretrained`` or a trainer, does what
+    :func:`plain_state_dict` and :func:`load_plain_state_dict` do. A state dict of the model as it is can still be
+    loaded. The entries of a normalised head stay as they are.
 
     Args:
-        model: The bare model. If no layers were removed, the context does nothing.
+        model: The bare model. If no layers were removed, nothing is done.
+
+    Returns:
+        An attachment: ``remove()`` it, or use it as a context manager.
 
     Raises:
-        IncompatibleError: The original architecture cannot express the model; see :func:`plain_state_dict`.
+        TypeError: Not a module.
+        IncompatibleError: A layer was folded into the one after it; see :func:`plain_state_dict`.
+
+    Example:
+        >>> import torch, torchboost
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
+        >>> with torchboost.plain_states(model):
+        ...     torch.save(model.state_dict(), "model.pt")  # doctest: +SKIP
     """
+    check_module(model)
     if not any(isinstance(module, RemovedNorm) for module in model.modules()):
-        yield
-        return
-    _check_exportable(model, keep_head=False)
-    hooks = [model.register_state_dict_post_hook(_export), model.register_load_state_dict_pre_hook(_import)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+        return Attachment()
+    _check_exportable(model, keep_head=True)
+    return Attachment(
+        model.register_state_dict_post_hook(_export), model.register_load_state_dict_pre_hook(_import)
+    )
 
 
 def _export(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Convert the entries of a model in a state dict, unless another such hook has done so."""
+    if _is_plain(model, state, prefix):
+        return
     values = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
     state.update({prefix + name: value for name, value in _exported(model, values).items()})
 
 
 def _import(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    places = list(_removed_places(model))
-    if not any(name.startswith(prefix + place.prefix) for place in places for name in state):
+    if not _is_plain(model, state, prefix):
         return
     values = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
     own = {_visible(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    for place in places:
+    for place in _removed_places(model):
         _absorb(place, values, own)
     state.update({prefix + name: value for name, value in values.items()})
+
+
+def _is_plain(model: nn.Module, state: Mapping[str, Any], prefix: str) -> bool:
+    places = list(_removed_places(model))
+    return any(name.startswith(prefix + place.prefix) for place in places for name in state)
 
 
 class _Place(NamedTuple):

@@ -132,6 +132,7 @@ class BoostMixin(_Base):
             calibrate=self._calibrate,
             caller="trainer.train",
         )
+        self.boosted.attached.with_undo(plain_states(self.boosted.model).remove)
         self.optimizer, self._stage = self.boosted.optimizer, "boosted"
         _LOG.info("%s\n%s", self._level, self.boosted.explain())
         if self._awaited is not None:
@@ -178,10 +179,6 @@ class BoostMixin(_Base):
             return
         with plain_states(cast(torch.nn.Module, self.model if model is None else model)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        with plain_states(cast(torch.nn.Module, self.model)):
-            super()._load_best_model()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

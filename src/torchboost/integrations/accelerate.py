@@ -1,0 +1,105 @@
+"""Boost in a loop that uses Accelerate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.optim import Optimizer
+
+from torchboost.calibration.calibration import Calibrate
+from torchboost.config import ConfigSource
+from torchboost.core.arguments import check_module, check_optimizer
+from torchboost.errors import IncompatibleError
+from torchboost.front import Host, attach, warn_of_missing_length
+from torchboost.graph.plain_state import plain_states
+
+__all__ = ["prepare"]
+
+_WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+"""Kinds of training in which each process has the whole model."""
+
+
+def prepare(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *others: Any,
+    level: str = "O1",
+    total_steps: int | None = None,
+    config: ConfigSource | None = None,
+    calibrate: Calibrate = "auto",
+) -> tuple[Any, ...]:
+    """Boost a pair of model and optimizer and let an ``Accelerator`` prepare it. Use it instead of its ``prepare``.
+
+    ``save_state`` and ``load_state`` then carry the state of the boosted training as well, so a resumed run continues
+    exactly. Weights are saved for the original architecture. Gradient accumulation, clipping, loss scaling and mixed
+    precision stay those of the accelerator.
+
+    Args:
+        accelerator: Of one process, or of several with ``DistributedDataParallel``.
+        model: The bare model, changed in place. It is moved to the device of the accelerator first.
+        optimizer: Its optimizer.
+        *others: What else the accelerator prepares: data loaders, schedulers.
+        level: ``"O0"``, ``"O1"`` or ``"O2"``; see :func:`torchboost.boost`.
+        total_steps: Number of updates in the whole run, not of batches.
+        config: See :func:`torchboost.boost`.
+        calibrate: See :func:`torchboost.boost`.
+
+    Returns:
+        The prepared model, the prepared optimizer, the prepared ``others`` in their order, and the
+        :class:`torchboost.Boosted`. Call its ``remove()`` after the training.
+
+    Raises:
+        TypeError: An argument is not an accelerator, a module or an optimizer.
+        IncompatibleError: The pair is prepared or wrapped already, or the accelerator shards the model. Nothing is
+            changed.
+        ValueError, ConfigError: See :func:`torchboost.boost`.
+
+    Example:
+        >>> from torchboost.integrations.accelerate import prepare
+        >>> model, optimizer, loader, boosted = prepare(  # doctest: +SKIP
+        ...     accelerator, model, optimizer, loader, level="O1", total_steps=10_000
+        ... )
+    """
+    _check(accelerator, model, optimizer)
+    if accelerator.device_placement:
+        model.to(accelerator.device)
+    mixed = accelerator.mixed_precision
+    boosted = attach(
+        model,
+        optimizer,
+        level=level,
+        total_steps=total_steps,
+        config=config,
+        scaler=accelerator.scaler,
+        host=Host(loop="accelerate", precision="" if mixed == "no" else mixed, forward=accelerator.autocast),
+        calibrate=calibrate,
+        caller="torchboost.integrations.accelerate.prepare",
+    )
+    warn_of_missing_length(boosted, config, total_steps, "accelerate")
+    boosted.attached.with_undo(plain_states(model).remove)
+    prepared = accelerator.prepare(model, boosted.optimizer, *others)
+    accelerator.register_for_checkpointing(boosted)
+    return *prepared, boosted
+
+
+def _check(accelerator: Any, model: Any, optimizer: Any) -> None:
+    if not isinstance(accelerator, Accelerator):
+        raise TypeError(f"accelerator: found {type(accelerator).__name__}; pass an accelerate.Accelerator.")
+    check_module(model)
+    check_optimizer(optimizer)
+    kind = accelerator.distributed_type
+    if kind not in _WHOLE:
+        raise IncompatibleError(
+            f"found an accelerator of the kind {kind.value}, which replaces model or optimizer by shards of its own. Use "
+            "one process or DistributedDataParallel, or torchboost.prepare with fully_shard in a loop without it."
+        )
+    if isinstance(optimizer, AcceleratedOptimizer) or hasattr(model, "_original_forward"):
+        raise IncompatibleError(
+            "found a model or an optimizer that accelerator.prepare was called with already; pass the bare ones, and "
+            "leave accelerator.prepare to this function."
+        )

@@ -1,0 +1,216 @@
+"""Boost inside Lightning's ``Trainer``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import nn
+from torch.optim import Optimizer
+
+from torchboost.calibration.calibration import Calibrate, check_calibrate
+from torchboost.config import ConfigSource
+from torchboost.core.algorithm import Attachment
+from torchboost.errors import IncompatibleError
+from torchboost.front import Boosted, Host, attach
+from torchboost.graph.plain_state import plain_states
+from torchboost.plan import Plan
+from torchboost.registry import Facts
+
+__all__ = ["Boost"]
+
+_LOG = logging.getLogger("lightning.pytorch.torchboost")
+_FULL = ("32-true", "64-true")
+
+
+class Boost(Callback):
+    """Boosts the network of a ``LightningModule`` in ``fit``.
+
+    The network is changed in ``setup``, before Lightning restores a checkpoint and wraps it, and the algorithms are
+    attached in ``on_fit_start``. The number of updates comes from the trainer. What was attached is removed when
+    ``fit`` ends, also by an error. Checkpoints hold the weights of the original architecture, so ``load_from_checkpoint``
+    works without this callback, and the state of the callback, from which a resumed run continues exactly.
+
+    Gradient accumulation, clipping, loss scaling and mixed precision stay those of the trainer.
+
+    Args:
+        level: ``"O0"``, ``"O1"`` or ``"O2"``; see :func:`torchboost.boost`.
+        module: Name of the network in the ``LightningModule``, such as ``"net"`` if ``training_step`` calls
+            ``self.net(x)``. If it is None, the only child that has parameters.
+        config: Settings that override the level; see :func:`torchboost.boost`.
+        calibrate: How long the trial of the speed levers may take; see :func:`torchboost.boost`.
+
+    Attributes:
+        boosted: The boosted pair of the last ``fit``; None before.
+
+    Raises:
+        ValueError: ``calibrate`` is not valid.
+        ConfigError: ``level`` or ``config`` is not valid.
+        IncompatibleError: In ``fit``: no single network or optimizer, or a strategy that shards the model. Nothing is
+            changed.
+
+    Example:
+        >>> from torchboost.integrations.lightning import Boost
+        >>> trainer = Trainer(max_epochs=10, callbacks=[Boost("O1", module="net")])  # doctest: +SKIP
+        >>> trainer.fit(module, loader)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        level: str = "O1",
+        *,
+        module: str | None = None,
+        config: ConfigSource | None = None,
+        calibrate: Calibrate = "auto",
+    ) -> None:
+        check_calibrate(calibrate)
+        Plan.of(level, config, loop="lightning")
+        self.level, self.module, self.config, self.calibrate = level, module, config, calibrate
+        self.boosted: Boosted | None = None
+        self._start: Facts | None = None
+        self._plain = Attachment()
+        self._loaded: Mapping[str, Any] | None = None
+        self._said = False
+
+    @property
+    def plan(self) -> Plan | None:
+        """What runs, and what was left out with the reason; None before ``fit``."""
+        return None if self.boosted is None else self.boosted.plan
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Change the modules of the network, before its weights are restored and it is wrapped."""
+        if stage == "fit":
+            self._check_unsharded(trainer)
+            network = self._network(pl_module)
+            self._said, self._loaded = False, None
+            self._start = Facts.measure(network, loop="lightning", precision=_precision(trainer))
+            plan = Plan.of(self.level, self.config, self._start)
+            if not isinstance(trainer.strategy, DDPStrategy):  # on one device the first call tries the levers
+                levers = {lever.name for lever in plan.levers}
+                plan = replace(plan, algorithms=tuple(a for a in plan.algorithms if a.name not in levers))
+            plan.transform(network)
+            self._refresh_averages(trainer, pl_module)
+        elif self.boosted is None:
+            return
+        self._plain.remove()
+        self._plain = plain_states(self._network(pl_module))
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach the algorithms to the network and its optimizer."""
+        network = self._network(pl_module)
+        total = trainer.estimated_stepping_batches
+        self.boosted = attach(
+            network,
+            self._optimizer(trainer, network),
+            level=self.level,
+            total_steps=int(total) if total not in (-1, float("inf")) else None,
+            config=self.config,
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            host=Host(loop="lightning", precision=_precision(trainer), start=self._start),
+            calibrate=self.calibrate,
+            name="network",
+            caller="Boost",
+        )
+        _LOG.info("%s\n%s", self.level, self.boosted.explain())
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Load the state of the checkpoint, after that of the optimizer."""
+        if self._loaded is not None and self.boosted is not None:
+            self.boosted.load_state_dict(self._loaded)
+        elif trainer.ckpt_path is not None and self.boosted is not None:
+            counting = [name for name, state in self.boosted.state_dict()["attached"].items() if state]
+            if counting:
+                _LOG.warning(
+                    "the checkpoint was written without torchboost; as in a new run starts: %s.", ", ".join(counting)
+                )
+        self._loaded = None
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Tell the trainer's loggers once what the trial chose and gained."""
+        choice = None if self.boosted is None else self.boosted.choice
+        if self._said or choice is None:
+            return
+        self._said = True
+        figures = {f"boost/{verdict.lever}": float(verdict.kept) for verdict in choice.verdicts}
+        if choice.ratio is not None:
+            figures["boost/times_as_fast"] = choice.ratio.mid
+        figures["boost/trial_seconds"] = choice.seconds if choice.source == "trial" else 0.0
+        for logger in trainer.loggers:
+            logger.log_metrics(figures, step=trainer.global_step)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Remove what was attached."""
+        self._remove()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Remove what was attached."""
+        self._remove()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Save the weights for the original architecture also after ``fit``."""
+        if self.boosted is not None:
+            with plain_states(self._network(pl_module)):
+                checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs."""
+        return {} if self.boosted is None else self.boosted.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the state of a checkpoint until the algorithms are attached."""
+        self._loaded = state_dict or None
+
+    def _remove(self) -> None:
+        self._plain.remove()
+        if self.boosted is not None:
+            self.boosted.remove()
+
+    def _network(self, pl_module: LightningModule) -> nn.Module:
+        children = {name: child for name, child in pl_module.named_children() if any(True for _ in child.parameters())}
+        name = self.module if self.module is not None else next(iter(children), "")
+        if self.module is None and len(children) != 1:
+            raise IncompatibleError(
+                f"found {len(children)} networks in {type(pl_module).__name__}: {', '.join(children) or 'none'}. Name "
+                "the one that training_step calls: Boost(module=...). A network must be made in __init__."
+            )
+        try:
+            return pl_module.get_submodule(name)
+        except AttributeError:
+            raise IncompatibleError(
+                f"module: found {name!r}; {type(pl_module).__name__} has {', '.join(children) or 'no networks'}. A "
+                "network must be made in __init__, not in configure_model."
+            ) from None
+
+    def _optimizer(self, trainer: Trainer, network: nn.Module) -> Optimizer:
+        own = {id(p) for p in network.parameters()}
+        found = [o for o in trainer.optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
+        if len(found) != 1:
+            raise IncompatibleError(
+                f"found {len(found)} optimizers for the network {self.module or ''!r}; Boost needs exactly one."
+            )
+        return found[0]
+
+    def _check_unsharded(self, trainer: Trainer) -> None:
+        if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+            raise IncompatibleError(
+                f"found {type(trainer.strategy).__name__}, which replaces model or optimizer by shards of its own. Use "
+                "one device or DDPStrategy, or torchboost.prepare with fully_shard in a loop of your own."
+            )
+
+    def _refresh_averages(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let averages of the weights that were listed before this callback copy the changed network."""
+        for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            if callback is self:
+                return
+            if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+                callback.setup(trainer, pl_module, "fit")
+
+
+def _precision(trainer: Trainer) -> str:
+    precision = str(trainer.precision)
+    return "" if precision in _FULL else precision
