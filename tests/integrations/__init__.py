@@ -1,0 +1,1 @@
+"""The real trainers, with small models of random weights."""

@@ -1,0 +1,289 @@
+"""Boost inside ``transformers.Trainer``."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from tests.support.trainer_models import KINDS, Kind, Rows, trained_alike
+from torchboost.core.torch_private import module_hooks, step_pre_hooks
+from torchboost.errors import ConfigError, IncompatibleError
+from torchboost.graph.removed_norm import RemovedNorm
+from torchboost.integrations.transformers import SIDE_FILE, BoostTrainer, boost
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*"),
+]
+
+STEPS = 8
+SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "bf16": {"bf16": True}, "accumulated": {"gradient_accumulation_steps": 2}}
+
+
+def arguments(folder: Path, **settings: Any) -> transformers.TrainingArguments:
+    usual = {"max_steps": STEPS, "per_device_train_batch_size": 4, "save_steps": STEPS // 2, "learning_rate": 1e-2}
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_steps": STEPS // 2, "save_total_limit": 4}
+    return transformers.TrainingArguments(str(folder), **{**usual, **quiet, **settings})
+
+
+def trainer_of(kind: Kind, folder: Path, *, level: str = "O1", settings: Any = None, **others: Any) -> BoostTrainer:
+    others = {"model": None if "model_init" in others else kind.seeded(), **others}
+    return BoostTrainer(
+        args=arguments(folder, **(settings or {})),
+        train_dataset=kind.data(),
+        boost=level,
+        boost_config=kind.config,
+        **others,
+    )
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_resumed_run_equals_the_uninterrupted_one(name: str, setting: str, tmp_path: Path):
+    kind = KINDS[name]
+    whole = trainer_of(kind, tmp_path / "whole", settings=SETTINGS[setting])
+    whole.train()
+    resumed = trainer_of(kind, tmp_path / "resumed", settings=SETTINGS[setting])
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{STEPS // 2}"))
+    assert trained_alike(whole.model, resumed.model)
+    assert whole.state.log_history[-2]["loss"] == resumed.state.log_history[-2]["loss"]
+
+
+def test_freezing_continues_where_it_was(tmp_path: Path):
+    kind = KINDS["resnet"]
+    whole = trainer_of(kind, tmp_path / "whole")
+    whole.train()
+    state = torch.load(tmp_path / "whole" / f"checkpoint-{STEPS // 2}" / SIDE_FILE, weights_only=True)
+    assert state["attached"]["grad_freeze"]
+    (tmp_path / "whole" / f"checkpoint-{STEPS // 2}" / SIDE_FILE).unlink()
+    anew = trainer_of(kind, tmp_path / "anew")
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("transformers.torchboost").addHandler(handler)
+    try:
+        anew.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{STEPS // 2}"))
+    finally:
+        logging.getLogger("transformers.torchboost").removeHandler(handler)
+    assert any("without torchboost" in text and "grad_freeze" in text for text in records)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_saved_models_need_no_torchboost(name: str, tmp_path: Path):
+    kind = KINDS[name]
+    trainer = trainer_of(kind, tmp_path)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    batch = kind.data().batch(6)
+    for folder in ("final", f"checkpoint-{STEPS}"):
+        loaded, report = type(trainer.model).from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        with torch.no_grad():
+            assert torch.equal(loaded.eval()(**batch).logits, trainer.model.eval()(**batch).logits)
+    if name == "resnet":
+        assert any(isinstance(module, RemovedNorm) for module in trainer.model.modules())
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(found) for module in model.modules() for found in module_hooks(module))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_after_training(fails: bool, tmp_path: Path):
+    class Failing(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if fails and state.global_step == 5:
+                raise RuntimeError("planted")
+
+    kind = KINDS["resnet"]
+    model = kind.seeded()
+    flags = {name: p.requires_grad for name, p in model.named_parameters()}
+    trainer = trainer_of(kind, tmp_path, model=model, callbacks=[Failing()])
+    if fails:
+        with pytest.raises(RuntimeError, match="planted"):
+            trainer.train()
+    else:
+        trainer.train()
+    assert trainer.boosted is not None
+    assert "grad_freeze" in {algorithm.name for algorithm in trainer.plan.algorithms}
+    assert hooks_of(trainer.model) == 0
+    assert not step_pre_hooks(trainer.boosted.optimizer)
+    assert "forward" not in vars(trainer.model)
+    kept = dict(trainer.model.named_parameters())
+    assert all(kept[name].requires_grad == flag for name, flag in flags.items() if name in kept)
+    assert all(p.requires_grad for p in kept.values())
+
+
+def test_training_twice_continues_with_the_same_model(tmp_path: Path):
+    trainer = trainer_of(KINDS["resnet"], tmp_path)
+    trainer.train()
+    norms = sum(isinstance(module, RemovedNorm) for module in trainer.model.modules())
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train()
+    assert sum(isinstance(module, RemovedNorm) for module in trainer.model.modules()) == norms > 0
+    assert any(not torch.equal(before[name], value) for name, value in trainer.model.state_dict().items())
+    assert hooks_of(trainer.model) == 0
+
+
+def test_model_init_gives_a_new_boosted_model_each_time(tmp_path: Path):
+    kind = KINDS["resnet"]
+    trainer = trainer_of(kind, tmp_path, model_init=kind.build)
+    trainer.train()
+    first = trainer.model
+    trainer.train()
+    assert trainer.model is not first
+    assert trained_alike(trainer.model, first)
+    assert any(isinstance(module, RemovedNorm) for module in trainer.model.modules())
+
+
+def test_an_optimizer_of_the_user_is_boosted(tmp_path: Path):
+    kind = KINDS["resnet"]
+    model = kind.seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 10)
+    trainer = trainer_of(kind, tmp_path, model=model, optimizers=(optimizer, schedule))
+    trainer.train()
+    own = {id(p) for p in model.parameters()}
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == own
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * (1 - STEPS / 10))
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path):
+    kind = KINDS["resnet"]
+    settings = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "learning_rate": 0.3}
+    trainer = trainer_of(kind, tmp_path, settings=settings, eval_dataset=kind.data())
+    trainer.train()
+    best = type(trainer.model).from_pretrained(trainer.state.best_model_checkpoint)
+    batch = kind.data().batch(6)
+    with torch.no_grad():
+        assert torch.equal(best.eval()(**batch).logits, trainer.model.eval()(**batch).logits)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(level: str, reentrant: bool, tmp_path: Path):
+    kind, checkpointed = KINDS["gpt"], {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    with_it = trainer_of(kind, tmp_path / "with", level=level, settings=checkpointed)
+    with_it.train()
+    without = trainer_of(kind, tmp_path / "without", level=level)
+    without.train()
+    assert trained_alike(with_it.model, without.model)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_level_o0_trains_as_the_trainer_alone(setting: str, tmp_path: Path):
+    kind = KINDS["resnet"]
+    boosted = trainer_of(Kind(kind.build, kind.data, None), tmp_path / "boosted", level="O0", settings=SETTINGS[setting])
+    alone = transformers.Trainer(
+        kind.seeded(), arguments(tmp_path / "alone", **SETTINGS[setting]), train_dataset=kind.data()
+    )
+    boosted.train()
+    alone.train()
+    assert trained_alike(boosted.model, alone.model)
+
+
+def test_settings_of_the_trainer_are_named_in_the_plan(tmp_path: Path):
+    config = {"extra": {"grad_accumulation": {}, "loss_scale_group": {}, "autocast": {}}}
+    trainer = BoostTrainer(
+        KINDS["bert"].seeded(),
+        arguments(tmp_path, bf16=True),
+        train_dataset=KINDS["bert"].data(),
+        boost="O2",
+        boost_config=config,
+    )
+    trainer.train()
+    reasons = {dropped.name: dropped.reason for dropped in trainer.plan.dropped}
+    assert "TrainingArguments(gradient_accumulation_steps=...)" in reasons["grad_accumulation"]
+    assert "TrainingArguments(fp16=True)" in reasons["loss_scale_group"]
+    assert "computes in bf16 itself" in reasons["autocast"]
+
+
+def test_a_trainer_of_another_class_is_boosted_and_left_as_it_is(tmp_path: Path):
+    class Own(transformers.Trainer):
+        seen = 0
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            self.seen += 1
+            return super().compute_loss(*args, **kwargs)
+
+    given = Own(KINDS["bert"].seeded(), arguments(tmp_path), train_dataset=KINDS["bert"].data())
+    boosted = boost(given, "O1")
+    assert isinstance(boosted, Own)
+    assert type(given) is Own
+    boosted.train()
+    assert boosted.seen == STEPS
+    assert given.seen == 0
+    assert given.optimizer is None
+    assert boosted.boosted.plan.level == "O1"
+    assert type(boost(boosted, "O0")) is type(boosted)
+
+
+def test_bad_arguments_are_refused_at_once(tmp_path: Path):
+    model, data = KINDS["bert"].seeded(), KINDS["bert"].data()
+    with pytest.raises(ConfigError, match="O1"):
+        BoostTrainer(model, arguments(tmp_path), train_dataset=data, boost="O9")
+    with pytest.raises(ValueError, match="calibrate"):
+        BoostTrainer(model, arguments(tmp_path), train_dataset=data, calibrate="often")
+    with pytest.raises(TypeError, match="found BertForSequenceClassification"):
+        boost(model, "O1")
+
+
+@pytest.mark.parametrize(("flag", "name"), [("is_deepspeed_enabled", "DeepSpeed"), ("is_fsdp_enabled", "FSDP")])
+def test_a_sharding_trainer_is_refused_before_anything_is_changed(flag: str, name: str, tmp_path: Path):
+    trainer = trainer_of(KINDS["resnet"], tmp_path)
+    setattr(trainer, flag, True)
+    with pytest.raises(IncompatibleError, match=name):
+        trainer.train()
+    assert trainer.optimizer is None
+    assert not any(isinstance(module, RemovedNorm) for module in trainer.model.modules())
+
+
+class Recording(nn.Module):
+    """A linear model that notes in which precision each forward pass computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(4, 4), []
+
+    def __deepcopy__(self, memo: Any) -> Recording:
+        made = Recording()
+        made.load_state_dict(self.state_dict())
+        memo |= {id(p): q for p, q in zip(self.parameters(), made.parameters(), strict=True)}
+        made.seen = self.seen
+        return made
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        out = self.layer(x)
+        self.seen.append(out.dtype)
+        return {"loss": out.float().square().mean()}
+
+
+def test_the_trial_computes_in_the_precision_of_the_trainer(tmp_path: Path):
+    rows = Rows({"x": torch.randn(48, 4), "labels": torch.zeros(48, dtype=torch.long)})
+    model = Recording()
+    trainer = BoostTrainer(model, arguments(tmp_path, bf16=True), train_dataset=rows, calibrate=2.0)
+    trainer.train()
+    assert trainer.boosted.choice.source == "trial"
+    assert len(model.seen) > 2 * STEPS
+    assert set(model.seen) == {torch.bfloat16}
+    logged = {key: value for entry in trainer.state.log_history for key, value in entry.items()}
+    assert logged["boost/trial_seconds"] > 0
+    assert "boost/fused_optimizer" in logged
+
+
+def test_a_resumed_run_does_not_measure_again(tmp_path: Path):
+    kind = KINDS["bert"]
+    whole = trainer_of(kind, tmp_path / "whole", calibrate=3.0)
+    whole.train()
+    resumed = trainer_of(kind, tmp_path / "resumed", calibrate=3.0)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{STEPS // 2}"))
+    assert (whole.boosted.choice.source, resumed.boosted.choice.source) == ("trial", "checkpoint")
+    assert resumed.boosted.choice.kept == whole.boosted.choice.kept
+    assert trained_alike(whole.model, resumed.model)
