@@ -1,0 +1,147 @@
+"""Boost in a loop that uses Accelerate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.support.ranks import run_ranks
+from tests.support.trainer_models import KINDS, trained_alike
+from torchboost.core.torch_private import module_hooks
+from torchboost.errors import IncompatibleError
+from torchboost.front import Boosted
+from torchboost.graph.removed_norm import RemovedNorm
+from torchboost.integrations.accelerate import prepare
+
+STEPS, HALF = 8, 4
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"mixed_precision": "bf16"},
+    "accumulated": {"gradient_accumulation_steps": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_accelerator() -> Iterator[None]:
+    yield
+    reset()
+
+
+def reset() -> None:
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def train(
+    name: str, folder: str, *, resume: str = "", level: str = "O1", boosting: bool = True, **settings: Any
+) -> tuple[nn.Module, Boosted | None]:
+    """Train for eight updates with clipping and a schedule, and save the state after four."""
+    reset()
+    kind, accelerator = KINDS[name], Accelerator(cpu=True, **settings)
+    model = kind.seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 100)
+    config = kind.config if level != "O0" else None
+    parts, boosted = (model, optimizer, DataLoader(kind.data(), 4), schedule), None
+    if boosting:
+        *parts, boosted = prepare(accelerator, *parts, level=level, total_steps=STEPS, config=config)
+    else:
+        parts = accelerator.prepare(*parts)
+    model, optimizer, loader, schedule = parts
+    if resume:
+        accelerator.load_state(resume)
+    every = accelerator.gradient_accumulation_steps
+    batches = [batch for _ in range(2) for batch in loader][: STEPS * every]
+    for done, batch in enumerate(batches, start=1):
+        if resume and done <= HALF * every:
+            continue
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        if done == HALF * every and folder:
+            accelerator.save_state(folder)
+    return accelerator.unwrap_model(model, keep_fp32_wrapper=False), boosted
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_resumed_run_equals_the_uninterrupted_one(name: str, setting: str, tmp_path: Path):
+    whole, _ = train(name, str(tmp_path), **SETTINGS[setting])
+    resumed, boosted = train(name, "", resume=str(tmp_path), **SETTINGS[setting])
+    assert trained_alike(whole, resumed)
+    assert boosted is not None
+    assert name != "resnet" or any(isinstance(module, RemovedNorm) for module in whole.modules())
+
+
+def resumed_on_ranks(name: str, folder: str) -> list[bool]:
+    whole, _ = train(name, folder)
+    resumed, _ = train(name, "", resume=folder)
+    return [trained_alike(whole, resumed), any(isinstance(module, RemovedNorm) for module in whole.modules())]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["bert", "resnet"])
+def test_a_resumed_run_on_two_ranks_equals_the_uninterrupted_one(name: str, tmp_path: Path):
+    assert run_ranks(resumed_on_ranks, 2, name, str(tmp_path)) == [[True, name == "resnet"]] * 2
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_level_o0_trains_as_accelerate_alone(setting: str):
+    boosted, _ = train("resnet", "", level="O0", **SETTINGS[setting])
+    alone, _ = train("resnet", "", boosting=False, **SETTINGS[setting])
+    assert trained_alike(boosted, alone)
+
+
+def test_weights_are_those_of_the_original_architecture_until_boost_is_removed(tmp_path: Path):
+    model, boosted = train("resnet", str(tmp_path))
+    plain = KINDS["resnet"].build()
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.save_pretrained(tmp_path / "final")
+    boosted.remove()
+    assert sum(len(found) for module in model.modules() for found in module_hooks(module)) == 0
+    batch = KINDS["resnet"].data().batch(6)
+    loaded = type(model).from_pretrained(tmp_path / "final")
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(**batch).logits, model.eval()(**batch).logits)
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+def test_what_is_prepared_already_is_refused_unchanged(what: str):
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = KINDS["resnet"].seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    before = {name: type(module) for name, module in model.named_modules()}
+    given = (accelerator.prepare(model), optimizer) if what == "model" else (model, accelerator.prepare(optimizer))
+    with pytest.raises(IncompatibleError, match="pass the bare ones"):
+        prepare(accelerator, *given, level="O1", total_steps=STEPS)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+def test_bad_arguments_are_refused():
+    accelerator, model = Accelerator(cpu=True), KINDS["bert"].seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with pytest.raises(TypeError, match="accelerator: found Linear"):
+        prepare(nn.Linear(2, 2), model, optimizer)
+    with pytest.raises(TypeError, match="optimizer"):
+        prepare(accelerator, model, model)
+
+
+def test_the_eval_copy_is_right_under_mixed_precision():
+    model, boosted = train("resnet", "", mixed_precision="bf16")
+    batch = {"pixel_values": KINDS["resnet"].data().batch(6)["pixel_values"]}
+    copy = boosted.eval_model()
+    boosted.remove()
+    with torch.no_grad():
+        torch.testing.assert_close(copy(**batch).logits, model.eval()(**batch).logits, rtol=1e-4, atol=1e-4)
