@@ -1,0 +1,298 @@
+"""Boost inside Lightning's ``Trainer``."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
+
+from tests.support.ranks import run_ranks
+from tests.support.trainer_models import KINDS, Kind, trained_alike
+from torchboost.core.torch_private import module_hooks
+from torchboost.errors import ConfigError, IncompatibleError
+from torchboost.graph.removed_norm import RemovedNorm
+from torchboost.integrations.lightning import Boost
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*LeafSpec.*")  # what Lightning recommends
+
+EPOCH, STEPS = 4, 8
+"""Batches of an epoch, and updates of a run."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"precision": "bf16-mixed"},
+    "accumulated": {"accumulate_grad_batches": 2},
+}
+
+
+class Lit(pl.LightningModule):
+    """A network whose ``training_step`` calls ``self.net``."""
+
+    def __init__(self, net: nn.Module, *, momentum: float = 0.9) -> None:
+        super().__init__()
+        self.net, self.momentum = net, momentum
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        return self.net(**batch).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=self.momentum)
+
+
+def trainer_of(folder: Path, *callbacks: Callback, **settings: Any) -> pl.Trainer:
+    saving = ModelCheckpoint(folder, every_n_train_steps=STEPS // 2, save_top_k=-1, filename="{step}")
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    usual = {"max_steps": STEPS, "precision": "32-true"}
+    return pl.Trainer(callbacks=[*callbacks, saving], **{**quiet, **usual, **settings})
+
+
+def loader(kind: Kind) -> DataLoader:
+    return DataLoader(Subset(kind.data(), range(4 * EPOCH)), 4)
+
+
+def fit(name: str, folder: Path, *others: Callback, resume: str | None = None, **settings: Any) -> tuple[Lit, Boost]:
+    kind = KINDS[name]
+    boost, module = Boost("O1", module="net", config=kind.config), Lit(kind.seeded())
+    trainer_of(folder, boost, *others, **settings).fit(module, loader(kind), ckpt_path=resume)
+    return module, boost
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_resumed_run_equals_the_uninterrupted_one(name: str, setting: str, tmp_path: Path):
+    whole, _ = fit(name, tmp_path / "whole", **SETTINGS[setting])
+    checkpoint = str(tmp_path / "whole" / f"step={STEPS // 2}.ckpt")
+    resumed, boost = fit(name, tmp_path / "resumed", resume=checkpoint, **SETTINGS[setting])
+    assert trained_alike(whole, resumed)
+    assert boost.plan.total_steps == STEPS
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_level_o0_trains_as_lightning_alone(setting: str, tmp_path: Path):
+    kind = KINDS["resnet"]
+    found = []
+    for callbacks in ([Boost("O0")], []):
+        module = Lit(kind.seeded())
+        trainer_of(tmp_path / str(len(callbacks)), *callbacks, **SETTINGS[setting]).fit(module, loader(kind))
+        found.append(module)
+    assert trained_alike(*found)
+
+
+def by_hand(kind: Kind, steps: int, every: int, clip: float) -> nn.Module:
+    """Train as Lightning does, in a loop of one's own, with the same level attached by ``torchboost.boost``."""
+    import torchboost
+
+    net = kind.seeded()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    torchboost.boost(net, optimizer, level="O1", total_steps=steps, config=kind.config, loop="lightning")
+    batches = [batch for _ in range(every * steps // EPOCH) for batch in loader(kind)]
+    net.train()
+    for done, batch in enumerate(batches, start=1):
+        (net(**batch).loss / every).backward()
+        if done % every == 0:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return net
+
+
+@pytest.mark.parametrize("name", ["bert", "resnet"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_closures_with_accumulation_and_clipping_equal_the_plain_loop(name: str, every: int, tmp_path: Path):
+    kind = KINDS[name]
+    module, _ = fit(name, tmp_path, accumulate_grad_batches=every, gradient_clip_val=0.5)
+    expected = by_hand(kind, STEPS, every, 0.5)
+    assert all(torch.equal(p, q) for p, q in zip(module.net.parameters(), expected.parameters(), strict=True))
+
+
+def test_checkpoints_need_no_torchboost(tmp_path: Path):
+    kind = KINDS["resnet"]
+    module, boost = Lit(kind.seeded()), Boost("O1", config=kind.config)
+    trainer = trainer_of(tmp_path, boost)
+    trainer.fit(module, loader(kind))
+    trainer.save_checkpoint(tmp_path / "later.ckpt")
+    assert any(isinstance(m, RemovedNorm) for m in module.modules())
+    batch = kind.data().batch(6)
+    for name in (f"step={STEPS}.ckpt", "later.ckpt"):
+        loaded = Lit.load_from_checkpoint(tmp_path / name, net=kind.build(), weights_only=False)
+        with torch.no_grad():
+            assert torch.equal(loaded.net.eval()(**batch).logits, module.net.eval()(**batch).logits)
+
+
+def test_validation_loads_a_checkpoint_into_the_boosted_network(tmp_path: Path):
+    class Validated(Lit):
+        def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
+            self.log("loss", self.net(**batch).loss)
+
+    kind = KINDS["resnet"]
+    module, boost = Validated(kind.seeded()), Boost("O1", config=kind.config)
+    trainer = trainer_of(tmp_path, boost)
+    trainer.fit(module, loader(kind))
+    (now,) = trainer.validate(module, loader(kind), verbose=False)
+    last = str(tmp_path / f"step={STEPS}.ckpt")
+    (loaded,) = trainer.validate(module, loader(kind), ckpt_path=last, verbose=False)
+    fresh = Validated(kind.build())
+    (plain,) = trainer_of(tmp_path / "fresh").validate(fresh, loader(kind), ckpt_path=last, verbose=False)
+    assert now == loaded == plain
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_after_fit(fails: bool, tmp_path: Path):
+    class Failing(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if fails and trainer.global_step == 5:
+                raise RuntimeError("planted")
+
+    kind = KINDS["resnet"]
+    module, boost = Lit(kind.seeded()), Boost("O1", config=kind.config)
+    trainer = trainer_of(tmp_path, boost, Failing())
+    if fails:
+        with pytest.raises(RuntimeError, match="planted"):
+            trainer.fit(module, loader(kind))
+    else:
+        trainer.fit(module, loader(kind))
+    assert sum(len(found) for m in module.modules() for found in module_hooks(m)) == 0
+    assert all(p.requires_grad for p in module.parameters())
+    assert "forward" not in vars(module.net)
+
+
+@pytest.mark.parametrize("boost_first", [False, True])
+@pytest.mark.parametrize("average", ["swa", "ema"])
+def test_averages_of_the_weights_in_either_order(average: str, boost_first: bool, tmp_path: Path):
+    kind = KINDS["resnet"]
+    module, boost = Lit(kind.seeded()), Boost("O1", config=kind.config)
+    other = (
+        StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
+        if average == "swa"
+        else EMAWeightAveraging(decay=0.5)
+    )
+    callbacks = [boost, other] if boost_first else [other, boost]
+    trainer = trainer_of(tmp_path, *callbacks, max_steps=-1, max_epochs=3)
+    trainer.fit(module, loader(kind))
+    assert any(isinstance(m, RemovedNorm) for m in module.modules())
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+def test_a_backbone_that_is_unfrozen_later(tmp_path: Path):
+    class Backbone(Lit):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__(net)
+            self.momentum = 0.0
+
+        @property
+        def backbone(self) -> nn.Module:
+            return self.net.resnet
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net.classifier.parameters(), lr=0.05)
+
+    kind = KINDS["resnet"]
+    module = Backbone(kind.seeded())
+    before = copy.deepcopy(module.net.resnet.state_dict())
+    tuning = BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.0, verbose=False)
+    boost = Boost("O1", config={"extra": {"less_bn": False, "grad_freeze": False}})
+    trainer_of(tmp_path, boost, tuning, max_steps=-1, max_epochs=3).fit(module, loader(kind))
+    after = module.net.resnet.state_dict()
+    assert any(not torch.equal(before[name], value) for name, value in after.items() if name.endswith("weight"))
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+
+
+def test_the_network_is_found_or_asked_for(tmp_path: Path):
+    kind = KINDS["bert"]
+
+    class Two(Lit):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__(net)
+            self.other = nn.Linear(2, 2)
+
+    with pytest.raises(IncompatibleError, match=r"found 2 networks in Two: net, other.*Boost\(module=...\)"):
+        trainer_of(tmp_path, Boost("O1")).fit(Two(kind.seeded()), loader(kind))
+    with pytest.raises(IncompatibleError, match="found 'nett'; Two has net, other"):
+        trainer_of(tmp_path, Boost("O1", module="nett")).fit(Two(kind.seeded()), loader(kind))
+    with pytest.raises(ConfigError, match="O1"):
+        Boost("O7")
+
+
+class Logged(pl.loggers.Logger):
+    """Keeps what is logged."""
+
+    name, version = "kept", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.figures: dict[str, float] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.figures |= metrics
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_trial_runs_and_is_logged_and_a_resumed_run_has_none(precision: str, tmp_path: Path):
+    kind, logger = KINDS["bert"], Logged()
+    boosts = []
+    for resume in (None, str(tmp_path / f"step={STEPS // 2}.ckpt")):
+        boost, module = Boost("O1", calibrate=3.0), Lit(kind.seeded())
+        trainer_of(tmp_path, boost, logger=logger, precision=precision).fit(module, loader(kind), ckpt_path=resume)
+        boosts.append((boost, module))
+    (first, whole), (second, resumed) = boosts
+    assert (first.boosted.choice.source, second.boosted.choice.source) == ("trial", "checkpoint")
+    assert first.boosted.choice.kept == second.boosted.choice.kept
+    assert trained_alike(whole, resumed)
+    assert logger.figures["boost/trial_seconds"] == 0.0
+    assert ("boost/autocast" in logger.figures) == (precision == "32-true")
+
+
+def resumed_on_ranks(name: str, folder: str) -> list[Any]:
+    rank = torch.distributed.get_rank()
+    settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False, "plugins": [TwoRanks()]}
+    whole, _ = fit(name, Path(folder) / "whole", **settings)
+    torch.distributed.barrier()
+    checkpoint = str(Path(folder) / "whole" / f"step={STEPS // 2}.ckpt")
+    resumed, _ = fit(name, Path(folder) / "resumed", resume=checkpoint, **settings)
+    return [rank, trained_alike(whole, resumed), any(isinstance(m, RemovedNorm) for m in whole.modules())]
+
+
+class TwoRanks(LightningEnvironment):
+    """The process group that exists already."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def world_size(self) -> int:
+        return torch.distributed.get_world_size()
+
+    def global_rank(self) -> int:
+        return torch.distributed.get_rank()
+
+    def local_rank(self) -> int:
+        return torch.distributed.get_rank()
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["bert", "resnet"])
+def test_a_resumed_run_on_two_ranks_equals_the_uninterrupted_one(name: str, tmp_path: Path):
+    found = run_ranks(resumed_on_ranks, 2, name, str(tmp_path))
+    assert found == [[rank, True, name == "resnet"] for rank in (0, 1)]
