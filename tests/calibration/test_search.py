@@ -27,6 +27,7 @@ class Planted:
         self.factors, self.noise, self.prices, self.together = factors, noise, prices or {}, pairs or {}
         self.step = step
         self.random = random.Random(seed)
+        self.pauses: dict[str, float] = {}
         self.now = 0.0
         self.incumbent: tuple[str, ...] = ()
         self.challenger: tuple[str, ...] = ()
@@ -50,8 +51,9 @@ class Planted:
         if "raises" in levers:
             raise RuntimeError("planted\nsecond line")
         price = sum(self.prices.get(lever, 0.0) for lever in levers)
-        self.now += min(price + 0.02, within)
-        if price + 0.02 > within:
+        pause = self.pauses.pop(levers[-1], 0.0)
+        self.now += min(price + pause + 0.02, within)
+        if price + pause + 0.02 > within:
             raise TimeoutError("its first steps take too long")
         self.challenger = tuple(levers)
         return price
@@ -256,3 +258,18 @@ def test_no_time_is_set_aside_for_a_price_that_is_not_paid():
         prices = {"compile": Price(expected=5.0)}
         verdicts, _ = search(["little", "compile"], bench, seconds=1.5, steps=steps, prices=prices)
         assert verdicts[0].pairs >= 28
+
+
+@pytest.mark.parametrize("paused", [("first",), ("second",), ("first", "second")])
+def test_a_pause_of_the_machine_does_not_decide_about_a_lever(paused: tuple[str, ...]):
+    """Levers without a price have 15 s together, and the machine stands still for 7 s in all while they are built."""
+    factors = {"first": 1 / 1.3, "second": 1 / 1.3, "compile": 0.8}
+    lost = 0
+    for seed in range(100):
+        bench = Planted(factors, step=0.1, prices={"compile": 10.0}, seed=seed)
+        bench.pauses = dict.fromkeys(paused, 7.0 / len(paused))
+        prices = {"compile": Price(expected=20.0)}
+        verdicts, _ = search(list(factors), bench, seconds=60, steps=10**6, prices=prices)
+        lost += sum(not verdict.kept for verdict in verdicts)
+        assert bench.now <= 66
+    assert lost <= 3

@@ -24,7 +24,11 @@ pytestmark = [
 ]
 
 STEPS = 8
-SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "bf16": {"bf16": True}, "accumulated": {"gradient_accumulation_steps": 2}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"bf16": True},
+    "accumulated": {"gradient_accumulation_steps": 2},
+}
 
 
 def arguments(folder: Path, **settings: Any) -> transformers.TrainingArguments:
@@ -157,7 +161,13 @@ def test_an_optimizer_of_the_user_is_boosted(tmp_path: Path):
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path):
     kind = KINDS["resnet"]
-    settings = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "learning_rate": 0.3}
+    settings = {
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "learning_rate": 0.3,
+    }
     trainer = trainer_of(kind, tmp_path, settings=settings, eval_dataset=kind.data())
     trainer.train()
     best = type(trainer.model).from_pretrained(trainer.state.best_model_checkpoint)
@@ -169,7 +179,10 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path):
 @pytest.mark.parametrize("level", ["O0", "O1"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(level: str, reentrant: bool, tmp_path: Path):
-    kind, checkpointed = KINDS["gpt"], {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    kind, checkpointed = (
+        KINDS["gpt"],
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}},
+    )
     with_it = trainer_of(kind, tmp_path / "with", level=level, settings=checkpointed)
     with_it.train()
     without = trainer_of(kind, tmp_path / "without", level=level)
@@ -180,7 +193,9 @@ def test_gradient_checkpointing(level: str, reentrant: bool, tmp_path: Path):
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_level_o0_trains_as_the_trainer_alone(setting: str, tmp_path: Path):
     kind = KINDS["resnet"]
-    boosted = trainer_of(Kind(kind.build, kind.data, None), tmp_path / "boosted", level="O0", settings=SETTINGS[setting])
+    boosted = trainer_of(
+        Kind(kind.build, kind.data, None), tmp_path / "boosted", level="O0", settings=SETTINGS[setting]
+    )
     alone = transformers.Trainer(
         kind.seeded(), arguments(tmp_path / "alone", **SETTINGS[setting]), train_dataset=kind.data()
     )

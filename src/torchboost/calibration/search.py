@@ -31,6 +31,10 @@ _HOPELESS = 0.9
 """A lever with a lower ratio is not tried a second time."""
 _LEAST_GAIN = 1.01
 """A lever that makes a step less than 1 % faster is not kept."""
+_AGAIN = 2.0
+"""A lever that was not decided is tried again if so many times what the kept levers cost is left, as it pays that anew."""
+_OVERTIME = 0.5
+"""Share of the time left that a lever may take to its first look after its own time is up."""
 _SET_ASIDE = 0.75
 """Share of the budget for levers with a price, since a price that is paid in part is lost."""
 
@@ -129,7 +133,7 @@ def search(
     A lever is kept if the 98 % interval of its paired ratio is above 1 and the ratio at least 1.01. It is dropped if
     the interval excludes that, if it raises, or if its price is not repaid. A lever that was dropped before another one
     was kept is tried a second time on top of that one. Levers with a price come last, since each later try would pay
-    the price again. At the end the combination is compared with the loop before boost. If it is slower and the level
+    the price again; time is set aside for them. What is left goes to levers that were not decided. At the end the combination is compared with the loop before boost. If it is slower and the level
     changes nothing but levers, nothing is kept.
 
     Args:
@@ -157,6 +161,7 @@ class _Search:
     until: float = field(init=False)
     kept: list[str] = field(default_factory=list)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
+    open: set[str] = field(default_factory=set)
     last_step: float | None = None
 
     def __post_init__(self) -> None:
@@ -170,15 +175,21 @@ class _Search:
             self._try(lever, share=self._left() / (len(free) - index))
         for lever in self._worth_a_second_try(free):
             self._set_aside(priced)
-            first = self.verdicts[lever]
-            self._try(lever, share=self._left())
-            if not self.verdicts[lever].kept:
-                self.verdicts[lever] = first
+            self._try_again(lever)
         self.until = self.seconds
         for index, lever in enumerate(priced):
             self._try(lever, share=self._left() / (len(priced) - index))
+        for lever in [lever for lever in free if lever in self.open]:
+            if self._left() > _AGAIN * sum(verdict.price for verdict in self.verdicts.values() if verdict.kept):
+                self._try_again(lever)
         ratio = self._compare_with_plain()
         return Found(tuple(self.verdicts[lever] for lever in self.levers), ratio)
+
+    def _try_again(self, lever: str) -> None:
+        first = self.verdicts[lever]
+        self._try(lever, share=self._left())
+        if not self.verdicts[lever].kept:
+            self.verdicts[lever] = first
 
     def _set_aside(self, priced: Sequence[str]) -> None:
         """Leave time for those levers whose price the budget and the run allow."""
@@ -191,7 +202,6 @@ class _Search:
         if refusal is not None:
             self._decide(lever, False, refusal, None)
             return
-        deadline = self.bench.elapsed() + share
         try:
             price = self.bench.build([*self.kept, lever], within=self._left())
         except TimeoutError as error:
@@ -202,7 +212,9 @@ class _Search:
             text = (str(error).splitlines() or [""])[0]
             self._decide(lever, False, f"it raised {type(error).__name__}: {text}"[:300].rstrip(": "), None)
             return
-        found = self._measure(deadline, grace=_GRACE if lever in self.prices else 0.0)
+        found = self._measure(
+            min(self.bench.elapsed() + share, self.until), grace=_GRACE if lever in self.prices else 0.0
+        )
         found.price = price
         self._judge(lever, found)
         if len(found.ratios) < _EARLY:
@@ -216,6 +228,7 @@ class _Search:
 
     def _measure(self, deadline: float, *, early: bool = True, grace: float = 0.0) -> _Sample:
         found, deadline = _Sample(), deadline + grace * self.seconds
+        began = self.bench.elapsed()
         while True:
             left = self._left() + grace * self.seconds
             if left <= 0:
@@ -230,8 +243,15 @@ class _Search:
                 return found
             if done in _LOOKS and found.is_decided:
                 return found
-            if done >= _LOOKS[-1] or self.bench.elapsed() >= deadline:
+            if done >= _LOOKS[-1]:
                 return found
+            if self.bench.elapsed() >= deadline and not self._is_near_first_look(done, began):
+                return found
+
+    def _is_near_first_look(self, done: int, began: float) -> bool:
+        """Whether a lever whose time is up is decided soon, such as one that a pause of the machine kept from it."""
+        each = (self.bench.elapsed() - began) / done
+        return done < _LOOKS[0] and (_LOOKS[0] - done) * each <= _OVERTIME * self._left()
 
     def _left(self) -> float:
         return self.until - self.bench.elapsed()
@@ -261,6 +281,7 @@ class _Search:
             what = "kept as usual" if keep else "left out"
             text = f"{len(found.ratios)} pairs of steps did not decide ({middle:.2f} times as fast); {what}"
             self._decide(lever, keep, text, found)
+            self.open |= set() if keep else {lever}
 
     def _decide(self, lever: str, kept: bool, reason: str, found: _Sample | None) -> None:
         interval = None if found is None else found.interval

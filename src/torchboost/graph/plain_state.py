@@ -136,9 +136,7 @@ def plain_states(model: nn.Module) -> Attachment:
     if not any(isinstance(module, RemovedNorm) for module in model.modules()):
         return Attachment()
     _check_exportable(model, keep_head=True)
-    return Attachment(
-        model.register_state_dict_post_hook(_export), model.register_load_state_dict_pre_hook(_import)
-    )
+    return Attachment(model.register_state_dict_post_hook(_export), model.register_load_state_dict_pre_hook(_import))
 
 
 def _export(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

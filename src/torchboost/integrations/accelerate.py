@@ -76,7 +76,7 @@ def prepare(
         total_steps=total_steps,
         config=config,
         scaler=accelerator.scaler,
-        host=Host(loop="accelerate", precision="" if mixed == "no" else mixed, forward=accelerator.autocast),
+        host=Host(loop="accelerate", precision="" if mixed == "no" else mixed, forward=lambda: accelerator.autocast()),
         calibrate=calibrate,
         caller="torchboost.integrations.accelerate.prepare",
     )
@@ -95,8 +95,8 @@ def _check(accelerator: Any, model: Any, optimizer: Any) -> None:
     kind = accelerator.distributed_type
     if kind not in _WHOLE:
         raise IncompatibleError(
-            f"found an accelerator of the kind {kind.value}, which replaces model or optimizer by shards of its own. Use "
-            "one process or DistributedDataParallel, or torchboost.prepare with fully_shard in a loop without it."
+            f"found an accelerator of the kind {kind.value}, which replaces model or optimizer by shards of its own. "
+            "Use one process or DistributedDataParallel, or torchboost.prepare with fully_shard in a loop without it."
         )
     if isinstance(optimizer, AcceleratedOptimizer) or hasattr(model, "_original_forward"):
         raise IncompatibleError(

@@ -19,6 +19,8 @@ from torchboost.core.algorithm import Attachment
 from torchboost.errors import IncompatibleError
 from torchboost.front import Boosted, Host, attach
 from torchboost.graph.plain_state import plain_states
+from torchboost.integrations.figures import figures_of
+from torchboost.integrations.saved_state import warn_of_missing_state
 from torchboost.plan import Plan
 from torchboost.registry import Facts
 
@@ -33,8 +35,8 @@ class Boost(Callback):
 
     The network is changed in ``setup``, before Lightning restores a checkpoint and wraps it, and the algorithms are
     attached in ``on_fit_start``. The number of updates comes from the trainer. What was attached is removed when
-    ``fit`` ends, also by an error. Checkpoints hold the weights of the original architecture, so ``load_from_checkpoint``
-    works without this callback, and the state of the callback, from which a resumed run continues exactly.
+    ``fit`` ends, also by an error. Checkpoints hold the weights of the original architecture, which
+    ``load_from_checkpoint`` loads without this callback, and its state, from which a resumed run continues exactly.
 
     Gradient accumulation, clipping, loss scaling and mixed precision stay those of the trainer.
 
@@ -70,7 +72,8 @@ class Boost(Callback):
     ) -> None:
         check_calibrate(calibrate)
         Plan.of(level, config, loop="lightning")
-        self.level, self.module, self.config, self.calibrate = level, module, config, calibrate
+        self.level, self.module, self.config = level, module, config
+        self.calibrate: Calibrate = calibrate
         self.boosted: Boosted | None = None
         self._start: Facts | None = None
         self._plain = Attachment()
@@ -123,25 +126,19 @@ class Boost(Callback):
         if self._loaded is not None and self.boosted is not None:
             self.boosted.load_state_dict(self._loaded)
         elif trainer.ckpt_path is not None and self.boosted is not None:
-            counting = [name for name, state in self.boosted.state_dict()["attached"].items() if state]
-            if counting:
-                _LOG.warning(
-                    "the checkpoint was written without torchboost; as in a new run starts: %s.", ", ".join(counting)
-                )
+            warn_of_missing_state(self.boosted, _LOG)
         self._loaded = None
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Tell the trainer's loggers once what the trial chose and gained."""
         choice = None if self.boosted is None else self.boosted.choice
         if self._said or choice is None:
             return
         self._said = True
-        figures = {f"boost/{verdict.lever}": float(verdict.kept) for verdict in choice.verdicts}
-        if choice.ratio is not None:
-            figures["boost/times_as_fast"] = choice.ratio.mid
-        figures["boost/trial_seconds"] = choice.seconds if choice.source == "trial" else 0.0
         for logger in trainer.loggers:
-            logger.log_metrics(figures, step=trainer.global_step)
+            logger.log_metrics(figures_of(choice), step=trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove what was attached."""

@@ -15,7 +15,8 @@ from torchboost.config import ConfigSource
 from torchboost.errors import IncompatibleError
 from torchboost.front import Boosted, Host, attach
 from torchboost.graph.plain_state import plain_states
-from torchboost.integrations.side_file import load_state, save_state
+from torchboost.integrations.figures import figures_of
+from torchboost.integrations.saved_state import load_state, save_state
 from torchboost.plan import Plan
 
 __all__ = ["BoostMixin", "BoostTrainer", "boost"]
@@ -113,7 +114,7 @@ class BoostMixin(_Base):
         loss = super().training_step(*args, **kwargs)
         if not self._said and self.boosted is not None and self.boosted.choice is not None:
             self._said = True
-            self._log_choice(self.boosted)
+            self.log(figures_of(self.boosted.choice))
         return loss
 
     def _boost(self) -> None:
@@ -127,7 +128,9 @@ class BoostMixin(_Base):
             config=self._config,
             scaler=accelerator.scaler,
             host=Host(
-                loop="transformers", precision="" if mixed in (None, "no") else mixed, forward=accelerator.autocast
+                loop="transformers",
+                precision="" if mixed in (None, "no") else mixed,
+                forward=lambda: accelerator.autocast(),
             ),
             calibrate=self._calibrate,
             caller="trainer.train",
@@ -151,17 +154,6 @@ class BoostMixin(_Base):
                     f"found {name}, which replaces model or optimizer by shards of its own. Train with one process or "
                     "DistributedDataParallel, or use torchboost.prepare with fully_shard in a loop of your own."
                 )
-
-    def _log_choice(self, boosted: Boosted) -> None:
-        """Tell the trainer's loggers what the trial chose and gained."""
-        choice = boosted.choice
-        if choice is None:
-            return
-        figures = {f"boost/{verdict.lever}": float(verdict.kept) for verdict in choice.verdicts}
-        if choice.ratio is not None:
-            figures["boost/times_as_fast"] = choice.ratio.mid
-        if figures:
-            self.log({**figures, "boost/trial_seconds": choice.seconds if choice.source == "trial" else 0.0})
 
     # What the trainer saves and loads
 

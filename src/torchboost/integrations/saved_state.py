@@ -1,4 +1,4 @@
-"""The state of a boosted training as a file of a trainer's checkpoint."""
+"""The state of a boosted training in a trainer's checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torchboost.core.files import write_whole
 from torchboost.front import Boosted
 
-__all__ = ["load_state", "save_state"]
+__all__ = ["load_state", "save_state", "warn_of_missing_state"]
 
 
 def save_state(path: Path, state: Mapping[str, Any]) -> None:
@@ -35,10 +35,12 @@ def load_state(path: Path, boosted: Boosted, log: logging.Logger) -> None:
     """
     if path.exists():
         boosted.load_state_dict(torch.load(path, weights_only=True))
-        return
+    else:
+        warn_of_missing_state(boosted, log)
+
+
+def warn_of_missing_state(boosted: Boosted, log: logging.Logger) -> None:
+    """Name the algorithms that start anew because a checkpoint does not have their state."""
     counting = [name for name, state in boosted.state_dict()["attached"].items() if state]
     if counting:
-        log.warning(
-            "%s does not exist, so the checkpoint was written without torchboost; as in a new run starts: %s.",
-            *(path, ", ".join(counting)),
-        )
+        log.warning("the checkpoint was written without torchboost; as in a new run starts: %s.", ", ".join(counting))
