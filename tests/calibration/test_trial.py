@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -243,4 +244,4 @@ def test_steps_that_take_too_long_count_as_infinitely_slow():
 
 def trial_contestant(model: nn.Module, x: Tensor) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return _Contestant((model, optimizer), ((x,), {}), [], None)
+    return _Contestant((model, optimizer), ((x,), {}), [], None, nullcontext)

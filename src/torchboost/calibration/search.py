@@ -32,7 +32,7 @@ _HOPELESS = 0.9
 _LEAST_GAIN = 1.01
 """A lever that makes a step less than 1 % faster is not kept."""
 _AGAIN = 2.0
-"""A lever that was not decided is tried again if so many times what the kept levers cost is left, as it pays that anew."""
+"""An undecided lever is tried again if so many times the price of the kept levers is left. It pays that price anew."""
 _OVERTIME = 0.5
 """Share of the time left that a lever may take to its first look after its own time is up."""
 _SET_ASIDE = 0.75
@@ -133,8 +133,9 @@ def search(
     A lever is kept if the 98 % interval of its paired ratio is above 1 and the ratio at least 1.01. It is dropped if
     the interval excludes that, if it raises, or if its price is not repaid. A lever that was dropped before another one
     was kept is tried a second time on top of that one. Levers with a price come last, since each later try would pay
-    the price again; time is set aside for them. What is left goes to levers that were not decided. At the end the combination is compared with the loop before boost. If it is slower and the level
-    changes nothing but levers, nothing is kept.
+    the price again; time is set aside for them. What is left goes to levers that were not decided. At the end the
+    combination is compared with the loop before boost. If it is slower and the level changes nothing but levers,
+    nothing is kept.
 
     Args:
         levers: Names, in the order of the trial, except that levers with a price come last.
