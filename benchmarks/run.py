@@ -16,6 +16,7 @@ import optimizer_rules
 import optimizer_step
 import overhead
 import step_time
+import trainers
 import whole_run
 import zoo
 from options import parser, run
@@ -36,6 +37,7 @@ CLAIMS = {
     "adasum_time": adasum_time.measure,
     "accuracy": accuracy.measure,
     "zoo": zoo.measure,
+    "trainers": trainers.measure,
     "gpu": gpu.measure,
 }
 

@@ -132,3 +132,14 @@ def test_every_example_is_tested_and_short():
     for script in scripts:
         assert f'"{script.stem}"' in text
         assert len(script.read_text(encoding="utf-8").splitlines()) <= 80
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore:.*LeafSpec.*")
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("transformers_trainer", "transformers"), ("lightning_fit", "lightning"), ("accelerate_loop", "accelerate")],
+)
+def test_the_trainers_learn(name: str, package: str, capsys):
+    pytest.importorskip(package, reason=f"needs the extra {package}: pip install '.[{package}]'")
+    assert example(name)() > 0.7
+    assert "fused_optimizer" in capsys.readouterr().out
