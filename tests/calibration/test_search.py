@@ -273,3 +273,19 @@ def test_a_pause_of_the_machine_does_not_decide_about_a_lever(paused: tuple[str,
         lost += sum(not verdict.kept for verdict in verdicts)
         assert bench.now <= 66
     assert lost <= 3
+
+
+def test_a_price_that_pays_only_with_a_lever_that_gains_nothing_alone():
+    """As a compiled network of convolutions that is fast in another memory format only."""
+    factors = {"format": 1.0, "costs": 1.2, "compile": 1.1}
+    together = {frozenset({"format", "compile"}): 0.7}
+    for budget, kept in ((60, ["format", "compile"]), (14, [])):
+        bench = Planted(factors, pairs=together, prices={"compile": 5.0})
+        prices = {"compile": Price(expected=5.0)}
+        verdicts, ratio = search(list(factors), bench, seconds=budget, steps=10**6, prices=prices)
+        assert [verdict.lever for verdict in verdicts if verdict.kept] == kept
+        assert bench.now <= 1.1 * budget
+        if kept:
+            assert "together with compile" in verdicts[0].reason
+            assert ratio.mid == pytest.approx(1 / (1.1 * 0.7), rel=0.05)
+            assert ("format", "compile") in bench.built

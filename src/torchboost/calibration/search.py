@@ -31,6 +31,8 @@ _HOPELESS = 0.9
 """A lever with a lower ratio is not tried a second time."""
 _LEAST_GAIN = 1.01
 """A lever that makes a step less than 1 % faster is not kept."""
+_NEUTRAL = 0.97
+"""A lever that was dropped with at least this ratio is tried together with one that has a price."""
 _AGAIN = 2.0
 """An undecided lever is tried again if so many times the price of the kept levers is left. It pays that price anew."""
 _OVERTIME = 0.5
@@ -133,7 +135,9 @@ def search(
     A lever is kept if the 98 % interval of its paired ratio is above 1 and the ratio at least 1.01. It is dropped if
     the interval excludes that, if it raises, or if its price is not repaid. A lever that was dropped before another one
     was kept is tried a second time on top of that one. Levers with a price come last, since each later try would pay
-    the price again; time is set aside for them. What is left goes to levers that were not decided. At the end the
+    the price again; time is set aside for them. If one of
+    those gains nothing, it is tried once more together with levers that cost nothing, since compiled code may need
+    another memory format. What is left goes to levers that were not decided. At the end the
     combination is compared with the loop before boost. If it is slower and the level changes nothing but levers,
     nothing is kept.
 
@@ -180,6 +184,7 @@ class _Search:
         self.until = self.seconds
         for index, lever in enumerate(priced):
             self._try(lever, share=self._left() / (len(priced) - index))
+            self._try_with_neutral(lever, free)
         for lever in [lever for lever in free if lever in self.open]:
             if self._left() > _AGAIN * sum(verdict.price for verdict in self.verdicts.values() if verdict.kept):
                 self._try_again(lever)
@@ -192,19 +197,38 @@ class _Search:
         if not self.verdicts[lever].kept:
             self.verdicts[lever] = first
 
+    def _try_with_neutral(self, lever: str, free: Sequence[str]) -> None:
+        """Try a lever that gained nothing together with those that cost nothing: each may need the other."""
+        first = self.verdicts[lever]
+        neutral = [other for other in free if not self.verdicts[other].kept and self._is_neutral(other)]
+        if first.kept or not (first.pairs and neutral) or self._left() <= _AGAIN * first.price:
+            return
+        self._try(lever, share=self._left(), also=neutral)
+        if not self.verdicts[lever].kept:
+            self.verdicts[lever] = first
+            return
+        self.kept += neutral
+        for other in neutral:
+            found = {"kept": True, "reason": f"only together with {lever}, where the two gain"}
+            self.verdicts[other] = self.verdicts[other].model_copy(update=found)
+
+    def _is_neutral(self, lever: str) -> bool:
+        ratio = self.verdicts[lever].ratio
+        return ratio is not None and ratio.mid >= _NEUTRAL
+
     def _set_aside(self, priced: Sequence[str]) -> None:
         """Leave time for those levers whose price the budget and the run allow."""
         share = _SET_ASIDE * self.seconds
         wanted = any(self.steps is not None and self._dear(lever, share) is None for lever in priced)
         self.until = self.seconds - (share if wanted else 0.0)
 
-    def _try(self, lever: str, share: float) -> None:
+    def _try(self, lever: str, share: float, also: Sequence[str] = ()) -> None:
         refusal = self._too_dear(lever, share)
         if refusal is not None:
             self._decide(lever, False, refusal, None)
             return
         try:
-            price = self.bench.build([*self.kept, lever], within=self._left())
+            price = self.bench.build([*self.kept, *also, lever], within=self._left())
         except TimeoutError as error:
             self._decide(lever, False, f"{error}; give it more with calibrate=seconds", None)
             self._mark_interrupted(lever)
