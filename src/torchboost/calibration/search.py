@@ -20,6 +20,8 @@ _PROMISING = 1.02
 """After 40 pairs, only a lever that seems to gain 2 % is timed further."""
 _CONFIDENCE = 0.98
 """Of one look. Over all looks, a lever that does nothing is kept in fewer than 1 of 20 trials."""
+_CONFIDENCE_TOGETHER = 0.995
+"""Of one look at a lever that gained nothing alone."""
 _GRACE = 0.08
 """Share of the budget that may be added to time a lever whose price is paid, rather than to have paid for nothing."""
 _EARLY = 4
@@ -30,7 +32,7 @@ _SLOWER_BY_FAR = 0.5
 _HOPELESS = 0.9
 """A lever with a lower ratio is not tried a second time."""
 _LEAST_GAIN = 1.01
-"""A lever that makes a step less than 1 % faster is not kept."""
+"""A lever that makes a step less than 1 % faster is not kept; with a price, less than ``_PROMISING``."""
 _NEUTRAL = 0.97
 """A lever that was dropped with at least this ratio is tried together with one that has a price."""
 _AGAIN = 2.0
@@ -104,10 +106,12 @@ class _Sample:
     ratios: list[float] = field(default_factory=list)
     incumbent: list[float] = field(default_factory=list)
     price: float = 0.0
+    second: bool = False
 
     @property
     def interval(self) -> Interval | None:
-        return None if len(self.ratios) < _LOOKS[0] else exact_median(self.ratios, confidence=_CONFIDENCE)
+        least, confidence = (_LOOKS[1], _CONFIDENCE_TOGETHER) if self.second else (_LOOKS[0], _CONFIDENCE)
+        return None if len(self.ratios) < least else exact_median(self.ratios, confidence=confidence)
 
     @property
     def is_decided(self) -> bool:
@@ -132,14 +136,13 @@ def search(
 ) -> Found:
     """Try the levers one after the other on top of those that were kept, then those again that were dropped too early.
 
-    A lever is kept if the 98 % interval of its paired ratio is above 1 and the ratio at least 1.01. It is dropped if
-    the interval excludes that, if it raises, or if its price is not repaid. A lever that was dropped before another one
-    was kept is tried a second time on top of that one. Levers with a price come last, since each later try would pay
-    the price again; time is set aside for them. If one of
-    those gains nothing, it is tried once more together with levers that cost nothing, since compiled code may need
-    another memory format. What is left goes to levers that were not decided. At the end the
-    combination is compared with the loop before boost. If it is slower and the level changes nothing but levers,
-    nothing is kept.
+    A lever is kept if the 98 % interval of its paired ratio is above 1 and the ratio at least 1.01, or 1.02 with a
+    price. It is dropped if the interval excludes that, if it raises, or if its price is not repaid. A lever that was
+    dropped before another one was kept is tried a second time on top of that one. Levers with a price come last, since
+    each later try would pay the price again; time is set aside for them. If one of those gains nothing, it is tried
+    once more together with levers that cost nothing, since compiled code may need another memory format. What is left
+    goes to levers that were not decided. At the end the combination is compared with the loop before boost. If it is
+    slower and the level changes nothing but levers, nothing is kept.
 
     Args:
         levers: Names, in the order of the trial, except that levers with a price come last.
@@ -238,7 +241,9 @@ class _Search:
             self._decide(lever, False, f"it raised {type(error).__name__}: {text}"[:300].rstrip(": "), None)
             return
         found = self._measure(
-            min(self.bench.elapsed() + share, self.until), grace=_GRACE if lever in self.prices else 0.0
+            min(self.bench.elapsed() + share, self.until),
+            grace=_GRACE if lever in self.prices else 0.0,
+            second=bool(also),
         )
         found.price = price
         self._judge(lever, found)
@@ -251,8 +256,8 @@ class _Search:
             return
         self.verdicts[lever] = self.verdicts[lever].model_copy(update={"interrupted": True})
 
-    def _measure(self, deadline: float, *, early: bool = True, grace: float = 0.0) -> _Sample:
-        found, deadline = _Sample(), deadline + grace * self.seconds
+    def _measure(self, deadline: float, *, early: bool = True, grace: float = 0.0, second: bool = False) -> _Sample:
+        found, deadline = _Sample(second=second), deadline + grace * self.seconds
         began = self.bench.elapsed()
         while True:
             left = self._left() + grace * self.seconds
@@ -290,7 +295,7 @@ class _Search:
         middle = sorted(found.ratios)[len(found.ratios) // 2]
         if max(found.ratios) < (_CLEARLY_SLOWER if len(found.ratios) >= _EARLY else _SLOWER_BY_FAR):
             self._decide(lever, False, f"a step takes {1 / max(middle, 1e-9):.2f} times as long", found)
-        elif found.interval is not None and found.interval.low > 1 and middle >= _LEAST_GAIN:
+        elif found.interval is not None and found.interval.low > 1 and middle >= self._least_gain(lever):
             saving = self._saving(found.interval.mid)
             if lever in self.prices and saving is not None and saving <= found.price:
                 text = (
@@ -307,6 +312,9 @@ class _Search:
             text = f"{len(found.ratios)} pairs of steps did not decide ({middle:.2f} times as fast); {what}"
             self._decide(lever, keep, text, found)
             self.open |= set() if keep else {lever}
+
+    def _least_gain(self, lever: str) -> float:
+        return _PROMISING if lever in self.prices else _LEAST_GAIN
 
     def _decide(self, lever: str, kept: bool, reason: str, found: _Sample | None) -> None:
         interval = None if found is None else found.interval
