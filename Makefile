@@ -1,4 +1,5 @@
-# Every target sets the environment up first, once; VENV names where.
+# Every target sets the environment up first, once; VENV names where. timm asks for torchvision, which has no build for
+# torch on the CPU, and works without.
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
@@ -16,6 +17,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt --no-deps timm
 	touch $@
 
 demo: setup

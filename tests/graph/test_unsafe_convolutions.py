@@ -8,6 +8,7 @@ from torch import nn
 
 import torchboost
 from torchboost.algorithms import ChannelsLast, Compile, to_channels_last
+from torchboost.algorithms.autocast import autocast_forward
 from torchboost.core import Target, attach_all
 from torchboost.errors import IncompatibleError
 from torchboost.graph.unsafe_convolutions import unsafe_channels_last
@@ -59,3 +60,48 @@ def test_a_level_trains_such_a_network(level):
         optimizer.step()
         optimizer.zero_grad()
     assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def narrow(kind: type[nn.Module], dims: int, **settings) -> tuple[nn.Module, torch.Tensor]:
+    """A strided convolution whose outputs (transposed: inputs) are one entry wide."""
+    ones, zeros = (1,) * (dims - 1), (0,) * (dims - 1)
+    torch.manual_seed(0)
+    layer = kind(32, 32, (*ones, 3), stride=(*ones, 2), padding=(*zeros, 1), **settings)
+    return layer, torch.randn(8, 32, *ones, 1)
+
+
+NARROW = {
+    "1d": lambda: narrow(nn.Conv1d, 1),
+    "2d": lambda: narrow(nn.Conv2d, 2),
+    "3d": lambda: narrow(nn.Conv3d, 3),
+    "groups": lambda: narrow(nn.Conv2d, 2, groups=2),
+    "transposed": lambda: narrow(nn.ConvTranspose2d, 2),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_narrow_strided_convolutions_are_computed_in_float32_under_autocast(name):
+    """In bfloat16 oneDNN reads memory that was never written, so memory is filled with large numbers first."""
+    layer, inputs = NARROW[name]()
+    layer(inputs).sum().backward()
+    expected = layer.weight.grad.clone()
+    effect = autocast_forward(layer)
+    for _ in range(3):
+        junk = [torch.full((size,), 1e30, dtype=torch.bfloat16) for size in 3 * (layer.weight.numel(), 8 * 32, 16 * 32)]
+        del junk
+        layer.weight.grad = None
+        layer(inputs).sum().backward()
+        torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-2, atol=1e-2)
+    effect.remove()
+    assert "forward" not in vars(layer)
+
+
+def test_only_narrow_outputs_are_computed_in_float32():
+    layer = nn.Sequential(nn.Conv2d(8, 8, 3, stride=2, padding=1))
+    seen = []
+    layer[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    effect = autocast_forward(layer)
+    for width in (1, 2, 3, 4, 16):
+        layer(torch.randn(2, 8, 16, width))
+    effect.remove()
+    assert seen == [torch.float32, torch.float32, *3 * [torch.bfloat16]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_accelerator() -> Iterator[None]:
-    yield
-    reset()
+pytestmark = pytest.mark.usefixtures("one_accelerator")
 
 
 def reset() -> None:

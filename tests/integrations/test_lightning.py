@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Subset
 from tests.support.ranks import run_ranks
 from tests.support.trainer_models import KINDS, Kind, trained_alike
 from torchboost.core.torch_private import module_hooks
-from torchboost.errors import ConfigError, IncompatibleError
+from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning
 from torchboost.graph.removed_norm import RemovedNorm
 from torchboost.integrations.lightning import Boost
 
@@ -116,6 +116,24 @@ def test_closures_with_accumulation_and_clipping_equal_the_plain_loop(name: str,
     module, _ = fit(name, tmp_path, accumulate_grad_batches=every, gradient_clip_val=0.5)
     expected = by_hand(kind, STEPS, every, 0.5)
     assert all(torch.equal(p, q) for p, q in zip(module.net.parameters(), expected.parameters(), strict=True))
+
+
+def test_clipping_in_mixed_precision(tmp_path: Path):
+    module, boost = fit("bert", tmp_path, precision="bf16-mixed", gradient_clip_val=0.5)
+    assert "fused_optimizer" in {algorithm.name for algorithm in boost.plan.algorithms}
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+def test_a_network_that_training_step_does_not_call_warns(tmp_path: Path):
+    class Inner(Lit):
+        def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+            images = self.net.resnet(batch["pixel_values"]).pooler_output
+            return nn.functional.cross_entropy(self.net.classifier(images), batch["labels"])
+
+    kind = KINDS["resnet"]
+    boost = Boost("O1", module="net", config={"extra": {"autocast": {}, "channels_last": {}}})
+    with pytest.warns(NoEffectWarning, match="itself was not called"):
+        trainer_of(tmp_path, boost).fit(Inner(kind.seeded()), loader(kind))
 
 
 def test_checkpoints_need_no_torchboost(tmp_path: Path):

@@ -160,13 +160,14 @@ def test_lightning_calls_the_seams_in_order(tmp_path: Path):
     )
 
 
-def test_accelerate_has_the_seams():
+def test_accelerate_has_the_seams(one_accelerator: None):
     given = inspect.signature(Accelerator.prepare).parameters
     assert any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in given.values()), (
         "Accelerator.prepare(*args) has changed"
     )
-    for name in ("register_for_checkpointing", "autocast", "mixed_precision", "distributed_type", "device_placement"):
-        assert hasattr(Accelerator, name), f"Accelerator has no {name}"
-    model = torch.nn.Linear(2, 2)
-    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    names = "register_for_checkpointing autocast mixed_precision distributed_type device_placement scaler"
+    for name in names.split():
+        assert hasattr(accelerator, name), f"Accelerator has no {name}"
+    prepared = accelerator.prepare(torch.nn.Linear(2, 2))
     assert "_original_forward" in vars(prepared), "Accelerate no longer keeps _original_forward on a prepared model"

@@ -16,6 +16,7 @@ from torchboost.core.containers import with_tensors
 from torchboost.core.covering import cover_forward
 from torchboost.core.forward_watch import ForwardWatch
 from torchboost.errors import IncompatibleError
+from torchboost.graph.unsafe_convolutions import convolutions_unsafe_in_bfloat16, is_unsafe_in_bfloat16
 
 __all__ = ["Autocast", "autocast_forward"]
 
@@ -31,6 +32,10 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> A
     Matrix products and convolutions read ``dtype``; reductions that need it stay in float32; parameters,
     gradients and optimizer state stay as they are. Each weight is cast once per forward (autocast's cache).
     The loss is computed by the caller on float32 outputs, outside autocast.
+
+    On the CPU, a strided convolution whose outputs have one entry in the last dimension computes in float32, because
+    oneDNN computes its gradient wrongly in bfloat16
+    (:func:`~torchboost.graph.unsafe_convolutions.is_unsafe_in_bfloat16`).
 
     The ``forward`` of this one instance is replaced by a function that calls the original. Forward hooks do not work:
     in a model compiled by ``nn.Module.compile()`` the hooks of the root are compiled separately from ``forward``, so
@@ -77,7 +82,19 @@ def _cover(model: nn.Module, dtype: torch.dtype, watch: ForwardWatch | None) -> 
             raise
         return with_tensors(outputs, _to_float32)
 
-    return cover_forward(model, under_autocast)
+    covers = [cover_forward(model, under_autocast)]
+    if dtype is torch.bfloat16:
+        unsafe = convolutions_unsafe_in_bfloat16(model)
+        covers += [cover_forward(conv, _in_float32_if_unsafe, innermost=True) for conv in unsafe]
+    return Attachment(*covers)
+
+
+def _in_float32_if_unsafe(forward: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    inputs = args[0] if args else kwargs["input"]
+    if not is_unsafe_in_bfloat16(module, inputs):
+        return forward(module, *args, **kwargs)
+    with torch.autocast("cpu", enabled=False):
+        return forward(module, inputs.float(), *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

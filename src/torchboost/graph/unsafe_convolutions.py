@@ -1,12 +1,14 @@
-"""Convolutions that oneDNN computes wrongly, or crashes on, if their input is channels-last."""
+"""Convolutions that oneDNN computes wrongly, or crashes on: in channels-last, and in bfloat16."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterator
 
-from torchboost.core.torch_private import AnyConv
+from torch import Tensor, nn
 
-__all__ = ["unsafe_channels_last"]
+from torchboost.core.torch_private import AnyConv, conv_padding
+
+__all__ = ["convolutions_unsafe_in_bfloat16", "is_unsafe_in_bfloat16", "unsafe_channels_last"]
 
 _BLOCK = 16
 """Channels that one AVX-512 register holds. AVX2 kernels fail below 8."""
@@ -28,10 +30,36 @@ def unsafe_channels_last(model: nn.Module) -> str | None:
     return None
 
 
+def convolutions_unsafe_in_bfloat16(model: nn.Module) -> Iterator[AnyConv]:
+    """Yield the convolutions on the CPU that oneDNN computes wrongly in bfloat16 for some inputs."""
+    for module in model.modules():
+        if isinstance(module, AnyConv) and module.stride[-1] > 1 and module.kernel_size[-1] > 1 and _is_on_cpu(module):
+            yield module
+
+
+def is_unsafe_in_bfloat16(module: AnyConv, inputs: Tensor) -> bool:
+    """Whether oneDNN computes a strided convolution of these inputs wrongly in bfloat16.
+
+    It does if the last dimension of the outputs, or of the inputs of a transposed convolution, has one entry: the
+    gradient of the kernel then reads memory that was never written, and so does the forward pass in three dimensions.
+    The results are of any size, infinity included, and differ from run to run. Processors with AVX512-BF16 or AMX have
+    such kernels. Source: https://github.com/pytorch/pytorch/issues/169688; found in the oneDNN of torch 2.13.
+    """
+    if module.transposed:
+        return inputs.shape[-1] == 1
+    padded = inputs.shape[-1] + sum(conv_padding(module)[:2])
+    return (padded - module.dilation[-1] * (module.kernel_size[-1] - 1) - 1) // module.stride[-1] == 0
+
+
 def _writes_past_its_buffer(module: AnyConv) -> bool:
     # Not module.weight: a parametrised weight is computed when it is read, and spectral_norm changes its buffers then.
-    on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
-    return on_cpu and set(module.kernel_size) == {1} and max(module.stride) > 1 and _channels(module) < _BLOCK
+    return (
+        _is_on_cpu(module) and set(module.kernel_size) == {1} and max(module.stride) > 1 and _channels(module) < _BLOCK
+    )
+
+
+def _is_on_cpu(module: nn.Module) -> bool:
+    return all(parameter.device.type == "cpu" for parameter in module.parameters())
 
 
 def _channels(module: AnyConv) -> int:
