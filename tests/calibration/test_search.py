@@ -289,3 +289,21 @@ def test_a_price_that_pays_only_with_a_lever_that_gains_nothing_alone():
             assert "together with compile" in verdicts[0].reason
             assert ratio.mid == pytest.approx(1 / (1.1 * 0.7), rel=0.05)
             assert ("format", "compile") in bench.built
+
+
+def test_a_lever_that_had_no_time_before_compilation_has_it_after():
+    """Steps of the first lever take so long that nothing is left for the second one until compilation is decided."""
+    factors = {"slow": 20.0, "gains": 1 / 1.2, "compile": 0.8}
+    bench = Planted(factors, step=0.2, prices={"compile": 1.0})
+    bench.pauses = {"slow": 6.0}
+    verdicts, _ = search(list(factors), bench, seconds=60, steps=10**6, prices={"compile": Price(expected=20.0)})
+    assert [verdict.kept for verdict in verdicts] == [False, True, True]
+    assert bench.built[-1] == ("compile", "gains")
+
+
+def test_a_hopelessly_slow_lever_costs_two_pairs():
+    bench = Planted({"slow": 15.0, "gains": 0.8})
+    verdicts, _ = search(["slow", "gains"], bench, seconds=60)
+    assert [verdict.kept for verdict in verdicts] == [False, True]
+    assert verdicts[0].pairs == 2
+    assert "15" in verdicts[0].reason or "14" in verdicts[0].reason

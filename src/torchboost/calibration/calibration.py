@@ -143,7 +143,7 @@ class Calibration:
                 ) as trial,
             ):
                 verdicts, ratio = search(
-                    list(levers),
+                    sorted(levers, key=lambda name: name not in self.prior),  # what may take long comes last
                     trial,
                     seconds=(budget := self.seconds(trial.step_seconds)),
                     steps=self.total_steps,

@@ -27,8 +27,10 @@ _GRACE = 0.08
 _EARLY = 4
 """Pairs after which a lever that is clearly slower in each of them is dropped."""
 _CLEARLY_SLOWER = 0.93
+_HOPELESSLY_SLOW = 0.3
+"""If it is as slow as this, two pairs say so."""
 _SLOWER_BY_FAR = 0.5
-"""If it is as slow as this, fewer pairs say so."""
+"""If it is as slow as this when its time is up, one pair says so."""
 _HOPELESS = 0.9
 """A lever with a lower ratio is not tried a second time."""
 _LEAST_GAIN = 1.01
@@ -37,6 +39,8 @@ _NEUTRAL = 0.97
 """A lever that was dropped with at least this ratio is tried together with one that has a price."""
 _AGAIN = 2.0
 """An undecided lever is tried again if so many times the price of the kept levers is left. It pays that price anew."""
+_PATIENCE = 30
+"""A lever whose first steps take longer than so many steps of the incumbent is not tried again."""
 _OVERTIME = 0.5
 """Share of the time left that a lever may take to its first look after its own time is up."""
 _SET_ASIDE = 0.75
@@ -157,6 +161,12 @@ def search(
     return _Search(list(levers), bench, seconds, steps, dict(prices or {}), dict(undecided or {}), changed).run()
 
 
+def _is_clearly_slower(ratios: Sequence[float]) -> bool:
+    """Whether a lever is dropped before its first look: the slower it is, the fewer pairs say so."""
+    least = _CLEARLY_SLOWER if len(ratios) >= _EARLY else _HOPELESSLY_SLOW if len(ratios) >= 2 else 0.0
+    return max(ratios) < least
+
+
 @dataclass(slots=True)
 class _Search:
     levers: list[str]
@@ -226,15 +236,17 @@ class _Search:
         self.until = self.seconds - (share if wanted else 0.0)
 
     def _try(self, lever: str, share: float, also: Sequence[str] = ()) -> None:
-        refusal = self._too_dear(lever, share)
+        refusal, within = self._too_dear(lever, share), self._left()
         if refusal is not None:
             self._decide(lever, False, refusal, None)
+            self.open |= {lever} if within <= 0 else set()
             return
         try:
-            price = self.bench.build([*self.kept, *also, lever], within=self._left())
+            price = self.bench.build([*self.kept, *also, lever], within=within)
         except TimeoutError as error:
             self._decide(lever, False, f"{error}; give it more with calibrate=seconds", None)
             self._mark_interrupted(lever)
+            self.open |= {lever} if self.last_step is not None and within < _PATIENCE * self.last_step else set()
             return
         except Exception as error:  # a lever may raise anything; training continues without it
             text = (str(error).splitlines() or [""])[0]
@@ -269,7 +281,7 @@ class _Search:
             found.incumbent.append(base)
             found.ratios.append(base / own if own > 0 and math.isfinite(own) else 0.0)
             done = len(found.ratios)
-            if early and done >= _EARLY and max(found.ratios) < _CLEARLY_SLOWER:
+            if early and _is_clearly_slower(found.ratios):
                 return found
             if done in _LOOKS and found.is_decided:
                 return found
@@ -293,7 +305,7 @@ class _Search:
             return
         self.last_step = sorted(found.incumbent)[len(found.incumbent) // 2]
         middle = sorted(found.ratios)[len(found.ratios) // 2]
-        if max(found.ratios) < (_CLEARLY_SLOWER if len(found.ratios) >= _EARLY else _SLOWER_BY_FAR):
+        if _is_clearly_slower(found.ratios) or max(found.ratios) < _SLOWER_BY_FAR:
             self._decide(lever, False, f"a step takes {1 / max(middle, 1e-9):.2f} times as long", found)
         elif found.interval is not None and found.interval.low > 1 and middle >= self._least_gain(lever):
             saving = self._saving(found.interval.mid)
