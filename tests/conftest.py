@@ -84,6 +84,20 @@ def fast_bfloat16(bfloat16: Callable[..., None]) -> None:
     bfloat16(2.0, 2.0)
 
 
+@pytest.fixture
+def one_accelerator() -> Iterator[None]:
+    """Forget the settings of an ``Accelerator``, which all of a process share."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    def forget() -> None:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+    forget()
+    yield
+    forget()
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder with CIFAR-10 and the text corpus; skips where it is absent."""

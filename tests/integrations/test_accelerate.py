@@ -82,6 +82,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(name: str, setting: str, tmp
 
 
 def resumed_on_ranks(name: str, folder: str) -> list[bool]:
+    assert Accelerator(cpu=True).num_processes == 2
     whole, _ = train(name, folder)
     resumed, _ = train(name, "", resume=folder)
     return [trained_alike(whole, resumed), any(isinstance(module, RemovedNorm) for module in whole.modules())]

@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 
+from tests.support.ranks import run_ranks
 from tests.support.trainer_models import KINDS, Kind, Rows, trained_alike
 from torchboost.core.torch_private import module_hooks, step_pre_hooks
 from torchboost.errors import ConfigError, IncompatibleError
@@ -58,6 +59,25 @@ def test_a_resumed_run_equals_the_uninterrupted_one(name: str, setting: str, tmp
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{STEPS // 2}"))
     assert trained_alike(whole.model, resumed.model)
     assert whole.state.log_history[-2]["loss"] == resumed.state.log_history[-2]["loss"]
+
+
+def resumed_on_ranks(name: str, folder: str) -> list[Any]:
+    kind, settings = KINDS[name], {"ddp_backend": "gloo", "per_device_train_batch_size": 2}
+    whole = trainer_of(kind, Path(folder) / "whole", settings=settings)
+    whole.train()
+    torch.distributed.barrier()
+    resumed = trainer_of(kind, Path(folder) / "resumed", settings=settings)
+    resumed.train(resume_from_checkpoint=f"{folder}/whole/checkpoint-{STEPS // 2}")
+    weights = float(sum(p.detach().double().abs().sum() for p in whole.model.parameters()))
+    return [whole.args.world_size, trained_alike(whole.model, resumed.model), weights]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["bert", "resnet"])
+def test_a_resumed_run_on_two_ranks_equals_the_uninterrupted_one(name: str, tmp_path: Path):
+    first, second = run_ranks(resumed_on_ranks, 2, name, str(tmp_path))
+    assert first == second
+    assert first[:2] == [2, True]
 
 
 def test_freezing_continues_where_it_was(tmp_path: Path):
