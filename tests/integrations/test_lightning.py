@@ -202,6 +202,22 @@ def test_averages_of_the_weights_in_either_order(average: str, boost_first: bool
     trainer.fit(module, loader(kind))
     assert any(isinstance(m, RemovedNorm) for m in module.modules())
     assert all(torch.isfinite(p).all() for p in module.parameters())
+    trainer.save_checkpoint(tmp_path / "later.ckpt")
+    for path in (tmp_path / f"step={2 * EPOCH}.ckpt", tmp_path / "later.ckpt"):
+        state = torch.load(path, weights_only=False)["state_dict"]
+        Lit(kind.build()).load_state_dict(state)
+
+
+@pytest.mark.parametrize("boost_first", [False, True])
+def test_a_resumed_average_equals_the_uninterrupted_one(boost_first: bool, tmp_path: Path):
+    kind, found = KINDS["resnet"], []
+    for resume in (None, str(tmp_path / f"step={STEPS // 2}.ckpt")):
+        module, boost, average = Lit(kind.seeded()), Boost("O1", config=kind.config), EMAWeightAveraging(decay=0.5)
+        callbacks = [boost, average] if boost_first else [average, boost]
+        folder = tmp_path if resume is None else tmp_path / "resumed"
+        trainer_of(folder, *callbacks).fit(module, loader(kind), ckpt_path=resume)
+        found.append(module)
+    assert trained_alike(*found)
 
 
 def test_a_backbone_that_is_unfrozen_later(tmp_path: Path):

@@ -19,7 +19,7 @@ from torchboost.graph.folding import fold_into_layer
 from torchboost.graph.normalized_linear import NormalizedLinear
 from torchboost.graph.removed_norm import NORM_TENSORS, RemovedNorm
 
-__all__ = ["load_plain_state_dict", "plain_state_dict", "plain_states"]
+__all__ = ["load_plain_state_dict", "plain_state_dict", "plain_states", "to_plain_"]
 
 _WRAPPER_PREFIXES = ("module.", COMPILED_PREFIX)
 
@@ -136,11 +136,17 @@ def plain_states(model: nn.Module) -> Attachment:
     if not any(isinstance(module, RemovedNorm) for module in model.modules()):
         return Attachment()
     _check_exportable(model, keep_head=True)
-    return Attachment(model.register_state_dict_post_hook(_export), model.register_load_state_dict_pre_hook(_import))
+    return Attachment(model.register_state_dict_post_hook(to_plain_), model.register_load_state_dict_pre_hook(_import))
 
 
-def _export(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Convert the entries of a model in a state dict, unless another such hook has done so."""
+def to_plain_(model: nn.Module, state: dict[str, Any], prefix: str = "", *_: Any) -> None:
+    """Convert the entries of a model in a state dict in place, unless they are those of the original architecture.
+
+    Args:
+        model: The bare model.
+        state: A state dict of ``model`` or of a module around it.
+        prefix: How the names of its entries begin.
+    """
     if _is_plain(model, state, prefix):
         return
     values = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}

@@ -18,7 +18,7 @@ from torchboost.config import ConfigSource
 from torchboost.core.algorithm import Attachment
 from torchboost.errors import IncompatibleError
 from torchboost.front import Boosted, Host, attach
-from torchboost.graph.plain_state import plain_states
+from torchboost.graph.plain_state import plain_states, to_plain_
 from torchboost.integrations.figures import figures_of
 from torchboost.integrations.saved_state import warn_of_missing_state
 from torchboost.plan import Plan
@@ -97,11 +97,12 @@ class Boost(Callback):
                 levers = {lever.name for lever in plan.levers}
                 plan = replace(plan, algorithms=tuple(a for a in plan.algorithms if a.name not in levers))
             plan.transform(network)
-            self._refresh_averages(trainer, pl_module)
         elif self.boosted is None:
             return
         self._plain.remove()
         self._plain = plain_states(self._network(pl_module))
+        if stage == "fit":
+            self._refresh_averages(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the algorithms to the network and its optimizer."""
@@ -151,8 +152,9 @@ class Boost(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the weights for the original architecture also after ``fit``."""
         if self.boosted is not None:
-            with plain_states(self._network(pl_module)):
-                checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
+            network = self._network(pl_module)
+            name = next(name for name, module in pl_module.named_modules() if module is network)
+            to_plain_(network, checkpoint["state_dict"], f"{name}.")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs."""
@@ -200,7 +202,10 @@ class Boost(Callback):
             )
 
     def _refresh_averages(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let averages of the weights that were listed before this callback copy the changed network."""
+        """Let averages of the weights that were listed before this callback copy the changed network.
+
+        The copies have the hooks of ``plain_states`` too, so both kinds of weights are saved alike.
+        """
         for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if callback is self:
                 return

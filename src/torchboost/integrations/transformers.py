@@ -132,7 +132,7 @@ class BoostMixin(_Base):
                 precision="" if mixed in (None, "no") else mixed,
                 forward=lambda: accelerator.autocast(),
             ),
-            calibrate=self._calibrate,
+            calibrate=self._calibrate if self.args.n_gpu < 2 else False,  # DataParallel calls replicas
             caller="trainer.train",
         )
         self.boosted.attached.with_undo(plain_states(self.boosted.model).remove)
