@@ -21,8 +21,16 @@ RESULTS = Path(__file__).resolve().parent / "results"
 UNMEASURED = "not measured"
 LEVELS = ("O1", "O2")
 
-ZOOS: Mapping[str, str] = MappingProxyType({"zoo": "", "zoo-avx2": "simulated with AVX2 only"})
-"""Claim of the zoo -> what its machine is called; empty for the one it is."""
+ZOOS: Mapping[str, str] = MappingProxyType(
+    {
+        "zoo": "with AVX512-BF16 and AMX",
+        "zoo-second": "with AVX512-BF16 and AMX, second run",
+        "zoo-avx2": "the same, simulated with AVX2 only",
+        "zoo-avx2-second": "the same, simulated with AVX2 only, second run",
+        "zoo-no_amx": "with AVX512-BF16, without AMX",
+    }
+)
+"""Claim of the zoo -> what its machine is called."""
 
 ACCURACY: Mapping[str, str] = MappingProxyType(
     {
@@ -66,8 +74,7 @@ def _machine(reports: list[BenchReport], called: str) -> str:
     found = {report.environment for report in reports}
     machines = sorted({f"{env.processor}, {env.cores} cores, {env.device}" for env in found})
     versions = sorted({env.torch for env in found})
-    machine = f"{'; '.join(machines)}{f', {called}' if called else ''}"
-    return f"Every figure is from one machine ({machine}), with torch {_clause(versions)}."
+    return f"Every figure is from one machine ({'; '.join(machines)}, {called}), with torch {_clause(versions)}."
 
 
 def _noise(rows: list[Row]) -> list[str]:

@@ -59,7 +59,10 @@ def results(claim: str) -> str:
 WHOLE: dict[str, Callable[[str], str]] = {
     "levels": levels,
     "results": lambda folder: results("zoo"),
+    "results_second": lambda folder: results("zoo-second"),
     "results_avx2": lambda folder: results("zoo-avx2"),
+    "results_avx2_second": lambda folder: results("zoo-avx2-second"),
+    "results_no_amx": lambda folder: results("zoo-no_amx"),
     "accuracy": lambda folder: rows(headline.accuracy()),
     "algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=False)),
     "measured_algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=True)),
