@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import torchboost
 from tests.support.conv_nets import vgg
 from torchboost import Boosted, ConfigError, IncompatibleError, NoEffectWarning, Target, boost, prepare
+from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.front import boosted_of, fastest
 from torchboost.graph import dataflow
 
@@ -254,3 +255,16 @@ def test_the_model_is_traced_once_before_it_is_changed_and_once_after(monkeypatc
     boosted = boost(*pair(vgg), level="O1", total_steps=10_000)
     assert {"less_bn", "grad_freeze"} <= set(boosted.attached)
     assert len(traces) == 2
+
+
+def test_a_second_boost_lists_what_the_first_one_changed_in_the_model():
+    torch.manual_seed(0)
+    model = ResNet(Bottleneck, [1, 1], width=8, classes=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        boosted = torchboost.boost(model, optimizer, level="O1", total_steps=100, calibrate=False)
+        assert {"less_bn", "gradient_centralization"} <= {algorithm.name for algorithm in boosted.plan.algorithms}
+        model(torch.randn(4, 3, 16, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        boosted.remove()

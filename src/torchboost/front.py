@@ -56,18 +56,14 @@ class Host:
         loop: See :func:`boost`.
         precision: The mixed precision in which a trainer computes, in its own words; empty if it uses none.
         forward: Makes the context in which it computes each forward pass.
-        start: What was known when the run began, if the model has weights of a checkpoint since then; None to look.
     """
 
     loop: Loop = "own"
     precision: str = ""
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
-    start: Facts | None = None
 
     def facts(self, model: nn.Module) -> Facts:
-        """Look at the machine and the model, unless that was done when the run began."""
-        if self.start is not None:
-            return self.start
+        """Look at the machine and the model."""
         return Facts.measure(model, loop=self.loop, precision=self.precision)
 
 

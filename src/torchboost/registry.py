@@ -28,6 +28,7 @@ from torchboost.core.torch_private import AnyBatchNorm, AnyConv
 from torchboost.distributed.topology import Topology
 from torchboost.errors import nearest
 from torchboost.graph.norm_roles import was_trained
+from torchboost.graph.removed_norm import RemovedNorm
 
 __all__ = ["LEVELS", "REGISTRY", "Entry", "Facts", "Loop"]
 
@@ -46,9 +47,9 @@ class Facts:
         half_precision: Whether the device computes faster in bfloat16 than in float32; None if the device is not here.
         half_precision_reason: One clause that says what was measured; empty if nothing was.
         convolutions: Number of convolutions in the model; None without a model.
-        batch_norms: Number of BatchNorms in the model; None without a model.
+        batch_norms: Number of BatchNorms in the model, with those that ``less_bn`` removed; None without a model.
         trained: Whether the model was trained before, judged by its BatchNorm statistics; None without a model or
-            without BatchNorms.
+            without BatchNorms. If ``less_bn`` removed some before, False, because that was decided then.
         total_steps: Number of planned training steps; None if not given.
         loop: The owner of the training loop: ``"torchboost"`` (a training step of this package), ``"own"`` (the user's
             lines), or the trainer ``"transformers"``, ``"lightning"`` or ``"accelerate"``.
@@ -102,8 +103,8 @@ class Facts:
             check_module(model)
             device = next((p.device for p in model.parameters()), device)
             convolutions = sum(isinstance(m, AnyConv) for m in model.modules())
-            batch_norms = sum(isinstance(m, AnyBatchNorm) for m in model.modules())
-            trained = was_trained(model)
+            batch_norms = sum(isinstance(m, (AnyBatchNorm, RemovedNorm)) for m in model.modules())
+            trained = False if BatchNormRemoval().applied(model) else was_trained(model)
         half = half_precision(device, convolutions)
         return cls(
             world_size=topology.world_size,

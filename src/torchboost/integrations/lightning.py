@@ -22,7 +22,6 @@ from torchboost.graph.plain_state import plain_states, to_plain_
 from torchboost.integrations.figures import figures_of
 from torchboost.integrations.saved_state import warn_of_missing_state
 from torchboost.plan import Plan
-from torchboost.registry import Facts
 
 __all__ = ["Boost"]
 
@@ -75,7 +74,6 @@ class Boost(Callback):
         self.level, self.module, self.config = level, module, config
         self.calibrate: Calibrate = calibrate
         self.boosted: Boosted | None = None
-        self._start: Facts | None = None
         self._plain = Attachment()
         self._loaded: Mapping[str, Any] | None = None
         self._said = False
@@ -91,8 +89,7 @@ class Boost(Callback):
             self._check_unsharded(trainer)
             network = self._network(pl_module)
             self._said, self._loaded = False, None
-            self._start = Facts.measure(network, loop="lightning", precision=_precision(trainer))
-            plan = Plan.of(self.level, self.config, self._start)
+            plan = Plan.of(self.level, self.config, _host(trainer).facts(network))
             if not isinstance(trainer.strategy, DDPStrategy):  # on one device the first call tries the levers
                 levers = {lever.name for lever in plan.levers}
                 plan = replace(plan, algorithms=tuple(a for a in plan.algorithms if a.name not in levers))
@@ -115,7 +112,7 @@ class Boost(Callback):
             total_steps=int(total) if total not in (-1, float("inf")) else None,
             config=self.config,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
-            host=Host(loop="lightning", precision=_precision(trainer), start=self._start),
+            host=_host(trainer),
             calibrate=self.calibrate,
             name="network",
             caller="Boost",
@@ -213,6 +210,6 @@ class Boost(Callback):
                 callback.setup(trainer, pl_module, "fit")
 
 
-def _precision(trainer: Trainer) -> str:
+def _host(trainer: Trainer) -> Host:
     precision = str(trainer.precision)
-    return "" if precision in _FULL else precision
+    return Host(loop="lightning", precision="" if precision in _FULL else precision)
