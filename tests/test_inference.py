@@ -19,6 +19,7 @@ from tests.support.conv_nets import ForeignNames, InvertedResidual, PreActNet, t
 from tests.support.random_nets import random_net
 from tests.support.removal_nets import NormAct
 from tests.support.zoo import ZOO
+from torchboost.algorithms.less_bn import remove_batch_norms
 from torchboost.errors import NoEffectWarning
 from torchboost.graph.removed_norm import RemovedNorm
 from torchboost.inference import fast_copy
@@ -233,6 +234,19 @@ def test_the_copy_can_be_scripted_traced_compiled_and_exported(checked):
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore", DeprecationWarning)
             torch.testing.assert_close(build(fast)(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_copy_can_be_exported_to_onnx():
+    runtime = pytest.importorskip("onnxruntime", reason="needs onnx, onnxscript and onnxruntime")
+    network, x = trained(vgg()), torch.randn(2, 3, 16, 16)
+    assert remove_batch_norms(network).removed
+    expected = network.eval()(x).detach()
+    file = io.BytesIO()
+    torch.onnx.export(fast_copy(network, sample=x), (x,), input_names=["x"], dynamo=True).save(file)
+    session = runtime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_norms_that_went_in_training_become_modules_of_torch_too():
