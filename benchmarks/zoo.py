@@ -167,7 +167,7 @@ def outcome(status: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     made = parser(__doc__)
-    made.add_argument("--pairs", type=int, default=PAIRS, help="rounds (default: %(default)s)")
+    made.add_argument("--pairs", type=int, default=PAIRS, help="rounds, more if steps are short (default: %(default)s)")
     made.add_argument("--networks", nargs="+", default=[], metavar="NAME", help=f"of {', '.join({**ZOO, **TINY})}")
     made.add_argument("--compile", action="store_true", help="compile every cell, not only those with fused optimizer")
     made.add_argument("--cold", action="store_true", help="run the levels before the compiler knows the network")

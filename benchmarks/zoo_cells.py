@@ -46,6 +46,8 @@ rounds."""
 TOO_SLOW_TO_COMPILE = 1.15
 """A cell whose eager form takes so many times as long as stock in each of its first steps is not compiled, except with
 ``--compile``: to be the best, compilation would have to gain that much more on it than on stock."""
+SECONDS_OF_STOCK = 2.0
+"""Stock is timed for about so long in all rounds."""
 WARMUP = Warmup(least=6, limit=60, seconds=300)
 
 Grid = Literal["eager", "some", "all"]
@@ -289,6 +291,13 @@ def first_pairs(step: Step, stock: Step, *, all_of_them: bool) -> list[Paired]:
     return pairs
 
 
+def rounds(least: int, stock: Step) -> int:
+    """Return how many rounds to time: more if a step is short, since its time varies more."""
+    if least < ENOUGH_ROUNDS:
+        return least
+    return max(least, round(SECONDS_OF_STOCK / min(timed(stock) for _ in range(TRIES))))
+
+
 def marked(step: Step, name: str, mark: Callable[[str], object]) -> Step:
     def call() -> None:
         mark(name)
@@ -325,7 +334,7 @@ def measure(task: Task) -> BenchReport:
     found = compare(
         tried.steps,
         baselines=[name for name in tried.steps if name not in LEVELS],
-        pairs=task.pairs,
+        pairs=rounds(task.pairs, tried.steps[STOCK]),
         warmup=WARMUP,
         progress=Options().progress,
     )

@@ -155,3 +155,9 @@ def test_a_cell_of_which_no_graph_was_made_says_so(graphs: list[int], tmp_path: 
     tried = zoo_cells.Tried(steps={"stock": lambda: None})
     zoo_cells.try_one(TINY, "compile", ("compile",), tried, lambda name: None)
     assert tried.uncompiled == ({"compile"} if graphs == [3, 3] else set())
+
+
+@pytest.mark.parametrize(("least", "seconds", "expected"), [(20, 0.2, 20), (20, 0.02, 100), (2, 0.02, 2)])
+def test_short_steps_are_timed_more_often(least: int, seconds: float, expected: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(zoo_cells, "timed", lambda step: seconds)
+    assert zoo_cells.rounds(least, lambda: None) == expected
