@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,9 @@ from pathlib import Path
 import adasum_convergence
 import headline
 import subspace_recipe
+import trainers
 
+from torchboost.bench.report import wording
 from torchboost.bench.report.table import Table, result_table
 from torchboost.measure.evidence import BenchReport, Contestant
 from torchboost.measure.statistics import paired_ratio, total_ratio
@@ -268,6 +271,7 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "freeze_on_ranks": times,
     "dim_reduce": times,
     "subspace_recipe": by_recipe,
+    "trainers": in_trainers,
     "whole_run": times,
     "optimizer_step": against_bare,
     "optimizer_rules": against_best,
@@ -276,6 +280,26 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "adasum_time": beside_all_reduce,
     "adasum_convergence": steps_to_target,
 }
+
+
+def in_trainers(path: Path) -> str:
+    """One row per host of the training: the step alone, the gain of the level, and the share of the loop's gain."""
+    report = BenchReport.load(path)
+    found = {contestant.name: contestant for contestant in report.contestants}
+
+    def row(host: str) -> tuple[str, ...]:
+        alone, boosted = found[host], found[f"{host}+O1"]
+        gain = paired_ratio(alone.samples, boosted.samples)
+        share = trainers.share_of(report, host)
+        return (
+            host,
+            wording.seconds(statistics.median(alone.samples)),
+            wording.ratio_interval(gain),
+            "" if host == trainers.LOOP else f"{share.mid:.2f} ({share.low:.2f} to {share.high:.2f})",
+        )
+
+    head = ("training in", "a step, alone", "O1 against that", "share of the loop's gain")
+    return f"{rows(Table(headings=head, rows=tuple(map(row, trainers.HOSTS))))}\n\n{origin(report, path)}"
 
 
 def block(name: str, shown_on: Path) -> str:

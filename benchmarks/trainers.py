@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Semaphore, Thread
 from typing import Any
@@ -231,15 +231,21 @@ def called(host: str, level: str | None) -> str:
     return host if level is None else f"{host}+{level}"
 
 
-def gain_of(found: Comparison, host: str) -> list[float]:
+def gain_of(samples: Mapping[str, Sequence[float]], host: str) -> list[float]:
     """Return for each round how many times as fast the boosted step is."""
-    alone, boosted = found.samples[called(host, None)], found.samples[called(host, LEVEL)]
+    alone, boosted = samples[called(host, None)], samples[called(host, LEVEL)]
     return [a / b for a, b in zip(alone, boosted, strict=True)]
 
 
-def arrived(found: Comparison, host: str) -> Interval:
+def arrived(samples: Mapping[str, Sequence[float]], host: str) -> Interval:
     """Return the share of the loop's gain that a trainer has."""
-    return bootstrap_median([own / raw for own, raw in zip(gain_of(found, host), gain_of(found, LOOP), strict=True)])
+    both = zip(gain_of(samples, host), gain_of(samples, LOOP), strict=True)
+    return bootstrap_median([own / raw for own, raw in both])
+
+
+def share_of(report: BenchReport, host: str) -> Interval:
+    """Return the same from a saved report."""
+    return arrived({contestant.name: contestant.samples for contestant in report.contestants}, host)
 
 
 def save(name: str, network: Network, found: Comparison, options: Options) -> Path:
@@ -275,7 +281,7 @@ def contestant(name: str, found: Comparison) -> Contestant:
 
 
 def describe(found: Comparison, host: str) -> str:
-    gain, share = bootstrap_median(gain_of(found, host)), arrived(found, host)
+    gain, share = bootstrap_median(gain_of(found.samples, host)), arrived(found.samples, host)
     text = f"{LEVEL} makes a step {gain.mid:.2f} times as fast ({gain.low:.2f} to {gain.high:.2f})"
     if host == LOOP:
         return text
