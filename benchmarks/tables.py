@@ -242,6 +242,26 @@ def by_recipe(path: Path) -> str:
     )
 
 
+def in_trainers(path: Path) -> str:
+    """One row per host of the training: the step alone, the gain of the level, and the share of the loop's gain."""
+    report = BenchReport.load(path)
+    found = {contestant.name: contestant for contestant in report.contestants}
+
+    def row(host: str) -> tuple[str, ...]:
+        alone, boosted = found[host], found[f"{host}+O1"]
+        gain = paired_ratio(alone.samples, boosted.samples)
+        share = trainers.share_of(report, host)
+        return (
+            host,
+            wording.seconds(statistics.median(alone.samples)),
+            wording.ratio_interval(gain),
+            "" if host == trainers.LOOP else f"{share.mid:.2f} ({share.low:.2f} to {share.high:.2f})",
+        )
+
+    head = ("training in", "a step, alone", "O1 against that", "share of the loop's gain")
+    return f"{rows(Table(headings=head, rows=tuple(map(row, trainers.HOSTS))))}\n\n{origin(report, path)}"
+
+
 def fine_tuned(path: Path) -> str:
     report = BenchReport.load(path)
 
@@ -280,26 +300,6 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "adasum_time": beside_all_reduce,
     "adasum_convergence": steps_to_target,
 }
-
-
-def in_trainers(path: Path) -> str:
-    """One row per host of the training: the step alone, the gain of the level, and the share of the loop's gain."""
-    report = BenchReport.load(path)
-    found = {contestant.name: contestant for contestant in report.contestants}
-
-    def row(host: str) -> tuple[str, ...]:
-        alone, boosted = found[host], found[f"{host}+O1"]
-        gain = paired_ratio(alone.samples, boosted.samples)
-        share = trainers.share_of(report, host)
-        return (
-            host,
-            wording.seconds(statistics.median(alone.samples)),
-            wording.ratio_interval(gain),
-            "" if host == trainers.LOOP else f"{share.mid:.2f} ({share.low:.2f} to {share.high:.2f})",
-        )
-
-    head = ("training in", "a step, alone", "O1 against that", "share of the loop's gain")
-    return f"{rows(Table(headings=head, rows=tuple(map(row, trainers.HOSTS))))}\n\n{origin(report, path)}"
 
 
 def block(name: str, shown_on: Path) -> str:
