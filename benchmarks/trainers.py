@@ -1,4 +1,4 @@
-"""Claim: what a level gains in a loop of one's own arrives inside the trainers, within five percent.
+"""Claim: what a level gains in the user's own loop arrives inside the trainers, within five percent.
 
 The contestants are the loop, ``transformers.Trainer``, Lightning's ``Trainer`` and a loop with Accelerate, each alone
 and boosted. Each trains in a thread of its own, which waits at the end of each step, so that steps are timed in turns.
@@ -33,7 +33,7 @@ CONFIG = {"extra": {"grad_freeze": False}}
 LOOP = "loop"
 
 Pause = Callable[[], bool]
-"""Called at the end of each step; returns whether to go on."""
+"""Called at the end of each step; returns whether to continue."""
 
 
 class Turns:

@@ -42,6 +42,7 @@ def run(page: Path, snippet: str) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*", "ignore:.*does not have many workers.*")  # Lightning's own
 @pytest.mark.parametrize(
     ("page", "snippet"),
     [
@@ -50,7 +51,7 @@ def run(page: Path, snippet: str) -> dict[str, Any]:
         for k, snippet in enumerate(snippets(page), start=1)
     ],
 )
-def test_every_snippet_runs_when_it_is_copied_alone(page, snippet, tmp_path, monkeypatch):
+def test_every_snippet_runs_when_it_is_copied_alone(page, snippet, tmp_path, monkeypatch, one_accelerator):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback())
     run(page, snippet)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import runpy
 import sys
@@ -15,6 +16,7 @@ from torch import nn
 
 from tests.conftest import ROOT
 from tests.support.ranks import run_ranks
+from tests.support.timm_without_torchvision import in_a_process
 from tests.support.torchrun import torchrun
 
 EXAMPLES = ROOT / "examples"
@@ -139,7 +141,13 @@ def test_every_example_is_tested_and_short():
     ("name", "package"),
     [("transformers_trainer", "transformers"), ("lightning_fit", "lightning"), ("accelerate_loop", "accelerate")],
 )
-def test_the_trainers_learn(name: str, package: str, capsys):
+def test_the_trainers_learn(name: str, package: str, capsys, one_accelerator):
     pytest.importorskip(package, reason=f"needs the extra {package}: pip install '.[{package}]'")
     assert example(name)() > 0.7
     assert "fused_optimizer" in capsys.readouterr().out
+
+
+def test_the_timm_loop_learns():
+    if importlib.util.find_spec("timm") is None:  # it cannot be imported without torchvision
+        pytest.skip("needs timm: pip install --no-deps timm (it asks for torchvision)")
+    assert in_a_process("timm_loop") > 0.7

@@ -310,6 +310,7 @@ def test_a_network_without_convolutions_or_norms_is_copied():
     assert torch.equal(fast(torch.ones(1, 3)), F.linear(torch.ones(1, 3), network[0].weight, network[0].bias))
 
 
+@pytest.mark.usefixtures("one_accelerator")
 def test_a_network_that_accelerate_has_prepared():
     accelerate = pytest.importorskip("accelerate")
     network = trained(vgg())

@@ -9,7 +9,8 @@ from typing import Any
 def expand(nav: Any, docs: Path) -> Any:
     """Return a navigation with each ``folder/*`` replaced by the folder's pages: the index first, then by name."""
     if isinstance(nav, list):
-        return [expand(entry, docs) for entry in nav]
+        found = [expand(entry, docs) for entry in nav]
+        return [page for entry in found for page in (entry if isinstance(entry, list) else [entry])]
     if isinstance(nav, dict):
         return {title: expand(entry, docs) for title, entry in nav.items()}
     folder, star, rest = nav.partition("/*")

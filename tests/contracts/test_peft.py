@@ -15,7 +15,10 @@ import torchboost
 from tests.support.trainer_models import KINDS, Kind
 from torchboost.integrations.transformers import BoostTrainer
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.usefixtures("one_accelerator"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
 
 STEPS = 8
 FREEZING = {"extra": {"grad_freeze": {"pattern": "interval"}}}

@@ -19,6 +19,7 @@ from torchboost.graph.removed_norm import RemovedNorm
 from torchboost.integrations.transformers import SIDE_FILE, BoostTrainer, boost
 
 pytestmark = [
+    pytest.mark.usefixtures("one_accelerator"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*pin_memory.*"),

@@ -1,14 +1,16 @@
 """Import timm without torchvision, which has no build for torch on the CPU, and run something with it.
 
 timm's models need nothing of torchvision but names. Run as a program, so that no other test sees these modules:
-``models`` prints what boosting does to some models as JSON, ``example`` the accuracy that the example reaches.
+``models`` prints what boosting does to some models as JSON; the name of an example, what it returns.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
 import json
+import os
 import runpy
+import subprocess
 import sys
 import types
 from collections.abc import Sequence
@@ -20,7 +22,7 @@ import torch
 from torch.nn import functional as F
 
 MODELS = ("mobilenetv3_small_050", "efficientnet_b0", "regnety_002", "densenet121", "resnetv2_50", "mobilevit_xxs")
-EXAMPLE = Path(__file__).parents[2] / "examples" / "timm_loop.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 class Named(type):
@@ -83,10 +85,23 @@ def boosted(name: str) -> dict[str, float]:
     return {"removed": removed, **{key: float((out - expected).abs().max()) for key, out in far.items()}}
 
 
+def in_a_process(what: str) -> Any:
+    """Run this program and return what its last line says."""
+    program = [sys.executable, "-m", __name__, what]
+    quiet = {**os.environ, "TORCHBOOST_CALIBRATE": "0", "PYTHONWARNINGS": "ignore"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(program, cwd=root, env=quiet, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def main(what: str) -> None:
     sys.meta_path.insert(0, Torchvision())
     torch.set_num_threads(1)
-    found = {name: boosted(name) for name in MODELS} if what == "models" else runpy.run_path(str(EXAMPLE))["main"]()
+    if what == "models":
+        found = {name: boosted(name) for name in MODELS}
+    else:
+        found = runpy.run_path(str(EXAMPLES / f"{what}.py"))["main"]()
     print(json.dumps(found))
 
 

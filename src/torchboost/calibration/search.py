@@ -38,7 +38,7 @@ _LEAST_GAIN = 1.01
 _NEUTRAL = 0.97
 """A lever that was dropped with at least this ratio is tried together with one that has a price."""
 _AGAIN = 2.0
-"""An undecided lever is tried again if so many times the price of the kept levers is left. It pays that price anew."""
+"""An undecided lever is tried again if so many times the price of the kept levers is left. It pays that price again."""
 _PATIENCE = 30
 """A lever whose first steps take longer than so many steps of the incumbent is not tried again."""
 _OVERTIME = 0.5

@@ -112,7 +112,7 @@ def load_plain_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict:
 def plain_states(model: nn.Module) -> Attachment:
     """Let ``state_dict`` and ``load_state_dict`` of a model speak of its original architecture.
 
-    Whoever saves or loads the model meanwhile, such as ``save_pretrained`` or a trainer, does what
+    Code that saves or loads the model meanwhile, such as ``save_pretrained`` or a trainer, does what
     :func:`plain_state_dict` and :func:`load_plain_state_dict` do. A state dict of the model as it is can still be
     loaded. The entries of a normalised head stay as they are.
 

@@ -201,7 +201,7 @@ class Boost(Callback):
     def _refresh_averages(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let averages of the weights that were listed before this callback copy the changed network.
 
-        The copies have the hooks of ``plain_states`` too, so both kinds of weights are saved alike.
+        The copies have the hooks of ``plain_states`` too, so both kinds of weights are saved in the same form.
         """
         for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if callback is self:

@@ -28,7 +28,7 @@ def save_state(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def load_state(path: Path, boosted: Boosted, log: logging.Logger) -> None:
-    """Load a state into a boosted pair. Without a file, warn that the algorithms start anew.
+    """Load a state into a boosted pair. Without a file, warn that the algorithms start again.
 
     Raises:
         ValueError: The file was written with another level or configuration. Nothing is loaded.
@@ -40,7 +40,7 @@ def load_state(path: Path, boosted: Boosted, log: logging.Logger) -> None:
 
 
 def warn_of_missing_state(boosted: Boosted, log: logging.Logger) -> None:
-    """Name the algorithms that start anew because a checkpoint does not have their state."""
+    """Name the algorithms that start again because a checkpoint does not have their state."""
     counting = [name for name, state in boosted.state_dict()["attached"].items() if state]
     if counting:
         log.warning("the checkpoint was written without torchboost; as in a new run starts: %s.", ", ".join(counting))
