@@ -510,3 +510,22 @@ def test_a_run_that_is_too_short_for_a_trial_has_none(calibrate, steps, measured
 def test_the_price_follows_the_length_of_the_run(calibrate, steps, expected):
     made = module.Calibration(levers=(), prior=frozenset(), calibrate=calibrate, total_steps=steps)
     assert made.seconds(0.1) == pytest.approx(expected)
+
+
+def test_a_choice_from_the_cache_keeps_what_is_attached_already(tmp_path, monkeypatch):
+    """To attach again takes long: channels_last runs the model on a copy."""
+    monkeypatch.setenv("TORCHBOOST_CACHE", str(tmp_path))
+    sources = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        boosted = torchboost.boost(model, optimizer, level="O1", total_steps=10_000, calibrate=2.0)
+        before = {name: boosted.attached[name] for name in boosted.attached}
+        model(torch.randn(8, 64)).sum().backward()
+        assert boosted.choice is not None
+        sources.append(boosted.choice.source)
+    assert sources == ["trial", "cache"]
+    stayed = boosted.choice.kept & before.keys()
+    assert all(boosted.attached[name] is before[name] for name in stayed)
+    assert set(boosted.attached) == boosted.choice.kept

@@ -216,15 +216,21 @@ class FirstCall(Interceptor):
         places = step_pre_hook_keys(optimizer)
         open_now = [lever for lever in calibration.levers if lever.name not in calibration.fixed]
         before = [lever for lever in open_now if lever.name in self._attached]
+        key = None if ranks is not None else _key(calibration, self._target, call)
+        choice = self._given if self._given is not None else None if self._again else _load(key)
         self.remove()
+        # A trial needs the plain pair. Without one, levers that stay on are not attached again, which takes long.
         for lever in before:
-            self._attached.detach(lever.name)
+            if choice is None or lever.name not in choice.kept:
+                self._attached.detach(lever.name)
         try:
-            choice = self._given if self._given is not None else self._measured(calibration, ranks, call)
-            self._attach([lever for lever in open_now if lever.name in choice.kept], places)
+            if choice is None:
+                choice = self._measured(calibration, ranks, call, key)
+            wanted = [lever for lever in open_now if lever.name in choice.kept]
+            self._attach([lever for lever in wanted if lever.name not in self._attached], places)
         except BaseException:
             with streams_kept(self._model):
-                self._attach(before, places)
+                self._attach([lever for lever in before if lever.name not in self._attached], places)
             set_compiled_call(self._model, self)
             raise
         self._before = None
@@ -240,10 +246,13 @@ class FirstCall(Interceptor):
         if interceptor_of(self._model) is self:
             set_compiled_call(self._model, None)
 
-    def _measured(self, calibration: Calibration, ranks: list[int] | None, call: Call) -> Choice:
-        if ranks is None:
-            return _cached(calibration, self._target, call, before=self._before, again=self._again)
-        return _agreed(calibration, ranks, self._target, call, before=self._before)
+    def _measured(self, calibration: Calibration, ranks: list[int] | None, call: Call, key: str | None) -> Choice:
+        if ranks is not None:
+            return _agreed(calibration, ranks, self._target, call, before=self._before)
+        choice = calibration.measure(self._target, call, before=self._before)
+        if key is not None and choice.source == "trial" and not any(v.interrupted for v in choice.verdicts):
+            ChoiceCache().store(key, choice)
+        return choice
 
     def _attach(self, levers: Sequence[Algorithm], places: Sequence[int]) -> None:
         self._attached.adopt(attach_all(self._target, levers))
@@ -278,12 +287,11 @@ def _agreed(calibration: Calibration, ranks: list[int], target: Target, call: Ca
         agreement.close()
 
 
-def _cached(calibration: Calibration, target: Target, call: Call, *, before: Pair | None, again: bool) -> Choice:
-    """Return the choice of an earlier start of the same run on this machine, or measure and keep it."""
-    cache = ChoiceCache()
-    if cache.folder is None:
-        return calibration.measure(target, call, before=before)
-    key = key_of(
+def _key(calibration: Calibration, target: Target, call: Call) -> str | None:
+    """Return the name of the choice in the cache, from the pair as the prior has it; None without a cache."""
+    if ChoiceCache().folder is None:
+        return None
+    return key_of(
         target.model,
         target.optimizer,
         call,
@@ -291,12 +299,11 @@ def _cached(calibration: Calibration, target: Target, call: Call, *, before: Pai
         machine=Machine.of(_device(target.model)),
         conditions={"total_steps": calibration.total_steps, "calibrate": calibration.calibrate},
     )
-    choice = None if again else cache.load(key)
-    if choice is None:
-        choice = calibration.measure(target, call, before=before)
-        if choice.source == "trial" and not any(verdict.interrupted for verdict in choice.verdicts):
-            cache.store(key, choice)
-    return choice
+
+
+def _load(key: str | None) -> Choice | None:
+    """Return the choice of an earlier start of the same run on this machine."""
+    return None if key is None else ChoiceCache().load(key)
 
 
 def check_calibrate(calibrate: Any) -> None:
