@@ -88,13 +88,13 @@ def test_freezing_continues_where_it_was(tmp_path: Path):
     state = torch.load(tmp_path / "whole" / f"checkpoint-{STEPS // 2}" / SIDE_FILE, weights_only=True)
     assert state["attached"]["grad_freeze"]
     (tmp_path / "whole" / f"checkpoint-{STEPS // 2}" / SIDE_FILE).unlink()
-    anew = trainer_of(kind, tmp_path / "anew")
+    restarted = trainer_of(kind, tmp_path / "restarted")
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("transformers.torchboost").addHandler(handler)
     try:
-        anew.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{STEPS // 2}"))
+        restarted.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{STEPS // 2}"))
     finally:
         logging.getLogger("transformers.torchboost").removeHandler(handler)
     assert any("without torchboost" in text and "grad_freeze" in text for text in records)

@@ -217,7 +217,9 @@ class FirstCall(Interceptor):
         open_now = [lever for lever in calibration.levers if lever.name not in calibration.fixed]
         before = [lever for lever in open_now if lever.name in self._attached]
         key = None if ranks is not None else _key(calibration, self._target, call)
-        choice = self._given if self._given is not None else None if self._again else _load(key)
+        choice = self._given
+        if choice is None and key is not None and not self._again:
+            choice = ChoiceCache().load(key)
         self.remove()
         # A trial needs the plain pair. Without one, levers that stay on are not attached again, which takes long.
         for lever in before:
@@ -299,11 +301,6 @@ def _key(calibration: Calibration, target: Target, call: Call) -> str | None:
         machine=Machine.of(_device(target.model)),
         conditions={"total_steps": calibration.total_steps, "calibrate": calibration.calibrate},
     )
-
-
-def _load(key: str | None) -> Choice | None:
-    """Return the choice of an earlier start of the same run on this machine."""
-    return None if key is None else ChoiceCache().load(key)
 
 
 def check_calibrate(calibrate: Any) -> None:

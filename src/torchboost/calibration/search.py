@@ -239,14 +239,16 @@ class _Search:
         refusal, within = self._too_dear(lever, share), self._left()
         if refusal is not None:
             self._decide(lever, False, refusal, None)
-            self.open |= {lever} if within <= 0 else set()
+            if within <= 0:
+                self.open.add(lever)
             return
         try:
             price = self.bench.build([*self.kept, *also, lever], within=within)
         except TimeoutError as error:
             self._decide(lever, False, f"{error}; give it more with calibrate=seconds", None)
             self._mark_interrupted(lever)
-            self.open |= {lever} if self.last_step is not None and within < _PATIENCE * self.last_step else set()
+            if self.last_step is not None and within < _PATIENCE * self.last_step:
+                self.open.add(lever)
             return
         except Exception as error:  # a lever may raise anything; training continues without it
             text = (str(error).splitlines() or [""])[0]
@@ -323,7 +325,8 @@ class _Search:
             what = "kept as usual" if keep else "left out"
             text = f"{len(found.ratios)} pairs of steps did not decide ({middle:.2f} times as fast); {what}"
             self._decide(lever, keep, text, found)
-            self.open |= set() if keep else {lever}
+            if not keep:
+                self.open.add(lever)
 
     def _least_gain(self, lever: str) -> float:
         return _PROMISING if lever in self.prices else _LEAST_GAIN

@@ -27,7 +27,7 @@ SIDE_FILE = "torchboost.pt"
 """File of a checkpoint that holds the state of the boosted training."""
 
 Stage = Literal["outside", "plain", "boosted"]
-"""Where a trainer is: outside ``train``, in it before the pair is boosted, in it with a boosted pair."""
+"""The state of a trainer: outside ``train``, in ``train`` with a plain pair, or in ``train`` with a boosted pair."""
 
 _Base = Trainer if TYPE_CHECKING else object
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
@@ -39,7 +39,7 @@ class BoostMixin(_Base):
     The pair of model and optimizer is boosted in each call of ``train``, after the trainer has made the optimizer and
     before it wraps the model. The number of updates comes from the trainer. What was attached is removed when ``train``
     ends, also by an error. Weights are saved for the original architecture, so ``from_pretrained`` loads them without
-    this package. Each checkpoint has a file ``torchboost.pt`` more, from which a resumed run continues exactly.
+    this package. Each checkpoint has an additional file ``torchboost.pt``, from which a resumed run continues exactly.
 
     Gradient accumulation, clipping, loss scaling and mixed precision stay those of ``TrainingArguments``. If it sets
     ``bf16`` or ``fp16``, the level leaves autocast to it.
@@ -57,7 +57,7 @@ class BoostMixin(_Base):
     Raises:
         ValueError: ``calibrate`` is not valid.
         ConfigError: ``boost`` or ``boost_config`` is not valid.
-        IncompatibleError: In ``train``, if the trainer shards the model: DeepSpeed, FSDP, SageMaker. Nothing is
+        IncompatibleError: In ``train``, if the trainer shards the model, as DeepSpeed and FSDP do. Nothing is
             changed.
     """
 
