@@ -48,8 +48,9 @@ def counted(name: str, shape: tuple[int, ...], **options: Any) -> tuple[int, int
 def test_few_kernel_calls_per_tensor(name):
     calls, kernels = counted(name, (3, 2))
     assert calls <= CALLS * TENSORS
-    assert 0 < kernels <= KERNELS * TENSORS
-    assert counted(name, (60, 5)) == (calls, kernels)
+    assert 0 < kernels <= KERNELS * TENSORS * (2 if name.startswith(("Muon", "Mixed")) else 1)
+    # Muon takes another form of its iteration if one side is at least twice as long as the other.
+    assert counted(name, (60, 40) if name.startswith(("Muon", "Mixed")) else (60, 5)) == (calls, kernels)
 
 
 @pytest.mark.parametrize("name", ["Adam-fused", "Lamb", "FTRL"])

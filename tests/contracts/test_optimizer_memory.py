@@ -93,6 +93,7 @@ def test_on_the_cpu_the_peak_is_that_of_a_piece(name):
 @pytest.mark.parametrize("rule", RULES)
 def test_the_state_has_the_documented_size(rule):
     wanted = {"SGD": 0, "Momentum": 1, "LARS": 1, "RMSprop": 1, "RMSProp": 1}
+    wanted |= {"Muon": 1, "MixedOptimizer": 1, "ScheduleFreeSGD": 1}
     params = parameters([(16, 16)])
     optimizer = RULES[rule](params)
     give_grads(params, 0)

@@ -9,7 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.optimizers import CASES, RULES, SHAPES, frozen, give_grads, parameters, same, train, values
+from tests.support.optimizers import (
+    CASES,
+    RULES,
+    frozen,
+    give_grads,
+    parameters,
+    same,
+    shapes_of,
+    train,
+    values,
+)
 from torchboost.errors import IncompatibleError
 from torchboost.optim.transforms import Centralize, ClipNorm
 
@@ -26,7 +36,7 @@ def reloaded(state_dict: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_masters_equal_a_float32_run_that_is_rounded(name, dtype):
-    low = parameters(dtype=dtype)
+    low = parameters(shapes_of(name), dtype=dtype)
     wide = [nn.Parameter(param.detach().float()) for param in low]
     options = {"transforms": (Centralize(), ClipNorm(3.0))} if name.endswith("default") else {}
     optimizer, other = CASES[name](low, master_weights=True, **options), CASES[name](wide, **options)
@@ -46,7 +56,7 @@ def test_masters_equal_a_float32_run_that_is_rounded(name, dtype):
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_masters_resume_bit_identically_from_a_file(name, dtype):
-    params = parameters(dtype=dtype)
+    params = parameters(shapes_of(name), dtype=dtype)
     optimizer = CASES[name](params, master_weights=True)
     train(optimizer, params, range(3))
     resumed = [nn.Parameter(param.detach().clone()) for param in params]
@@ -62,7 +72,8 @@ def test_masters_resume_bit_identically_from_a_file(name, dtype):
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("rule", RULES)
 def test_small_updates_are_not_lost(rule, dtype):
-    plain, kept = parameters([(50,)], dtype=dtype), parameters([(50,)], dtype=dtype)
+    shape = (10, 5) if rule == "Muon" else (50,)
+    plain, kept = parameters([shape], dtype=dtype), parameters([shape], dtype=dtype)
     start = plain[0].detach().clone()
     for params, masters in ((plain, False), (kept, True)):
         optimizer = RULES[rule](params, lr=1e-5, master_weights=masters)
@@ -80,7 +91,7 @@ def test_small_updates_are_not_lost(rule, dtype):
 @pytest.mark.parametrize("rule", ["Adam", "AdamWeightDecay", "SGD"])
 def test_masters_taken_up_from_a_run_without_them(rule, dtype):
     """A checkpoint of torch, or of a run in low precision, has moments in the precision of the parameters."""
-    params = parameters(dtype=dtype)
+    params = parameters(shapes_of(rule), dtype=dtype)
     options = {"momentum": 0.9} if rule == "SGD" else {}
     before = RULES[rule](params, lr=0.01, **options)
     train(before, params, range(2))
@@ -122,11 +133,11 @@ def test_moments_of_another_precision_are_cast_to_that_of_the_parameter():
 
 @pytest.mark.parametrize("rule", RULES)
 def test_mixed_precisions_in_one_group(rule):
-    mixed = [*parameters(SHAPES[:2]), *parameters(SHAPES[:2], dtype=torch.bfloat16)]
+    mixed = [*parameters(shapes_of(rule)[:2]), *parameters(shapes_of(rule)[:2], dtype=torch.bfloat16)]
     optimizer = RULES[rule](mixed, lr=0.1, master_weights=True)
     train(optimizer, mixed, range(3))
     assert ["master" in optimizer.state[param] for param in mixed] == [False, False, True, True]
-    apart = [*parameters(SHAPES[:2]), *parameters(SHAPES[:2], dtype=torch.bfloat16)]
+    apart = [*parameters(shapes_of(rule)[:2]), *parameters(shapes_of(rule)[:2], dtype=torch.bfloat16)]
     one, two = RULES[rule](apart[:2], lr=0.1), RULES[rule](apart[2:], lr=0.1, master_weights=True)
     for step in range(3):
         give_grads(apart, step)
@@ -138,7 +149,7 @@ def test_mixed_precisions_in_one_group(rule):
 @pytest.mark.parametrize("rule", ["Adam", "AdamWeightDecay", "SGD", "Momentum"])
 def test_fused_masters_under_grad_scaler(rule):
     """The kernel unscales a float32 copy, so that float16 gradients of a scaled loss do not lose their small values."""
-    scaled, plain = (parameters(SHAPES[:2], dtype=torch.float16) for _ in range(2))
+    scaled, plain = (parameters(shapes_of(rule)[:2], dtype=torch.float16) for _ in range(2))
     optimizer, other = (RULES[rule](p, lr=0.01, fused=True, master_weights=True) for p in (scaled, plain))
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     for step in range(4):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.optimizers import CASES, RULES, parameters, train, values
+from tests.support.optimizers import CASES, RULES, SCHEDULED, parameters, rate_for, shapes_of, train, values
 from torchboost.errors import IncompatibleError
 from torchboost.optim.front import FrontOptimizer
 from torchboost.optim.rebuild import described_groups, rebuilt
@@ -15,7 +15,7 @@ from torchboost.optim.rules.adam import Adam
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.rules.offload import AdamOffload
 from torchboost.optim.rules.sgd import SGD
-from torchboost.optim.schedules import CosineDecay
+from torchboost.optim.schedules import Constant, CosineDecay
 from torchboost.optim.transforms import ClipNorm
 
 TORCH = [
@@ -40,9 +40,14 @@ def carried(old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_rule_goes_on_as_it_was(name):
-    mine, other = parameters(), parameters()
+    mine, other = parameters(shapes_of(name)), parameters(shapes_of(name))
     lr = CosineDecay(0.05, decay_steps=9)
-    options = {"lr": lr, "weight_decay": lambda update: 0.1 / (1 + update), "transforms": (ClipNorm(0.5),)}
+    rate = lr if name.split("-")[0] in SCHEDULED else Constant(0.05)
+    options = {
+        "lr": rate_for(name, lr),
+        "weight_decay": lambda update: 0.1 / (1 + update),
+        "transforms": (ClipNorm(0.5),),
+    }
     whole, old = CASES[name](mine, **options, nonfinite="skip"), CASES[name](other, **options, nonfinite="skip")
     train(whole, mine, range(3))
     train(old, other, range(3))
@@ -53,11 +58,11 @@ def test_every_rule_goes_on_as_it_was(name):
     assert new.constructor_options().keys() == old.constructor_options().keys()
     assert new.transforms == old.transforms
     assert new.nonfinite == "skip"
-    assert len(new.param_groups) == 2
+    assert len(new.param_groups) == len(halves(old))
     train(whole, mine, range(3, 6))
     train(new, other, range(3, 6))
     assert values(new)[1:] == values(whole)[1:]
-    assert new.param_groups[1]["lr"] == whole.param_groups[0]["lr"] == lr(5)
+    assert new.param_groups[1]["lr"] == whole.param_groups[0]["lr"] == rate(5)
 
 
 def test_the_schedule_of_a_group_goes_with_its_parameters():
@@ -171,10 +176,10 @@ def test_a_front_is_refused():
         rebuilt(front, described_groups(front))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", SCHEDULED)
 def test_repr_says_what_acts(rule):
     lr = CosineDecay(0.05, decay_steps=9)
-    optimizer = RULES[rule](parameters(), lr=lr, transforms=(ClipNorm(0.5),), nonfinite="skip")
+    optimizer = RULES[rule](parameters(shapes_of(rule)), lr=lr, transforms=(ClipNorm(0.5),), nonfinite="skip")
     text = repr(optimizer)
     assert text.startswith(f"{rule} (\n")
     assert "ClipNorm(max_norm=0.5" in text

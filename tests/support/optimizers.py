@@ -19,17 +19,49 @@ from torchboost.optim.rules.ftrl import FTRL
 from torchboost.optim.rules.lamb import Lamb
 from torchboost.optim.rules.lars import LARS
 from torchboost.optim.rules.lazy_adam import LazyAdam
+from torchboost.optim.rules.mixed import MixedOptimizer
+from torchboost.optim.rules.muon import Muon
 from torchboost.optim.rules.offload import AdamOffload
 from torchboost.optim.rules.rmsprop import RMSProp, RMSprop
+from torchboost.optim.rules.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 from torchboost.optim.rules.sgd import SGD, Momentum
 
 SHAPES = ((4, 3), (4,), (), (2, 3, 2, 2), (0, 3))
+MATRICES = ((4, 3), (3, 4), (4, 3), (2, 3, 2, 2), (0, 3))
 FORMS: dict[str, dict[str, Any]] = {
     "loop": {"foreach": False},
     "foreach": {"foreach": True},
     "fused": {"fused": True},
     "default": {},
 }
+
+
+def mixed(params: Any, **options: Any) -> MixedOptimizer:
+    """Matrices follow Muon, everything else AdamW; neighbours that follow the same rule share a group."""
+    given = list(params.items() if hasattr(params, "items") else params)
+    groups: list[dict[str, Any]] = []
+    for entry in given:
+        if isinstance(entry, dict):
+            groups += mixed_groups(entry["params"], {key: value for key, value in entry.items() if key != "params"})
+    groups = groups or mixed_groups(given, {})
+    return MixedOptimizer(groups, **options)
+
+
+def mixed_groups(params: Iterable[Any], options: dict[str, Any]) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = []
+    for entry in params:
+        param = entry[1] if isinstance(entry, tuple) else entry
+        rule = "muon" if param.ndim > 1 else "adamw"
+        if not groups or groups[-1]["rule"] != rule:
+            own = {"ns_dtype": torch.float32} if rule == "muon" else {}
+            groups.append({"params": [], "rule": rule, **own, **options})
+        groups[-1]["params"].append(entry)
+    return groups
+
+
+def shapes_of(name: str) -> tuple[tuple[int, ...], ...]:
+    """Shapes that the rule of a case accepts."""
+    return MATRICES if name.startswith("Muon") else SHAPES
 
 
 def _cases() -> dict[str, Callable[..., UpdateRule]]:
@@ -57,6 +89,13 @@ def _cases() -> dict[str, Callable[..., UpdateRule]]:
         cases[f"RMSprop-centered-{name}"] = partial(RMSprop, lr=0.01, momentum=0.9, centered=True, **FORMS[name])
     cases["RMSProp"] = partial(RMSProp, lr=0.01, weight_decay=0.1)
     cases["RMSProp-centered"] = partial(RMSProp, lr=0.01, momentum=0.9, centered=True)
+    cases["Muon"] = partial(Muon, lr=0.01, weight_decay=0.1, ns_dtype=torch.float32)
+    cases["Muon-match_rms_adamw"] = partial(
+        Muon, lr=0.01, nesterov=False, adjust_lr_fn="match_rms_adamw", ns_dtype=torch.float32
+    )
+    cases["MixedOptimizer"] = mixed
+    cases["ScheduleFreeAdamW"] = partial(ScheduleFreeAdamW, lr=0.01, weight_decay=0.1, warmup_steps=3)
+    cases["ScheduleFreeSGD"] = partial(ScheduleFreeSGD, lr=0.1, weight_decay=0.1)
     cases["FTRL"] = partial(FTRL, lr=0.1, l1=0.001, l2=0.01)
     return cases
 
@@ -64,8 +103,21 @@ def _cases() -> dict[str, Callable[..., UpdateRule]]:
 CASES = _cases()
 RULES: dict[str, Callable[..., UpdateRule]] = {
     rule.__name__: rule
-    for rule in (Adam, AdamW, AdamWeightDecay, LazyAdam, AdamOffload, SGD, Momentum, LARS, Lamb, RMSprop, RMSProp, FTRL)
+    for rule in (
+        *(Adam, AdamW, AdamWeightDecay, LazyAdam, AdamOffload, SGD, Momentum, LARS, Lamb, RMSprop, RMSProp, FTRL),
+        *(Muon, ScheduleFreeAdamW, ScheduleFreeSGD),
+    )
 }
+RULES["MixedOptimizer"] = mixed
+SCHEDULED = [name for name in RULES if not name.startswith("ScheduleFree")]
+"""Rules whose learning rate may follow a schedule."""
+
+
+def rate_for(name: str, schedule: Any) -> Any:
+    """Return the schedule, or its first rate for rules that take a number only."""
+    if name.split("-")[0] in SCHEDULED:
+        return schedule
+    return schedule(0) if callable(schedule) else schedule[0]
 
 
 def all_rules() -> set[type[UpdateRule]]:
@@ -76,7 +128,7 @@ def all_rules() -> set[type[UpdateRule]]:
     todo = [UpdateRule]
     while todo:
         new = [rule for rule in todo.pop().__subclasses__() if rule.__module__.startswith("torchboost.")]
-        found.update(new)
+        found.update(rule for rule in new if not rule.__name__.startswith("_"))
         todo += new
     return found
 

@@ -6,6 +6,8 @@ from .group_rules import param_groups as param_groups
 from .learning_rates import Listed as Listed
 from .learning_rates import ScheduleLR as ScheduleLR
 from .learning_rates import factor as factor
+from .muon_groups import MuonGroups as MuonGroups
+from .muon_groups import muon_groups as muon_groups
 from .pipeline import GradientPipeline as GradientPipeline
 from .pipeline import Gradients as Gradients
 from .pipeline import GradientTransform as GradientTransform
@@ -19,10 +21,14 @@ from .rules.lamb import Lamb as Lamb
 from .rules.lars import LARS as LARS
 from .rules.lars import TrustRatio as TrustRatio
 from .rules.lazy_adam import LazyAdam as LazyAdam
+from .rules.mixed import MixedOptimizer as MixedOptimizer
+from .rules.muon import Muon as Muon
 from .rules.offload import AdamOffload as AdamOffload
 from .rules.offload import OffloadPlan as OffloadPlan
 from .rules.rmsprop import RMSProp as RMSProp
 from .rules.rmsprop import RMSprop as RMSprop
+from .rules.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
+from .rules.schedule_free import ScheduleFreeSGD as ScheduleFreeSGD
 from .rules.sgd import SGD as SGD
 from .rules.sgd import Momentum as Momentum
 from .schedules import Constant as Constant

@@ -146,8 +146,8 @@ def without_order(params: Any) -> Any:
         )
     groups = [{**e, "params": listed(e["params"])} if isinstance(e, Mapping) and "params" in e else e for e in entries]
     groups = [group for group in groups if not (isinstance(group, Mapping) and ORDER in group)]
-    held = [_bare(p) for group in groups for p in (group["params"] if isinstance(group, Mapping) else [group])]
-    order = [_bare(param) for param in listed(orders[0][ORDER])]
+    held = [bare(p) for group in groups for p in (group["params"] if isinstance(group, Mapping) else [group])]
+    order = [bare(param) for param in listed(orders[0][ORDER])]
     if len(order) != len(held) or set(map(id, order)) != set(map(id, held)):
         missing, foreign = len(set(held) - set(order)), len(set(order) - set(held))
         raise ValueError(
@@ -157,8 +157,9 @@ def without_order(params: Any) -> Any:
     return groups
 
 
-def _bare(param: Any) -> Any:
-    return param[1] if isinstance(param, tuple) else param  # (name, parameter), as torch takes them
+def bare(param: Any) -> Any:
+    """Return the parameter of an entry, which may be ``(name, parameter)``."""
+    return param[1] if isinstance(param, tuple) else param
 
 
 def listed(params: Tensor | Iterable[Tensor]) -> list[Tensor]:

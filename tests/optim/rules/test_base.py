@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.optimizers import CASES, frozen, give_grads, parameters, same, train, values
+from tests.support.optimizers import CASES, frozen, give_grads, parameters, same, shapes_of, train, values
 from torchboost.errors import IncompatibleError
 from torchboost.optim.pipeline import GradientPipeline, Gradients
 from torchboost.optim.rules.adam import Adam, AdamWeightDecay
@@ -281,8 +281,8 @@ def test_the_memory_of_older_checkpoints_lies_under_bare_names():
 
 
 def test_rules_keep_nothing_that_could_be_taken_for_the_memory_of_a_transform():
-    for case in CASES.values():
-        params = parameters()
+    for name, case in CASES.items():
+        params = parameters(shapes_of(name))
         optimizer = case(params)
         train(optimizer, params, [0])
         assert {key for state in optimizer.state.values() for key in state} <= RULE_KEYS

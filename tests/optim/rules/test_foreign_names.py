@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.conftest import ROOT
-from tests.support.optimizers import RULES
+from tests.support.optimizers import RULES, all_rules
 from torchboost.optim.rules.adam import Adam
 from torchboost.optim.rules.foreign_names import HERE
 from torchboost.optim.rules.sgd import SGD
@@ -34,9 +34,9 @@ def test_the_migration_page_has_the_name(name):
     assert f"| `{name}` |" in COMPAT.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", sorted(all_rules(), key=lambda rule: rule.__name__))
 def test_signatures_are_explicit_and_annotated(rule):
-    arguments = inspect.signature(RULES[rule]).parameters.values()
+    arguments = inspect.signature(rule).parameters.values()
     assert all(a.kind in (a.POSITIONAL_OR_KEYWORD, a.KEYWORD_ONLY) for a in arguments)
     assert all(a.annotation is not a.empty for a in arguments)
     assert [a.name for a in arguments if a.default is a.empty] == ["params"]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
-from torchboost.optim.groups import without_order
+from torchboost.optim.groups import bare, listed, without_order
 from torchboost.optim.learning_rates import resolve_lr
 from torchboost.optim.memory_layout import aligned
 from torchboost.optim.pipeline import (
@@ -113,6 +113,9 @@ class UpdateRule(Optimizer):
     in_pieces: bool = False
     """Whether :meth:`update` gets CPU parameters a few at a time, for rules that read their tensors many times."""
 
+    numbers: tuple[str, ...] = ()
+    """Entries of the state, other than ``"step"``, that are numbers and keep their precision when they are loaded."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse MindSpore's argument names with a message that says more than Python's own."""
         check_names(cls, kwargs)
@@ -147,6 +150,14 @@ class UpdateRule(Optimizer):
         """Change the parameters and states of a batch in place."""
         raise NotImplementedError
 
+    def rule_for(self, group: Mapping[str, Any]) -> UpdateRule:
+        """Return the rule of a param group: this one, unless groups may differ."""
+        return self
+
+    def defaults_for(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the options of a param group that does not set them."""
+        return self.defaults
+
     def constructor_options(self) -> dict[str, Any]:
         """Return the constructor's arguments that the param groups do not hold, by name."""
         schedules = dict(self._default_schedules)
@@ -165,7 +176,11 @@ class UpdateRule(Optimizer):
         return described
 
     def __repr__(self) -> str:
-        own = {key: value for key, value in self.constructor_options().items() if key not in self.defaults}
+        own = {
+            key: value
+            for key, value in self.constructor_options().items()
+            if key not in self.defaults and value is not None
+        }
         lines = [f"{type(self).__name__} (", *(f"{key}: {value!r}" for key, value in own.items())]
         for number, (group, rules) in enumerate(zip(self.param_groups, self._schedules, strict=True)):
             lines.append(f"Parameter Group {number}")
@@ -180,6 +195,13 @@ class UpdateRule(Optimizer):
 
         Raises:
             ValueError: Two options exclude each other.
+        """
+
+    def check_schedules(self, schedules: Mapping[str, Schedule]) -> None:
+        """Refuse schedules that the rule cannot follow, by name of the option.
+
+        Raises:
+            ValueError: The rule takes a number only.
         """
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
@@ -227,17 +249,19 @@ class UpdateRule(Optimizer):
             raise TypeError(f"param_group: found {type(param_group).__name__}; give a dict with the key 'params'.")
         if "params" not in param_group:
             raise ValueError(f"param_group: found the keys {sorted(param_group)}; give 'params' too.")
-        check_group_names(param_group, self.defaults)
-        group = dict(param_group)
+        defaults = self.defaults_for(param_group)
+        check_group_names(param_group, defaults)
+        group = {**param_group, "params": listed(param_group["params"])}
         schedules = {key: rule for key, rule in self._default_schedules.items() if key not in group}
         schedules |= _take_schedules(group)
+        self.check_schedules(schedules)
         if schedules:
             group.setdefault("updates", self._updates())
-        complete = {**self.defaults, **group}
+        complete = {**defaults, **group, "params": [bare(param) for param in group["params"]]}
         check_options(complete)
-        self.check_group(complete)
+        self.rule_for(complete).check_group(complete)
         group |= {SET_BY_SCHEDULE + key: complete[key] for key in schedules}
-        super().add_param_group(group)
+        super().add_param_group({**defaults, **group})
         self._schedules.append(schedules)
 
     @torch.no_grad()
@@ -312,7 +336,7 @@ class UpdateRule(Optimizer):
         self._stamps, self._checked = Stamps(), Checked()  # the loaded state may be of another model
         self.__dict__.setdefault("_share", None)
         for group, schedules in zip(self.param_groups, self._schedules, strict=True):
-            for key, value in self.defaults.items():
+            for key, value in self.defaults_for(group).items():
                 group.setdefault(key, value)
             own = [self.state[param] for param in group["params"] if param in self.state]
             for entry in own:
@@ -341,15 +365,18 @@ class UpdateRule(Optimizer):
                 if not isinstance(own, Tensor) or not isinstance(value, Tensor) or own.dtype == value.dtype:
                     continue
                 # torch casts all but the step to the precision of the parameter, which is right only without a master.
-                if key != "step" and (wide or key not in self.state_keys(group) or not value.is_floating_point()):
+                if key == "step":
+                    continue
+                number = key in self.rule_for(group).numbers
+                if number or wide or key not in self.state_keys(group) or not value.is_floating_point():
                     self.state[param][key] = value.detach().clone().to(own.device)
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
-        missing = self.defaults.keys() - group.keys()
+        missing = self.defaults_for(group).keys() - group.keys()
         if missing:
             raise ValueError(f"a param group has no {sorted(missing)[0]!r}; add groups with add_param_group.")
         check_options(group)
-        self.check_group(group)
+        self.rule_for(group).check_group(group)
 
     def _scheduled(self) -> list[dict[str, float]]:
         if len(self._schedules) != len(self.param_groups):
@@ -377,7 +404,8 @@ class UpdateRule(Optimizer):
 
     def _gather(self, group: dict[str, Any], fresh: list[tuple[Tensor, dict[str, Any]]]) -> Batch:
         """Return the batch of a group; states that are new or get new entries are only listed in ``fresh``."""
-        keys = frozenset(self.state_keys(group))
+        rule = self.rule_for(group)
+        keys = frozenset(rule.state_keys(group))
         params = [param for param in group["params"] if param.grad is not None]
         known: list[Any] = list(map(self.state.get, params))
         batch = Batch(params, [param.grad for param in params], known)
@@ -388,7 +416,7 @@ class UpdateRule(Optimizer):
             param = params[position]
             worked, grad, state = self._worked(param, {} if kept is None else kept, group)
             if not keys <= state.keys():
-                state = {**self.init_state(worked, group), **state}
+                state = {**rule.init_state(worked, group), **state}
             if state is not kept:
                 fresh.append((param, state))
             params[position], batch.grads[position], known[position] = worked, grad, state
@@ -476,9 +504,10 @@ class UpdateRule(Optimizer):
             batch.layout = self._checked.layout(number, group, batch.params, own)
             if batch.layout is not None:
                 continue
+            rule = self.rule_for(group)
             for param, grad, state in zip(batch.params, own, batch.states, strict=True):
                 narrow = state.get("master") is param and grad.dtype in LOW_PRECISION and not grad.is_sparse
-                self.check_grad(param, stand_in(grad, param.dtype) if narrow else grad, group)
+                rule.check_grad(param, stand_in(grad, param.dtype) if narrow else grad, group)
             self._checked.note(number, group, batch.params, own)
 
     def _usable(self, grads: Sequence[Tensor]) -> bool:
@@ -512,9 +541,10 @@ class UpdateRule(Optimizer):
 
     def _update_all(self, work: Sequence[Batch]) -> None:
         for group, batch in zip(self.param_groups, work, strict=True):
+            rule = self.rule_for(group)
             if batch.params:
-                for part in pieces(batch, IN_CACHE if self.in_pieces else None):
-                    self.update(group, part)
+                for part in pieces(batch, IN_CACHE if rule.in_pieces else None):
+                    rule.update(group, part)
 
     def _write_back(self, group: Mapping[str, Any], batch: Batch) -> None:
         if not group.get("master_weights"):

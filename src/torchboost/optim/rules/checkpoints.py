@@ -13,6 +13,7 @@ RULE_KEYS = frozenset(
     (
         *("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "accumulator", "linear"),
         *("square_avg", "grad_avg", "mean_square", "mean_grad", "moment", "master", "last_step", "past"),
+        *("z", "weight_sum", "largest_lr"),
     )
 )
 """State entries that belong to an update rule, of this package or of torch."""

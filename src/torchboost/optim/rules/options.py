@@ -39,6 +39,8 @@ FLAGS = (
     "master_weights",
     "maximize",
     "nesterov",
+    "stacked",
+    "training",
 )
 
 

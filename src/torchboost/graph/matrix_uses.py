@@ -1,0 +1,172 @@
+"""How a forward pass uses each parameter: as the matrix of a product, in the input, hidden or output layer, or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchboost.core.torch_private import DispatchMode, tree_flatten
+from torchboost.core.wrapping import unwrap, wrapper_of
+from torchboost.graph.dataflow import full_precision, runnable, undisturbed
+from torchboost.graph.recording import call, tensors_in
+
+__all__ = ["Place", "Use", "matrix_uses"]
+
+Place = Literal["input", "hidden", "output", "lookup", "other"]
+"""A matrix multiplied with the model's input, with activations, or for the output; a table of rows; anything else."""
+
+
+class Use(NamedTuple):
+    """Where a parameter is used, and whether as the filters of a convolution."""
+
+    place: Place
+    filter: bool = False
+
+
+_PRODUCTS = frozenset(
+    {
+        *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "bilinear", "matmul", "einsum", "_scaled_mm"),
+        *("mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_native_multi_head_attention"),
+        *("_transformer_encoder_layer_fwd", "_grouped_mm", "_addmm_activation", "addbmm"),
+    }
+)
+_FILTERING = frozenset({"convolution", "convolution_overrideable", "mkldnn_convolution"})
+_TOKENS = (2, 4)
+_DECIDING: tuple[Place, ...] = ("lookup", "output", "input", "hidden")
+_LOOKUPS = frozenset({"embedding", "_embedding_bag", "_embedding_bag_forward_only", "index_select", "index", "gather"})
+
+
+def matrix_uses(model: nn.Module, sample: Any = None) -> dict[nn.Parameter, Use] | None:
+    """Return the use of every parameter in one forward pass, or None if the model cannot be run here.
+
+    The uses are facts of this pass: neither names nor types of modules are asked.
+
+    Views, casts and copies of a parameter count as the parameter. A product is in the input layer if its other operand
+    depends on no parameter, and in the output layer if it is the only one that an output depends on directly, that is,
+    without another product between. Parameters that the pass does not reach are ``"other"``.
+
+    Args:
+        model: Wrapped or not; it is not changed. Sharded models cannot be run.
+        sample: An input; None guesses one: noise for the first layer, or the numbers of a few tokens.
+
+    Raises:
+        ValueError: ``sample`` was given and the model does not run on it.
+
+    Cost: two forward passes of a copy in eval mode, on two samples if the input is guessed.
+    """
+    bare = unwrap(model)
+    if wrapper_of(model) == "fully_shard" or any(parameter.is_meta for parameter in bare.parameters()):
+        return None
+    found = _runnable(bare, sample)
+    if found is None:
+        return None
+    network, inputs = found
+    with undisturbed(network) as copied, full_precision(network), _Recorder(copied) as recorder:
+        with torch.enable_grad():  # without gradients torch runs attention in one operation
+            outputs = tensors_in(call(copied, inputs))
+        recorder.finish(outputs)
+    by_name = dict(copied.named_parameters(remove_duplicate=False))
+    uses = dict.fromkeys(bare.parameters(), Use("other"))
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        uses[parameter] = recorder.use_of(by_name[name])
+    return uses
+
+
+def _runnable(model: nn.Module, sample: Any) -> tuple[nn.Module, Any] | None:
+    found = runnable(model, sample)
+    if found is not None or sample is not None:
+        return found
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    try:
+        return runnable(model, torch.zeros(_TOKENS, dtype=torch.long, device=device))
+    except ValueError:
+        return None
+
+
+class _Recorder(DispatchMode):
+    """Follow parameters, and the products they take part in, through the operations of one pass.
+
+    Marks belong to memory, so a view has those of its tensor, and a write into a view reaches the tensor.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._kept: list[Tensor] = list(model.parameters())  # so that no memory is used twice
+        self._numbers = {id(parameter): number for number, parameter in enumerate(self._kept)}
+        self._marks = {_memory(parameter): _Marks(same=frozenset({n})) for n, parameter in enumerate(self._kept)}
+        self._uses: dict[int, set[Place]] = {}
+        self._filters: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operands = list(_tensors((args, kwargs or {})))
+        found = [self._marks.get(_memory(one), _Marks()) for one in operands]
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        matrices = _union(marks.same for one, marks in zip(operands, found, strict=True) if one.ndim > 1)
+        same = _union(marks.same for marks in found) if len(operands) == 1 else frozenset[int]()
+        last = _union(marks.last for marks in found)
+        if matrices and (name in _PRODUCTS or name in _FILTERING):
+            others = [marks for marks in found if not marks.same]
+            first = bool(others) and not any(marks.depends for marks in others)
+            self._note(matrices, "input" if first else "hidden")
+            same, last = frozenset(), matrices
+            if name in _FILTERING:
+                self._filters |= matrices
+        elif name in _LOOKUPS and found and found[0].same:
+            self._note(found[0].same, "lookup")
+            same = frozenset()
+        marks = _Marks(same, last, any(marks.depends or marks.same for marks in found))
+        for one in _tensors(result):
+            if _memory(one) in {_memory(operand) for operand, own in zip(operands, found, strict=True) if own.same}:
+                continue  # a view of a parameter
+            self._kept.append(one)
+            self._marks[_memory(one)] = marks
+        return result
+
+    def finish(self, outputs: Iterable[Tensor]) -> None:
+        """Note the products of the output layer."""
+        for output in outputs:
+            last = self._marks.get(_memory(output), _Marks()).last
+            if len(last) == 1:
+                self._note(last, "output")
+
+    def use_of(self, parameter: nn.Parameter) -> Use:
+        """Return the use that decides: a table or an output matrix is one wherever else it is used."""
+        number = self._numbers[id(parameter)]
+        found = self._uses.get(number, set())
+        return Use(next((place for place in _DECIDING if place in found), "other"), number in self._filters)
+
+    def _note(self, numbers: Iterable[int], place: Place) -> None:
+        for number in numbers:
+            self._uses.setdefault(number, set()).add(place)
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """What is known about a piece of memory.
+
+    Args:
+        same: Parameters that it holds or copies.
+        last: Parameters whose product it depends on with no other product between.
+        depends: Whether it depends on any parameter.
+    """
+
+    same: frozenset[int] = frozenset()
+    last: frozenset[int] = frozenset()
+    depends: bool = False
+
+
+def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
+    return frozenset[int]().union(*sets)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]

@@ -1,0 +1,190 @@
+"""Param groups for Muon: which parameters are hidden matrices and filters, and which stay with AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from torchboost.core.torch_private import AnyConv
+from torchboost.graph.matrix_uses import Place, Use, matrix_uses
+from torchboost.optim.group_rules import NORMS, GroupRule, param_groups
+from torchboost.optim.groups import ParamGroup
+
+__all__ = ["MuonGroups", "Row", "muon_groups"]
+
+_MATRICES = (nn.Linear, AnyConv, nn.RNNBase, nn.MultiheadAttention)
+"""Holders of matrices in a model that cannot be run here."""
+
+_WHY: Mapping[Place, str] = {
+    "input": "reads the model's input",
+    "hidden": "hidden matrix",
+    "output": "head",
+    "lookup": "table of rows",
+    "other": "not multiplied as a matrix",
+}
+
+
+class Row(NamedTuple):
+    """The rule of one parameter, and the reason."""
+
+    name: str
+    shape: tuple[int, ...]
+    rule: str
+    reason: str
+
+
+class MuonGroups(list[ParamGroup]):
+    """Param groups for :class:`~torchboost.optim.MixedOptimizer`; ``print`` shows them as a table.
+
+    Args:
+        groups: The groups.
+        rows: One per parameter, in the order of the model.
+    """
+
+    def __init__(self, groups: Iterable[ParamGroup], rows: Iterable[Row]) -> None:
+        super().__init__(groups)
+        self.rows = tuple(rows)
+
+    def __str__(self) -> str:
+        head = ("parameter", "shape", "rule", "why")
+        lines = [head, *((row.name, " x ".join(map(str, row.shape)), row.rule, row.reason) for row in self.rows)]
+        widths = [max(len(line[column]) for line in lines) for column in range(3)]
+        shown = ["  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3]]) for line in lines]
+        totals: dict[str, int] = {}
+        for group in self:
+            count = sum(param.numel() for param in group["params"])
+            totals[group["rule"]] = totals.get(group["rule"], 0) + count
+        return "\n".join([*shown, ", ".join(f"{rule}: {count:,} weights" for rule, count in totals.items())])
+
+
+def muon_groups(
+    model: nn.Module,
+    rules: Iterable[GroupRule] = (),
+    *,
+    muon: Mapping[str, Any] | None = None,
+    adamw: Mapping[str, Any] | None = None,
+    sample: Any = None,
+    include_frozen: bool = False,
+) -> MuonGroups:
+    """Sort the parameters of a model into groups for Muon and AdamW, by how its forward pass uses them.
+
+    Muon gets hidden matrices, filters and stacks of matrices. AdamW gets the rest: tables such as embeddings, the
+    output layer, layers that read the model's input, norms, biases, matrices of one row or column, and weights that are
+    shared with one of these. The uses are found in one forward pass
+    (:func:`~torchboost.graph.matrix_uses.matrix_uses`). If the model cannot be run here, types of modules decide:
+    matrices and filters of torch's layers go to Muon, those of the first and the last of these layers to AdamW.
+
+    Args:
+        model: Wrapped or not. It is not changed.
+        rules: Options by parameter, as in :func:`~torchboost.optim.param_groups`; they override this function, as
+            ``GroupRule({"rule": "adamw"}, name="gate")`` does.
+        muon: Options of the groups with Muon, such as ``{"lr": 0.02}``.
+        adamw: Options of the groups with AdamW.
+        sample: An input of the model: a tensor, a tuple of positional or a dict of keyword arguments. None guesses one.
+        include_frozen: Whether parameters with ``requires_grad=False`` get a group too.
+
+    Returns:
+        Groups to pass to :class:`~torchboost.optim.MixedOptimizer`. No group is empty.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: The model does not run on ``sample``, a rule matches nothing, or there is nothing to train.
+        IncompatibleError: The model is sharded by FSDP1.
+
+    Cost: two forward passes on ``sample``, of a copy of the model.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> groups = muon_groups(model, muon={"lr": 0.02}, adamw={"lr": 3e-3})
+        >>> for group in groups:
+        ...     print(group["rule"], group["lr"], group["param_names"])
+        muon 0.02 ['2.weight']
+        adamw 0.003 ['0.weight', '0.bias', '2.bias', '4.weight', '4.bias']
+    """
+    uses = matrix_uses(model, sample)
+    chosen = {"muon": muon or {}, "adamw": adamw or {}}
+    found = _by_use(uses) if uses is not None else _by_type(model)
+    rows: dict[nn.Parameter, Row] = {}
+
+    def follows(rule: str, *, stacked: bool) -> Any:
+        def when(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
+            use = found.get(parameter, Use("other"))
+            reason = _reason(parameter, module, use)
+            row = Row(
+                name, tuple(parameter.shape), "muon" if reason is None else "adamw", reason or _kind(parameter, use)
+            )
+            rows.setdefault(parameter, row)
+            return row.rule == rule and (parameter.ndim > 2 and not use.filter) == stacked
+
+        return when
+
+    own = [
+        GroupRule({"rule": "adamw"}, when=follows("adamw", stacked=False), optional=True),
+        GroupRule({"rule": "adamw"}, when=follows("adamw", stacked=True), optional=True),
+        GroupRule({"rule": "muon"}, when=follows("muon", stacked=False), optional=True),
+        GroupRule({"rule": "muon", "stacked": True}, when=follows("muon", stacked=True), optional=True),
+    ]
+    groups = param_groups(model, [*own, *rules], include_frozen=include_frozen)
+    final = [{**chosen.get(group["rule"], {}), **group} for group in groups]
+    return MuonGroups(sorted(final, key=lambda group: group["rule"] != "muon"), _rows(final, rows))
+
+
+def _reason(parameter: nn.Parameter, module: nn.Module, use: Use) -> str | None:
+    """Return why a parameter is not for Muon, or None."""
+    if parameter.ndim < 2:
+        return "vector"
+    if use.place != "hidden":
+        return _WHY[use.place]
+    if isinstance(module, NORMS):
+        return "norm"
+    rows, columns = _sides(parameter, use)
+    if min(rows, columns) < 2 or (use.filter and parameter.shape[1] == 1):
+        return "one row or column"
+    return None
+
+
+def _kind(parameter: nn.Parameter, use: Use) -> str:
+    if use.filter:
+        return "filter, {} x {}".format(*_sides(parameter, use))
+    return "hidden matrix" if parameter.ndim == 2 else "stack of {} x {}".format(*_sides(parameter, use))
+
+
+def _sides(parameter: nn.Parameter, use: Use) -> tuple[int, int]:
+    if use.filter:
+        return parameter.shape[0], parameter.numel() // max(1, parameter.shape[0])
+    return parameter.shape[-2], parameter.shape[-1]
+
+
+def _rows(groups: Iterable[ParamGroup], rows: Mapping[nn.Parameter, Row]) -> list[Row]:
+    final = {parameter: group["rule"] for group in groups for parameter in group["params"]}
+    shown = []
+    for parameter, row in rows.items():
+        if parameter in final:
+            same = final[parameter] == row.rule
+            shown.append(row if same else row._replace(rule=final[parameter], reason=f"chosen; {row.reason}"))
+    return shown
+
+
+def _by_use(uses: Mapping[nn.Parameter, Use]) -> Mapping[nn.Parameter, Use]:
+    return uses
+
+
+def _by_type(model: nn.Module) -> dict[nn.Parameter, Use]:
+    """Guess the uses from the types of modules, in the order in which they were registered."""
+    holders = [module for module in model.modules() if isinstance(module, _MATRICES)]
+    uses: dict[nn.Parameter, Use] = {}
+    for position, module in enumerate(holders):
+        first, last = position == 0 and not _has_table(model), position + 1 == len(holders)
+        place: Place = "input" if first else "output" if last else "hidden"
+        for parameter in module.parameters(recurse=False):
+            uses.setdefault(parameter, Use(place, isinstance(module, AnyConv)))
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            uses[module.weight] = Use("lookup")  # also if a head shares it
+    return uses
+
+
+def _has_table(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.Embedding) for module in model.modules())

@@ -1,0 +1,140 @@
+"""One optimizer whose param groups follow different rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torchboost.errors import nearest
+from torchboost.optim.pipeline import GradientTransform
+from torchboost.optim.rules.adam import Adam, AdamW, AdamWeightDecay
+from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.rules.ftrl import FTRL
+from torchboost.optim.rules.lamb import Lamb
+from torchboost.optim.rules.muon import Muon
+from torchboost.optim.rules.rmsprop import RMSProp, RMSprop
+from torchboost.optim.rules.sgd import SGD, Momentum
+
+__all__ = ["GROUP_RULES", "MixedOptimizer"]
+
+GROUP_RULES: dict[str, type[UpdateRule]] = {
+    "adam": Adam,
+    "adamw": AdamW,
+    "adam_weight_decay": AdamWeightDecay,
+    "ftrl": FTRL,
+    "lamb": Lamb,
+    "momentum": Momentum,
+    "muon": Muon,
+    "ms_rmsprop": RMSProp,
+    "rmsprop": RMSprop,
+    "sgd": SGD,
+}
+"""Rules that a group may name: those whose update depends on the group and its tensors only."""
+
+
+class MixedOptimizer(UpdateRule):
+    """One optimizer in which every param group names its rule: ``{"params": ..., "rule": "muon", "lr": 0.02}``.
+
+    It has one state dict, one schedule and one gradient pipeline over all groups; clipping sees all gradients. A group
+    takes the options of its rule, and the rule's defaults for those that it does not set. The update of a group equals
+    that of the rule's own class, bit for bit.
+
+    ``GradScaler`` unscales the gradients before the step, in groups with ``fused=True`` too.
+
+    Args:
+        params: Groups, parameters or named parameters.
+        rule: Rule of the groups that name none.
+        lr: Learning rate of the groups that set none; None takes the default of each rule. A float, a tensor with one
+            element, a list with one per update, or a function of the update.
+        weight_decay: The same for the weight decay.
+        maximize: Maximize the objective instead of minimizing it.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their state in float32.
+        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+
+    Raises:
+        TypeError, ValueError: A rule does not exist, or an option is invalid.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 2)
+        >>> groups = [{"params": [model.weight], "rule": "muon", "lr": 0.02}, {"params": [model.bias], "lr": 3e-3}]
+        >>> optimizer = MixedOptimizer(groups, weight_decay=0.01)
+        >>> [group["rule"] for group in optimizer.param_groups]
+        ['muon', 'adamw']
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        rule: str = "adamw",
+        *,
+        lr: Any = None,
+        weight_decay: Any = None,
+        maximize: bool = False,
+        master_weights: bool = False,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
+    ) -> None:
+        self._rules: dict[str, UpdateRule] = {}
+        given = {"lr": lr, "weight_decay": weight_decay}
+        both = {"rule": rule, "maximize": maximize, "master_weights": master_weights}
+        defaults = {**both, **{key: value for key, value in given.items() if value is not None}}
+        self._named(rule)
+        super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_rules": {}}
+
+    def constructor_options(self) -> dict[str, Any]:
+        """Return the constructor's arguments that the param groups do not hold, by name."""
+        return {"lr": None, "weight_decay": None, **self.defaults, **super().constructor_options()}
+
+    def rule_for(self, group: Mapping[str, Any]) -> UpdateRule:
+        """Return the rule that a param group names."""
+        return self._named(group.get("rule", self.defaults["rule"]))
+
+    def defaults_for(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the options of a param group that does not set them: those of its rule."""
+        return {**self.rule_for(group).defaults, **self.defaults}
+
+    def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the entries of the state of a group's rule."""
+        return self.rule_for(group).state_keys({**self.defaults_for(group), **group})
+
+    def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the initial state of a group's rule."""
+        return self.rule_for(group).init_state(param, group)
+
+    def update(self, group: dict[str, Any], batch: Batch) -> None:
+        """Update in place, by the rule of the group."""
+        self.rule_for(group).update(group, batch)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this class, or of one rule with the same groups.
+
+        Groups in the file that name no rule, as those of other optimizers, keep the rule that they have here.
+
+        Raises:
+            ValueError: A group of the file follows another rule, or the groups or states differ; nothing was changed.
+        """
+        saved = [dict(group) for group in state_dict["param_groups"]]
+        for number, (theirs, own) in enumerate(zip(saved, self.param_groups, strict=False)):
+            if theirs.setdefault("rule", own["rule"]) != own["rule"]:
+                raise ValueError(
+                    f"group {number}: the checkpoint was written with rule={theirs['rule']!r}, but the group has "
+                    f"rule={own['rule']!r}; build the optimizer with the groups of the checkpoint."
+                )
+        super().load_state_dict({**state_dict, "param_groups": saved})
+
+    def _named(self, name: Any) -> UpdateRule:
+        if name not in GROUP_RULES:
+            raise ValueError(
+                f"rule: found {name!r}; a group may name {', '.join(GROUP_RULES)}. "
+                f"{nearest(str(name), list(GROUP_RULES))}".rstrip()
+            )
+        if name not in self._rules:
+            self._rules[name] = GROUP_RULES[name]([{"params": []}])
+        return self._rules[name]

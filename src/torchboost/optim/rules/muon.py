@@ -1,0 +1,219 @@
+"""Muon: momentum whose update is the nearest orthogonal matrix, for hidden layers and filters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from torchboost.core.torch_private import foreach
+from torchboost.optim.pipeline import GradientTransform
+from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.rules.newton_schulz import QUINTIC, Polynomial, faster_dtype, orthogonalized
+from torchboost.optim.rules.whole_matrices import Layout, exchanged, layout_of
+
+__all__ = ["Muon"]
+
+PIECE = 2**22
+"""Entries that are orthogonalised together: 16 MiB in float32, unless one matrix is larger."""
+
+MOST_STEPS = 100
+
+
+class Muon(UpdateRule):
+    """``m = momentum * m + (1 - momentum) * g``, ``w -= lr * scale * orthogonal(m)``: every direction gets equal steps.
+
+    ``orthogonal`` sets all singular values of a matrix to about 1
+    (:func:`~torchboost.optim.rules.newton_schulz.orthogonalized`). The weights of embeddings, heads, norms and biases
+    are no such matrices: :func:`~torchboost.optim.muon_groups` gives them to AdamW, in one
+    :class:`~torchboost.optim.MixedOptimizer`.
+
+    With the defaults the rule and its options are those of ``torch.optim.Muon``, and checkpoints load both ways. In
+    addition filters and stacks of matrices are allowed, matrices of one shape are computed together, and parameters
+    may be sharded by FSDP2: each rank sends its shards of the momentum to the rank that orthogonalises the matrix, and
+    gets its shards of the update back. In ``ZeroRedundancyOptimizer`` each matrix is updated on the rank that holds it.
+
+    State: ``momentum_buffer``, 4 bytes per float32 weight. Cost per matrix of ``m <= n``: 5 iterations of
+    ``2 m^2 n + m^3`` multiplications, fewer if ``n >= 2 m``. Memory during a step: about 4 times 16 MiB, or 4 times the
+    largest matrix. Under FSDP2 each rank sends, in each direction, the size of its shards in ``ns_dtype``, except for
+    the matrices that it computes itself.
+
+    Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); the scale
+    ``"match_rms_adamw"`` is that of J. Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982.
+
+    Args:
+        params: Parameters of at least two axes, named parameters or groups.
+        lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
+        weight_decay: ``w -= lr * weight_decay * w``; at least 0, also a list or function, as ``lr``.
+        momentum: Decay rate of the average of the gradients, at least 0 and below 1.
+        nesterov: Orthogonalise ``momentum * m + (1 - momentum) * g`` instead of ``m``.
+        ns_coefficients: Three numbers for every iteration, or a list with three numbers per iteration.
+        eps: Smallest norm by which a matrix is divided.
+        ns_steps: Iterations; the length of ``ns_coefficients`` if that is a list.
+        adjust_lr_fn: Scale of the update of an ``A x B`` matrix: ``"original"`` (also None), ``sqrt(max(1, A / B))``,
+            or ``"match_rms_adamw"``, ``0.2 sqrt(max(A, B))``, with which AdamW's learning rate fits.
+        ns_dtype: Precision of the iteration, ``torch.float32`` or ``torch.bfloat16``. None measures which is faster on
+            a CPU, and is bfloat16 elsewhere; the first step writes the choice into the group, so it is saved.
+        stacked: Parameters of three or more axes are stacks of matrices in the last two axes, such as those of
+            experts. If False they are filters, whose axes after the first are joined.
+        maximize: Maximize the objective instead of minimizing it.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the momentum in float32.
+        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+
+    Raises:
+        TypeError, ValueError: An option is invalid, or a parameter has fewer than two axes.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8, bias=False), torch.nn.Linear(8, 2, bias=False))
+        >>> optimizer = Muon(model.parameters(), lr=0.02)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        weight_decay: Any = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Polynomial | Sequence[Polynomial] = QUINTIC,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
+        *,
+        ns_dtype: torch.dtype | None = None,
+        stacked: bool = False,
+        maximize: bool = False,
+        master_weights: bool = False,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "ns_dtype": ns_dtype,
+            "stacked": stacked,
+            "maximize": maximize,
+            "master_weights": master_weights,
+        }
+        super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Refuse invalid options, and parameters that are no matrices."""
+        _polynomials(group)
+        if group["momentum"] >= 1:
+            raise ValueError(f"momentum: found {group['momentum']!r}; give a number from 0 to below 1.")
+        if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+            found = group["adjust_lr_fn"]
+            raise ValueError(f"adjust_lr_fn: found {found!r}; allowed are 'original', 'match_rms_adamw' and None.")
+        if group["ns_dtype"] not in (None, torch.float32, torch.bfloat16):
+            raise ValueError(f"ns_dtype: found {group['ns_dtype']!r}; give torch.float32, torch.bfloat16 or None.")
+        for param in group.get("params", ()):
+            if isinstance(param, Tensor) and (param.ndim < 2 or param.is_complex()):
+                raise ValueError(
+                    f"Muon updates real matrices and filters, found a parameter of shape {tuple(param.shape)} in "
+                    f"{param.dtype}; use MixedOptimizer(muon_groups(model)), which gives the others to AdamW."
+                )
+
+    def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        """Refuse sparse gradients, and shards of which no rank can assemble a matrix."""
+        super().check_grad(param, grad, group)
+        layout_of(param, stacked=group["stacked"])
+
+    def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the entries of the state."""
+        return ("momentum_buffer",)
+
+    def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a momentum of 0."""
+        return {"momentum_buffer": torch.zeros_like(param, memory_format=torch.preserve_format)}
+
+    def update(self, group: dict[str, Any], batch: Batch) -> None:
+        """Update in place."""
+        if group["ns_dtype"] is None:
+            group["ns_dtype"] = faster_dtype(batch.params[0].device)
+        if group["maximize"]:
+            batch.grads[:] = foreach.neg(batch.grads)
+        for layout, part in _parts(group, batch):
+            momentum, decay = float(group["momentum"]), float(group["lr"]) * float(group["weight_decay"])
+            buffers = part.state("momentum_buffer")
+            foreach.lerp_(buffers, part.grads, 1 - momentum)
+            directions = foreach.lerp(part.grads, buffers, momentum) if group["nesterov"] else buffers
+            if decay:
+                foreach.mul_(part.params, 1 - decay)
+            _move(group, layout, part.params, directions)
+
+
+def _parts(group: Mapping[str, Any], batch: Batch) -> Iterator[tuple[Layout, Batch]]:
+    """Yield the parameters by how they are divided among ranks and by shape, in pieces that fit into memory.
+
+    All shards of one mesh are one piece, because they are exchanged together.
+    """
+    pieces: dict[Any, list[tuple[Layout, list[int]]]] = {}
+    for position, param in enumerate(batch.params):
+        if not param.numel():
+            continue
+        layout = layout_of(param, stacked=group["stacked"])
+        key = layout.mesh if layout.divided else (layout.shape, param.dtype, param.device)
+        listed = pieces.setdefault(key, [])
+        full = not layout.divided and listed and (1 + len(listed[-1][1])) * param.numel() > PIECE
+        if not listed or full:
+            listed.append((layout, []))
+        listed[-1][1].append(position)
+    for listed in pieces.values():
+        for layout, positions in listed:
+            tensors = [[values[at] for at in positions] for values in (batch.params, batch.grads)]
+            yield layout, Batch(tensors[0], tensors[1], [batch.states[at] for at in positions])
+
+
+def _move(group: Mapping[str, Any], layout: Layout, params: list[Tensor], directions: Sequence[Tensor]) -> None:
+    """Subtract the orthogonalised directions from the parameters."""
+    polynomials, dtype, lr = _polynomials(group), group["ns_dtype"], float(group["lr"])
+
+    def turned(matrices: Tensor) -> Tensor:
+        scale = lr * _scale(group["adjust_lr_fn"], *matrices.shape[-2:])
+        return orthogonalized(matrices.to(dtype), polynomials, eps=float(group["eps"])).mul_(-scale)
+
+    if layout.divided:
+        steps = exchanged(directions, turned, dtype=dtype, stacked=group["stacked"])
+        params = [param.to_local() for param in params]  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        params = [layout.local(param) for param in params]
+        stack = torch.stack([layout.local(one).reshape(layout.matrices) for one in directions])
+        steps = [step.reshape(params[0].shape) for step in turned(stack)]
+    foreach.add_(params, [step.to(param.dtype) for step, param in zip(steps, params, strict=True)])
+
+
+def _scale(kind: str | None, rows: int, columns: int) -> float:
+    if kind == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns))
+
+
+def _polynomials(group: Mapping[str, Any]) -> list[Polynomial]:
+    """Return the coefficients of every iteration.
+
+    Raises:
+        TypeError, ValueError: They are not numbers in threes, or too many iterations.
+    """
+    given, steps = group["ns_coefficients"], group["ns_steps"]
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(f"ns_steps: found {steps!r}; give a whole number.")
+    if not 0 < steps < MOST_STEPS:
+        raise ValueError(f"ns_steps: found {steps}; give a number from 1 to {MOST_STEPS - 1}.")
+    if not isinstance(given, (tuple, list)) or not given:
+        raise TypeError(f"ns_coefficients: found {given!r}; give three numbers, or a list of three numbers each.")
+    listed = [tuple(one) for one in given] if isinstance(given[0], (tuple, list)) else [tuple(given)] * steps
+    for one in listed:
+        if len(one) != 3 or not all(isinstance(number, (int, float)) and math.isfinite(number) for number in one):
+            raise ValueError(f"ns_coefficients: found {one!r}; give three finite numbers per iteration.")
+    return listed  # pyright: ignore[reportReturnType]

@@ -1,0 +1,298 @@
+"""Schedule-free AdamW and SGD: an average of the weights takes the place of a learning-rate schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchboost.core.torch_private import foreach
+from torchboost.errors import IncompatibleError
+from torchboost.optim.pipeline import GradientTransform
+from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.rules.masters import IN_CACHE, pieces
+from torchboost.optim.schedules import whole
+
+__all__ = ["ScheduleFreeAdamW", "ScheduleFreeSGD"]
+
+
+class _ScheduleFree(UpdateRule):
+    """The weights ``y`` of training, the fast weights ``z`` and their average ``x``, of which ``y`` and ``z`` are kept.
+
+    A step is ``z -= lr * d``, ``x += c * (z - x)``, ``y = beta x + (1 - beta) z`` for the direction ``d`` of a rule.
+    """
+
+    numbers = ("weight_sum", "largest_lr")
+
+    def train(self) -> None:
+        """Put the weights at which gradients are computed into the parameters, before training continues.
+
+        Does nothing in training mode, which is the mode after construction.
+        """
+        self._switch(training=True)
+
+    def eval(self) -> None:
+        """Put the average into the parameters, before evaluation and before the model is saved.
+
+        BatchNorm's running statistics are those of the other weights; estimate them again with
+        ``torch.optim.swa_utils.update_bn(loader, model)``. Cost: one read and write of the weights.
+        """
+        self._switch(training=False)
+
+    @torch.no_grad()
+    def _switch(self, *, training: bool) -> None:
+        for group in self.param_groups:
+            if group["training"] == training:
+                continue
+            beta = self.averaging(group)
+            known = [param for param in group["params"] if "z" in self.state.get(param, {})]
+            if known:
+                fast = [self.state[param]["z"] for param in known]
+                slow = [self.state[param].get("master", param) for param in known]
+                foreach.lerp_(slow, fast, 1 - beta if training else 1 - 1 / beta)
+                self._round(known, slow)
+            group["training"] = training
+
+    def _round(self, params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+        pairs = [(param, master) for param, master in zip(params, masters, strict=True) if master is not param]
+        for param, master in pairs:
+            param.copy_(master)
+            self._stamps.note(param)
+
+    def step(self, closure: Any = None) -> Any:
+        """Update all parameters that have a gradient; see :meth:`~torchboost.optim.rules.base.UpdateRule.step`.
+
+        Raises:
+            RuntimeError: The optimizer is in evaluation mode.
+            IncompatibleError: A learning-rate scheduler is attached.
+        """
+        for group in self.param_groups:
+            if not group.get("training", True):
+                raise RuntimeError(
+                    f"{type(self).__name__} is in evaluation mode, so the parameters hold the average; call "
+                    "optimizer.train() before training continues."
+                )
+            if "initial_lr" in group:
+                raise IncompatibleError(
+                    f"a learning-rate scheduler is attached to {type(self).__name__}, whose average takes the place of "
+                    "a schedule; leave the scheduler out. For a warm-up, set warmup_steps."
+                )
+        return super().step(closure)
+
+    def check_schedules(self, schedules: Mapping[str, Any]) -> None:
+        """Refuse a schedule of the learning rate."""
+        if "lr" in schedules:
+            raise ValueError(
+                f"lr: found a schedule; {type(self).__name__} takes a number, because its average takes the place of a "
+                "schedule. For a warm-up, set warmup_steps."
+            )
+
+    def averaging(self, group: Mapping[str, Any]) -> float:
+        """Return ``beta`` of a group: the share of the average in the weights of training."""
+        raise NotImplementedError
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Refuse invalid options."""
+        whole("warmup_steps", group["warmup_steps"], least=0)
+        if not 0 < self.averaging(group) < 1:
+            raise ValueError(
+                f"found {self.averaging(group)!r} as the share of the average; give a number above 0 and below 1."
+            )
+
+    def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the entries of the state."""
+        return ("step", "z", "weight_sum", "largest_lr")
+
+    def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fast weights equal to the parameter, and an average of none so far."""
+        numbers = {key: torch.zeros((), dtype=torch.float32) for key in self.numbers}
+        return {"step": torch.zeros((), dtype=torch.float32), "z": param.detach().clone(), **numbers}
+
+    def update(self, group: dict[str, Any], batch: Batch) -> None:
+        """Update in place."""
+        for number, part in _by_count(batch):
+            lr = float(group["lr"]) * min(1.0, (number + 1) / max(1, group["warmup_steps"]))
+            foreach.add_(part.state("step"), 1)
+            share = _share(part, lr)
+            for piece in pieces(part, IN_CACHE):
+                self._step(group, piece, lr, share)
+
+    def directions(self, group: Mapping[str, Any], batch: Batch) -> list[Tensor]:
+        """Return the directions of the rule, and update what it keeps."""
+        raise NotImplementedError
+
+    def _step(self, group: Mapping[str, Any], batch: Batch, lr: float, share: float) -> None:
+        if group["maximize"]:
+            batch.grads[:] = foreach.neg(batch.grads)
+        directions, beta = self.directions(group, batch), self.averaging(group)
+        if group["weight_decay"]:
+            directions = foreach.add(directions, batch.params, alpha=float(group["weight_decay"]))
+        fast = batch.state("z")
+        foreach.lerp_(batch.params, fast, share)
+        foreach.add_(batch.params, directions, alpha=lr * (beta * (1 - share) - 1))
+        foreach.add_(fast, directions, alpha=-lr)
+
+
+class ScheduleFreeAdamW(_ScheduleFree):
+    """AdamW without a schedule: gradients at ``y``, Adam's steps on ``z``, and the average ``x`` for evaluation.
+
+    ``z -= lr * (g / (sqrt(v^) + eps) + weight_decay * y)``, ``x += c * (z - x)``, ``y = beta1 * x + (1 - beta1) * z``
+    with ``c = lr^2 / sum of lr^2``. The result after any number of steps needs no decay of the rate, so the length of
+    the run need not be known. Call :meth:`eval` before evaluation and before the model is saved, and :meth:`train`
+    before training continues.
+
+    State: ``z``, ``exp_avg_sq``, 8 bytes per float32 weight.
+
+    Source: A. Defazio et al., "The Road Less Scheduled", arXiv 2405.15682.
+
+    Args:
+        params: Parameters, named parameters or groups.
+        lr: Learning rate after the warm-up: a float, or a tensor with one element; 1 to 10 times that of AdamW with a
+            schedule.
+        betas: The share of ``x`` in ``y``, and the decay rate of the second moment.
+        eps: Added to the root of the second moment, at least 0.
+        weight_decay: At least 0.
+        warmup_steps: Updates in which the rate rises linearly.
+        maximize: Maximize the objective instead of minimizing it.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the state in float32.
+        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+
+    Raises:
+        TypeError, ValueError: An option is invalid, or ``lr`` is a schedule.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = ScheduleFreeAdamW(model.parameters(), lr=0.01, warmup_steps=10)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.eval()  # the model now holds the average
+        >>> optimizer.train()
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 2.5e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: Any = 0.0,
+        *,
+        warmup_steps: int = 0,
+        maximize: bool = False,
+        master_weights: bool = False,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "warmup_steps": warmup_steps,
+            "maximize": maximize,
+            "master_weights": master_weights,
+            "training": True,
+        }
+        super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
+
+    def averaging(self, group: Mapping[str, Any]) -> float:
+        """Return the share of the average in the weights of training."""
+        return float(group["betas"][0])
+
+    def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the entries of the state."""
+        return (*super().state_keys(group), "exp_avg_sq")
+
+    def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fast weights equal to the parameter, and a second moment of 0."""
+        square = torch.zeros_like(param, memory_format=torch.preserve_format)
+        return {**super().init_state(param, group), "exp_avg_sq": square}
+
+    def directions(self, group: Mapping[str, Any], batch: Batch) -> list[Tensor]:
+        """Return ``g / (sqrt(v^) + eps)``."""
+        beta2 = float(group["betas"][1])
+        square = batch.state("exp_avg_sq")
+        foreach.mul_(square, beta2)
+        foreach.addcmul_(square, batch.grads, batch.grads, 1 - beta2)
+        root = foreach.div(square, 1 - beta2 ** float(batch.states[0]["step"]))
+        foreach.sqrt_(root)
+        foreach.add_(root, float(group["eps"]))
+        return foreach.div(batch.grads, root)
+
+
+class ScheduleFreeSGD(_ScheduleFree):
+    """SGD without a schedule: gradients at ``y``, steps on ``z``, and the average ``x`` for evaluation.
+
+    ``z -= lr * (g + weight_decay * y)``, ``x += c * (z - x)``, ``y = momentum * x + (1 - momentum) * z`` with
+    ``c = lr^2 / sum of lr^2``. See :class:`ScheduleFreeAdamW` for its use. State: ``z``, 4 bytes per float32 weight.
+
+    Source: A. Defazio et al., "The Road Less Scheduled", arXiv 2405.15682.
+
+    Args:
+        params: Parameters, named parameters or groups.
+        lr: Learning rate after the warm-up; 10 to 50 times that of SGD with momentum and a schedule.
+        momentum: The share of ``x`` in ``y``, above 0 and below 1.
+        weight_decay: At least 0.
+        warmup_steps: Updates in which the rate rises linearly.
+        maximize: Maximize the objective instead of minimizing it.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the state in float32.
+        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+
+    Raises:
+        TypeError, ValueError: An option is invalid, or ``lr`` is a schedule.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1.0,
+        momentum: float = 0.9,
+        weight_decay: Any = 0.0,
+        *,
+        warmup_steps: int = 0,
+        maximize: bool = False,
+        master_weights: bool = False,
+        transforms: Sequence[GradientTransform] = (),
+        nonfinite: Nonfinite = "ignore",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "warmup_steps": warmup_steps,
+            "maximize": maximize,
+            "master_weights": master_weights,
+            "training": True,
+        }
+        super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
+
+    def averaging(self, group: Mapping[str, Any]) -> float:
+        """Return the share of the average in the weights of training."""
+        return float(group["momentum"])
+
+    def directions(self, group: Mapping[str, Any], batch: Batch) -> list[Tensor]:
+        """Return the gradients."""
+        return list(batch.grads)
+
+
+def _by_count(batch: Batch) -> Iterator[tuple[float, Batch]]:
+    """Yield the number of updates so far with the parameters that had as many; some may have started late."""
+    counts = [float(state["step"]) for state in batch.states]
+    for count in sorted(set(counts)):
+        at = [position for position, own in enumerate(counts) if own == count]
+        chosen = ([values[i] for i in at] for values in (batch.params, batch.grads))
+        yield count, Batch(*chosen, [batch.states[i] for i in at])
+
+
+def _share(batch: Batch, lr: float) -> float:
+    """Return the share of the new ``z`` in the average, which weights each ``z`` by the square of its rate."""
+    largest = max(lr, float(batch.states[0]["largest_lr"]))
+    total = float(batch.states[0]["weight_sum"]) + largest**2
+    for state in batch.states:
+        state["largest_lr"].fill_(largest)
+        state["weight_sum"].fill_(total)
+    return largest**2 / total if total else 0.0
