@@ -66,6 +66,7 @@ def matrix_uses(model: nn.Module, sample: Any = None) -> dict[nn.Parameter, Use]
         return None
     network, inputs = found
     with undisturbed(network) as copied, full_precision(network), _Recorder(copied) as recorder:
+        recorder.begin(inputs)
         with torch.enable_grad():  # without gradients torch runs attention in one operation
             outputs = tensors_in(call(copied, inputs))
         recorder.finish(outputs)
@@ -111,7 +112,7 @@ class _Recorder(DispatchMode):
         last = _union(marks.last for marks in found)
         if matrices and (name in _PRODUCTS or name in _FILTERING):
             others = [marks for marks in found if not marks.same]
-            first = bool(others) and not any(marks.depends for marks in others)
+            first = any(marks.given for marks in others) and not any(marks.depends for marks in others)
             self._note(matrices, "input" if first else "hidden")
             same, last = frozenset(), matrices
             if name in _FILTERING:
@@ -119,13 +120,20 @@ class _Recorder(DispatchMode):
         elif name in _LOOKUPS and found and found[0].same:
             self._note(found[0].same, "lookup")
             same = frozenset()
-        marks = _Marks(same, last, any(marks.depends or marks.same for marks in found))
+        depends = any(marks.depends or marks.same for marks in found)
+        marks = _Marks(same, last, depends, any(marks.given for marks in found))
         for one in _tensors(result):
             if _memory(one) in {_memory(operand) for operand, own in zip(operands, found, strict=True) if own.same}:
                 continue  # a view of a parameter
             self._kept.append(one)
             self._marks[_memory(one)] = marks
         return result
+
+    def begin(self, sample: Any) -> None:
+        """Note the input."""
+        for one in tensors_in(sample):
+            self._kept.append(one)
+            self._marks[_memory(one)] = _Marks(given=True)
 
     def finish(self, outputs: Iterable[Tensor]) -> None:
         """Note the products of the output layer."""
@@ -153,11 +161,13 @@ class _Marks:
         same: Parameters that it holds or copies.
         last: Parameters whose product it depends on with no other product between.
         depends: Whether it depends on any parameter.
+        given: Whether it depends on the model's input.
     """
 
     same: frozenset[int] = frozenset()
     last: frozenset[int] = frozenset()
     depends: bool = False
+    given: bool = False
 
 
 def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:

@@ -8,14 +8,17 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from torchboost.core.torch_private import AnyConv
+from torchboost.core.wrapping import unwrap
 from torchboost.graph.matrix_uses import Place, Use, matrix_uses
-from torchboost.optim.group_rules import NORMS, GroupRule, param_groups
+from torchboost.optim.group_rules import GroupRule, param_groups
 from torchboost.optim.groups import ParamGroup
 
 __all__ = ["MuonGroups", "Row", "muon_groups"]
 
 _MATRICES = (nn.Linear, AnyConv, nn.RNNBase, nn.MultiheadAttention)
 """Holders of matrices in a model that cannot be run here."""
+
+_OWN_KEYS = ("params", "param_names")
 
 _WHY: Mapping[Place, str] = {
     "input": "reads the model's input",
@@ -104,43 +107,48 @@ def muon_groups(
         adamw 0.003 ['0.weight', '0.bias', '2.bias', '4.weight', '4.bias']
     """
     uses = matrix_uses(model, sample)
-    chosen = {"muon": muon or {}, "adamw": adamw or {}}
-    found = _by_use(uses) if uses is not None else _by_type(model)
-    rows: dict[nn.Parameter, Row] = {}
-
-    def follows(rule: str, *, stacked: bool) -> Any:
-        def when(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
-            use = found.get(parameter, Use("other"))
-            reason = _reason(parameter, module, use)
-            row = Row(
-                name, tuple(parameter.shape), "muon" if reason is None else "adamw", reason or _kind(parameter, use)
-            )
-            rows.setdefault(parameter, row)
-            return row.rule == rule and (parameter.ndim > 2 and not use.filter) == stacked
-
-        return when
-
-    own = [
-        GroupRule({"rule": "adamw"}, when=follows("adamw", stacked=False), optional=True),
-        GroupRule({"rule": "adamw"}, when=follows("adamw", stacked=True), optional=True),
-        GroupRule({"rule": "muon"}, when=follows("muon", stacked=False), optional=True),
-        GroupRule({"rule": "muon", "stacked": True}, when=follows("muon", stacked=True), optional=True),
-    ]
-    groups = param_groups(model, [*own, *rules], include_frozen=include_frozen)
-    final = [{**chosen.get(group["rule"], {}), **group} for group in groups]
-    return MuonGroups(sorted(final, key=lambda group: group["rule"] != "muon"), _rows(final, rows))
+    if uses is None:
+        uses = _by_type(unwrap(model))
+    chosen = {"muon": dict(muon or {}), "adamw": dict(adamw or {})}
+    given = param_groups(model, rules, include_frozen=include_frozen)
+    asked = {
+        param: (name, group)
+        for group in given
+        for param, name in zip(group["params"], group["param_names"], strict=True)
+    }
+    groups: list[ParamGroup] = []
+    rows = []
+    for param in uses:
+        if param not in asked:
+            continue
+        name, options = asked[param][0], {key: value for key, value in asked[param][1].items() if key not in _OWN_KEYS}
+        use, reason = uses[param], _reason(param, uses[param])
+        rule = options.get("rule", "muon" if reason is None else "adamw")
+        why = reason or _kind(param, use)
+        rows.append(Row(name, tuple(param.shape), rule, f"chosen; {why}" if "rule" in options else why))
+        stacked = {"stacked": True} if rule == "muon" and param.ndim > 2 and not use.filter else {}
+        _add(groups, param, name, {"rule": rule, **chosen.get(rule, {}), **stacked, **options})
+    return MuonGroups(sorted(groups, key=lambda group: group["rule"] != "muon"), rows)
 
 
-def _reason(parameter: nn.Parameter, module: nn.Module, use: Use) -> str | None:
+def _add(groups: list[ParamGroup], param: nn.Parameter, name: str, options: Mapping[str, Any]) -> None:
+    """Put a parameter into the group with the same options, a new one if there is none."""
+    known = {key: repr(value) for key, value in options.items()}
+    for group in groups:
+        if {key: repr(value) for key, value in group.items() if key not in _OWN_KEYS} == known:
+            group["params"].append(param)
+            group["param_names"].append(name)
+            return
+    groups.append({"params": [param], "param_names": [name], **options})
+
+
+def _reason(parameter: nn.Parameter, use: Use) -> str | None:
     """Return why a parameter is not for Muon, or None."""
     if parameter.ndim < 2:
         return "vector"
     if use.place != "hidden":
         return _WHY[use.place]
-    if isinstance(module, NORMS):
-        return "norm"
-    rows, columns = _sides(parameter, use)
-    if min(rows, columns) < 2 or (use.filter and parameter.shape[1] == 1):
+    if min(_sides(parameter, use)) < 2 or (use.filter and parameter.shape[1] == 1):
         return "one row or column"
     return None
 
@@ -157,34 +165,13 @@ def _sides(parameter: nn.Parameter, use: Use) -> tuple[int, int]:
     return parameter.shape[-2], parameter.shape[-1]
 
 
-def _rows(groups: Iterable[ParamGroup], rows: Mapping[nn.Parameter, Row]) -> list[Row]:
-    final = {parameter: group["rule"] for group in groups for parameter in group["params"]}
-    shown = []
-    for parameter, row in rows.items():
-        if parameter in final:
-            same = final[parameter] == row.rule
-            shown.append(row if same else row._replace(rule=final[parameter], reason=f"chosen; {row.reason}"))
-    return shown
-
-
-def _by_use(uses: Mapping[nn.Parameter, Use]) -> Mapping[nn.Parameter, Use]:
-    return uses
-
-
 def _by_type(model: nn.Module) -> dict[nn.Parameter, Use]:
     """Guess the uses from the types of modules, in the order in which they were registered."""
+    tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     holders = [module for module in model.modules() if isinstance(module, _MATRICES)]
-    uses: dict[nn.Parameter, Use] = {}
+    uses = {parameter: Use("other") for parameter in model.parameters()}
     for position, module in enumerate(holders):
-        first, last = position == 0 and not _has_table(model), position + 1 == len(holders)
-        place: Place = "input" if first else "output" if last else "hidden"
-        for parameter in module.parameters(recurse=False):
-            uses.setdefault(parameter, Use(place, isinstance(module, AnyConv)))
-    for module in model.modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            uses[module.weight] = Use("lookup")  # also if a head shares it
-    return uses
-
-
-def _has_table(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.Embedding) for module in model.modules())
+        last = position + 1 == len(holders)
+        place: Place = "output" if last else "input" if position == 0 and not tables else "hidden"
+        uses |= {parameter: Use(place, isinstance(module, AnyConv)) for parameter in module.parameters(recurse=False)}
+    return uses | {table.weight: Use("lookup") for table in tables}  # also if a head shares it

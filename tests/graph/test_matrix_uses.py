@@ -1,0 +1,187 @@
+"""The use of a parameter is a fact of the forward pass, whatever modules are called."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.support.trajectories import snapshot
+from torchboost.bench.workloads.models import GPT, BasicBlock, ResNet
+from torchboost.graph.matrix_uses import Use, matrix_uses
+
+
+def places(model: nn.Module, sample: object = None) -> dict[str, str]:
+    uses = matrix_uses(model, sample)
+    assert uses is not None
+    assert uses.keys() == set(model.parameters())
+    return {name: uses[parameter].place for name, parameter in model.named_parameters()}
+
+
+def test_a_perceptron():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    found = places(model)
+    assert found == {
+        "0.weight": "input",
+        "2.weight": "hidden",
+        "4.weight": "output",
+        **{f"{layer}.bias": "other" for layer in (0, 2, 4)},
+    }
+
+
+def test_a_residual_network_and_its_filters():
+    model = ResNet(BasicBlock, (1, 1), width=4)
+    uses = matrix_uses(model)
+    assert uses is not None
+    filters = {name for name, parameter in model.named_parameters() if uses[parameter].filter}
+    assert filters == {name for name, parameter in model.named_parameters() if parameter.ndim == 4}
+    assert uses[model.stem[0].weight] == Use("input", True)  # pyright: ignore
+    assert uses[model.stages[0][0].conv2.weight] == Use("hidden", True)  # pyright: ignore
+    assert uses[model.fc.weight] == Use("output", False)
+
+
+def test_tables_and_tied_heads_of_a_language_model_without_a_sample():
+    found = places(GPT(20, context=8, layers=1, heads=2, width=8))
+    assert found["tokens.weight"] == "lookup"  # also the head
+    assert found["positions.weight"] == "lookup"
+    assert {found[f"blocks.0.{name}.weight"] for name in ("qkv", "proj", "mlp.0", "mlp.2")} == {"hidden"}
+
+
+class Experts(nn.Module):
+    """Bare parameters: a stack of experts, a table of positions, a bias table that is indexed, a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(4, 6)
+        self.experts = nn.Parameter(torch.randn(3, 6, 6))
+        self.positions = nn.Parameter(torch.randn(5, 6))
+        self.bias_table = nn.Parameter(torch.randn(9, 6))
+        self.scale = nn.Parameter(torch.ones(1, 5, 6))
+        self.gate = nn.Parameter(torch.randn(6, 6))
+        self.leave = nn.Parameter(torch.randn(2, 6))
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x) + self.positions + self.bias_table[torch.arange(5)]
+        x = torch.einsum("nti,eio->nto", x * self.scale, self.experts)
+        x = x @ self.gate.to(torch.float64).float().T.contiguous()
+        return F.linear(x, self.leave)
+
+
+def test_bare_parameters_by_what_happens_to_them():
+    found = places(Experts(), torch.randn(2, 5, 4))
+    assert found == {
+        "enter.weight": "input",
+        "enter.bias": "other",
+        "experts": "hidden",
+        "positions": "other",
+        "bias_table": "lookup",
+        "scale": "other",
+        "gate": "hidden",
+        "leave": "output",
+        "unused.weight": "other",
+        "unused.bias": "other",
+    }
+
+
+def test_a_backbone_whose_output_is_a_sum_of_many_layers_has_no_output_layer():
+    class Backbone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.first(x)
+            return x + self.second(x)
+
+    assert places(Backbone(), torch.randn(2, 4))["second.weight"] == "hidden"
+
+
+def test_two_heads_are_both_outputs():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            x = self.body(x).relu()
+            return {"left": self.left(x), "right": self.right(x).softmax(-1)}
+
+    found = places(Two(), torch.randn(2, 4))
+    assert (found["body.weight"], found["left.weight"], found["right.weight"]) == ("input", "output", "output")
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(kind):
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layers, self.head = nn.Embedding(9, 4), kind(4, 6, 2, batch_first=True), nn.Linear(6, 3)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.layers(self.table(tokens))[0][:, -1])
+
+    found = places(Recurrent(), torch.randint(0, 9, (2, 5)))
+    matrices = {name for name in found if name.startswith("layers.weight")}
+    assert {found[name] for name in matrices} == {"hidden"}
+    assert (found["table.weight"], found["head.weight"]) == ("lookup", "output")
+
+
+def test_attention_of_torch_without_its_fused_path():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.Sequential(nn.Linear(3, 8), nn.TransformerEncoder(layer, 2), nn.Linear(8, 2))
+    found = places(model, torch.randn(2, 5, 3))
+    hidden = {name for name, place in found.items() if place == "hidden"}
+    assert {name.rpartition("layers.")[2] for name in hidden} == {
+        f"{number}.{part}"
+        for number in (0, 1)
+        for part in ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
+    }
+
+
+def test_in_place_sums_and_views_keep_the_trail():
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = torch.zeros(len(x), 2)
+            hidden = self.body(x)
+            hidden += x
+            out[:, :] = self.head(hidden)
+            return out.view(-1, 2)
+
+    found = places(InPlace(), torch.randn(3, 4))
+    assert (found["body.weight"], found["head.weight"]) == ("input", "output")
+
+
+def test_the_model_the_generators_and_the_gradients_stay_as_they_were():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    before, state = snapshot(model), torch.get_rng_state()
+    model.train()
+    matrix_uses(copy.copy(model))
+    matrix_uses(model, torch.randn(5, 4, generator=torch.Generator().manual_seed(1)))
+    assert model.training
+    assert snapshot(model) == before
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_that_cannot_be_run():
+    class Strange(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, first: Tensor, second: Tensor) -> Tensor:
+            return self.head(self.layer(first + second))
+
+    assert matrix_uses(Strange()) is None
+    assert matrix_uses(nn.Linear(3, 3, device="meta")) is None
+    with pytest.raises(ValueError, match="does not run on the sample"):
+        matrix_uses(Strange(), torch.ones(2, 4))
+    assert places(Strange(), (torch.ones(2, 4), torch.ones(2, 4)))["head.weight"] == "output"

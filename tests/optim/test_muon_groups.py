@@ -1,0 +1,137 @@
+"""Hidden matrices, filters and stacks go to Muon, everything else to AdamW; shown by a table, overridable."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from tests.graph.test_matrix_uses import Experts
+from tests.support.models import cnn, mlp
+from torchboost.bench.workloads.models import GPT, BasicBlock, ResNet
+from torchboost.optim.group_rules import GroupRule, no_decay
+from torchboost.optim.muon_groups import MuonGroups, muon_groups
+from torchboost.optim.rules.mixed import MixedOptimizer
+
+
+def names(groups: MuonGroups) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for group in groups:
+        found.setdefault(group["rule"], set()).update(group["param_names"])
+    return found
+
+
+def test_a_gpt():
+    model = GPT(20, context=8, layers=2, heads=2, width=8)
+    groups = muon_groups(model, muon={"lr": 0.02}, adamw={"lr": 3e-3, "weight_decay": 0.1})
+    assert names(groups)["muon"] == {
+        f"blocks.{n}.{part}.weight" for n in (0, 1) for part in ("qkv", "proj", "mlp.0", "mlp.2")
+    }
+    assert {(group["rule"], group["lr"]) for group in groups} == {("muon", 0.02), ("adamw", 3e-3)}
+    held = [param for group in groups for param in group["params"]]
+    assert len(held) == len(set(held)) == len(list(model.parameters()))  # tied weights once
+    MixedOptimizer(groups)
+
+
+def test_the_same_optimizer_trains():
+    torch.manual_seed(0)
+    model = GPT(20, context=8, layers=1, heads=2, width=8)
+    optimizer = MixedOptimizer(muon_groups(model, muon={"lr": 0.05}, adamw={"lr": 0.02}))
+    tokens = torch.randint(0, 20, (8, 9))
+    losses = []
+    for _ in range(30):
+        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_filters_stems_heads_and_depthwise_filters():
+    model = ResNet(BasicBlock, (1,), width=4)
+    model.stages[0].append(nn.Conv2d(4, 4, 3, padding=1, groups=4))  # pyright: ignore
+    found = names(muon_groups(model))
+    assert found["muon"] == {"stages.0.0.conv1.weight", "stages.0.0.conv2.weight"}
+    assert {"stem.0.weight", "fc.weight", "stages.0.1.weight"} <= found["adamw"]
+
+
+def test_stacks_have_their_own_group():
+    groups = muon_groups(Experts(), sample=torch.randn(2, 5, 4))
+    stacked = [group for group in groups if group.get("stacked")]
+    assert [group["param_names"] for group in stacked] == [["experts"]]
+    assert stacked[0]["rule"] == "muon"
+    assert names(groups)["muon"] == {"experts", "gate"}
+
+
+def test_matrices_of_one_row_are_for_adamw():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1), nn.Linear(1, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    assert names(muon_groups(model))["muon"] == {"3.weight"}
+
+
+def test_rules_override_and_share_groups():
+    model = GPT(20, context=8, layers=2, heads=2, width=8)
+    rules = [GroupRule({"rule": "adamw"}, name="qkv"), *no_decay(), GroupRule({"lr": 0.5}, name=r"proj\.weight")]
+    groups = muon_groups(model, rules, muon={"lr": 0.02}, adamw={"lr": 3e-3})
+    found = {name: group for group in groups for name in group["param_names"]}
+    assert found["blocks.0.qkv.weight"]["rule"] == "adamw"
+    assert found["blocks.0.qkv.weight"]["lr"] == 3e-3
+    assert found["blocks.0.proj.weight"]["lr"] == 0.5
+    assert found["norm.weight"]["weight_decay"] == 0.0
+    assert "weight_decay" not in found["tokens.weight"]
+    assert len(groups) == 4
+    row = next(row for row in groups.rows if row.name == "blocks.0.qkv.weight")
+    assert row.rule == "adamw"
+    assert row.reason == "chosen; hidden matrix"
+
+
+def test_the_table():
+    text = str(muon_groups(mlp()))
+    lines = text.splitlines()
+    assert lines[0].split() == ["parameter", "shape", "rule", "why"]
+    assert len(lines) == 2 + len(list(mlp().parameters()))
+    assert lines[-1].startswith(("muon:", "adamw:"))
+    assert "vector" in text
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_wrapped_models_have_bare_names_and_frozen_parameters_may_join():
+    model = cnn()
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    bare = muon_groups(model)
+    assert names(bare) == names(muon_groups(torch.compile(model)))  # pyright: ignore
+    assert "0.weight" not in {row.name for row in bare.rows}
+    assert "0.weight" in {row.name for row in muon_groups(model, include_frozen=True).rows}
+
+
+class Unknown(nn.Module):
+    """Two inputs, so that none can be guessed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.hidden, self.leave = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.table = nn.Parameter(torch.randn(5, 8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.leave(self.hidden(self.enter(x + y)) + self.table[:1])
+
+
+def test_types_decide_if_the_model_cannot_be_run():
+    assert names(muon_groups(Unknown()))["muon"] == {"hidden.weight"}
+    sample = (torch.ones(2, 4), torch.ones(2, 4))
+    assert names(muon_groups(Unknown(), sample=sample))["muon"] == {"hidden.weight"}
+    with pytest.raises(ValueError, match="does not run on the sample"):
+        muon_groups(Unknown(), sample=torch.ones(2, 4))
+
+
+def test_weights_that_are_computed_are_left_to_adamw():
+    model = nn.Sequential(nn.Linear(4, 4), weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4), nn.Linear(4, 2))
+    assert names(muon_groups(model))["muon"] == {"2.weight"}
+
+
+def test_nothing_to_train():
+    model = mlp().requires_grad_(False)
+    with pytest.raises(ValueError, match="found no parameter to train"):
+        muon_groups(model)
