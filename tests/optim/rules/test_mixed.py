@@ -54,7 +54,7 @@ def mixed(shapes: tuple[tuple[int, ...], ...] = ((4, 3), (4,)), **options: objec
 
 
 def test_a_scheduler_and_clipping_act_on_all_groups():
-    optimizer, params = mixed()
+    _, params = mixed()
     outer, others = mixed()
     inner = MixedOptimizer(
         [{"params": [p], "rule": "muon" if p.ndim > 1 else "adamw"} for p in params],
