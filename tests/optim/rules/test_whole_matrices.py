@@ -178,7 +178,7 @@ def layouts() -> list[str]:
     assert layout_of(distribute_tensor(matrix, mesh, [Shard(1), Replicate()]), stacked=False).axis == 1
     assert layout_of(distribute_tensor(stack, mesh, [Replicate(), Shard(0)]), stacked=True) == Layout((2, 6, 8), True)
     assert not layout_of(distribute_tensor(matrix, mesh, [Replicate(), Replicate()]), stacked=False).divided
-    both = nn.Parameter(distribute_tensor(matrix, mesh, [Shard(0), Shard(1)]))
+    both = nn.Parameter(distribute_tensor(matrix.clone(), mesh, [Shard(0), Shard(1)]))
     optimizer = Muon([both])
     both.grad = both.detach().clone()
     before = both.full_tensor().clone()
@@ -187,7 +187,7 @@ def layouts() -> list[str]:
     assert torch.equal(both.full_tensor(), before)
     moved = []
     for placements in ([Replicate(), Shard(0)], [Shard(1), Replicate()], [Replicate(), Replicate()]):
-        param = nn.Parameter(distribute_tensor(matrix, mesh, placements))
+        param = nn.Parameter(distribute_tensor(matrix.clone(), mesh, placements))
         param.grad = distribute_tensor(matrix.cos(), mesh, placements)
         Muon([param], ns_dtype=torch.float32).step()
         moved.append(param.full_tensor().detach())
