@@ -25,7 +25,7 @@ from tests.support.optimizers import (
     train,
     values,
 )
-from torchboost.optim.pipeline import Gradients
+from torchboost.optim.gradients import Gradients
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from torchboost.errors import IncompatibleError
-from torchboost.optim.pipeline import Gradients, GradientTransform, check_chain
+from torchboost.optim.executor import check_chain
+from torchboost.optim.gradients import Gradients, GradientTransform
 from torchboost.optim.transforms import (
     Centralize,
     ClipNorm,

@@ -1,4 +1,6 @@
 from . import lr_scheduler as lr_scheduler
+from .gradients import Gradients as Gradients
+from .gradients import GradientTransform as GradientTransform
 from .group_rules import GroupRule as GroupRule
 from .group_rules import layer_wise_decay as layer_wise_decay
 from .group_rules import no_decay as no_decay
@@ -9,8 +11,6 @@ from .learning_rates import factor as factor
 from .muon_groups import MuonGroups as MuonGroups
 from .muon_groups import muon_groups as muon_groups
 from .pipeline import GradientPipeline as GradientPipeline
-from .pipeline import Gradients as Gradients
-from .pipeline import GradientTransform as GradientTransform
 from .rules.adam import Adam as Adam
 from .rules.adam import AdamW as AdamW
 from .rules.adam import AdamWeightDecay as AdamWeightDecay

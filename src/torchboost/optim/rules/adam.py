@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
 from torchboost.core.torch_private import foreach
-from torchboost.optim.pipeline import GradientTransform
+from torchboost.optim.gradients import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import IN_CACHE, pieces
 from torchboost.optim.rules.native_adam import Pipeline, check_walkable, load, prepared

@@ -14,17 +14,11 @@ from torch.optim import Optimizer
 
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
+from torchboost.optim.executor import check_chain, run_chain
+from torchboost.optim.gradients import Gradients, GradientTransform, check_transforms, namespaces
 from torchboost.optim.groups import bare, listed, without_order
 from torchboost.optim.learning_rates import resolve_lr
 from torchboost.optim.memory_layout import aligned
-from torchboost.optim.pipeline import (
-    Gradients,
-    GradientTransform,
-    check_chain,
-    check_transforms,
-    namespaces,
-    run_chain,
-)
 from torchboost.optim.rules.checked import Checked, strides
 from torchboost.optim.rules.checkpoints import in_order, paired, with_memory_renamed
 from torchboost.optim.rules.foreign_names import check_group_names, check_names
@@ -460,13 +454,14 @@ class UpdateRule(Optimizer):
         if not self._usable(gradients.grads):
             return None
         kept: list[tuple[str, list[dict[str, Any]]]] = []
-        run_chain(chain, gradients, partial(self._recall, kept, work))
+        divides = self.kernel_unscales and all(group.get("fused") for group in self.param_groups)
+        left = run_chain(chain, gradients, partial(self._recall, kept, work), hand_over=divides)
         _give_back(gradients.grads, work)
         if not foretold:
             self._check_grads(work, gradients.grads)
         if not self._usable(gradients.grads):
             return None
-        return partial(self._perform, work, kept)
+        return partial(self._perform, work, kept, left)
 
     def collectives(self) -> int:
         """Return the number of collectives of :meth:`prepare` among the ranks of a share."""
@@ -532,12 +527,19 @@ class UpdateRule(Optimizer):
         kept.append((prefix, memory))
         return memory
 
-    def _perform(self, work: Sequence[Batch], kept: Sequence[tuple[str, list[dict[str, Any]]]]) -> None:
+    def _perform(self, work: Sequence[Batch], kept: Sequence[tuple[str, list[dict[str, Any]]]], left: float) -> None:
         states = [state for batch in work for state in batch.states]
         for prefix, memory in kept:
             for state, own in zip(states, memory, strict=True):
                 state.update({prefix + key: value for key, value in own.items()})
-        self._update_all(work)
+        if left == 1:
+            self._update_all(work)
+            return
+        self.grad_scale = torch.tensor(left)
+        try:
+            self._update_all(work)
+        finally:
+            del self.grad_scale
 
     def _update_all(self, work: Sequence[Batch]) -> None:
         for group, batch in zip(self.param_groups, work, strict=True):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchboost.core.torch_private import foreach
-from torchboost.optim.pipeline import GradientTransform
+from torchboost.optim.gradients import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.tensor_lists import together
 

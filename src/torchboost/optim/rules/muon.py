@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchboost.core.torch_private import foreach
-from torchboost.optim.pipeline import GradientTransform
+from torchboost.optim.gradients import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.newton_schulz import QUINTIC, Polynomial, faster_dtype, orthogonalized
 from torchboost.optim.rules.whole_matrices import Layout, exchanged, layout_of

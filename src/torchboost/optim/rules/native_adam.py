@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torchboost.core.native import compiled
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
+from torchboost.optim.gradients import GradientTransform
 from torchboost.optim.memory_layout import is_dense
-from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite
 from torchboost.optim.shares import Share, joint_norm
 from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay, Unscale
