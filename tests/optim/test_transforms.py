@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from torchboost.errors import IncompatibleError
-from torchboost.optim.executor import check_chain
+from torchboost.optim.executor import Chain
 from torchboost.optim.gradients import Gradients, GradientTransform
 from torchboost.optim.transforms import (
     Centralize,
@@ -168,11 +168,11 @@ def test_sparse_gradients_are_refused_where_they_have_no_meaning():
     table(torch.tensor([1])).sum().backward()
     given = Gradients([table.weight], [table.weight.grad], [{}], [{}])
     with pytest.raises(IncompatibleError, match=r"Decay needs dense gradients.*sparse=False"):
-        check_chain([Decay(0.1)], given)
-    assert check_chain([Coalesce(dense=True), Decay(0.1)], given)[0].layout is torch.strided
+        Chain([Decay(0.1)]).check(given)
+    assert Chain([Coalesce(dense=True), Decay(0.1)]).check(given)[0].layout is torch.strided
     entries = Gradients([table.weight], [torch.ones(6, 4).to_sparse()], [{}], [{}])
     with pytest.raises(IncompatibleError, match=r"shape \(6, 4\).*'skip'"):
-        check_chain([Centralize()], entries)
+        Chain([Centralize()]).check(entries)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_clipping_beside_sparse_rows_equals_dense(transform):
     for sparse in (False, True):
         given = embedded([1, 3, 1, 1], sparse=sparse)
         with torch.no_grad():
-            check_chain([transform], given)
+            Chain([transform]).check(given)
             transform(given)
         assert given.grads[0].is_sparse is sparse
         grads.append([grad.to_dense() for grad in given.grads])

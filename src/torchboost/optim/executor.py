@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torchboost.optim.gradient_pass import Pass
 from torchboost.optim.gradients import Gradients, GradientTransform, namespaces
 from torchboost.optim.memory_layout import writable
 
-__all__ = ["check_chain", "run_chain", "takes_scale"]
+__all__ = ["Chain"]
 
 
 class _Recalled(Gradients):
@@ -30,55 +30,66 @@ class _Recalled(Gradients):
         return self._recall()
 
 
-def check_chain(transforms: Iterable[GradientTransform], gradients: Gradients) -> list[Tensor]:
-    """Run the ``check`` of every transform that has one, before any transform runs.
-
-    Returns:
-        The gradients, with stand-ins for entries whose layout a transform is going to change.
-    """
-    expected = Gradients(gradients.params, list(gradients.grads), gradients.groups, [], gradients.share)
-    for transform in transforms:
-        check = getattr(transform, "check", None)
-        if check is not None:
-            check(expected)
-    return expected.grads
-
-
-def run_chain(
-    transforms: Sequence[GradientTransform],
-    gradients: Gradients,
-    recall: Callable[[str, Sequence[Tensor]], list[dict[str, Any]]],
-    *,
-    hand_over: bool = False,
-    grad_scale: float = 1.0,
-) -> float:
-    """Apply the transforms in order.
+class Chain:
+    """Transforms in order.
 
     Args:
-        transforms: The chain.
-        gradients: Changed; their ``memory`` is not used.
-        recall: Returns the memory of a namespace for each parameter; the transform writes into these dictionaries.
-        hand_over: Whether the caller can divide the gradients by a number in a later pass, as torch's fused kernels do.
-        grad_scale: Loss scale that the gradients contain; other than 1 only if :func:`takes_scale` says so.
-
-    Returns:
-        What is left for the caller to divide by; 1 without ``hand_over``.
+        transforms: May be empty.
     """
-    gradients.grads = [writable(grad) for grad in gradients.grads]
-    names = namespaces(transforms)
-    first = Pass.of(transforms)
-    done, left = 0, 1.0
-    if first is not None and first.fits(gradients):
-        done = first.length
-        left = first.run(gradients, hand_over=hand_over and done == len(transforms), grad_scale=grad_scale)
-    for name, transform in zip(names[done:], transforms[done:], strict=True):
-        own = _Recalled(gradients, partial(recall, name, gradients.params))
-        transform(own)
-        gradients.grads = own.grads
-    return left
 
+    def __init__(self, transforms: Sequence[GradientTransform]) -> None:
+        self.transforms = tuple(transforms)
+        self._names = namespaces(self.transforms)
+        self._first = Pass.of(self.transforms)
 
-def takes_scale(transforms: Sequence[GradientTransform], gradients: Gradients) -> bool:
-    """Whether :func:`run_chain` can remove a loss scale on the way, so that all transforms see true gradients."""
-    first = Pass.of(transforms)
-    return first is not None and first.length == len(transforms) and first.fits(gradients)
+    def check(self, gradients: Gradients) -> list[Tensor]:
+        """Run the ``check`` of every transform that has one, before any transform runs.
+
+        Returns:
+            The gradients, with stand-ins for entries whose layout a transform is going to change.
+        """
+        expected = Gradients(gradients.params, list(gradients.grads), gradients.groups, [], gradients.share)
+        for transform in self.transforms:
+            check = getattr(transform, "check", None)
+            if check is not None:
+                check(expected)
+        return expected.grads
+
+    def run(
+        self,
+        gradients: Gradients,
+        recall: Callable[[str, Sequence[Tensor]], list[dict[str, Any]]],
+        *,
+        hand_over: bool = False,
+        grad_scale: float = 1.0,
+    ) -> float:
+        """Apply the transforms.
+
+        Args:
+            gradients: Changed; their ``memory`` is not used.
+            recall: Returns the memory of a namespace for each parameter; the transform writes into these dictionaries.
+            hand_over: Whether the caller can divide the gradients by a number in a later pass, as torch's fused
+                kernels do.
+            grad_scale: Loss scale that the gradients contain; other than 1 only if :meth:`takes_scale` says so.
+
+        Returns:
+            What is left for the caller to divide by; 1 without ``hand_over``.
+        """
+        gradients.grads = list(map(writable, gradients.grads))
+        first, done, left = self._first, 0, 1.0
+        if first is not None and first.fits(gradients):
+            done = first.length
+            left = first.run(gradients, hand_over=hand_over and self._is_one_pass, grad_scale=grad_scale)
+        for name, transform in zip(self._names[done:], self.transforms[done:], strict=True):
+            own = _Recalled(gradients, partial(recall, name, gradients.params))
+            transform(own)
+            gradients.grads = own.grads
+        return left
+
+    def takes_scale(self, gradients: Gradients) -> bool:
+        """Whether :meth:`run` can remove a loss scale on the way, so that all transforms see true gradients."""
+        return self._first is not None and self._is_one_pass and self._first.fits(gradients)
+
+    @property
+    def _is_one_pass(self) -> bool:
+        return self._first is not None and self._first.length == len(self.transforms)

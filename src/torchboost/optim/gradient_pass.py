@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from operator import attrgetter
+from operator import attrgetter, is_
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,9 @@ BLOCK = np.dtype(
 )
 
 
+_Plan = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pass:
     """The first transforms of a chain, as many as the kernel runs in their order.
@@ -55,6 +58,7 @@ class Pass:
     decay: Decay | None = None
     centralize: Centralize | None = None
     clip_norm: ClipNorm | None = None
+    last: _Last = field(default_factory=lambda: _Last(), compare=False, repr=False)
 
     @classmethod
     def of(cls, transforms: Sequence[GradientTransform]) -> Pass | None:
@@ -84,11 +88,9 @@ class Pass:
         """
         if not gradients.grads or torch.compiler.is_compiling() or _kernel() is None:
             return False
-        plain = set(map(type, gradients.grads)) <= {Tensor} and set(map(type, gradients.params)) <= {
-            Tensor,
-            nn.Parameter,
-        }
-        if not plain or set(map(_KIND, gradients.grads)) != {_WANTED}:
+        if not set(map(type, gradients.grads)) | set(map(type, gradients.params)) <= {Tensor, nn.Parameter}:
+            return False  # others may keep their data elsewhere
+        if set(map(_KIND, gradients.grads)) != {_WANTED}:
             return False
         if not all(map(fills_rows, gradients.grads)):
             return False
@@ -135,28 +137,70 @@ class Pass:
         over = (norm + 1e-6) / clip.max_norm  # NaN must reach the weights, as in torch
         if hand_over:
             return left * over
-        foreach.mul_(gradients.grads, 1.0 / over)
+        foreach.div_(gradients.grads, over)
         return left
 
     def _blocks(self, gradients: Gradients, scale: float) -> np.ndarray:
-        central = [
-            self.centralize is not None and self.centralize.applies(param, group)
-            for param, group in zip(gradients.params, gradients.groups, strict=True)
-        ]
-        key = tuple(
-            (grad.numel(), grad.shape[0] if flag else 1, flag)
-            for grad, flag in zip(gradients.grads, central, strict=True)
-        )
-        plan, owner, offsets = _plan(key)
+        if not self.last.holds(gradients):
+            self.last.note(gradients, self._planned(gradients))
+        plan, owner, offsets = self.last.plan
+        count = len(gradients.grads)
         blocks = plan.copy()
-        blocks["grad"] = np.fromiter(map(Tensor.data_ptr, gradients.grads), np.int64, len(key))[owner] + offsets
+        blocks["grad"] = np.fromiter(map(Tensor.data_ptr, gradients.grads), np.int64, count)[owner] + offsets
         blocks["unscale"] = 1.0 / scale
         if self.decay is None:
             blocks["weight"] = blocks["grad"]  # never read
             return blocks
-        blocks["weight"] = np.fromiter(map(Tensor.data_ptr, gradients.params), np.int64, len(key))[owner] + offsets
+        blocks["weight"] = np.fromiter(map(Tensor.data_ptr, gradients.params), np.int64, count)[owner] + offsets
         blocks["decay"] = np.array([self.decay.of(group) for group in gradients.groups], np.float32)[owner]
         return blocks
+
+    def _planned(self, gradients: Gradients) -> _Plan:
+        """Return blocks without addresses, the tensor of each block, and its offset in bytes."""
+        central = [
+            self.centralize is not None and self.centralize.applies(param, group)
+            for param, group in zip(gradients.params, gradients.groups, strict=True)
+        ]
+        cuts = [
+            cuts_of(grad.numel(), grad.shape[0] if flag else 1, flag)
+            for grad, flag in zip(gradients.grads, central, strict=True)
+        ]
+        owner = np.repeat(np.arange(len(cuts)), [len(cut) for cut in cuts])
+        lines = np.concatenate(cuts)
+        blocks = np.zeros(len(owner), BLOCK)
+        blocks["rows"], blocks["columns"] = lines[:, 1], lines[:, 2]
+        blocks["centralize"] = np.array(central, np.int64)[owner]
+        return blocks, owner, 4 * lines[:, 0]
+
+
+class _Last:
+    """The plan of the last step, which holds while the parameters, their shapes and the flags of their groups do."""
+
+    def __init__(self) -> None:
+        self._params: list[Tensor] = []
+        self._shapes: list[torch.Size] = []
+        self._flags: list[Any] = []
+        self.plan: _Plan = (np.zeros(0, BLOCK), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+    def holds(self, gradients: Gradients) -> bool:
+        """Whether the plan is that of these gradients."""
+        return (
+            len(self._params) == len(gradients.params)
+            and all(map(is_, self._params, gradients.params))
+            and self._shapes == list(map(_SHAPE, gradients.grads))
+            and self._flags == _flags(gradients)
+        )
+
+    def note(self, gradients: Gradients, plan: _Plan) -> None:
+        """Keep a plan. The parameters are kept too, so that no other takes the place of one that is gone."""
+        self._params, self._shapes = list(gradients.params), list(map(_SHAPE, gradients.grads))
+        self._flags, self.plan = _flags(gradients), plan
+
+
+def _flags(gradients: Gradients) -> list[Any]:
+    """Return what the groups say in words other than numbers and tensors, each group once."""
+    groups = {id(group): group for group in gradients.groups}
+    return [(key, v) for group in groups.values() for key, v in group.items() if isinstance(v, (str, int))]
 
 
 def fills_rows(tensor: Tensor) -> bool:
@@ -179,19 +223,7 @@ def cuts_of(entries: int, rows: int, centralize: bool) -> np.ndarray:
     return np.stack([starts * columns, np.minimum(per_block, rows - starts), np.full_like(starts, columns)], axis=1)
 
 
-@lru_cache(maxsize=16)
-def _plan(tensors: tuple[tuple[int, int, bool], ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return blocks without addresses, the tensor of each block, and its offset in bytes."""
-    cuts = [cuts_of(*tensor) for tensor in tensors]
-    owner = np.repeat(np.arange(len(cuts)), [len(cut) for cut in cuts])
-    lines = np.concatenate(cuts)
-    blocks = np.zeros(len(owner), BLOCK)
-    blocks["rows"], blocks["columns"] = lines[:, 1], lines[:, 2]
-    blocks["centralize"] = np.array([flag for _, _, flag in tensors], np.int64)[owner]
-    return blocks, owner, 4 * lines[:, 0]
-
-
-_KIND = attrgetter("dtype", "device.type", "layout")
+_KIND, _SHAPE = attrgetter("dtype", "device.type", "layout"), attrgetter("shape")
 _WANTED = (torch.float32, "cpu", torch.strided)
 
 

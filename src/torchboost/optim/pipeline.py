@@ -21,7 +21,7 @@ from torchboost.core.closure import ClosureOptimizer, Replay, after_closure
 from torchboost.core.torch_private import step_pre_hook_keys, unscales_in_kernel, versions
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
-from torchboost.optim.executor import check_chain, run_chain, takes_scale
+from torchboost.optim.executor import Chain
 from torchboost.optim.gradients import Gradients, GradientTransform, by_namespace, check_transforms, namespaces
 
 __all__ = ["GradientPipeline", "PipelineAttachment"]
@@ -91,6 +91,7 @@ class PipelineAttachment(Attachment):
     def __init__(self, optimizer: Optimizer, transforms: tuple[GradientTransform, ...]) -> None:
         self._optimizer = optimizer
         self._transforms = transforms
+        self._chain = Chain(transforms)
         self._memory: Memories = {}
         self._loading: Memories = {}
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
@@ -207,10 +208,8 @@ class PipelineAttachment(Attachment):
         scale = self._scale_inside(gradients)
         before = list(gradients.grads)
         with torch.no_grad():
-            check_chain(self._transforms, gradients)
-            left = run_chain(
-                self._transforms, gradients, self._recall, hand_over=self._kernel_divides(), grad_scale=scale
-            )
+            self._chain.check(gradients)
+            left = self._chain.run(gradients, self._recall, hand_over=self._kernel_divides(), grad_scale=scale)
         self._leave(left, scale)
         for param, old, new in zip(gradients.params, before, gradients.grads, strict=True):
             if new is not old:
@@ -242,7 +241,7 @@ class PipelineAttachment(Attachment):
         return all(group.get("fused") for group in optimizer.param_groups)
 
     def _leave(self, left: float, scale: float) -> None:
-        """Give the kernel what the gradients are still to be divided by; ``scale`` of what is there is accounted for."""
+        """Give the kernel what the gradients are still to be divided by, which includes ``scale``."""
         optimizer: Any = self._optimizer
         before = getattr(optimizer, "grad_scale", None)
         wanted = left if before is None or scale != 1.0 else left * float(before)
@@ -277,7 +276,7 @@ class PipelineAttachment(Attachment):
         bound = [type(t).__name__ for t in self._transforms if not t.scale_free]
         if not bound:
             return 1.0
-        if self._kernel_divides() and takes_scale(self._transforms, gradients):
+        if self._kernel_divides() and self._chain.takes_scale(gradients):
             return float(scale)
         if hasattr(optimizer, "found_inf"):
             # GradScaler.step does not clean up after an exception; the next step would multiply by a scale left here.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torchboost.errors import IncompatibleError
 from torchboost.optim.gradients import Gradients, GradientTransform, refuse_sparse
 from torchboost.optim.groups import CENTRALIZE
 from torchboost.optim.shares import all_finite, merge_sparse, stand_in, total_norm, values_of
+
+_LAYOUT = attrgetter("layout")
 
 __all__ = ["Centralize", "ClipNorm", "ClipValue", "Coalesce", "Decay", "Unscale"]
 
@@ -70,6 +73,10 @@ class Centralize:
 
     def check(self, gradients: Gradients) -> None:
         """Refuse sparse gradients of single entries, and a group's setting that is not a boolean."""
+        for group in {id(group): group for group in gradients.groups}.values():
+            wish(group)
+        if set(map(_LAYOUT, gradients.grads)) <= {torch.strided}:
+            return
         for param, grad, group in zip(gradients.params, gradients.grads, gradients.groups, strict=True):
             if self.applies(param, group) and grad.layout is not torch.strided:
                 _rows(grad)

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchboost import IncompatibleError
+from torchboost.optim.gradient_pass import BLOCK_ENTRIES
 from torchboost.optim.rules.adam import Adam, AdamWeightDecay
-from torchboost.optim.rules.native_adam import BLOCK_ENTRIES, Pipeline
+from torchboost.optim.rules.native_adam import Pipeline
 from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Coalesce, Decay, Unscale
 
 FULL = (Unscale(4.0), Decay(0.02), Centralize(), ClipNorm(0.7), ClipValue(0.05))

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
-from torchboost.optim.executor import check_chain, run_chain
+from torchboost.optim.executor import Chain
 from torchboost.optim.gradients import Gradients, GradientTransform, check_transforms, namespaces
 from torchboost.optim.groups import bare, listed, without_order
 from torchboost.optim.learning_rates import resolve_lr
@@ -131,6 +131,7 @@ class UpdateRule(Optimizer):
         self._schedules: list[dict[str, Schedule]] = []
         self._stamps = Stamps()
         self._checked = Checked()
+        self._chain: Chain | None = None
         self._share: tuple[Share | None] | None = None
         defaults.setdefault("differentiable", False)  # torch adds it when it unpickles
         self._default_schedules = _take_schedules(defaults)
@@ -329,6 +330,7 @@ class UpdateRule(Optimizer):
         super().__setstate__(state)
         self._stamps, self._checked = Stamps(), Checked()  # the loaded state may be of another model
         self.__dict__.setdefault("_share", None)
+        self._chain = None
         for group, schedules in zip(self.param_groups, self._schedules, strict=True):
             for key, value in self.defaults_for(group).items():
                 group.setdefault(key, value)
@@ -447,7 +449,8 @@ class UpdateRule(Optimizer):
             return partial(self._update_all, work) if self._usable(grads) else None
         self.widen(work)
         gradients = self._flattened(work)
-        expected = check_chain(chain, gradients)
+        executor = self._executor(chain)
+        expected = executor.check(gradients)
         foretold = all(hasattr(transform, "check") for transform in chain)
         if foretold:
             self._check_grads(work, expected)
@@ -455,13 +458,18 @@ class UpdateRule(Optimizer):
             return None
         kept: list[tuple[str, list[dict[str, Any]]]] = []
         divides = self.kernel_unscales and all(group.get("fused") for group in self.param_groups)
-        left = run_chain(chain, gradients, partial(self._recall, kept, work), hand_over=divides)
+        left = executor.run(gradients, partial(self._recall, kept, work), hand_over=divides)
         _give_back(gradients.grads, work)
         if not foretold:
             self._check_grads(work, gradients.grads)
         if not self._usable(gradients.grads):
             return None
         return partial(self._perform, work, kept, left)
+
+    def _executor(self, chain: tuple[GradientTransform, ...]) -> Chain:
+        if self._chain is None or self._chain.transforms != chain:
+            self._chain = Chain(chain)
+        return self._chain
 
     def collectives(self) -> int:
         """Return the number of collectives of :meth:`prepare` among the ranks of a share."""

@@ -6,7 +6,7 @@ import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torchboost.core.native import compiled
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
+from torchboost.optim.gradient_pass import cuts_of, fills_rows
 from torchboost.optim.gradients import GradientTransform
-from torchboost.optim.memory_layout import is_dense
 from torchboost.optim.rules.base import Batch, Nonfinite
 from torchboost.optim.shares import Share, joint_norm
 from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay, Unscale
@@ -27,9 +27,6 @@ from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay, 
 __all__ = ["Pipeline", "check_walkable", "load", "prepared"]
 
 ORDER = (Unscale, Decay, Centralize, ClipNorm, ClipValue)
-
-BLOCK_ENTRIES = 2**17
-"""Entries per block: half a megabyte of each array, and a few hundred blocks for 25 million weights."""
 
 POINTERS = ("weight", "mean", "square", "largest", "grad")
 SIZES = ("rows", "columns", "centralize")
@@ -161,30 +158,12 @@ def check_walkable(param: Tensor) -> None:
         IncompatibleError: Not a dense float32 tensor on the CPU.
     """
     plain = type(param) in (Tensor, nn.Parameter)  # a sharded tensor keeps its data elsewhere
-    if not plain or param.dtype is not torch.float32 or param.device.type != "cpu" or not _walkable(param):
+    if not plain or param.dtype is not torch.float32 or param.device.type != "cpu" or not fills_rows(param):
         raise IncompatibleError(
             f"native=True needs dense float32 parameters on the CPU (master_weights=True makes them float32), "
             f"found a {type(param).__name__} of {param.dtype} on {param.device}, shape {tuple(param.shape)}, "
             f"strides {param.stride()}. Leave native out."
         )
-
-
-def _walkable(param: Tensor) -> bool:
-    """Whether the tensor fills its memory without gaps, row after row."""
-    rows = param.shape[0] if param.ndim > 1 else 1
-    return is_dense(param) and (rows <= 1 or param.stride(0) * rows == param.numel())
-
-
-@lru_cache(maxsize=4096)
-def _cuts(entries: int, rows: int, centralize: bool) -> np.ndarray:
-    """Return one line per block of a parameter: offset in entries, rows, columns."""
-    if not centralize or not entries:  # no row to keep together
-        starts = np.arange(0, entries, BLOCK_ENTRIES)
-        return np.stack([starts, np.ones_like(starts), np.minimum(BLOCK_ENTRIES, entries - starts)], axis=1)
-    columns = entries // rows
-    per_block = max(1, BLOCK_ENTRIES // columns)
-    starts = np.arange(0, rows, per_block)
-    return np.stack([starts * columns, np.minimum(per_block, rows - starts), np.full_like(starts, columns)], axis=1)
 
 
 def _blocks(
@@ -202,7 +181,7 @@ def _blocks_of(group: Mapping[str, Any], batch: Batch, pipeline: Pipeline, grad_
     center = pipeline.centralize
     central = [center is not None and center.applies(param, group) for param in batch.params]
     cuts = [
-        _cuts(param.numel(), param.shape[0] if flag else 1, flag)
+        cuts_of(param.numel(), param.shape[0] if flag else 1, flag)
         for param, flag in zip(batch.params, central, strict=True)
     ]
     owner = np.repeat(np.arange(len(cuts)), [len(cut) for cut in cuts])

@@ -61,26 +61,6 @@ class _ScheduleFree(UpdateRule):
             param.copy_(master)
             self._stamps.note(param)
 
-    def step(self, closure: Any = None) -> Any:
-        """Update all parameters that have a gradient; see :meth:`~torchboost.optim.rules.base.UpdateRule.step`.
-
-        Raises:
-            RuntimeError: The optimizer is in evaluation mode.
-            IncompatibleError: A learning-rate scheduler is attached.
-        """
-        for group in self.param_groups:
-            if not group.get("training", True):
-                raise RuntimeError(
-                    f"{type(self).__name__} is in evaluation mode, so the parameters hold the average; call "
-                    "optimizer.train() before training continues."
-                )
-            if "initial_lr" in group:
-                raise IncompatibleError(
-                    f"a learning-rate scheduler is attached to {type(self).__name__}, whose average takes the place of "
-                    "a schedule; leave the scheduler out. For a warm-up, set warmup_steps."
-                )
-        return super().step(closure)
-
     def check_schedules(self, schedules: Mapping[str, Any]) -> None:
         """Refuse a schedule of the learning rate."""
         if "lr" in schedules:
@@ -94,11 +74,26 @@ class _ScheduleFree(UpdateRule):
         raise NotImplementedError
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        """Refuse invalid options."""
+        """Refuse invalid options, and steps in evaluation mode or under a scheduler.
+
+        Raises:
+            RuntimeError: The optimizer is in evaluation mode.
+            IncompatibleError: A learning-rate scheduler is attached.
+        """
         whole("warmup_steps", group["warmup_steps"], least=0)
         if not 0 < self.averaging(group) < 1:
             raise ValueError(
                 f"found {self.averaging(group)!r} as the share of the average; give a number above 0 and below 1."
+            )
+        if "initial_lr" in group:
+            raise IncompatibleError(
+                f"a learning-rate scheduler is attached to {type(self).__name__}, whose average takes the place of "
+                "a schedule; leave the scheduler out. For a warm-up, set warmup_steps."
+            )
+        if not group["training"]:
+            raise RuntimeError(
+                f"{type(self).__name__} is in evaluation mode, so the parameters hold the average; call "
+                "optimizer.train() before training continues."
             )
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
