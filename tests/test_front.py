@@ -268,3 +268,34 @@ def test_a_second_boost_lists_what_the_first_one_changed_in_the_model():
         optimizer.step()
         optimizer.zero_grad()
         boosted.remove()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_an_optimizer_by_name(level):
+    torch.manual_seed(0)
+    model = small_cnn()
+    boosted = boost(model, "muon", lr=0.01, level=level, total_steps=1000, calibrate=False)
+    found, optimizer = boosted
+    assert {group["rule"] for group in optimizer.param_groups} == {"muon", "adamw"}
+    before = [param.detach().clone() for param in found.parameters()]
+    images, labels = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 0, 1])
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(found(images), labels).backward()
+        optimizer.step()
+    assert all(not torch.equal(old, new) for old, new in zip(before, found.parameters(), strict=True))
+    boosted.remove()
+
+
+def test_a_rate_without_a_name_and_a_wrong_name_are_refused():
+    model = small_cnn()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="next to SGD, which has its own"):
+        boost(model, optimizer, lr=0.2)
+    with pytest.raises(ValueError, match="there are muon, schedule_free_adamw"):
+        boost(model, "adam")
+
+
+def small_cnn() -> nn.Module:
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 4 * 4, 2))

@@ -34,6 +34,7 @@ from torchboost.graph.dataflow import shared_traces
 from torchboost.graph.recording import call
 from torchboost.inference import fast_copy
 from torchboost.measure.stopwatch import Clock, Warmup, compare
+from torchboost.optim.named import named_optimizer
 from torchboost.plan import Plan
 from torchboost.registry import REGISTRY, Facts, Loop
 
@@ -255,8 +256,9 @@ def boosted_of(optimizer: Optimizer) -> Boosted | None:
 
 def boost(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | str,
     *,
+    lr: float | None = None,
     level: str = "O1",
     total_steps: int | None = None,
     config: ConfigSource | None = None,
@@ -273,6 +275,9 @@ def boost(
     Args:
         model: Changed in place.
         optimizer: Any ``torch.optim.Optimizer`` over parameters of the model. It follows parameters that are replaced.
+            Or the name of one to build: ``"muon"`` or ``"schedule_free_adamw"``
+            (:func:`~torchboost.optim.named_optimizer`). No level changes the optimizer by itself.
+        lr: Learning rate of an optimizer that is given by name: the one that fits AdamW. None takes 0.001.
         level: ``"O0"`` changes nothing, ``"O1"`` keeps the accuracy within 0.5 points, ``"O2"`` within 3 points. See
             ``docs/levels.md`` for what each level turns on, and for the measurements.
         total_steps: Number of updates in the whole run. Gradient freezing and compilation need it.
@@ -293,7 +298,8 @@ def boost(
 
     Raises:
         TypeError: An argument is not a module, an optimizer, a scaler or a number of steps.
-        ValueError: No parameter of the optimizer belongs to the model, or ``total_steps`` is below 1.
+        ValueError: No parameter of the optimizer belongs to the model, ``total_steps`` is below 1, there is no
+            optimizer of this name, or ``lr`` is given with an optimizer that has its own.
         ConfigError: An unknown level, section, key or setting, or a value of a wrong type or out of range.
         IncompatibleError: The model is already wrapped, or an algorithm cannot work on this pair. Nothing is changed.
 
@@ -310,6 +316,10 @@ def boost(
         >>> loss.backward()
         >>> optimizer.step()
     """
+    if isinstance(optimizer, str):
+        optimizer = named_optimizer(optimizer, model, lr)
+    elif lr is not None:
+        raise ValueError(f"lr: found {lr!r} next to {type(optimizer).__name__}, which has its own; leave lr out.")
     made = attach(
         model,
         optimizer,

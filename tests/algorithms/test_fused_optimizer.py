@@ -19,7 +19,7 @@ from tests.support.wrapped import Kind, all_weights, train_share, wrap
 from torchboost.algorithms.fused_optimizer import FusedOptimizer, fuse_optimizer
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
-from torchboost.optim import LARS, SGD, Adam, AdamWeightDecay
+from torchboost.optim import LARS, SGD, Adam, AdamWeightDecay, MixedOptimizer, muon_groups
 from torchboost.optim.fused_kernels import miscomputes
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -523,3 +523,20 @@ def test_a_model_cast_later_is_not_given_to_a_wrong_kernel():
         target.optimizer.step()
     plain.optimizer.step()
     assert_same(target, plain, tolerance=0.02)
+
+
+def test_the_groups_of_a_mixed_optimizer_that_have_a_fused_form_are_fused():
+    torch.manual_seed(0)
+    model = mlp()
+    twin = copy.deepcopy(model)
+    targets = []
+    for own in (model, twin):
+        groups = muon_groups(own, muon={"lr": 0.02, "ns_dtype": torch.float32}, adamw={"lr": 0.01})
+        targets.append(Target(own, MixedOptimizer(groups)))
+    with fuse_optimizer(targets[0].optimizer):  # no warning about Muon, which has no such form
+        assert [group.get("fused") for group in targets[0].optimizer.param_groups] == [None, True]
+        for target in targets:
+            train_share(target, target.model, steps=4)
+        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert [group.get("fused") for group in targets[0].optimizer.param_groups] == [None, None]

@@ -84,8 +84,13 @@ def fuse_optimizer(optimizer: Optimizer) -> Attachment:
     optimizer = hookable(optimizer)
     _refuse_differentiable(optimizer)
     obstacles = [_obstacle(optimizer, group) for group in optimizer.param_groups]
-    if any(obstacles):
-        found = "; ".join(f"group {i}: {text}" for i, text in enumerate(obstacles) if text)
+    unexpected = obstacles
+    if not all(obstacles):  # a rule without a fused form, next to one that has it, is no surprise
+        unexpected = [
+            o if _rule(optimizer, g) else None for o, g in zip(obstacles, optimizer.param_groups, strict=True)
+        ]
+    if any(unexpected):
+        found = "; ".join(f"group {i}: {text}" for i, text in enumerate(unexpected) if text)
         warnings.warn(f"fused_optimizer: not fused: {found}", NoEffectWarning, stacklevel=2)
     if all(obstacles):
         return Attachment()
@@ -210,7 +215,7 @@ class _Fusion(Attachment):
         if gap is not None:
             self._give_up(index, group, f"can no longer be fused: {_gaps(gap)}")
             return
-        kernel = _kernel(self._optimizer)
+        kernel = _kernel(self._optimizer, group)
         wrong = next((text for pair in now.kinds if kernel and (text := _wrong(kernel, *pair))), None)
         if wrong is not None:
             self._give_up(index, group, f"can no longer be fused: {wrong}")
@@ -254,13 +259,13 @@ def _flags(group: dict[str, Any]) -> dict[str, Any]:
 
 def _obstacle(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
     """Return why torch cannot fuse this group, or None."""
-    kind = _rule(optimizer)
-    name = type(optimizer).__name__
+    kind = _rule(optimizer, group)
+    name = type(_of_group(optimizer, group)).__name__
     if kind is None or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(kind.step):
         return f"{name} has no fused form in torch.optim; SGD, Adam, AdamW and Adagrad have one"
     if isinstance(optimizer, UpdateRule):
         try:
-            optimizer.check_group({**group, **_FUSED})
+            optimizer.rule_for(group).check_group({**group, **_FUSED})
         except ValueError as error:
             return str(error)
     if group.get("differentiable"):
@@ -279,13 +284,18 @@ def _obstacle(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
     return next((text for sample in samples.values() if (text := _probe(_FUSABLE[kind], sample))), None)
 
 
-def _rule(optimizer: Optimizer) -> type[Optimizer] | None:
-    return next((kind for kind in _FUSABLE if isinstance(optimizer, kind)), None)
+def _of_group(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
+    return optimizer.rule_for(group) if isinstance(optimizer, UpdateRule) else optimizer
 
 
-def _kernel(optimizer: Optimizer) -> type[Optimizer] | None:
-    """Return torch's class whose kernel the optimizer uses."""
-    kind = _rule(optimizer)
+def _rule(optimizer: Optimizer, group: dict[str, Any]) -> type[Optimizer] | None:
+    rule = _of_group(optimizer, group)
+    return next((kind for kind in _FUSABLE if isinstance(rule, kind)), None)
+
+
+def _kernel(optimizer: Optimizer, group: dict[str, Any]) -> type[Optimizer] | None:
+    """Return torch's class whose kernel a group uses."""
+    kind = _rule(optimizer, group)
     return None if kind is None else _FUSABLE[kind]
 
 

@@ -146,7 +146,8 @@ class _Recorder(DispatchMode):
         """Return the use that decides: a table or an output matrix is one wherever else it is used."""
         number = self._numbers[id(parameter)]
         found = self._uses.get(number, set())
-        return Use(next((place for place in _DECIDING if place in found), "other"), number in self._filters)
+        decided = [place for place in _DECIDING if place in found]
+        return Use(decided[0] if decided else "other", number in self._filters)
 
     def _note(self, numbers: Iterable[int], place: Place) -> None:
         for number in numbers:

@@ -10,6 +10,7 @@ from .learning_rates import ScheduleLR as ScheduleLR
 from .learning_rates import factor as factor
 from .muon_groups import MuonGroups as MuonGroups
 from .muon_groups import muon_groups as muon_groups
+from .named import named_optimizer as named_optimizer
 from .pipeline import GradientPipeline as GradientPipeline
 from .rules.adam import Adam as Adam
 from .rules.adam import AdamW as AdamW

@@ -174,4 +174,6 @@ def _by_type(model: nn.Module) -> dict[nn.Parameter, Use]:
         last = position + 1 == len(holders)
         place: Place = "output" if last else "input" if position == 0 and not tables else "hidden"
         uses |= {parameter: Use(place, isinstance(module, AnyConv)) for parameter in module.parameters(recurse=False)}
-    return uses | {table.weight: Use("lookup") for table in tables}  # also if a head shares it
+    for table in tables:
+        uses |= dict.fromkeys(table.parameters(recurse=False), Use("lookup"))  # also if a head shares it
+    return uses

@@ -136,5 +136,6 @@ class MixedOptimizer(UpdateRule):
                 f"{nearest(str(name), list(GROUP_RULES))}".rstrip()
             )
         if name not in self._rules:
-            self._rules[name] = GROUP_RULES[name]([{"params": []}])
+            build: Any = GROUP_RULES[name]
+            self._rules[name] = build([{"params": []}])
         return self._rules[name]

@@ -61,7 +61,7 @@ def orthogonalized(matrices: Tensor, polynomials: Sequence[Polynomial], *, eps: 
     return result.mT if tall else result
 
 
-@torch.compiler.disable
+@torch.compiler.disable()
 def faster_dtype(device: torch.device) -> torch.dtype:
     """Return the precision in which products of matrices are fast: bfloat16, except on CPUs that are slow in it.
 

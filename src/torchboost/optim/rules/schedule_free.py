@@ -279,8 +279,8 @@ def _by_count(batch: Batch) -> Iterator[tuple[float, Batch]]:
     counts = [float(state["step"]) for state in batch.states]
     for count in sorted(set(counts)):
         at = [position for position, own in enumerate(counts) if own == count]
-        chosen = ([values[i] for i in at] for values in (batch.params, batch.grads))
-        yield count, Batch(*chosen, [batch.states[i] for i in at])
+        params, grads = ([values[i] for i in at] for values in (batch.params, batch.grads))
+        yield count, Batch(params, grads, [batch.states[i] for i in at])
 
 
 def _share(batch: Batch, lr: float) -> float:

@@ -105,7 +105,9 @@ def exchanged(
         by_shape.setdefault(layouts[at].shape, []).append(place)
     for shape, places in by_shape.items():
         layout = layouts[mine[places[0]]]
-        whole = [torch.cat([arrived[rank][place] for rank in range(route.size)], dim=layout.axis) for place in places]
+        whole = [
+            torch.cat([arrived[rank][place] for rank in range(route.size)], dim=layout.axis or 0) for place in places
+        ]
         worked = work(torch.stack([one.reshape(layout.matrices) for one in whole]))
         for place, one in zip(places, worked, strict=True):
             results[place] = one.reshape(shape)
