@@ -11,11 +11,11 @@ from tests.graph.test_matrix_uses import Experts
 from tests.support.models import cnn, mlp
 from torchboost.bench.workloads.models import GPT, BasicBlock, ResNet
 from torchboost.optim.group_rules import GroupRule, no_decay
-from torchboost.optim.muon_groups import MuonGroups, muon_groups
+from torchboost.optim.muon_groups import MuonSplit, muon_groups
 from torchboost.optim.rules.mixed import MixedOptimizer
 
 
-def names(groups: MuonGroups) -> dict[str, set[str]]:
+def names(groups: MuonSplit) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for group in groups:
         found.setdefault(group["rule"], set()).update(group["param_names"])

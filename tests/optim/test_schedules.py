@@ -22,6 +22,7 @@ from torchboost.optim.schedules import (
     PerEpoch,
     PiecewiseConstant,
     PolynomialDecay,
+    Trapezoid,
     Warmup,
     as_list,
 )
@@ -145,6 +146,14 @@ def test_schedules_are_values():
         Constant(0.1).lr = 0.2  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_a_trapezoid_rises_stays_and_falls():
+    rates = as_list(Trapezoid(1.0, total_steps=10, warmup=4, decay=3, end=0.1), 12)
+    assert rates == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 0.7, 0.4, 0.1, 0.1])
+    longer = as_list(Trapezoid(1.0, total_steps=20, warmup=4, decay=3, end=0.1), 12)
+    assert longer[:8] == rates[:8]
+    assert Trapezoid(0.3, total_steps=1, decay=1)(0) == 0.3
+
+
 @pytest.mark.parametrize("rate", [1e308, 1e200])
 def test_a_factor_above_one_grows_and_too_much_is_refused(rate):
     growing = ExponentialDecay(1e-7, decay_rate=10.0, decay_steps=100)
@@ -172,6 +181,9 @@ def test_a_factor_above_one_grows_and_too_much_is_refused(rate):
         (lambda: InverseDecay(1, decay_rate=1, decay_steps=1, staircase=1), TypeError, "staircase: found 1; give True"),
         (lambda: PolynomialDecay(1, decay_steps=4, power=0), ValueError, "power: found 0; give a finite number above"),
         (lambda: CosineDecay(0.1, min_lr=0.2, decay_steps=4), ValueError, "max_lr 0.1 below min_lr 0.2"),
+        (lambda: Trapezoid(0.1, total_steps=5, warmup=3, decay=3), ValueError, "together more than total_steps=5"),
+        (lambda: Trapezoid(0.1, total_steps=5, decay=0), ValueError, "decay: found 0"),
+        (lambda: Trapezoid(0.1, total_steps=5, decay=2, warmup=-1), ValueError, "warmup: found -1"),
         (lambda: Warmup(0.1, steps=3, start_factor=1.5), ValueError, "start_factor: found 1.5; give a number from 0"),
         (lambda: Warmup(CosineDecay, steps=3), TypeError, "schedule: found <class"),
         (lambda: Warmup(None, steps=3), TypeError, "schedule: found None"),

@@ -85,7 +85,7 @@ def fuse_optimizer(optimizer: Optimizer) -> Attachment:
     _refuse_differentiable(optimizer)
     obstacles = [_obstacle(optimizer, group) for group in optimizer.param_groups]
     unexpected = obstacles
-    if not all(obstacles):  # a rule without a fused form, next to one that has it, is no surprise
+    if not all(obstacles):  # a rule without a fused form may stand next to one that has it
         unexpected = [
             o if _rule(optimizer, g) else None for o, g in zip(obstacles, optimizer.param_groups, strict=True)
         ]

@@ -31,7 +31,7 @@ _PRODUCTS = frozenset(
     {
         *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "bilinear", "matmul", "einsum", "_scaled_mm"),
         *("mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_native_multi_head_attention"),
-        *("_transformer_encoder_layer_fwd", "_grouped_mm", "_addmm_activation", "addbmm"),
+        *("_transformer_encoder_layer_fwd", "_grouped_mm", "addbmm"),
     }
 )
 _FILTERING = frozenset({"convolution", "convolution_overrideable", "mkldnn_convolution"})
@@ -146,8 +146,10 @@ class _Recorder(DispatchMode):
         """Return the use that decides: a table or an output matrix is one wherever else it is used."""
         number = self._numbers[id(parameter)]
         found = self._uses.get(number, set())
-        decided = [place for place in _DECIDING if place in found]
-        return Use(decided[0] if decided else "other", number in self._filters)
+        for place in _DECIDING:
+            if place in found:
+                return Use(place, number in self._filters)
+        return Use("other", number in self._filters)
 
     def _note(self, numbers: Iterable[int], place: Place) -> None:
         for number in numbers:

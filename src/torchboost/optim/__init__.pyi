@@ -8,7 +8,7 @@ from .group_rules import param_groups as param_groups
 from .learning_rates import Listed as Listed
 from .learning_rates import ScheduleLR as ScheduleLR
 from .learning_rates import factor as factor
-from .muon_groups import MuonGroups as MuonGroups
+from .muon_groups import MuonSplit as MuonSplit
 from .muon_groups import muon_groups as muon_groups
 from .named import named_optimizer as named_optimizer
 from .pipeline import GradientPipeline as GradientPipeline
@@ -40,6 +40,7 @@ from .schedules import NaturalExponentialDecay as NaturalExponentialDecay
 from .schedules import PerEpoch as PerEpoch
 from .schedules import PiecewiseConstant as PiecewiseConstant
 from .schedules import PolynomialDecay as PolynomialDecay
+from .schedules import Trapezoid as Trapezoid
 from .schedules import Warmup as Warmup
 from .schedules import as_list as as_list
 from .transforms import Centralize as Centralize

@@ -13,7 +13,7 @@ from torchboost.graph.matrix_uses import Place, Use, matrix_uses
 from torchboost.optim.group_rules import GroupRule, param_groups
 from torchboost.optim.groups import ParamGroup
 
-__all__ = ["MuonGroups", "Row", "muon_groups"]
+__all__ = ["MuonSplit", "Row", "muon_groups"]
 
 _MATRICES = (nn.Linear, AnyConv, nn.RNNBase, nn.MultiheadAttention)
 """Holders of matrices in a model that cannot be run here."""
@@ -38,7 +38,7 @@ class Row(NamedTuple):
     reason: str
 
 
-class MuonGroups(list[ParamGroup]):
+class MuonSplit(list[ParamGroup]):
     """Param groups for :class:`~torchboost.optim.MixedOptimizer`; ``print`` shows them as a table.
 
     Args:
@@ -70,7 +70,7 @@ def muon_groups(
     adamw: Mapping[str, Any] | None = None,
     sample: Any = None,
     include_frozen: bool = False,
-) -> MuonGroups:
+) -> MuonSplit:
     """Sort the parameters of a model into groups for Muon and AdamW, by how its forward pass uses them.
 
     Muon gets hidden matrices, filters and stacks of matrices. AdamW gets the rest: tables such as embeddings, the
@@ -128,7 +128,7 @@ def muon_groups(
         rows.append(Row(name, tuple(param.shape), rule, f"chosen; {why}" if "rule" in options else why))
         stacked = {"stacked": True} if rule == "muon" and param.ndim > 2 and not use.filter else {}
         _add(groups, param, name, {"rule": rule, **chosen.get(rule, {}), **stacked, **options})
-    return MuonGroups(sorted(groups, key=lambda group: group["rule"] != "muon"), rows)
+    return MuonSplit(sorted(groups, key=lambda group: group["rule"] != "muon"), rows)
 
 
 def _add(groups: list[ParamGroup], param: nn.Parameter, name: str, options: Mapping[str, Any]) -> None:
