@@ -27,7 +27,7 @@ from torchboost.measure.stopwatch import environment
 from torchboost.optim import SGD, AdamW, MixedOptimizer, ScheduleFreeAdamW, muon_groups
 
 SEEDS = 5
-SHARES = (0.4, 0.5, 0.6, 0.75)
+SHARES = (0.4, 0.5, 0.6)
 """Shares of the steps to which Muon's schedule is also fitted."""
 
 Build = Callable[[nn.Module, Workload, float, Any], Optimizer]
@@ -53,7 +53,7 @@ def sgd(model: nn.Module, work: Workload, rate: float, sample: Any) -> Optimizer
 def schedule_free(model: nn.Module, work: Workload, rate: float, sample: Any) -> Optimizer:
     warmup = max(1, work.steps // 20)
     decay = work.weight_decay
-    return ScheduleFreeAdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=decay, warmup_steps=warmup)
+    return ScheduleFreeAdamW(model.parameters(), lr=rate, weight_decay=decay, warmup_steps=warmup)
 
 
 def muon(model: nn.Module, work: Workload, rate: float, sample: Any) -> Optimizer:

@@ -46,9 +46,19 @@ def small() -> nn.Module:
     return ResNet(Bottleneck, [1, 1], classes=10, width=8)
 
 
+def tiny() -> nn.Module:
+    return nn.ParameterList(nn.Parameter(torch.randn(8, 8)) for _ in range(2000))
+
+
+def one_matrix() -> nn.Module:
+    return nn.Linear(5000, 10_000, bias=False)
+
+
 CASES: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "resnet50": ("ResNet-50", resnet50),
     "gpt2-small": ("GPT, 12 layers, width 768", gpt2_small),
+    "tiny": ("2,000 matrices of 8 x 8", tiny),
+    "one": ("one matrix of 50 million weights", one_matrix),
 }
 
 
@@ -93,6 +103,27 @@ def hooked(params: list[nn.Parameter]) -> Step:
     return optimizer.step
 
 
+def sgd(params: list[nn.Parameter]) -> torch.optim.SGD:
+    return torch.optim.SGD(params, lr=1e-3, momentum=0.9, fused=True)
+
+
+def bare_sgd(params: list[nn.Parameter]) -> Step:
+    return sgd(params).step
+
+
+def hooked_sgd(params: list[nn.Parameter]) -> Step:
+    optimizer = sgd(params)
+    GradientPipeline(Centralize(), ClipNorm(NORM)).attach(optimizer)
+    return optimizer.step
+
+
+def inside(params: list[nn.Parameter]) -> Step:
+    transforms = (Centralize(), ClipNorm(NORM))
+    return AdamWeightDecay(
+        params, eps=1e-8, bias_correction=True, fused=True, transforms=transforms, **SETTINGS
+    ).step
+
+
 def native(params: list[nn.Parameter]) -> Step:
     transforms = (Centralize(), ClipNorm(NORM))
     optimizer = AdamWeightDecay(params, eps=1e-8, bias_correction=True, native=True, transforms=transforms, **SETTINGS)
@@ -119,15 +150,18 @@ WAYS: dict[str, Callable[[list[nn.Parameter]], Step]] = {
     "torchboost fused, nothing before it": ours,
     "pipeline by hand, torch fused": by_hand,
     "GradientPipeline, torch fused": hooked,
+    "transforms of torchboost's fused AdamW": inside,
     "native": native,
 }
+SGD = {"torch fused SGD, nothing before it": bare_sgd, "GradientPipeline, torch fused SGD": hooked_sgd}
+BARE_SGD = next(iter(SGD))
 PEER = "pytorch_optimizer's centralisation, torch fused"
 
 
 def ways() -> dict[str, Callable[[list[nn.Parameter]], Step]]:
     """All that can run here; timm has no gradient centralisation."""
     found = importlib.util.find_spec("pytorch_optimizer")
-    return WAYS if found is None else {**WAYS, PEER: peer}
+    return {**WAYS, **({} if found is None else {PEER: peer}), **SGD}
 
 
 def measure(options: Options) -> list[Path]:
@@ -139,7 +173,7 @@ def measure_case(name: str, options: Options) -> Path:
     chosen = ways()
     found = compare(
         {way: build(weights(make)) for way, build in chosen.items()},
-        baselines=[BARE],
+        baselines=[BARE, BARE_SGD],
         pairs=3 if options.smoke else 60,
         progress=options.progress,
     )
@@ -161,10 +195,13 @@ def measure_case(name: str, options: Options) -> Path:
 def contestant(way: str, found: Comparison, count: int) -> Contestant:
     seconds = found.step_seconds(way)
     passes = PASSES["update"] if "nothing" in way else PASSES["pipeline"]
-    pairs = zip(found.samples[way], found.samples[BARE], strict=True)
-    times = bootstrap_median([own / base for own, base in pairs])
+    if "SGD" in way:
+        passes -= 2  # it keeps one moment
+    base = BARE_SGD if way in SGD else BARE
+    pairs = zip(found.samples[way], found.samples[base], strict=True)
+    times = bootstrap_median([own / bare for own, bare in pairs])
     notes = [f"moves at least {4e-9 * passes * count:.2f} GB, so {4e-9 * passes * count / seconds.mid:.0f} GB/s"]
-    if way != BARE:
+    if way != base:
         notes.append(f"{times.mid:.2f} times the bare step (95 %: {times.low:.2f} to {times.high:.2f})")
     return Contestant(
         name=way,

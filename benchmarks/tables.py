@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import adasum_convergence
+import fewer_steps_table
 import headline
 import subspace_recipe
 import trainers
@@ -67,9 +68,15 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "results_avx2_second": lambda folder: results("zoo-avx2-second"),
     "results_no_amx": lambda folder: results("zoo-no_amx"),
     "accuracy": lambda folder: rows(headline.accuracy()),
+    "fewer_steps": lambda folder: fewer_steps(),
     "algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=False)),
     "measured_algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=True)),
 }
+
+
+def fewer_steps() -> str:
+    table, said = fewer_steps_table.table(RESULTS)
+    return f"{rows(table)}\n\n{said}"
 
 
 def origin(report: BenchReport, path: Path) -> str:
@@ -141,11 +148,12 @@ def from_scratch(path: Path) -> str:
 
 
 def against_bare(path: Path) -> str:
-    """Each step as a multiple of the first contestant's. Less is better."""
+    """Each step as a multiple of that of torch's kernel with nothing before it. Less is better."""
     report = BenchReport.load(path)
-    bare = report.contestants[0]
+    plain = [c for c in report.contestants if c.name.startswith("torch fused") and "nothing before it" in c.name]
 
     def row(contestant: Contestant) -> tuple[str, ...]:
+        bare = next((one for one in plain[1:] if "SGD" in contestant.name), plain[0])
         times = paired_ratio(contestant.samples, bare.samples)
         multiple = "" if contestant is bare else f"{times.mid:.2f} ({times.low:.2f} to {times.high:.2f})"
         moved = contestant.notes[0].partition("so ")[2]

@@ -13,6 +13,25 @@ typedef struct {
     float unscale, decay; /* x = unscale * grad + decay * weight; minus its mean over the row if centralised */
 } Block;
 
+/* Vectors do not pay for rows shorter than this. */
+enum { SHORT = 16 };
+
+static inline float short_row(float *restrict grad, const float *restrict weight, int64_t columns, float unscale,
+                              float decay) {
+    float row[SHORT], center = 0, sum = 0;
+    for (int64_t j = 0; j < columns; j++) {
+        row[j] = decay != 0 ? unscale * grad[j] + decay * weight[j] : unscale * grad[j];
+        center += row[j];
+    }
+    center /= (float)columns;
+    for (int64_t j = 0; j < columns; j++) {
+        const float x = row[j] - center;
+        grad[j] = x;
+        sum += x * x;
+    }
+    return sum;
+}
+
 /* squares[i]: sum of the squares of x over block i. Gradients that stay as they are, are only read. */
 void prepare(const Block *blocks, int64_t count, double *squares, int threads) {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
@@ -25,6 +44,10 @@ void prepare(const Block *blocks, int64_t count, double *squares, int threads) {
             float *restrict grad = b.grad + r * columns;
             const float *restrict weight = b.weight + r * columns;
             float center = 0, sum = 0;
+            if (b.centralize && columns < SHORT) {
+                total += short_row(grad, weight, columns, unscale, decay);
+                continue;
+            }
             if (b.centralize) {
                 if (decay != 0) {
 #pragma omp simd reduction(+ : center)
