@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.support.memory import live_tensors
 from tests.support.optimizers import CASES, RULES, give_grads, parameters
-from torchboost.optim.rules import masters
+from torchboost.optim.rules import masters, muon
 from torchboost.optim.transforms import Centralize, ClipNorm, Unscale
 
 QUARTER = 250
@@ -81,13 +81,26 @@ def test_the_peak_of_a_step(name, shares):
     assert peak(lambda: torch.ones(1000)) == 4000  # the measure measures
 
 
-@pytest.mark.parametrize("name", ["Adam-nesterov", "Lamb", "Lamb-eps_in_root", "RMSProp-centered", "FTRL"])
+@pytest.mark.parametrize(
+    "name", ["Adam-nesterov", "Lamb", "Lamb-eps_in_root", "RMSProp-centered", "FTRL", "ScheduleFreeAdamW"]
+)
 def test_on_the_cpu_the_peak_is_that_of_a_piece(name):
     params = parameters([(256, 256)] * 12)
     optimizer = CASES[name](params)
     give_grads(params, 0)
     optimizer.step()
     assert peak(optimizer.step) <= 4.01 * 4 * masters.IN_CACHE < 4.01 * 4 * 12 * 256 * 256 / 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(256, 256), (128, 512), (512, 128), (64, 64, 3, 3)], ids=str)
+def test_the_peak_of_muon_is_that_of_a_piece(shape, dtype, monkeypatch):
+    monkeypatch.setattr(muon, "PIECE", 2**17)
+    params = parameters([shape] * 12)
+    optimizer = RULES["Muon"](params, ns_dtype=dtype)
+    give_grads(params, 0)
+    optimizer.step()
+    assert peak(optimizer.step) <= 6.01 * 4 * muon.PIECE
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -49,3 +49,8 @@ from .transforms import ClipValue as ClipValue
 from .transforms import Coalesce as Coalesce
 from .transforms import Decay as Decay
 from .transforms import Unscale as Unscale
+from .updates import AddDecay as AddDecay
+from .updates import Cautious as Cautious
+from .updates import ScaleByTrustRatio as ScaleByTrustRatio
+from .updates import Updates as Updates
+from .updates import UpdateTransform as UpdateTransform

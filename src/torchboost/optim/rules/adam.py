@@ -11,10 +11,12 @@ from torch.optim.adam import adam as torch_adam
 
 from torchboost.core.torch_private import foreach
 from torchboost.optim.gradients import GradientTransform
+from torchboost.optim.rules.adam_direction import moved
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import IN_CACHE, pieces
 from torchboost.optim.rules.native_adam import Pipeline, check_walkable, load, prepared
 from torchboost.optim.rules.options import check_capturable, check_fused
+from torchboost.optim.updates import UpdateTransform, check_update_transforms
 
 __all__ = ["Adam", "AdamW", "AdamWeightDecay"]
 
@@ -53,6 +55,8 @@ class Adam(UpdateRule):
             ``Unscale``, ``Decay``, ``Centralize``, ``ClipNorm``, ``ClipValue``. Equal to the other forms up to
             rounding; the gradients are not changed.
         master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their moments in float32.
+        update_transforms: Change the updates between the rule and the weights, in order, such as
+            :class:`~torchboost.optim.Cautious`. Not with ``fused``, ``capturable`` and ``native``.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
@@ -65,6 +69,7 @@ class Adam(UpdateRule):
     """
 
     kernel_unscales = True
+    update_transforms: tuple[UpdateTransform, ...] = ()
 
     def __init__(
         self,
@@ -85,10 +90,13 @@ class Adam(UpdateRule):
         capturable: bool = False,
         native: bool = False,
         master_weights: bool = False,
+        update_transforms: Sequence[UpdateTransform] = (),
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:
         self.native = Pipeline.of(transforms) if native else None
+        check_update_transforms(update_transforms)
+        self.update_transforms = tuple(update_transforms)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -111,11 +119,12 @@ class Adam(UpdateRule):
             load()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "native": self.native}
+        return {**super().__getstate__(), "native": self.native, "update_transforms": self.update_transforms}
 
     def constructor_options(self) -> dict[str, Any]:
         """Return the constructor's arguments that the param groups do not hold, by name."""
-        return {**super().constructor_options(), "native": self.native is not None}
+        own = {"native": self.native is not None, "update_transforms": self.update_transforms}
+        return {**super().constructor_options(), **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this rule or of torch's.
@@ -135,6 +144,9 @@ class Adam(UpdateRule):
         if self.native is not None and other:
             raise ValueError(f"native and {other[0]} exclude each other; set one of them.")
         own = [name for name in ("nesterov", "eps_uncorrected") if group.get(name)]
+        if self.update_transforms and self.native is not None:
+            raise ValueError("native and update_transforms exclude each other; set one of them.")
+        own += ["update_transforms"] if self.update_transforms else []
         if own and (group.get("fused") or group.get("capturable")):
             raise ValueError(f"{own[0]}: torch has no kernel for it; leave out fused and capturable.")
 
@@ -182,9 +194,9 @@ class Adam(UpdateRule):
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
-        if group["nesterov"] or group["eps_uncorrected"]:
+        if group["nesterov"] or group["eps_uncorrected"] or self.update_transforms:
             for part in pieces(batch, IN_CACHE):
-                _variant(group, part)
+                moved(group, part, self.update_transforms)
             return
         if group["fused"]:
             batch.align(self.state_keys(group)[1:])
@@ -243,6 +255,7 @@ class AdamW(Adam):
         capturable: See :class:`Adam`.
         native: See :class:`Adam`.
         master_weights: See :class:`Adam`.
+        update_transforms: See :class:`Adam`.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
@@ -271,6 +284,7 @@ class AdamW(Adam):
         capturable: bool = False,
         native: bool = False,
         master_weights: bool = False,
+        update_transforms: Sequence[UpdateTransform] = (),
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:
@@ -290,6 +304,7 @@ class AdamW(Adam):
             capturable=capturable,
             native=native,
             master_weights=master_weights,
+            update_transforms=update_transforms,
             transforms=transforms,
             nonfinite=nonfinite,
         )
@@ -320,6 +335,7 @@ class AdamWeightDecay(Adam):
         capturable: See :class:`Adam`.
         native: See :class:`Adam`.
         master_weights: See :class:`Adam`.
+        update_transforms: See :class:`Adam`.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
@@ -345,6 +361,7 @@ class AdamWeightDecay(Adam):
         capturable: bool = False,
         native: bool = False,
         master_weights: bool = False,
+        update_transforms: Sequence[UpdateTransform] = (),
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:
@@ -365,42 +382,7 @@ class AdamWeightDecay(Adam):
             capturable=capturable,
             native=native,
             master_weights=master_weights,
+            update_transforms=update_transforms,
             transforms=transforms,
             nonfinite=nonfinite,
         )
-
-
-def _variant(group: Mapping[str, Any], batch: Batch) -> None:
-    """Update with the variants that torch has no kernel for: Nesterov's numerator, epsilon before the correction."""
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    lr, decay = float(group["lr"]), float(group["weight_decay"])
-    params, grads = ([torch.view_as_real(t) if t.is_complex() else t for t in ts] for ts in (batch.params, batch.grads))
-    mean, square, steps = batch.state("exp_avg"), batch.state("exp_avg_sq"), batch.state("step")
-    mean, square = ([torch.view_as_real(t) if t.is_complex() else t for t in ts] for ts in (mean, square))
-    if group["maximize"]:
-        grads = list(foreach.neg(grads))
-    foreach.add_(steps, 1)
-    if decay and group["decoupled_weight_decay"]:
-        foreach.mul_(params, 1 - lr * decay)
-    elif decay:
-        grads = list(foreach.add(grads, params, alpha=decay))
-    foreach.lerp_(mean, grads, 1 - beta1)
-    foreach.mul_(square, beta2)
-    foreach.addcmul_(square, grads, grads, 1 - beta2)
-    if group["amsgrad"]:
-        largest = [torch.view_as_real(t) if t.is_complex() else t for t in batch.state("max_exp_avg_sq")]
-        foreach.maximum_(largest, square)
-        square = largest
-    ahead = foreach.lerp(mean, grads, 1 - beta1) if group["nesterov"] else mean
-    corrected = group["bias_correction"]
-    first = [1 - beta1 ** float(step) if corrected else 1.0 for step in steps]
-    second = [(1 - beta2 ** float(step)) ** 0.5 if corrected else 1.0 for step in steps]
-    root = foreach.sqrt(square)
-    if group["eps_uncorrected"]:
-        foreach.add_(root, float(group["eps"]))
-        sizes = [-lr * s / f for f, s in zip(first, second, strict=True)]
-    else:
-        foreach.div_(root, second)
-        foreach.add_(root, float(group["eps"]))
-        sizes = [-lr / f for f in first]
-    foreach.addcdiv_(params, ahead, root, sizes)

@@ -1,9 +1,8 @@
-"""LAMB: Adam with each layer's step scaled to the size of its weights."""
+"""LAMB: Adam's direction with two transforms, the decay and the scale of each layer's weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +10,9 @@ from torch import Tensor
 
 from torchboost.core.torch_private import foreach
 from torchboost.optim.gradients import GradientTransform
+from torchboost.optim.rules.adam_direction import adam_directions, as_real, rooted_directions
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
-from torchboost.optim.tensor_lists import together
+from torchboost.optim.updates import AddDecay, ScaleByTrustRatio, Updates
 
 __all__ = ["Lamb"]
 
@@ -90,45 +90,12 @@ class Lamb(UpdateRule):
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
-        beta1, beta2 = (float(beta) for beta in group["betas"])
-        mean, square, steps = batch.state("exp_avg"), batch.state("exp_avg_sq"), batch.state("step")
-        params, grads, mean, square = (_real(tensors) for tensors in (batch.params, batch.grads, mean, square))
+        batch = as_real(batch, ("exp_avg", "exp_avg_sq"))
         if group["maximize"]:
-            grads = list(foreach.neg(grads))
-        foreach.add_(steps, 1)
-        foreach.lerp_(mean, grads, 1 - beta1)
-        foreach.mul_(square, beta2)
-        foreach.addcmul_(square, grads, grads, 1 - beta2)
-        counts = [float(step) for step in steps]
-        first = foreach.div(mean, [1 - beta1**count for count in counts])
-        second = foreach.div(square, [1 - beta2**count for count in counts])
-        eps, measured = float(group["eps"]), None
+            batch.grads[:] = foreach.neg(batch.grads)
+        updates = Updates(batch.params, adam_directions(group, batch), batch.grads, group)
         if group["adapt"] and group["eps_in_root"]:
-            root = foreach.add(second, eps)
-            foreach.sqrt_(root)
-            measured = _decayed(group, params, foreach.div(first, root))
-        foreach.sqrt_(second)
-        foreach.add_(second, eps)
-        foreach.div_(first, second)
-        directions = _decayed(group, params, first)
-        if group["adapt"]:
-            ratio = partial(_ratio, most=float(group["max_ratio"]))
-            steepness = foreach.norm(directions if measured is None else measured)
-            foreach.mul_(directions, together(ratio, foreach.norm(params), steepness))
-        foreach.add_(params, directions, alpha=-float(group["lr"]))
-
-
-def _decayed(group: Mapping[str, Any], params: Sequence[Tensor], directions: Sequence[Tensor]) -> list[Tensor]:
-    """Add the decay in place."""
-    if group["weight_decay"]:
-        foreach.add_(directions, params, alpha=float(group["weight_decay"]))
-    return list(directions)
-
-
-def _real(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-
-
-def _ratio(size: Tensor, steepness: Tensor, most: float) -> Tensor:
-    usable = (size > 0) & (steepness > 0)
-    return torch.where(usable, (size / steepness).clamp(max=most), torch.ones_like(size))
+            updates.measured = rooted_directions(group, batch)
+        for transform in (AddDecay(), ScaleByTrustRatio(max_ratio=None)):
+            transform(updates)
+        foreach.add_(batch.params, updates.updates, alpha=-float(group["lr"]))

@@ -37,9 +37,9 @@ class Muon(UpdateRule):
     gets its shards of the update back. In ``ZeroRedundancyOptimizer`` each matrix is updated on the rank that holds it.
 
     State: ``momentum_buffer``, 4 bytes per float32 weight. Cost per matrix of ``m <= n``: 5 iterations of
-    ``2 m^2 n + m^3`` multiplications, fewer if ``n >= 2 m``. Memory during a step: about 4 times 16 MiB, or 4 times the
-    largest matrix. Under FSDP2 each rank sends, in each direction, the size of its shards in ``ns_dtype``, except for
-    the matrices that it computes itself.
+    ``2 m^2 n + m^3`` multiplications, fewer if ``n >= 2 m``. Memory during a step: at most 6 times 16 MiB, or 6 times
+    the largest matrix. Under FSDP2 each rank sends, in each direction, the size of its shards in ``ns_dtype``, except
+    for the matrices that it computes itself.
 
     Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); the scale
     ``"match_rms_adamw"`` is that of J. Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982.
@@ -147,7 +147,7 @@ class Muon(UpdateRule):
             momentum, decay = float(group["momentum"]), float(group["lr"]) * float(group["weight_decay"])
             buffers = part.state("momentum_buffer")
             foreach.lerp_(buffers, part.grads, 1 - momentum)
-            directions = foreach.lerp(part.grads, buffers, momentum) if group["nesterov"] else buffers
+            directions = list(foreach.lerp(part.grads, buffers, momentum) if group["nesterov"] else buffers)
             if decay:
                 foreach.mul_(part.params, 1 - decay)
             _move(group, layout, part.params, directions)
@@ -175,8 +175,8 @@ def _parts(group: Mapping[str, Any], batch: Batch) -> Iterator[tuple[Layout, Bat
             yield layout, Batch(tensors[0], tensors[1], [batch.states[at] for at in positions])
 
 
-def _move(group: Mapping[str, Any], layout: Layout, params: list[Tensor], directions: Sequence[Tensor]) -> None:
-    """Subtract the orthogonalised directions from the parameters."""
+def _move(group: Mapping[str, Any], layout: Layout, params: list[Tensor], directions: list[Tensor]) -> None:
+    """Subtract the orthogonalised directions from the parameters; the list is emptied."""
     polynomials, dtype, lr = _polynomials(group), group["ns_dtype"], float(group["lr"])
 
     def turned(matrices: Tensor) -> Tensor:
@@ -189,6 +189,7 @@ def _move(group: Mapping[str, Any], layout: Layout, params: list[Tensor], direct
     else:
         params = [layout.local(param) for param in params]
         stack = torch.stack([layout.local(one).reshape(layout.matrices) for one in directions])
+        directions.clear()  # their memory is used again
         steps = [step.reshape(params[0].shape) for step in turned(stack)]
     foreach.add_(params, [step.to(param.dtype) for step, param in zip(steps, params, strict=True)])
 

@@ -1,0 +1,109 @@
+"""The tables of ``fewer_steps.py`` and ``fewer_steps_time.py``."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from torchboost.bench.report.table import Table
+from torchboost.measure.evidence import BenchReport
+from torchboost.measure.statistics import paired_difference, paired_ratio
+
+ORDER = ("gpt-characters", "gpt-pieces", "speakers", "vit", "resnet-basic", "resnet-bottleneck", "fine-tuning")
+WAYS = ("AdamW", "SGD", "schedule-free AdamW", "Muon")
+LEAST_SEEDS = 3
+
+
+def finals(result: dict[str, Any], way: str, steps: int | None = None) -> dict[int, float]:
+    """Return the metric on the test data by seed; larger is better for an accuracy, smaller for a loss."""
+    wanted = result["steps"] if steps is None else steps
+    return {
+        run["seed"]: run[result["metric"]]
+        for run in result["runs"]
+        if run["way"] == way and run["split"] == "test" and run["steps"] == wanted
+    }
+
+
+def share_needed(result: dict[str, Any], seed: int, target: float) -> tuple[float, bool]:
+    """Return the share of the steps after which Muon, its schedule fitted to them, reaches a metric.
+
+    Between the lengths that were run the metric is interpolated. The second value is False if the shortest run was
+    better already, so that the share is an upper bound.
+    """
+    sign = 1 if result["metric"] == "loss" else -1
+    runs = [run for run in result["runs"] if run["way"] == "Muon" and run["split"] == "test" and run["seed"] == seed]
+    points = sorted((run["steps"] / result["steps"], sign * run[result["metric"]]) for run in runs)
+    wanted = sign * target
+    if points[0][1] <= wanted:
+        return points[0][0], False
+    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        if y1 <= wanted < y0:
+            return x0 + (x1 - x0) * (y0 - wanted) / (y0 - y1), True
+    return float("inf"), True
+
+
+def cell(result: dict[str, Any], way: str) -> str:
+    found = finals(result, way)
+    if not found:
+        return ""
+    percent = result["metric"] == "accuracy"
+    own = [100 * value if percent else value for value in found.values()]
+    text = f"{statistics.mean(own):.1f} %" if percent else f"{statistics.mean(own):.3f}"
+    base = finals(result, "AdamW")
+    seeds = sorted(base.keys() & found.keys())
+    if way == "AdamW" or len(seeds) < LEAST_SEEDS:
+        return text
+    gap = paired_difference([base[s] for s in seeds], [found[s] for s in seeds])
+    factor, digits = (100, 1) if percent else (1, 3)
+    low, high = (f"{factor * bound:+.{digits}f}" for bound in (gap.low, gap.high))
+    return f"{text} ({low} to {high})"
+
+
+def needed(result: dict[str, Any]) -> str:
+    targets = finals(result, "AdamW")
+    seeds = sorted(targets.keys() & finals(result, "Muon").keys())
+    if not seeds:
+        return ""
+    shares = [share_needed(result, seed, targets[seed]) for seed in seeds]
+    middle = statistics.median(share for share, _ in shares)
+    exact = all(known for share, known in shares if share == middle)
+    low, high = min(share for share, _ in shares), max(share for share, _ in shares)
+    return f"{'' if exact else 'under '}{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def step_ratio(folder: Path, name: str) -> str:
+    path = folder / f"fewer_steps_time-{name}.json"
+    if not path.is_file():
+        return ""
+    found = {one.name: one for one in BenchReport.load(path).contestants}
+    ratio = paired_ratio(found["Muon and fused AdamW"].samples, found["AdamW, fused"].samples)
+    return f"{ratio.mid:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def table(folder: Path) -> tuple[Table, str]:
+    """Return the table of all workloads that were run, and a sentence about the runs."""
+    lines, seeds, machines = [], [], []
+    for name in ORDER:
+        path = folder / f"fewer_steps-{name}.json"
+        if not path.is_file():
+            continue
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if not finals(result, "Muon"):
+            continue
+        seeds.append(len(finals(result, "Muon")))
+        machines.append(result["environment"])
+        steps = f"{result['title']}, {result['steps']} steps"
+        cells = [cell(result, way) for way in WAYS]
+        lines.append((steps, result["metric"], *cells, needed(result), step_ratio(folder, name)))
+    head = ("workload", "metric", *WAYS, "Muon reaches AdamW's after", "time of a step, times AdamW's")
+    many = f"{min(seeds)} to {max(seeds)}" if len(set(seeds)) > 1 else f"{seeds[0]}" if seeds else "no"
+    where = f"{machines[0]['processor']}, torch {machines[0]['torch']}" if machines else "nowhere"
+    said = (
+        f"Metric on test data at the end of the run, the mean of {many} seeds; in parentheses the 95 % interval of the "
+        "paired difference from AdamW. The share of the steps is the median over the seeds, with the smallest and the "
+        "largest; Muon's schedule is fitted to the shorter run. Five learning rates per optimizer, chosen on validation "
+        f"data. {where}. All runs: `benchmarks/results/fewer_steps-*.json`."
+    )
+    return Table(headings=head, rows=tuple(lines)), said
