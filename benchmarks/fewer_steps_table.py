@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def share_needed(result: dict[str, Any], seed: int, target: float) -> tuple[floa
     wanted = sign * target
     if points[0][1] <= wanted:
         return points[0][0], False
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(points):
         if y1 <= wanted < y0:
             return x0 + (x1 - x0) * (y0 - wanted) / (y0 - y1), True
     return float("inf"), True
@@ -103,7 +104,7 @@ def table(folder: Path) -> tuple[Table, str]:
     said = (
         f"Metric on test data at the end of the run, the mean of {many} seeds; in parentheses the 95 % interval of the "
         "paired difference from AdamW. The share of the steps is the median over the seeds, with the smallest and the "
-        "largest; Muon's schedule is fitted to the shorter run. Five learning rates per optimizer, chosen on validation "
-        f"data. {where}. All runs: `benchmarks/results/fewer_steps-*.json`."
+        "largest; Muon's schedule is fitted to the shorter run. Five learning rates per optimizer, chosen on "
+        f"validation data. {where}. All runs: `benchmarks/results/fewer_steps-*.json`."
     )
     return Table(headings=head, rows=tuple(lines)), said

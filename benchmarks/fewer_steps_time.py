@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from torchboost.measure.evidence import BenchReport, Contestant
 from torchboost.measure.stopwatch import compare, environment
-from torchboost.optim import AdamW, MixedOptimizer, ScheduleFreeAdamW, SGD, muon_groups
+from torchboost.optim import SGD, AdamW, MixedOptimizer, ScheduleFreeAdamW, muon_groups
 
 TIMED = ("gpt-characters", "gpt-pieces", "resnet-basic", "resnet-bottleneck", "vit", "speakers")
 BASELINE = "AdamW, fused"

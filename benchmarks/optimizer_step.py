@@ -119,9 +119,7 @@ def hooked_sgd(params: list[nn.Parameter]) -> Step:
 
 def inside(params: list[nn.Parameter]) -> Step:
     transforms = (Centralize(), ClipNorm(NORM))
-    return AdamWeightDecay(
-        params, eps=1e-8, bias_correction=True, fused=True, transforms=transforms, **SETTINGS
-    ).step
+    return AdamWeightDecay(params, eps=1e-8, bias_correction=True, fused=True, transforms=transforms, **SETTINGS).step
 
 
 def native(params: list[nn.Parameter]) -> Step:

@@ -37,8 +37,12 @@ def train(folder: Path, updates: int, every: int) -> None:
     torch.manual_seed(0)
     model = ResNet(Bottleneck, [1, 1, 1], width=8, classes=10, in_channels=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    config = {"grad_freeze": {"total_steps": updates}}
-    plan = torchboost.Plan.of("O2", config, torchboost.Facts.measure(model)).fit(model, optimizer)
+    kept = folder / "plan.json"  # so that a restart does not measure again
+    if dist.get_rank() == 0 and not kept.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        torchboost.Plan.of("O2", total_steps=updates).fit(model, optimizer).save(kept)
+    dist.barrier()
+    plan = torchboost.Plan.of("O2", kept, torchboost.Facts.measure(model)).fit(model, optimizer)
     plan.transform(model, optimizer)  # change the modules, then wrap, then attach
     wrapped = DistributedDataParallel(model)
     target = torchboost.Target(wrapped, optimizer)
@@ -46,7 +50,6 @@ def train(folder: Path, updates: int, every: int) -> None:
     step = torchboost.TrainStep(target, lambda x, y: F.cross_entropy(wrapped(x), y), attached=attached)
     scheduler = CosineAnnealingLR(optimizer, updates)
     parts = {"boost": step, "scheduler": scheduler}
-
     newest = checkpoint.latest(folder)
     done = int(newest.name) if newest else 0
     if newest:

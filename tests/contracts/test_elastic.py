@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import runpy
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,8 @@ def _drawn(seed: int) -> list[str]:
 def _check(folder: Path, plan: list[str]) -> None:
     folder.mkdir(parents=True)
     run_ranks(_undisturbed, 2, folder / "undisturbed")
+    (folder / "killed").mkdir()
+    shutil.copy(folder / "undisturbed" / "plan.json", folder / "killed")  # both runs use the same levers
     options = ("--updates", UPDATES, "--every", EVERY)
     (said,) = torchrun(DYING, ",".join(plan), EXAMPLE, folder / "killed", *options, restarts=len(plan))
     assert len(re.findall(r"failed \(exitcode: -9\)", said)) == len(plan), said
@@ -43,7 +46,8 @@ def _check(folder: Path, plan: list[str]) -> None:
     assert wanted.keys() == found.keys()
     for name, weights in wanted.items():
         assert torch.equal(weights, found[name]), f"{plan}: {name}\n{said}"
-    assert sorted(path.name for path in (folder / "killed").iterdir()) == ["00000008", "00000012", "weights.pt"]
+    left = sorted(path.name for path in (folder / "killed").iterdir())
+    assert left == ["00000008", "00000012", "plan.json", "weights.pt"]
 
 
 @pytest.mark.dist

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchboost.measure.machine import Products
 from torchboost.optim.rules import newton_schulz
 from torchboost.optim.rules.newton_schulz import QUINTIC, faster_dtype, orthogonalized
 
@@ -106,11 +107,12 @@ def test_the_input_is_not_changed():
     assert torch.equal(matrix, before)
 
 
-def test_the_precision_is_measured_on_a_cpu_and_bfloat16_elsewhere(monkeypatch):
+@pytest.mark.parametrize(("ratio", "wanted"), [(2.0, torch.bfloat16), (1.0, torch.float32), (0.2, torch.float32)])
+def test_the_precision_is_measured_on_a_cpu_and_bfloat16_elsewhere(ratio, wanted, monkeypatch):
+    measured = Products(kind="matrix product", ratio=ratio, pairs=9)
+    monkeypatch.setattr(newton_schulz, "half_speed", lambda kind, device: measured)
     assert faster_dtype(torch.device("cuda")) is torch.bfloat16
-    for seconds, wanted in ((0.5, torch.bfloat16), (1.0, torch.float32), (4.0, torch.float32)):
-        newton_schulz._bfloat16_pays.cache_clear()
-        times = iter([1.0, seconds] * 5)
-        monkeypatch.setattr(newton_schulz, "_seconds", lambda work, times=times: next(times))
-        assert faster_dtype(torch.device("cpu")) is wanted
-    newton_schulz._bfloat16_pays.cache_clear()
+    assert faster_dtype(torch.device("cpu")) is wanted
+    monkeypatch.setattr(newton_schulz.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(newton_schulz.dist, "get_world_size", lambda: 2)
+    assert faster_dtype(torch.device("cpu")) is torch.float32

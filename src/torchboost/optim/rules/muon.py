@@ -56,7 +56,8 @@ class Muon(UpdateRule):
         adjust_lr_fn: Scale of the update of an ``A x B`` matrix: ``"original"`` (also None), ``sqrt(max(1, A / B))``,
             or ``"match_rms_adamw"``, ``0.2 sqrt(max(A, B))``, with which AdamW's learning rate fits.
         ns_dtype: Precision of the iteration, ``torch.float32`` or ``torch.bfloat16``. None measures which is faster on
-            a CPU, and is bfloat16 elsewhere; the first step writes the choice into the group, so it is saved.
+            a CPU, and is bfloat16 elsewhere; the first step writes the choice into the group, so it is saved. Several
+            processes on CPUs take float32.
         stacked: Parameters of three or more axes are stacks of matrices in the last two axes, such as those of
             experts. If False they are filters, whose axes after the first are joined.
         maximize: Maximize the objective instead of minimizing it.

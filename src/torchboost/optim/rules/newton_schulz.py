@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from torchboost.measure.machine import half_speed
 
 __all__ = ["QUINTIC", "Polynomial", "faster_dtype", "orthogonalized"]
 
@@ -22,9 +23,6 @@ RESTART = 3
 
 ELONGATED = 2
 """Ratio of the sides from which the Gram form needs fewer operations."""
-
-GAIN = 1.3
-"""How many times as fast bfloat16 products must be to be chosen on a CPU."""
 
 
 def orthogonalized(matrices: Tensor, polynomials: Sequence[Polynomial], *, eps: float = 1e-7) -> Tensor:
@@ -65,29 +63,15 @@ def orthogonalized(matrices: Tensor, polynomials: Sequence[Polynomial], *, eps: 
 def faster_dtype(device: torch.device) -> torch.dtype:
     """Return the precision in which products of matrices are fast: bfloat16, except on CPUs that are slow in it.
 
-    Cost: on a CPU, a few products of a few milliseconds, once per process; the processor's flags are not asked.
+    On a CPU this is measured (:func:`~torchboost.measure.machine.half_speed`); the processor's flags are not asked.
+    Several processes on CPUs take float32 without a measurement, because all of them must use one precision.
+
+    Cost: on a CPU at most 0.1 s, once per process.
     """
     if device.type != "cpu":
         return torch.bfloat16
-    return torch.bfloat16 if _bfloat16_pays(torch.get_num_threads()) else torch.float32
-
-
-@cache
-def _bfloat16_pays(threads: int) -> bool:
-    wide = torch.ones(2, 256, 256)
-    narrow = wide.bfloat16()
-    ratios = []
-    for _ in range(5):
-        full, half = _seconds(lambda: wide @ wide), _seconds(lambda: narrow @ narrow)
-        ratios.append(full / half)
-    return sorted(ratios)[2] > GAIN
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    work()
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+    alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
+    return torch.bfloat16 if alone and half_speed("matrix product", device).half_pays else torch.float32
 
 
 def _plainly(x: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
