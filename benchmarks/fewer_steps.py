@@ -51,7 +51,7 @@ def sgd(model: nn.Module, work: Workload, rate: float, sample: Any) -> Optimizer
 
 
 def schedule_free(model: nn.Module, work: Workload, rate: float, sample: Any) -> Optimizer:
-    warmup = max(1, work.steps // 20)
+    warmup = round(work.warmup * work.steps)
     decay = work.weight_decay
     return ScheduleFreeAdamW(model.parameters(), lr=rate, weight_decay=decay, warmup_steps=warmup)
 
@@ -141,17 +141,16 @@ def measure_workload(work: Workload, options: Options, out: Path) -> Path:
         print(json.dumps(made), flush=True)
         return made
 
-    best = {}
-    for name in work.ways:
-        tried = [result(way=name, rate=r, seed=100, steps=work.steps, split="validation") for r in WAYS[name].rates]
-        best[name] = min(tried, key=work.badness)["rate"]
-    for seed in range(2 if options.smoke else SEEDS):
-        for name in work.ways:
-            result(way=name, rate=best[name], seed=seed, steps=work.steps, split="test")
-            if name == "Muon":
-                for share in SHARES:
-                    steps = round(share * work.steps)
-                    result(way=name, rate=best[name], seed=seed, steps=steps, split="test")
+    for ways in ([n for n in work.ways if WAYS[n].scheduled], [n for n in work.ways if not WAYS[n].scheduled]):
+        best = {}
+        for name in ways:
+            tried = [result(way=name, rate=r, seed=100, steps=work.steps, split="validation") for r in WAYS[name].rates]
+            best[name] = min(tried, key=work.badness)["rate"]
+        for seed in range(2 if options.smoke else SEEDS):
+            for name in ways:
+                result(way=name, rate=best[name], seed=seed, steps=work.steps, split="test")
+                for share in SHARES if name == "Muon" else ():
+                    result(way=name, rate=best[name], seed=seed, steps=round(share * work.steps), split="test")
     return file
 
 

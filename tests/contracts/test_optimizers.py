@@ -289,6 +289,7 @@ def test_an_error_under_grad_scaler_leaves_no_scale_behind():
 
 COMPILED = ["Adam-foreach", "Adam-fused", "Adam-nesterov", "AdamWeightDecay-loop", "SGD-foreach", "SGD-fused"]
 COMPILED += ["Momentum-loop", "LARS-default", "Lamb", "RMSProp-centered", "FTRL"]
+COMPILED += ["Muon", "MixedOptimizer", "ScheduleFreeAdamW", "ScheduleFreeSGD"]
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
