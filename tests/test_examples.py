@@ -38,6 +38,12 @@ def test_own_loop_learns(capsys):
     assert said.count("epoch ") == 3
 
 
+def test_muon_learns_faster_than_adamw(capsys):
+    losses = example("muon")(60)
+    assert losses["Muon and AdamW"] < losses["AdamW"]
+    assert "hidden matrix" in capsys.readouterr().out
+
+
 def test_train_step_resumes_bit_for_bit():
     assert example("train_step")()
 
