@@ -66,7 +66,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x) + self.positions + self.bias_table[torch.arange(5)]
-        x = torch.einsum("nti,eio->nto", x * self.scale, self.experts)
+        x = torch.bmm((x * self.scale).flatten(0, 1).expand(3, -1, -1), self.experts).mean(0).view(x.shape)
         x = x @ self.gate.to(torch.float64).float().T.contiguous()
         return F.linear(x, self.leave)
 
@@ -82,8 +82,8 @@ def test_bare_parameters_by_what_happens_to_them():
         "scale": "other",
         "gate": "hidden",
         "leave": "output",
-        "unused.weight": "other",
-        "unused.bias": "other",
+        "unused.weight": "not reached",
+        "unused.bias": "not reached",
     }
 
 

@@ -191,6 +191,72 @@ def test_grad_scalers_scale_is_folded_into_the_pass(kind):
     torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, AdamW])
+def test_grad_scaler_that_has_unscaled_already(kind):
+    """It leaves ``grad_scale = None``, and deletes the attribute after the step."""
+    found = []
+    for scale in (1.0, 8.0):
+        given = gradients((20, 8))
+        optimizer = kind(given.params, lr=0.01, fused=True)
+        GradientPipeline(ClipNorm(1.0)).attach(optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        for factor in (1e-3, 10.0, 1.0):
+            scaler.scale(torch.zeros(()))
+            given.params[0].grad = given.grads[0] * factor * scaler.get_scale()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert not hasattr(optimizer, "grad_scale")
+        found.append(given.params[0].detach())
+    torch.testing.assert_close(*found)
+
+
+def test_a_large_loss_scale_does_not_overflow_the_squares():
+    given = gradients((20, 8))
+    optimizer = torch.optim.SGD(given.params, lr=1.0, fused=True)
+    GradientPipeline(ClipNorm(1.0)).attach(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    scaler.scale(torch.zeros(()))
+    before = given.params[0].detach().clone()
+    given.params[0].grad = given.grads[0] * 1e10 * scaler.get_scale()
+    scaler.step(optimizer)
+    assert float((given.params[0].detach() - before).norm()) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_a_step_that_calls_the_step_of_its_base_class_is_transformed_once():
+    """torch runs the hooks of both."""
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    for kind in (Own, torch.optim.SGD, Own):
+        given = gradients((6, 4))
+        optimizer = kind(given.params, lr=1.0, fused=True)
+        GradientPipeline(Unscale(10.0), ClipNorm(1e9)).attach(optimizer)
+        for _ in range(2):
+            before = given.params[0].detach().clone()
+            given.params[0].grad = given.grads[0].clone()
+            optimizer.step()
+            torch.testing.assert_close(before - given.params[0].detach(), given.grads[0] / 10)
+
+
+def test_a_parameter_that_moves_to_another_group_follows_its_flag():
+    given = gradients((4, 3), (4, 3))
+    own = [{"grad_centralization": True}, {"grad_centralization": False}]
+    kernel = first(Centralize())
+    for groups in (own, own[::-1], [own[1], own[1]]):
+        given.grads, given.groups = [torch.arange(12.0).view(4, 3) for _ in range(2)], groups
+        kernel.run(given, hand_over=False, grad_scale=1.0)
+        for grad, group in zip(given.grads, groups, strict=True):
+            assert bool(grad.mean(1).any()) is not group["grad_centralization"]
+    flagged = first(Centralize(flag="gc"))
+    for value in (1.0, 0.0):
+        given.grads, given.groups = [torch.arange(12.0).view(4, 3) for _ in range(2)], [{"gc": value}, {"gc": value}]
+        flagged.run(given, hand_over=False, grad_scale=1.0)
+        assert bool(given.grads[0].mean(1).any()) is not bool(value)
+
+
 def test_a_step_that_raises_leaves_no_scale_behind():
     given = gradients((20, 8))
     optimizer = torch.optim.AdamW(given.params, lr=0.01, fused=True)

@@ -62,7 +62,7 @@ def test_stacks_have_their_own_group():
     stacked = [group for group in groups if group.get("stacked")]
     assert [group["param_names"] for group in stacked] == [["experts"]]
     assert stacked[0]["rule"] == "muon"
-    assert names(groups)["muon"] == {"experts", "gate"}
+    assert names(groups)["muon"] == {"experts", "gate", "unused.weight"}  # the type decides about the last
 
 
 def test_matrices_of_one_row_are_for_adamw():
@@ -129,6 +129,69 @@ def test_types_decide_if_the_model_cannot_be_run():
 def test_weights_that_are_computed_are_left_to_adamw():
     model = nn.Sequential(nn.Linear(4, 4), weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4), nn.Linear(4, 2))
     assert names(muon_groups(model))["muon"] == {"2.weight"}
+
+
+class Bare(nn.Module):
+    """Matrices as bare parameters, and a linear layer as head: the only layer of torch's with a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 6)
+        self.first, self.second = nn.Parameter(torch.randn(6, 12)), nn.Parameter(torch.randn(12, 6))
+        self.head = nn.Linear(6, 9)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head((self.table(tokens) @ self.first).relu() @ self.second)
+
+
+def test_a_guessed_input_must_reach_the_whole_model():
+    assert names(muon_groups(Bare()))["muon"] == {"first", "second"}
+
+
+class Routed(nn.Module):
+    """A mixture whose router chooses one expert per token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.gate = nn.Embedding(50, 8), nn.Linear(8, 16)
+        self.experts = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(16))
+        self.head = nn.Linear(8, 50)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens).flatten(0, 1)
+        chosen, out = self.gate(x).argmax(-1), torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            at = (chosen == number).nonzero()[:, 0]
+            out[at] += self.experts[number](x[at])
+        return self.head(x + out)
+
+
+@pytest.mark.parametrize("sample", [None, torch.zeros(1, 1, dtype=torch.long)], ids=["guessed", "one token"])
+def test_experts_that_are_not_chosen_follow_the_rule_of_the_others(sample):
+    found = names(muon_groups(Routed(), sample=sample))
+    assert {name for name in found["muon"] if name.startswith("experts")} == {f"experts.{n}.weight" for n in range(16)}
+
+
+def test_a_parameter_of_three_axes_that_is_multiplied_in_another_shape_is_for_adamw():
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.query = nn.Linear(4, 16), nn.Parameter(torch.randn(16, 4, 8))
+            self.stack, self.leave = nn.Parameter(torch.randn(3, 8, 8)), nn.Linear(32, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            heads = torch.einsum("nd,dhk->nhk", self.enter(x).relu(), self.query)
+            chosen = self.stack[torch.zeros(len(x), dtype=torch.long)]  # the experts of each row
+            return self.leave(torch.bmm(heads, chosen).flatten(1))
+
+    groups = muon_groups(Heads())
+    assert names(groups)["muon"] == {"stack"}
+    assert next(row for row in groups.rows if row.name == "query").reason == "multiplied in another shape"
+
+
+def test_lazy_modules_are_refused_with_the_way_out():
+    with pytest.raises(ValueError, match="run the model on one batch first"):
+        muon_groups(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
 
 
 def test_nothing_to_train():

@@ -16,15 +16,24 @@ from torchboost.graph.recording import call, tensors_in
 
 __all__ = ["Place", "Use", "matrix_uses"]
 
-Place = Literal["input", "hidden", "output", "lookup", "other"]
-"""A matrix multiplied with the model's input, with activations, or for the output; a table of rows; anything else."""
+Place = Literal["input", "hidden", "output", "lookup", "other", "not reached"]
+"""A matrix multiplied with the model's input, with activations, or for the output; a table of rows; anything else; or
+a parameter that the pass did not use."""
 
 
 class Use(NamedTuple):
-    """Where a parameter is used, and whether as the filters of a convolution."""
+    """Where a parameter is used, and how.
+
+    Args:
+        place: See :data:`Place`.
+        filter: Whether as the filters of a convolution.
+        reshaped: Whether a parameter of more than two axes takes part in a product as another matrix than that of its
+            last two axes.
+    """
 
     place: Place
     filter: bool = False
+    reshaped: bool = False
 
 
 _PRODUCTS = frozenset(
@@ -47,7 +56,7 @@ def matrix_uses(model: nn.Module, sample: Any = None) -> dict[nn.Parameter, Use]
 
     Views, casts and copies of a parameter count as the parameter. A product is in the input layer if its other operand
     depends on no parameter, and in the output layer if it is the only one that an output depends on directly, that is,
-    without another product between. Parameters that the pass does not reach are ``"other"``.
+    without another product between.
 
     Args:
         model: Wrapped or not; it is not changed. Sharded models cannot be run.
@@ -79,13 +88,19 @@ def matrix_uses(model: nn.Module, sample: Any = None) -> dict[nn.Parameter, Use]
 
 def _runnable(model: nn.Module, sample: Any) -> tuple[nn.Module, Any] | None:
     found = runnable(model, sample)
-    if found is not None or sample is not None:
-        return found
+    if sample is not None or (found is not None and _matrices(found[0]) == _matrices(model)):
+        return found  # otherwise a part of the model was run, such as the head alone
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    tokens = torch.arange(_TOKENS[0] * _TOKENS[1], device=device).view(_TOKENS) % min(rows, default=1)
     try:
-        return runnable(model, torch.zeros(_TOKENS, dtype=torch.long, device=device))
+        return runnable(model, tokens)
     except ValueError:
         return None
+
+
+def _matrices(model: nn.Module) -> set[nn.Parameter]:
+    return {parameter for parameter in model.parameters() if parameter.ndim > 1}
 
 
 class _Recorder(DispatchMode):
@@ -101,12 +116,15 @@ class _Recorder(DispatchMode):
         self._marks = {_memory(parameter): _Marks(same=frozenset({n})) for n, parameter in enumerate(self._kept)}
         self._uses: dict[int, set[Place]] = {}
         self._filters: set[int] = set()
+        self._reshaped: set[int] = set()
+        self._reached: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operands = list(_tensors((args, kwargs or {})))
         found = [self._marks.get(_memory(one), _Marks()) for one in operands]
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
+        self._reached |= _union(marks.same for marks in found)
         matrices = _union(marks.same for one, marks in zip(operands, found, strict=True) if one.ndim > 1)
         same = _union(marks.same for marks in found) if len(operands) == 1 else frozenset[int]()
         last = _union(marks.last for marks in found)
@@ -117,9 +135,12 @@ class _Recorder(DispatchMode):
             same, last = frozenset(), matrices
             if name in _FILTERING:
                 self._filters |= matrices
+            else:
+                self._look_at_shapes(operands, found)
         elif name in _LOOKUPS and found and found[0].same:
-            self._note(found[0].same, "lookup")
-            same = frozenset()
+            stacks = frozenset(number for number in found[0].same if self._kept[number].ndim > 2)
+            self._note(found[0].same - stacks, "lookup")
+            same = stacks  # whole matrices were chosen, such as those of the experts of a token
         depends = any(marks.depends or marks.same for marks in found)
         marks = _Marks(same, last, depends, any(marks.given for marks in found))
         for one in _tensors(result):
@@ -146,10 +167,18 @@ class _Recorder(DispatchMode):
         """Return the use that decides: a table or an output matrix is one wherever else it is used."""
         number = self._numbers[id(parameter)]
         found = self._uses.get(number, set())
+        marks = number in self._filters, number in self._reshaped
         for place in _DECIDING:
             if place in found:
-                return Use(place, number in self._filters)
-        return Use("other", number in self._filters)
+                return Use(place, *marks)
+        return Use("other" if number in self._reached else "not reached", *marks)
+
+    def _look_at_shapes(self, operands: Iterable[Tensor], found: Iterable[_Marks]) -> None:
+        for one, marks in zip(operands, found, strict=True):
+            for number in marks.same:
+                whole = self._kept[number].shape
+                if len(whole) > 2 and sorted(one.shape[-2:]) != sorted(whole[-2:]):
+                    self._reshaped.add(number)
 
     def _note(self, numbers: Iterable[int], place: Place) -> None:
         for number in numbers:

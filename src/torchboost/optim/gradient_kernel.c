@@ -11,13 +11,15 @@ typedef struct {
     const float *weight; /* of the decay */
     int64_t rows, columns, centralize;
     float unscale, decay; /* x = unscale * grad + decay * weight; minus its mean over the row if centralised */
+    float measure;        /* the squares are those of measure * x */
+    float padding;
 } Block;
 
 /* Vectors do not pay for rows shorter than this. */
 enum { SHORT = 16 };
 
 static inline float short_row(float *restrict grad, const float *restrict weight, int64_t columns, float unscale,
-                              float decay) {
+                              float decay, float measure) {
     float row[SHORT], center = 0, sum = 0;
     for (int64_t j = 0; j < columns; j++) {
         row[j] = decay != 0 ? unscale * grad[j] + decay * weight[j] : unscale * grad[j];
@@ -27,7 +29,7 @@ static inline float short_row(float *restrict grad, const float *restrict weight
     for (int64_t j = 0; j < columns; j++) {
         const float x = row[j] - center;
         grad[j] = x;
-        sum += x * x;
+        sum += measure * x * (measure * x);
     }
     return sum;
 }
@@ -37,7 +39,7 @@ void prepare(const Block *blocks, int64_t count, double *squares, int threads) {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
     for (int64_t i = 0; i < count; i++) {
         const Block b = blocks[i];
-        const float unscale = b.unscale, decay = b.decay;
+        const float unscale = b.unscale, decay = b.decay, measure = b.measure;
         const int64_t columns = b.columns;
         double total = 0;
         for (int64_t r = 0; r < b.rows; r++) {
@@ -45,7 +47,7 @@ void prepare(const Block *blocks, int64_t count, double *squares, int threads) {
             const float *restrict weight = b.weight + r * columns;
             float center = 0, sum = 0;
             if (b.centralize && columns < SHORT) {
-                total += short_row(grad, weight, columns, unscale, decay);
+                total += short_row(grad, weight, columns, unscale, decay, measure);
                 continue;
             }
             if (b.centralize) {
@@ -65,19 +67,19 @@ void prepare(const Block *blocks, int64_t count, double *squares, int threads) {
                 for (int64_t j = 0; j < columns; j++) {
                     const float x = unscale * grad[j] + decay * weight[j] - center;
                     grad[j] = x;
-                    sum += x * x;
+                    sum += measure * x * (measure * x);
                 }
             } else if (b.centralize || unscale != 1) {
 #pragma omp simd reduction(+ : sum)
                 for (int64_t j = 0; j < columns; j++) {
                     const float x = unscale * grad[j] - center;
                     grad[j] = x;
-                    sum += x * x;
+                    sum += measure * x * (measure * x);
                 }
             } else {
 #pragma omp simd reduction(+ : sum)
                 for (int64_t j = 0; j < columns; j++)
-                    sum += grad[j] * grad[j];
+                    sum += measure * grad[j] * (measure * grad[j]);
             }
             total += sum;
         }

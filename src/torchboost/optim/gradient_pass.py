@@ -21,7 +21,7 @@ from torchboost.errors import IncompatibleError
 from torchboost.optim.gradients import Gradients, GradientTransform
 from torchboost.optim.memory_layout import is_dense
 from torchboost.optim.shares import joint_norm
-from torchboost.optim.transforms import Centralize, ClipNorm, Decay, Unscale
+from torchboost.optim.transforms import Centralize, ClipNorm, Decay, Unscale, wish
 
 __all__ = ["BLOCK_ENTRIES", "Pass", "cuts_of", "fills_rows"]
 
@@ -33,7 +33,7 @@ BLOCK_ENTRIES = 2**17
 BLOCK = np.dtype(
     [
         *((name, np.int64) for name in ("grad", "weight", "rows", "columns", "centralize")),
-        *((name, np.float32) for name in ("unscale", "decay")),
+        *((name, np.float32) for name in ("unscale", "decay", "measure", "padding")),
     ]
 )
 
@@ -109,7 +109,8 @@ class Pass:
         """
         scale = grad_scale * (1.0 if self.unscale is None else self.unscale.scale)
         inside = 1.0 if self.decay is None and hand_over else scale
-        blocks = self._blocks(gradients, inside)
+        left = scale / inside
+        blocks = self._blocks(gradients, inside, left)
         changes = self.decay is not None or self.centralize is not None or inside != 1
         if changes or self.clip_norm is not None:
             squares = np.zeros(len(blocks), np.float64)
@@ -120,10 +121,9 @@ class Pass:
                 torch.autograd.graph.increment_version(gradients.grads)
         else:
             squares = np.zeros(0)
-        left = scale / inside
         if self.clip_norm is None:
             return left
-        norm = math.sqrt(squares.sum()) / left
+        norm = math.sqrt(squares.sum())
         if gradients.share is not None:
             norm = float(joint_norm(torch.tensor(norm), 2.0, gradients.share))
         return self._clipped(gradients, norm, left, hand_over=hand_over)
@@ -140,20 +140,26 @@ class Pass:
         foreach.div_(gradients.grads, over)
         return left
 
-    def _blocks(self, gradients: Gradients, scale: float) -> np.ndarray:
-        if not self.last.holds(gradients):
-            self.last.note(gradients, self._planned(gradients))
+    def _blocks(self, gradients: Gradients, scale: float, left: float) -> np.ndarray:
+        if not self.last.holds(gradients, self._flags(gradients)):
+            self.last.note(gradients, self._planned(gradients), self._flags(gradients))
         plan, owner, offsets = self.last.plan
         count = len(gradients.grads)
         blocks = plan.copy()
         blocks["grad"] = np.fromiter(map(Tensor.data_ptr, gradients.grads), np.int64, count)[owner] + offsets
-        blocks["unscale"] = 1.0 / scale
+        blocks["unscale"], blocks["measure"] = 1.0 / scale, 1.0 / left
         if self.decay is None:
             blocks["weight"] = blocks["grad"]  # never read
             return blocks
         blocks["weight"] = np.fromiter(map(Tensor.data_ptr, gradients.params), np.int64, count)[owner] + offsets
         blocks["decay"] = np.array([self.decay.of(group) for group in gradients.groups], np.float32)[owner]
         return blocks
+
+    def _flags(self, gradients: Gradients) -> list[Any]:
+        """Return what decides about each group, and whether the kernel centralises it."""
+        flag = None if self.centralize is None else self.centralize.flag
+        groups = {id(group): group for group in gradients.groups}.values()
+        return [(wish(group), flag is None or bool(group.get(flag))) for group in groups]
 
     def _planned(self, gradients: Gradients) -> _Plan:
         """Return blocks without addresses, the tensor of each block, and its offset in bytes."""
@@ -179,28 +185,24 @@ class _Last:
     def __init__(self) -> None:
         self._params: list[Tensor] = []
         self._shapes: list[torch.Size] = []
+        self._groups: list[dict[str, Any]] = []
         self._flags: list[Any] = []
         self.plan: _Plan = (np.zeros(0, BLOCK), np.zeros(0, np.int64), np.zeros(0, np.int64))
 
-    def holds(self, gradients: Gradients) -> bool:
+    def holds(self, gradients: Gradients, flags: list[Any]) -> bool:
         """Whether the plan is that of these gradients."""
         return (
             len(self._params) == len(gradients.params)
             and all(map(is_, self._params, gradients.params))
             and self._shapes == list(map(_SHAPE, gradients.grads))
-            and self._flags == _flags(gradients)
+            and all(map(is_, self._groups, gradients.groups))
+            and self._flags == flags
         )
 
-    def note(self, gradients: Gradients, plan: _Plan) -> None:
+    def note(self, gradients: Gradients, plan: _Plan, flags: list[Any]) -> None:
         """Keep a plan. The parameters are kept too, so that no other takes the place of one that is gone."""
         self._params, self._shapes = list(gradients.params), list(map(_SHAPE, gradients.grads))
-        self._flags, self.plan = _flags(gradients), plan
-
-
-def _flags(gradients: Gradients) -> list[Any]:
-    """Return what the groups say in words other than numbers and tensors, each group once."""
-    groups = {id(group): group for group in gradients.groups}
-    return [(key, v) for group in groups.values() for key, v in group.items() if isinstance(v, (str, int))]
+        self._groups, self._flags, self.plan = list(gradients.groups), flags, plan
 
 
 def fills_rows(tensor: Tensor) -> bool:

@@ -26,6 +26,7 @@ _WHY: Mapping[Place, str] = {
     "output": "head",
     "lookup": "table of rows",
     "other": "not multiplied as a matrix",
+    "not reached": "not used by the pass",
 }
 
 
@@ -77,7 +78,9 @@ def muon_groups(
     output layer, layers that read the model's input, norms, biases, matrices of one row or column, and weights that are
     shared with one of these. The uses are found in one forward pass
     (:func:`~torchboost.graph.matrix_uses.matrix_uses`). If the model cannot be run here, types of modules decide:
-    matrices and filters of torch's layers go to Muon, those of the first and the last of these layers to AdamW.
+    matrices and filters of torch's layers go to Muon, those of the last of these layers, and without embeddings those
+    of the first, to AdamW. Types also decide about parameters that the pass did not use, such as experts that were not
+    chosen.
 
     Args:
         model: Wrapped or not. It is not changed.
@@ -106,11 +109,9 @@ def muon_groups(
         muon 0.02 ['2.weight']
         adamw 0.003 ['0.weight', '0.bias', '2.bias', '4.weight', '4.bias']
     """
-    uses = matrix_uses(model, sample)
-    if uses is None:
-        uses = _by_type(unwrap(model))
-    chosen = {"muon": dict(muon or {}), "adamw": dict(adamw or {})}
     given = param_groups(model, rules, include_frozen=include_frozen)
+    uses = _with_types(matrix_uses(model, sample), unwrap(model))
+    chosen = {"muon": dict(muon or {}), "adamw": dict(adamw or {})}
     asked = {
         param: (name, group)
         for group in given
@@ -148,6 +149,8 @@ def _reason(parameter: nn.Parameter, use: Use) -> str | None:
         return "vector"
     if use.place != "hidden":
         return _WHY[use.place]
+    if use.reshaped:
+        return "multiplied in another shape"
     if min(_sides(parameter, use)) < 2 or (use.filter and parameter.shape[1] == 1):
         return "one row or column"
     return None
@@ -163,6 +166,19 @@ def _sides(parameter: nn.Parameter, use: Use) -> tuple[int, int]:
     if use.filter:
         return parameter.shape[0], parameter.numel() // max(1, parameter.shape[0])
     return parameter.shape[-2], parameter.shape[-1]
+
+
+def _with_types(uses: Mapping[nn.Parameter, Use] | None, model: nn.Module) -> dict[nn.Parameter, Use]:
+    """Return the uses, guessed from the types of modules for parameters that the pass did not reach.
+
+    A mixture of experts does not reach all of its experts, and they must not follow different rules.
+    """
+    types = _by_type(model)
+    if uses is None:
+        return types
+    reached = {parameter: use for parameter, use in uses.items() if use.place != "not reached"}
+    inside = {p: Use("hidden", use.filter) for p, use in types.items() if use.place in ("input", "output")}
+    return {parameter: reached.get(parameter, inside.get(parameter, types[parameter])) for parameter in uses}
 
 
 def _by_type(model: nn.Module) -> dict[nn.Parameter, Use]:

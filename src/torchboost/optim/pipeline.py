@@ -29,6 +29,8 @@ __all__ = ["GradientPipeline", "PipelineAttachment"]
 _DIVIDING = tuple(inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad))
 """Steps whose fused kernels divide the gradients by ``grad_scale``."""
 
+_ABSENT = object()
+
 STATE_KEY = "torchboost_gradient_pipelines"
 
 Memories = dict[str, dict[Tensor, dict[str, Any]]]
@@ -95,7 +97,10 @@ class PipelineAttachment(Attachment):
         self._memory: Memories = {}
         self._loading: Memories = {}
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
-        self._scale_before: tuple[Tensor | None] | None = None
+        self._given: Tensor | None = None  # what this set as the grad_scale of the optimizer ...
+        self._scale_before: Any = _ABSENT  # ... and what was there
+        self._inside = 0  # steps under way: a step that calls the step of its base class runs the hooks twice
+        self._nests = sum("step" in vars(kind) for kind in type(optimizer).__mro__ if kind is not Optimizer) > 1
         before_step = optimizer.register_step_pre_hook(self._before_step)
         self._key = step_pre_hook_keys(optimizer)[-1]
         super().__init__(
@@ -174,6 +179,10 @@ class PipelineAttachment(Attachment):
 
         It must not run before the closure as well: a closure that accumulates adds to existing gradients.
         """
+        if self._nests and self._inside and self._seen and self._is_as_left():
+            self._inside += 1
+            return None
+        self._inside = 1
         if isinstance(optimizer, ClosureOptimizer) and _has_closure(args, kwargs):
             self._apply_before(optimizer, kwargs.get("closure", args[-1]))
             return None
@@ -191,14 +200,20 @@ class PipelineAttachment(Attachment):
 
     def _apply_if_new(self) -> None:
         """Run the chain unless it has changed these gradients already, as when a closure did not renew them."""
+        if self._is_as_left():
+            return
+        self._apply()
+        self._remember()
+
+    def _is_as_left(self) -> bool:
+        """Whether the gradients are those that the chain changed last."""
         grads = [p.grad for p in _params(self._optimizer) if p.grad is not None]
-        same = len(grads) == len(self._seen) and all(
+        return len(grads) == len(self._seen) and all(
             seen() is grad and version == now
             for grad, now, (seen, version) in zip(grads, versions(grads), self._seen, strict=True)
         )
-        if same:
-            return
-        self._apply()
+
+    def _remember(self) -> None:
         grads = [p.grad for p in _params(self._optimizer) if p.grad is not None]
         self._seen = list(zip(map(weakref.ref, grads), versions(grads), strict=True))
 
@@ -214,6 +229,8 @@ class PipelineAttachment(Attachment):
         for param, old, new in zip(gradients.params, before, gradients.grads, strict=True):
             if new is not old:
                 param.grad = new
+        if self._nests:
+            self._remember()
 
     def _collect(self) -> Gradients:
         gradients = Gradients([], [], [], [])
@@ -234,7 +251,7 @@ class PipelineAttachment(Attachment):
     def _kernel_divides(self) -> bool:
         """Whether nothing but a fused kernel, which divides by ``grad_scale``, sees the gradients after this."""
         optimizer = self._optimizer
-        if step_pre_hook_keys(optimizer)[-1] != self._key or isinstance(optimizer, ClosureOptimizer):
+        if step_pre_hook_keys(optimizer)[-1] != self._key or isinstance(optimizer, ClosureOptimizer) or self._nests:
             return False
         if inspect.unwrap(type(optimizer).step) not in _DIVIDING:
             return unscales_in_kernel(optimizer)
@@ -243,25 +260,29 @@ class PipelineAttachment(Attachment):
     def _leave(self, left: float, scale: float) -> None:
         """Give the kernel what the gradients are still to be divided by, which includes ``scale``."""
         optimizer: Any = self._optimizer
-        before = getattr(optimizer, "grad_scale", None)
-        wanted = left if before is None or scale != 1.0 else left * float(before)
-        if wanted != (1.0 if before is None else float(before)):
-            self._scale_before = (before,)
-            optimizer.grad_scale = torch.tensor(wanted)
+        before = vars(optimizer).get("grad_scale", _ABSENT)  # GradScaler may have set it to None
+        there = 1.0 if before is _ABSENT or before is None else float(before)
+        wanted = left if scale != 1.0 else left * there
+        if wanted != there:
+            self._given, self._scale_before = torch.tensor(wanted), before
+            optimizer.grad_scale = self._given
 
     def _after_step(self, *_: Any) -> None:
-        self._take_back()
+        self._inside = max(0, self._inside - 1)
+        if not self._inside:
+            self._take_back()
 
     def _take_back(self) -> None:
-        """Restore ``grad_scale``, after a step that raised too."""
-        if self._scale_before is None:
-            return
+        """Restore ``grad_scale``, after a step that raised too, unless it has been changed since."""
         optimizer: Any = self._optimizer
-        (before,), self._scale_before = self._scale_before, None
-        if before is not None and hasattr(optimizer, "grad_scale"):
+        given, before = self._given, self._scale_before
+        self._given, self._scale_before = None, _ABSENT
+        if given is None or vars(optimizer).get("grad_scale") is not given:
+            return
+        if before is _ABSENT:
+            del optimizer.grad_scale
+        else:
             optimizer.grad_scale = before
-        elif before is None:
-            vars(optimizer).pop("grad_scale", None)
 
     def _scale_inside(self, gradients: Gradients) -> float:
         """Return the loss scale to remove on the way; ``GradScaler`` leaves fused optimizers ``grad_scale``.

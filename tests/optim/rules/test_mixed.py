@@ -103,6 +103,19 @@ def test_it_loads_the_file_of_adamw_if_that_is_its_only_rule():
     assert same(train(optimizer, params, [3]), train(other, plain, [3]))
 
 
+def test_a_file_of_torch_is_read_as_the_rule_reads_it():
+    """torch corrects the moments, and its files do not say so."""
+    params, plain = parameters(), parameters()
+    optimizer = MixedOptimizer(params, rule="adam_weight_decay", lr=0.01)
+    other = torch.optim.AdamW(plain, lr=0.01)
+    train(other, plain, range(3))
+    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+    with torch.no_grad():
+        for mine, theirs in zip(params, plain, strict=True):
+            mine.copy_(theirs)
+    assert same(train(optimizer, params, [3]), train(other, plain, [3]))
+
+
 def test_a_step_of_one_rule_that_fails_changes_no_group():
     optimizer, params = mixed(((4, 3), (4,), (3, 3)))
     train(optimizer, params, [0])

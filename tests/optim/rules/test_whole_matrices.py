@@ -42,7 +42,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.filters(self.enter(x).relu()).relu().mean((2, 3))
         x = self.tall(self.wide(x).relu())
-        x = torch.einsum("ni,eio->no", x, self.experts)
+        x = torch.stack([x @ expert for expert in self.experts]).mean(0)
         for layer in self.same:
             x = x + layer(x).relu()
         return self.head(x)

@@ -126,17 +126,9 @@ class Adam(UpdateRule):
         own = {"native": self.native is not None, "update_transforms": self.update_transforms}
         return {**super().constructor_options(), **own}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this rule or of torch's.
-
-        As in torch, options in the file replace those of the groups. Files of torch have no ``bias_correction``, but
-        torch always corrects the moments, so the groups get ``bias_correction=True``.
-
-        Raises:
-            ValueError: The groups differ, or a state does not have the shape of its parameter; nothing was changed.
-        """
-        groups = [{"bias_correction": True, **group} for group in state_dict["param_groups"]]
-        super().load_state_dict({**state_dict, "param_groups": groups})
+    def adopted(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a saved group with bias correction if it does not say: torch, whose files do not, always corrects."""
+        return {"bias_correction": True, **group}
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse forms for which torch has no kernel."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, Literal, Self
@@ -18,8 +17,8 @@ from torchboost.optim.executor import Chain
 from torchboost.optim.gradients import Gradients, GradientTransform, check_transforms, namespaces
 from torchboost.optim.groups import bare, listed, without_order
 from torchboost.optim.learning_rates import resolve_lr
-from torchboost.optim.memory_layout import aligned
-from torchboost.optim.rules.checked import Checked, strides
+from torchboost.optim.rules.batch import Batch
+from torchboost.optim.rules.checked import Checked
 from torchboost.optim.rules.checkpoints import in_order, paired, with_memory_renamed
 from torchboost.optim.rules.foreign_names import check_group_names, check_names
 from torchboost.optim.rules.masters import IN_CACHE, LOW_PRECISION, Stamps, has_master, pieces, widened
@@ -40,44 +39,6 @@ SET_BY_SCHEDULE = "scheduled_"
 
 KEPT = ("transforms", "nonfinite", "_schedules", "_default_schedules")
 """Attributes that a copy or a pickle includes, in addition to those of ``torch.optim.Optimizer``."""
-
-
-@dataclass(slots=True)
-class Batch:
-    """The parameters of a group that have a gradient, as parallel lists.
-
-    Args:
-        params: The tensors to update in place: the parameters, or their float32 masters.
-        grads: Their gradients, in the precision of ``params``.
-        states: Their states.
-        layout: Strides of ``params``, if already known.
-    """
-
-    params: list[Tensor]
-    grads: list[Tensor]
-    states: list[dict[str, Any]]
-    layout: list[tuple[int, ...]] | None = None
-
-    def state(self, key: str) -> list[Tensor]:
-        """Return one entry of all states."""
-        return [state[key] for state in self.states]
-
-    def align(self, keys: Sequence[str]) -> None:
-        """Give gradients and the entries ``keys`` of the states the memory layout of their parameter.
-
-        Kernels that read memory in order would read them at the wrong places.
-        """
-        wanted = strides(self.params) if self.layout is None else self.layout
-        if strides(self.grads) != wanted:
-            self.grads[:] = [aligned(grad, param) for grad, param in zip(self.grads, self.params, strict=True)]
-        for key in keys:
-            entries = [state.get(key) for state in self.states]
-            present = [entry for entry in entries if entry is not None]
-            if len(present) == len(entries) and strides(present) == wanted:
-                continue
-            for entry, param, state in zip(entries, self.params, self.states, strict=True):
-                if entry is not None:
-                    state[key] = aligned(entry, param)
 
 
 class UpdateRule(Optimizer):
@@ -152,6 +113,10 @@ class UpdateRule(Optimizer):
     def defaults_for(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the options of a param group that does not set them."""
         return self.defaults
+
+    def adopted(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a group of a checkpoint as this rule reads it; called by :meth:`load_state_dict`."""
+        return dict(group)
 
     def constructor_options(self) -> dict[str, Any]:
         """Return the constructor's arguments that the param groups do not hold, by name."""
@@ -352,6 +317,10 @@ class UpdateRule(Optimizer):
             ValueError: The groups differ, or a state does not have the shape of its parameter; nothing was changed.
         """
         state_dict = with_memory_renamed(in_order(state_dict, self.param_groups), namespaces(self.transforms))
+        pairs = zip(state_dict["param_groups"], self.param_groups, strict=False)
+        groups = [self.rule_for(own).adopted(saved) for saved, own in pairs]
+        groups += state_dict["param_groups"][len(groups) :]
+        state_dict = {**state_dict, "param_groups": groups}
         pairs = paired(state_dict, self.param_groups, self.defaults, self.state_keys)
         super().load_state_dict(state_dict)
         for param, group, saved in pairs:
