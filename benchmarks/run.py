@@ -5,6 +5,7 @@ from __future__ import annotations
 import accuracy
 import adasum_time
 import dim_reduce
+import fewer_steps_time
 import fine_tune
 import freeze_on_ranks
 import freeze_savings
@@ -29,6 +30,7 @@ CLAIMS = {
     "freeze_savings": freeze_savings.measure,
     "freeze_on_ranks": freeze_on_ranks.measure,
     "fine_tune": fine_tune.measure,
+    "fewer_steps_time": fewer_steps_time.measure,
     "whole_run": whole_run.measure,
     "freeze_types": freeze_types.measure,
     "inference": inference.measure,
