@@ -277,7 +277,7 @@ def boost(
         optimizer: Any ``torch.optim.Optimizer`` over parameters of the model. It follows parameters that are replaced.
             Or the name of one to build: ``"muon"`` or ``"schedule_free_adamw"``
             (:func:`~torchboost.optim.named_optimizer`). No level changes the optimizer by itself.
-        lr: Learning rate of an optimizer that is given by name: the one that fits AdamW. None takes 0.001.
+        lr: Learning rate of an optimizer that is given by name, in the size of AdamW's. None takes 0.001.
         level: ``"O0"`` changes nothing, ``"O1"`` keeps the accuracy within 0.5 points, ``"O2"`` within 3 points. See
             ``docs/levels.md`` for what each level turns on, and for the measurements.
         total_steps: Number of updates in the whole run. Gradient freezing and compilation need it.

@@ -14,7 +14,7 @@ from torchboost.optim import gradient_pass
 from torchboost.optim.gradient_pass import Pass, cuts_of, fills_rows
 from torchboost.optim.gradients import Gradients
 from torchboost.optim.pipeline import GradientPipeline
-from torchboost.optim.rules.adam import AdamW
+from torchboost.optim.rules.adam import Adam, AdamW
 from torchboost.optim.rules.mixed import MixedOptimizer
 from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay, Unscale
 
@@ -168,6 +168,19 @@ def test_a_fused_optimizer_moves_as_by_hand_and_keeps_clipped_gradients(kind, fu
             assert not hasattr(optimizer, "grad_scale")
         found.append([p.detach().clone() for p in given.params] + [p.grad.clone() for p in given.params])
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_clipping_is_left_to_the_fused_kernel(kind):
+    given = gradients((20, 8))
+    torch.optim.Adam(given.params), Adam(given.params)  # torch wraps the step of each class when it is first built
+    optimizer = kind(given.params, lr=0.01, fused=True)
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(float(optimizer.grad_scale)))
+    GradientPipeline(ClipNorm(0.1)).attach(optimizer)
+    given.params[0].grad = given.grads[0].clone()
+    optimizer.step()
+    assert seen == [pytest.approx(float(given.grads[0].norm()) / 0.1, rel=1e-4)]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])

@@ -22,13 +22,12 @@ a parameter that the pass did not use."""
 
 
 class Use(NamedTuple):
-    """Where a parameter is used, and how.
+    """The use of a parameter in one forward pass.
 
     Args:
         place: See :data:`Place`.
-        filter: Whether as the filters of a convolution.
-        reshaped: Whether a parameter of more than two axes takes part in a product as another matrix than that of its
-            last two axes.
+        filter: Whether it holds the filters of a convolution.
+        reshaped: Whether it has more than two axes and is multiplied as a matrix of other axes than the last two.
     """
 
     place: Place
@@ -80,7 +79,7 @@ def matrix_uses(model: nn.Module, sample: Any = None) -> dict[nn.Parameter, Use]
             outputs = tensors_in(call(copied, inputs))
         recorder.finish(outputs)
     by_name = dict(copied.named_parameters(remove_duplicate=False))
-    uses = dict.fromkeys(bare.parameters(), Use("other"))
+    uses = dict.fromkeys(bare.parameters(), Use("not reached"))
     for name, parameter in network.named_parameters(remove_duplicate=False):
         uses[parameter] = recorder.use_of(by_name[name])
     return uses

@@ -43,7 +43,7 @@ def named_optimizer(name: str, model: nn.Module, lr: float | None = None) -> Upd
 
     Raises:
         TypeError: ``model`` is not a module, or ``lr`` is not a number.
-        ValueError: There is no optimizer of this name, ``lr`` is out of range, or the model has nothing to train.
+        ValueError: ``name`` is unknown, ``lr`` is out of range, or the model has nothing to train.
 
     Cost: for ``"muon"`` two forward passes of a copy of the model on a small input.
     """

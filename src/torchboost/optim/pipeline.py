@@ -100,7 +100,7 @@ class PipelineAttachment(Attachment):
         self._given: Tensor | None = None  # what this set as the grad_scale of the optimizer ...
         self._scale_before: Any = _ABSENT  # ... and what was there
         self._inside = 0  # steps under way: a step that calls the step of its base class runs the hooks twice
-        self._nests = sum("step" in vars(kind) for kind in type(optimizer).__mro__ if kind is not Optimizer) > 1
+        self._nests = _has_nested_steps(type(optimizer))
         before_step = optimizer.register_step_pre_hook(self._before_step)
         self._key = step_pre_hook_keys(optimizer)[-1]
         super().__init__(
@@ -307,6 +307,12 @@ class PipelineAttachment(Attachment):
             f"{', '.join(bound)} needs unscaled gradients, but {type(optimizer).__name__} is fused and GradScaler left "
             "the loss scale in them. Call scaler.unscale_(optimizer) before scaler.step(optimizer)."
         )
+
+
+def _has_nested_steps(kind: type) -> bool:
+    """Whether the step of a class may call that of its base class; torch's own wrappers of one step do not count."""
+    classes = [base for base in kind.__mro__ if base is not Optimizer]
+    return len({inspect.unwrap(vars(base)["step"]) for base in classes if "step" in vars(base)}) > 1
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
