@@ -184,11 +184,10 @@ def _move(group: Mapping[str, Any], layout: Layout, params: list[Tensor], direct
         scale = lr * _scale(group["adjust_lr_fn"], *matrices.shape[-2:])
         return orthogonalized(matrices.to(dtype), polynomials, eps=float(group["eps"])).mul_(-scale)
 
+    params = [layout.local(param) for param in params]
     if layout.divided:
         steps = exchanged(directions, turned, dtype=dtype, stacked=group["stacked"])
-        params = [param.to_local() for param in params]  # pyright: ignore[reportAttributeAccessIssue]
     else:
-        params = [layout.local(param) for param in params]
         stack = torch.stack([layout.local(one).reshape(layout.matrices) for one in directions])
         directions.clear()  # their memory is used again
         steps = [step.reshape(params[0].shape) for step in turned(stack)]
@@ -214,8 +213,8 @@ def _polynomials(group: Mapping[str, Any]) -> list[Polynomial]:
         raise ValueError(f"ns_steps: found {steps}; give a number from 1 to {MOST_STEPS - 1}.")
     if not isinstance(given, (tuple, list)) or not given:
         raise TypeError(f"ns_coefficients: found {given!r}; give three numbers, or a list of three numbers each.")
-    listed = [tuple(one) for one in given] if isinstance(given[0], (tuple, list)) else [tuple(given)] * steps
+    listed: list[Any] = [tuple(one) for one in given] if isinstance(given[0], (tuple, list)) else [tuple(given)] * steps
     for one in listed:
         if len(one) != 3 or not all(isinstance(number, (int, float)) and math.isfinite(number) for number in one):
             raise ValueError(f"ns_coefficients: found {one!r}; give three finite numbers per iteration.")
-    return listed  # pyright: ignore[reportReturnType]
+    return listed

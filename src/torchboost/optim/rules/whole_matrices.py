@@ -39,6 +39,11 @@ class Layout:
         return self.axis is not None
 
     @property
+    def along(self) -> int:
+        """The divided axis; 0 if there is none."""
+        return self.axis or 0
+
+    @property
     def matrices(self) -> tuple[int, ...]:
         """The shape as matrices: ``(..., m, n)``."""
         return self.shape if self.stacked else (self.shape[0], -1)
@@ -105,13 +110,11 @@ def exchanged(
         by_shape.setdefault(layouts[at].shape, []).append(place)
     for shape, places in by_shape.items():
         layout = layouts[mine[places[0]]]
-        whole = [
-            torch.cat([arrived[rank][place] for rank in range(route.size)], dim=layout.axis or 0) for place in places
-        ]
+        whole = [torch.cat([arrived[rank][place] for rank in range(route.size)], dim=layout.along) for place in places]
         worked = work(torch.stack([one.reshape(layout.matrices) for one in whole]))
         for place, one in zip(places, worked, strict=True):
             results[place] = one.reshape(shape)
-    cut = [results[place].split(route.lengths(at), dim=layouts[at].axis) for place, at in enumerate(mine)]  # pyright: ignore[reportArgumentType]
+    cut = [results[place].split(route.lengths(at), dim=layouts[at].along) for place, at in enumerate(mine)]
     back = route.send([[pieces[rank] for pieces in cut] for rank in range(route.size)], dtype, there=False)
     shards: list[Tensor] = [torch.empty(0)] * len(tensors)
     for rank in range(route.size):
@@ -125,8 +128,9 @@ class _Route:
 
     def __init__(self, layouts: Sequence[Layout], device: torch.device) -> None:
         self.layouts, self.device = layouts, device
+        mesh: Any
         mesh, dim = layouts[0].mesh or (None, 0)
-        self.group: Any = mesh.get_group(dim)  # pyright: ignore[reportOptionalMemberAccess]
+        self.group: Any = mesh.get_group(dim)
         self.size, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
 
     @cached_property
@@ -145,7 +149,7 @@ class _Route:
     def lengths(self, at: int) -> list[int]:
         """Return the length of every rank's shard along the divided axis, as ``torch.chunk`` divides."""
         layout = self.layouts[at]
-        length = layout.shape[layout.axis or 0]
+        length = layout.shape[layout.along]
         chunk = -(-length // self.size)
         ends = [min(length, chunk * rank) for rank in range(self.size + 1)]
         return [stop - start for start, stop in pairwise(ends)]
@@ -153,7 +157,7 @@ class _Route:
     def shape(self, at: int, rank: int) -> list[int]:
         """Return the shape of a rank's shard."""
         shape = list(self.layouts[at].shape)
-        shape[self.layouts[at].axis or 0] = self.lengths(at)[rank]
+        shape[self.layouts[at].along] = self.lengths(at)[rank]
         return shape
 
     def send(self, pieces: Sequence[Sequence[Tensor]], dtype: torch.dtype, *, there: bool) -> list[list[Tensor]]:
