@@ -134,3 +134,16 @@ def test_masters_take_a_float32_copy_of_one_piece_of_the_gradients(name, monkeyp
     give_grads(params, 0)
     optimizer.step()
     assert peak(optimizer.step) <= 1.01 * 4 * 128 * 128
+
+
+@pytest.mark.parametrize("name", ["Adam-fused", "SGD-fused"])
+def test_stochastic_rounding_takes_float32_copies_of_one_piece(name, monkeypatch):
+    monkeypatch.setattr(masters, "PIECE", 128 * 128)
+    params = parameters([(128, 128)] * 8, dtype=torch.bfloat16)
+    optimizer = CASES[name](params, master_weights="stochastic")
+    give_grads(params, 0)
+    optimizer.step()
+    assert peak(optimizer.step) <= 6.01 * 4 * 128 * 128
+    kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.ndim]
+    moments = 1 if name.startswith("SGD") else 2
+    assert sum(v.numel() * v.element_size() for v in kept) == moments * 4 * 8 * 128 * 128

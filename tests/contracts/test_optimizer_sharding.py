@@ -101,6 +101,36 @@ def _native_on_shards() -> str:
     return str(caught.value)
 
 
+def _rounded(wrapping: str) -> tuple[list[float], list[float]]:
+    """Return the weights of a run with stochastic rounding, and those of the same run with masters."""
+    found = []
+    for masters in ("stochastic", True):
+        torch.manual_seed(0)
+        model = mlp().bfloat16()
+        wrapped: torch.nn.Module = model
+        if wrapping == "fsdp":
+            fully_shard(model)
+        else:
+            wrapped = DistributedDataParallel(model)
+        torch.manual_seed(dist.get_rank())  # ranks draw other numbers elsewhere, in dropout for instance
+        optimizer = Adam(model.parameters(), lr=0.01, master_weights=masters)
+        for step in range(6):
+            inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(step)).bfloat16()
+            wrapped(inputs).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(all_weights(model))
+    return found[0], found[1]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("wrapping", ["ddp", "fsdp"])
+def test_stochastic_rounding_gives_all_ranks_the_same_weights(wrapping):
+    (first, exact), (second, _) = run_ranks(_rounded, 2, wrapping)
+    assert first == second
+    assert first == pytest.approx(exact, abs=0.02)
+
+
 @pytest.mark.dist
 def test_zero_redundancy_optimizer_equals_one_process():
     names = sorted(LOCAL)

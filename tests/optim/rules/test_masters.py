@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import copy
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from tests.support.optimizers import CASES, give_grads, parameters, train, values
+from torchboost.errors import IncompatibleError
 from torchboost.optim.rules import masters
 from torchboost.optim.rules.base import Batch
-from torchboost.optim.rules.masters import Stamps, pieces
+from torchboost.optim.rules.masters import Stamps, pieces, stochastically_rounded
 from torchboost.optim.rules.sgd import SGD
 
 
@@ -92,3 +96,113 @@ def test_masters_follow_a_model_that_is_loaded(kind):
         optimizer.load_state_dict(state)
     train(optimizer, list(model.parameters()), [1])
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+STOCHASTIC = [
+    *("Adam-fused", "Adam-default", "Adam-nesterov", "AdamW-foreach", "SGD-fused", "SGD-plain", "LARS-default", "Lamb"),
+    *("RMSprop", "RMSProp-centered", "FTRL", "Muon", "MixedOptimizer"),
+]
+
+
+def test_stochastic_rounding_gives_a_neighbour_and_the_value_on_average():
+    values = torch.tensor([1.0, 1.001, -1.001, 3.14159, 1e-30, -7e20, 0.0, math.inf, -math.inf, math.nan])
+    generator = torch.Generator().manual_seed(0)
+    found = torch.stack([stochastically_rounded(values, generator) for _ in range(4000)])
+    assert found.dtype is torch.bfloat16
+    finite = values.isfinite()
+    assert torch.equal(found[:, ~finite].float()[0].nan_to_num(7.0), values[~finite].nan_to_num(7.0))
+    down = (values.view(torch.int32) & -(2**16)).view(torch.float32)
+    up = ((values.view(torch.int32) + (2**16 - 1)) & -(2**16)).view(torch.float32)
+    neighbours = (found.float() == down) | (found.float() == up)
+    assert neighbours[:, finite].all()
+    mean = found.double().mean(0)[finite]
+    error = (up - down).double().abs()[finite] / 2 / math.sqrt(4000)
+    assert ((mean - values.double()[finite]).abs() <= 5 * error).all()
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_stochastic_rounding_follows_the_float32_run(name):
+    shapes = [(40, 30), (30,)] if not name.startswith("Muon") else [(40, 30), (30, 30)]
+    exact = [nn.Parameter(param.detach().bfloat16().float()) for param in parameters(shapes)]
+    rounded = [nn.Parameter(param.detach().bfloat16()) for param in exact]
+    truth, optimizer = CASES[name](exact), CASES[name](rounded, master_weights="stochastic")
+    for step in range(20):
+        give_grads(rounded, step)
+        for one, other in zip(exact, rounded, strict=True):
+            one.grad = other.grad.float()
+        truth.step()
+        optimizer.step()
+    for param, wanted in zip(rounded, exact, strict=True):
+        # 20 roundings with errors of at most 2**-7 of the largest weight: their sum grows as the root, without a drift
+        error = (param.detach().float() - wanted.detach()) / wanted.detach().abs().max()
+        assert error.abs().max() < 6 * math.sqrt(20) * 2**-7
+        assert error.mean().abs() < 6 * math.sqrt(20) * 2**-7 / math.sqrt(param.numel())
+    state = optimizer.state[rounded[0]]
+    assert "master" not in state
+    assert not [
+        key for key, value in state.items() if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16
+    ]
+
+
+def test_small_updates_are_lost_without_it_and_kept_with_it():
+    found = {}
+    for masters_of in (False, "stochastic"):
+        params = [nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))]
+        optimizer = SGD(params, lr=1e-4, master_weights=masters_of)
+        for _ in range(100):
+            params[0].grad = torch.ones(1000, dtype=torch.bfloat16)
+            optimizer.step()
+        found[masters_of] = params[0].detach().float().mean().item()
+    assert found[False] == 1.0
+    assert found["stochastic"] == pytest.approx(0.99, abs=0.002)
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_stochastic_rounding_resumes_bit_identically(name):
+    shapes = [(4, 3), (3, 4)]
+    params = parameters(shapes, dtype=torch.bfloat16)
+    optimizer = CASES[name](params, master_weights="stochastic")
+    train(optimizer, params, range(3))
+    weights, state = [param.detach().clone() for param in params], copy.deepcopy(optimizer.state_dict())
+    train(optimizer, params, range(3, 6))
+    others = [nn.Parameter(weight) for weight in weights]
+    resumed = CASES[name](others, master_weights="stochastic")
+    resumed.load_state_dict(state)
+    train(resumed, others, range(3, 6))
+    assert values(resumed) == values(optimizer)
+
+
+def test_stochastic_rounding_in_parts_covers_every_parameter(monkeypatch):
+    monkeypatch.setattr(masters, "PIECE", 5)
+    params = parameters([(4, 3), (4,), (2,), (30,)], dtype=torch.bfloat16)
+    before = [param.detach().clone() for param in params]
+    optimizer = CASES["SGD-plain"](params, master_weights="stochastic")
+    optimizer.param_groups[0]["lr"] = 1.0
+    train(optimizer, params, range(1))
+    for param, old in zip(params, before, strict=True):
+        wanted = old.float() - param.grad.float()
+        assert ((param.float() - wanted).abs() <= wanted.abs() * 2**-7).all()
+
+
+def test_a_float32_parameter_stays_exact_next_to_rounded_ones():
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]
+    plain = [nn.Parameter(torch.ones(3))]
+    train(SGD(params, lr=0.01, master_weights="stochastic"), params, range(3))
+    train(SGD(plain, lr=0.01), plain, range(3))
+    assert torch.equal(params[0], plain[0])
+
+
+@pytest.mark.parametrize("name", ["LazyAdam", "AdamOffload", "ScheduleFreeAdamW", "Adam-native"])
+def test_rules_that_cannot_round_say_so(name):
+    with pytest.raises(ValueError, match="stochastic"):
+        CASES[name](parameters([(4, 3)], dtype=torch.bfloat16), master_weights="stochastic")
+
+
+def test_stochastic_rounding_is_for_bfloat16():
+    params = parameters([(4, 3)], dtype=torch.float16)
+    optimizer = CASES["SGD-plain"](params, master_weights="stochastic")
+    give_grads(params, 0)
+    with pytest.raises(IncompatibleError, match="float16"):
+        optimizer.step()
+    with pytest.raises(TypeError, match="'stochastic'"):
+        CASES["SGD-plain"](params, master_weights="random")

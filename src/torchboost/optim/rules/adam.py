@@ -13,7 +13,8 @@ from torchboost.core.torch_private import foreach
 from torchboost.optim.gradients import GradientTransform
 from torchboost.optim.rules.adam_direction import moved
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
-from torchboost.optim.rules.masters import IN_CACHE, pieces
+from torchboost.optim.rules.eight_bit import check_packable, is_packed, packed_state, packs, unpacked_pieces
+from torchboost.optim.rules.masters import IN_CACHE, MasterWeights, pieces, stochastic
 from torchboost.optim.rules.native_adam import Pipeline, check_walkable, load, prepared
 from torchboost.optim.rules.options import check_capturable, check_fused
 from torchboost.optim.updates import UpdateTransform, check_update_transforms
@@ -55,6 +56,12 @@ class Adam(UpdateRule):
             ``Unscale``, ``Decay``, ``Centralize``, ``ClipNorm``, ``ClipValue``. Equal to the other forms up to
             rounding; the gradients are not changed.
         master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their moments in float32.
+            ``"stochastic"``, for bfloat16: compute in float32 and keep the moments in it, but no copy: the new weights
+            are rounded to one of their two neighbours at random. The noise depends on the count of updates only, so
+            ranks agree and runs resume bit-identically.
+        moments_8bit: Keep the moments of tensors with 4,096 entries or more in 8 bits each, in blocks of 256 entries
+            with a scale (T. Dettmers et al., arXiv 2110.02861): 2 bytes per weight in place of 8. The update works in
+            float32. Not with ``native`` and ``capturable``.
         update_transforms: Change the updates between the rule and the weights, in order, such as
             :class:`~torchboost.optim.Cautious`. Not with ``fused``, ``capturable`` and ``native``.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
@@ -89,7 +96,8 @@ class Adam(UpdateRule):
         fused: bool | None = None,
         capturable: bool = False,
         native: bool = False,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
+        moments_8bit: bool = False,
         update_transforms: Sequence[UpdateTransform] = (),
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
@@ -113,6 +121,7 @@ class Adam(UpdateRule):
             "capturable": capturable,
             "differentiable": False,
             "master_weights": master_weights,
+            "moments_8bit": moments_8bit,
         }
         super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
         if native:
@@ -135,6 +144,11 @@ class Adam(UpdateRule):
         other = [name for name in ("fused", "foreach", "capturable") if group.get(name)]
         if self.native is not None and other:
             raise ValueError(f"native and {other[0]} exclude each other; set one of them.")
+        if self.native is not None and stochastic(group):
+            raise ValueError("native and master_weights='stochastic' exclude each other; set one of them.")
+        if group["moments_8bit"] and (self.native is not None or group["capturable"]):
+            other = "capturable" if self.native is None else "native"
+            raise ValueError(f"moments_8bit and {other} exclude each other; set one of them.")
         own = [name for name in ("nesterov", "eps_uncorrected") if group.get(name)]
         if self.update_transforms and self.native is not None:
             raise ValueError("native and update_transforms exclude each other; set one of them.")
@@ -149,6 +163,7 @@ class Adam(UpdateRule):
         super().check_grad(param, grad, group)
         check_fused(param, group, torch.optim.Adam)
         check_capturable(param, group)
+        check_packable(param, group)
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries of the state."""
@@ -156,10 +171,12 @@ class Adam(UpdateRule):
 
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a step of 0 and moments of 0."""
+        check_packable(param, group)
         on_device = group["capturable"] or group["fused"]
         state = {"step": torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")}
         moments = self.state_keys(group)[1:]
-        return state | {key: torch.zeros_like(param, memory_format=torch.preserve_format) for key in moments}
+        state |= {key: torch.zeros_like(param, memory_format=torch.preserve_format) for key in moments}
+        return packed_state(state, moments) if packs(param, group) else state
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -186,6 +203,13 @@ class Adam(UpdateRule):
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
+        if group["moments_8bit"] or any(map(is_packed, batch.states)):
+            for part in unpacked_pieces(batch, group, self.state_keys(group)[1:]):
+                self._update(group, part)
+        else:
+            self._update(group, batch)
+
+    def _update(self, group: dict[str, Any], batch: Batch) -> None:
         if group["nesterov"] or group["eps_uncorrected"] or self.update_transforms:
             for part in pieces(batch, IN_CACHE):
                 moved(group, part, self.update_transforms)
@@ -247,6 +271,7 @@ class AdamW(Adam):
         capturable: See :class:`Adam`.
         native: See :class:`Adam`.
         master_weights: See :class:`Adam`.
+        moments_8bit: See :class:`Adam`.
         update_transforms: See :class:`Adam`.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
@@ -275,7 +300,8 @@ class AdamW(Adam):
         fused: bool | None = None,
         capturable: bool = False,
         native: bool = False,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
+        moments_8bit: bool = False,
         update_transforms: Sequence[UpdateTransform] = (),
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
@@ -296,6 +322,7 @@ class AdamW(Adam):
             capturable=capturable,
             native=native,
             master_weights=master_weights,
+            moments_8bit=moments_8bit,
             update_transforms=update_transforms,
             transforms=transforms,
             nonfinite=nonfinite,
@@ -327,6 +354,7 @@ class AdamWeightDecay(Adam):
         capturable: See :class:`Adam`.
         native: See :class:`Adam`.
         master_weights: See :class:`Adam`.
+        moments_8bit: See :class:`Adam`.
         update_transforms: See :class:`Adam`.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
@@ -352,7 +380,8 @@ class AdamWeightDecay(Adam):
         fused: bool | None = None,
         capturable: bool = False,
         native: bool = False,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
+        moments_8bit: bool = False,
         update_transforms: Sequence[UpdateTransform] = (),
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
@@ -374,6 +403,7 @@ class AdamWeightDecay(Adam):
             capturable=capturable,
             native=native,
             master_weights=master_weights,
+            moments_8bit=moments_8bit,
             update_transforms=update_transforms,
             transforms=transforms,
             nonfinite=nonfinite,

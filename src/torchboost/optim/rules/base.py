@@ -21,7 +21,18 @@ from torchboost.optim.rules.batch import Batch
 from torchboost.optim.rules.checked import Checked
 from torchboost.optim.rules.checkpoints import in_order, paired, with_memory_renamed
 from torchboost.optim.rules.foreign_names import check_group_names, check_names
-from torchboost.optim.rules.masters import IN_CACHE, LOW_PRECISION, Stamps, has_master, pieces, widened
+from torchboost.optim.rules.masters import (
+    IN_CACHE,
+    LOW_PRECISION,
+    Stamps,
+    has_master,
+    is_rounded,
+    local,
+    pieces,
+    rounded_pieces,
+    stochastic,
+    widened,
+)
 from torchboost.optim.rules.options import check_options
 from torchboost.optim.shares import Share, all_finite, share_of, stand_in
 from torchboost.optim.transforms import with_centralization
@@ -36,6 +47,9 @@ SCHEDULED = ("lr", "weight_decay")
 
 SET_BY_SCHEDULE = "scheduled_"
 """Prefix of a group's key for the value a schedule wrote last; if the option differs, it was set by hand."""
+
+SEEDS = 2**20
+"""Seeds per update, more than an optimizer has groups."""
 
 KEPT = ("transforms", "nonfinite", "_schedules", "_default_schedules")
 """Attributes that a copy or a pickle includes, in addition to those of ``torch.optim.Optimizer``."""
@@ -283,8 +297,8 @@ class UpdateRule(Optimizer):
                 if param.grad is not None and has_master(param, group):
                     self._stamps.note(param)
         for group in self.param_groups:
-            if "updates" in group:
-                group["updates"] += 1
+            if "updates" in group or stochastic(group):
+                group["updates"] = group.get("updates", 0) + 1
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
@@ -324,7 +338,7 @@ class UpdateRule(Optimizer):
         pairs = paired(state_dict, self.param_groups, self.defaults, self.state_keys)
         super().load_state_dict(state_dict)
         for param, group, saved in pairs:
-            wide = has_master(param, group)
+            wide = has_master(param, group) or is_rounded(param, group)
             for key, value in saved.items():
                 own = self.state[param].get(key) if param in self.state else None
                 if not isinstance(own, Tensor) or not isinstance(value, Tensor) or own.dtype == value.dtype:
@@ -381,7 +395,8 @@ class UpdateRule(Optimizer):
             param = params[position]
             worked, grad, state = self._worked(param, {} if kept is None else kept, group)
             if not keys <= state.keys():
-                state = {**rule.init_state(worked, group), **state}
+                wide = widened(worked.detach()) if is_rounded(param, group) else worked
+                state = {**rule.init_state(wide, group), **state}
             if state is not kept:
                 fresh.append((param, state))
             params[position], batch.grads[position], known[position] = worked, grad, state
@@ -397,6 +412,8 @@ class UpdateRule(Optimizer):
                 f"found float32 masters for a parameter in {param.dtype} that would now be updated without them; keep "
                 "'master_weights' and the precision of the model as they were."
             )
+        if is_rounded(param, group):
+            return param, param.grad, {key: widened(value) for key, value in state.items()}
         if not wide:
             return param, param.grad, state
         if "master" not in state:
@@ -478,8 +495,10 @@ class UpdateRule(Optimizer):
                 continue
             rule = self.rule_for(group)
             for param, grad, state in zip(batch.params, own, batch.states, strict=True):
-                narrow = state.get("master") is param and grad.dtype in LOW_PRECISION and not grad.is_sparse
-                rule.check_grad(param, stand_in(grad, param.dtype) if narrow else grad, group)
+                worked = widened(param) if is_rounded(param, group) else param
+                wide = worked is not param or state.get("master") is param
+                narrow = wide and grad.dtype in LOW_PRECISION and not grad.is_sparse
+                rule.check_grad(worked, stand_in(grad, worked.dtype) if narrow else grad, group)
             self._checked.note(number, group, batch.params, own)
 
     def _usable(self, grads: Sequence[Tensor]) -> bool:
@@ -519,19 +538,23 @@ class UpdateRule(Optimizer):
             del self.grad_scale
 
     def _update_all(self, work: Sequence[Batch]) -> None:
-        for group, batch in zip(self.param_groups, work, strict=True):
+        for number, (group, batch) in enumerate(zip(self.param_groups, work, strict=True)):
             rule = self.rule_for(group)
-            if batch.params:
-                for part in pieces(batch, IN_CACHE if rule.in_pieces else None):
-                    rule.update(group, part)
+            if not batch.params:
+                continue
+            limit = IN_CACHE if rule.in_pieces else None
+            rounds = stochastic(group)
+            seed = SEEDS * group.get("updates", 0) + number
+            for part in rounded_pieces(batch, seed, limit) if rounds else pieces(batch, limit):
+                rule.update(group, part)
 
     def _write_back(self, group: Mapping[str, Any], batch: Batch) -> None:
-        if not group.get("master_weights"):
+        if not group.get("master_weights") or stochastic(group):
             return
         params = [param for param in group["params"] if param.grad is not None]
         pairs = [(p, m) for p, m in zip(params, batch.params, strict=True) if m is not p]
         if pairs:
-            foreach.copy_([p for p, _ in pairs], [m for _, m in pairs])
+            foreach.copy_([local(p) for p, _ in pairs], [local(m) for _, m in pairs])
 
 
 def _take_schedules(options: dict[str, Any]) -> dict[str, Schedule]:

@@ -13,6 +13,7 @@ from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
 from torchboost.optim.gradients import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.rules.masters import MasterWeights
 
 __all__ = ["FTRL"]
 
@@ -43,7 +44,8 @@ class FTRL(UpdateRule):
         weight_decay: Factor of the weights added to the gradient, at least 0; also a list or function, as ``lr``.
         initial_accumulator_value: Initial value of ``n``, above 0.
         maximize: Maximize the objective instead of minimizing it.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the state in float32.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the state in float32,
+            or round stochastically, see :class:`~torchboost.optim.Adam`.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
@@ -68,7 +70,7 @@ class FTRL(UpdateRule):
         *,
         initial_accumulator_value: float = 0.1,
         maximize: bool = False,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:

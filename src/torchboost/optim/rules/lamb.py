@@ -12,6 +12,7 @@ from torchboost.core.torch_private import foreach
 from torchboost.optim.gradients import GradientTransform
 from torchboost.optim.rules.adam_direction import adam_directions, as_real, rooted_directions
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.rules.masters import MasterWeights
 from torchboost.optim.updates import AddDecay, ScaleByTrustRatio, Updates
 
 __all__ = ["Lamb"]
@@ -35,7 +36,8 @@ class Lamb(UpdateRule):
         max_ratio: Largest ratio.
         eps_in_root: Take the norm of ``m^ / sqrt(v^ + eps) + weight_decay * w`` for the ratio, as MindSpore does.
         maximize: Maximize the objective instead of minimizing it.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their moments in float32.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their moments in float32,
+            or round stochastically, see :class:`~torchboost.optim.Adam`.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
@@ -60,7 +62,7 @@ class Lamb(UpdateRule):
         max_ratio: float = 10.0,
         eps_in_root: bool = False,
         maximize: bool = False,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:

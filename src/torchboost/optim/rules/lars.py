@@ -14,6 +14,7 @@ from torchboost.core.arguments import check_number
 from torchboost.core.torch_private import foreach
 from torchboost.optim.gradients import Gradients, GradientTransform, refuse_sparse
 from torchboost.optim.rules.base import Batch, Nonfinite
+from torchboost.optim.rules.masters import MasterWeights
 from torchboost.optim.rules.sgd import SGD
 from torchboost.optim.tensor_lists import together
 
@@ -131,7 +132,7 @@ class LARS(SGD):
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:

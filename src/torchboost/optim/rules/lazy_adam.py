@@ -14,7 +14,7 @@ from torchboost.errors import IncompatibleError
 from torchboost.optim.gradients import GradientTransform
 from torchboost.optim.rules.adam import Adam
 from torchboost.optim.rules.base import Batch, Nonfinite
-from torchboost.optim.rules.masters import LOW_PRECISION
+from torchboost.optim.rules.masters import LOW_PRECISION, stochastic
 from torchboost.optim.rules.missed_steps import FORM, form_of, new_past, record, replay
 
 __all__ = ["LazyAdam"]
@@ -144,6 +144,10 @@ class LazyAdam(Adam):
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse what :class:`Adam` refuses, and an ``exact`` that is not a bool or not supported."""
         super().check_group(group)
+        if group["moments_8bit"]:
+            raise ValueError(f"moments_8bit: {type(self).__name__} keeps its moments in full; leave it out.")
+        if stochastic(group):
+            raise ValueError(f"master_weights: found 'stochastic'; {type(self).__name__} takes True and False only.")
         if not isinstance(group["exact"], bool):
             raise TypeError(f"exact: found {group['exact']!r}; give True or False.")
         if group["exact"] and group["capturable"]:

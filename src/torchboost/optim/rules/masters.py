@@ -1,20 +1,38 @@
-"""Float32 copies ("masters") of low-precision parameters: which parameters have one, and whether it is current."""
+"""Low-precision parameters that are updated in float32: on a float32 copy ("master"), or with stochastic rounding."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from torchboost.core.torch_private import memory_stamp
+from torchboost.errors import IncompatibleError
 
 if TYPE_CHECKING:
     from torchboost.optim.rules.base import Batch
 
-__all__ = ["IN_CACHE", "LOW_PRECISION", "Stamps", "has_master", "pieces", "widened"]
+__all__ = [
+    "IN_CACHE",
+    "LOW_PRECISION",
+    "PIECE",
+    "MasterWeights",
+    "Stamps",
+    "has_master",
+    "is_rounded",
+    "local",
+    "parts",
+    "pieces",
+    "rounded_pieces",
+    "stochastic",
+    "stochastically_rounded",
+    "widened",
+]
+
+MasterWeights = bool | Literal["stochastic"]
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -27,7 +45,28 @@ PIECE = 2**22
 
 def has_master(param: Tensor, group: Mapping[str, Any]) -> bool:
     """Whether the update works on a float32 master of the parameter."""
-    return bool(group.get("master_weights")) and param.dtype in LOW_PRECISION
+    return bool(group.get("master_weights")) and not stochastic(group) and param.dtype in LOW_PRECISION
+
+
+def stochastic(group: Mapping[str, Any]) -> bool:
+    """Whether the group has ``master_weights="stochastic"``."""
+    return group.get("master_weights") == "stochastic"
+
+
+def is_rounded(param: Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether the update works in float32 without a master, and rounds the new weights stochastically.
+
+    Raises:
+        IncompatibleError: The group asks for it, and the parameter is in float16.
+    """
+    if not stochastic(group) or param.dtype not in LOW_PRECISION:
+        return False
+    if param.dtype is not torch.bfloat16:
+        raise IncompatibleError(
+            f"master_weights='stochastic' is for bfloat16, found a parameter in {param.dtype} of shape "
+            f"{tuple(param.shape)}. Use master_weights=True for it."
+        )
+    return True
 
 
 def widened(value: Any) -> Any:
@@ -66,6 +105,17 @@ class Stamps:
         return torch.where(master.to(near.dtype) == near, master.float(), near.float())
 
 
+def parts(batch: Batch, limit: int) -> Iterator[Batch]:
+    """Yield a batch in parts of ``limit`` entries; a part may exceed it by one tensor."""
+    start = entries = 0
+    for stop, param in enumerate(batch.params, 1):
+        entries += param.numel()
+        if entries >= limit or stop == len(batch.params):
+            part = slice(start, stop)
+            yield type(batch)(batch.params[part], batch.grads[part], batch.states[part])
+            start, entries = stop, 0
+
+
 def pieces(batch: Batch, limit: int | None = None) -> Iterator[Batch]:
     """Yield a batch in parts, with gradients cast to the precision of the updated tensors one part at a time.
 
@@ -82,15 +132,51 @@ def pieces(batch: Batch, limit: int | None = None) -> Iterator[Batch]:
     if not near and not any("master" in state for state in low):
         yield batch
         return
-    start = entries = 0
-    most = limit if near and limit is not None else PIECE
-    for stop, param in enumerate(batch.params, 1):
-        entries += param.numel()
-        if entries >= most or stop == len(batch.params):
-            part = slice(start, stop)
-            grads = [
-                widened(g) if "master" in s else g for g, s in zip(batch.grads[part], batch.states[part], strict=True)
-            ]
-            yield type(batch)(batch.params[part], grads, batch.states[part])
-            grads.clear()  # before the next piece is made
-            start, entries = stop, 0
+    for part in parts(batch, limit if near and limit is not None else PIECE):
+        part.grads[:] = [widened(g) if "master" in s else g for g, s in zip(part.grads, part.states, strict=True)]
+        yield part
+        part.grads.clear()  # before the next piece is made
+
+
+def rounded_pieces(batch: Batch, seed: int, limit: int | None = None) -> Iterator[Batch]:
+    """Yield a batch in parts in float32, and round each part's new weights when the next part is requested.
+
+    The same seed rounds the same way, so that all ranks get the same weights, and a resumed run those of one that was
+    not interrupted.
+
+    Args:
+        batch: The tensors to update.
+        seed: At least 0.
+        limit: Entries per part; a part may exceed it by one tensor.
+    """
+    noise: dict[torch.device, torch.Generator] = {}
+    for part in parts(batch, limit or PIECE):
+        wide = list(map(widened, part.params))
+        yield type(batch)(wide, list(map(widened, part.grads)), part.states)
+        for own, new in zip(part.params, wide, strict=True):
+            if new is not own:
+                if own.device not in noise:
+                    noise[own.device] = torch.Generator(own.device).manual_seed(seed)
+                local(own).copy_(stochastically_rounded(local(new), noise[own.device]))
+
+
+def stochastically_rounded(values: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Return float32 values in bfloat16, each rounded to one of its two neighbours, the nearer one more often.
+
+    The mean over many roundings is the value. Infinities and nan stay as they are.
+    Cost: one random number per value, and three temporary tensors of the size of ``values``.
+
+    Args:
+        values: Float32.
+        generator: On the device of the values; None for torch's own.
+    """
+    noise = torch.randint(0, 2**16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+    bits = values.contiguous().view(torch.int32)
+    near = noise.add_(bits).bitwise_and_(-(2**16)).view(torch.float32)
+    return torch.where(values.isfinite(), near, values).to(torch.bfloat16)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the shard of a sharded tensor that this rank holds, and any other tensor itself."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()

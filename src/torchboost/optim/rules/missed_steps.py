@@ -3,18 +3,27 @@
 In such a step momentum still moves the weight, both moments shrink, and weight decay applies. Because of epsilon the
 sum of the moves has no closed form, so the steps are replayed one by one. A row leaves the loop once no further move
 can change its weight; the rest of its moments and of decoupled weight decay is a product, computed in one operation.
+
+Float32 on the CPU is replayed by a C kernel, row by row in the cache; anything else, and if there is no C compiler, by
+tensor operations on all rows at once.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from torchboost.core.native import compiled
+from torchboost.errors import IncompatibleError
 
 __all__ = ["FORM", "form_of", "new_past", "record", "replay"]
 
@@ -23,6 +32,10 @@ FORM = ("nesterov", "amsgrad", "decoupled_weight_decay", "bias_correction", "eps
 
 CHUNK = 32
 """Missed steps between two checks for rows that have come to rest."""
+
+
+MOST = 2**17
+"""Missed steps whose factors are kept in one table for the C kernel: 5 MiB."""
 
 
 def form_of(group: Mapping[str, Any]) -> tuple[bool, ...]:
@@ -73,6 +86,11 @@ def replay(rows: Mapping[str, Tensor], last: Tensor, step: int, past: Mapping[st
     steps = _Steps.window(past, int(last[order[0]]), step, rows["weight"])
     live = {key: value.flatten(1)[order] if value.ndim > 1 else value[order, None] for key, value in rows.items()}
     begin = last[order].double()
+    if steps.fits_kernel(live["weight"], int(begin[0])):
+        steps.run_kernel(live, begin)
+        for key, value in live.items():
+            rows[key].index_copy_(0, order, value.view(-1, *rows[key].shape[1:]))
+        return
     while len(order):
         rest = steps.at_rest(live, begin)
         if bool(rest.any()):
@@ -118,24 +136,35 @@ class _Steps:
     def at_rest(self, rows: Mapping[str, Tensor], begin: Tensor) -> Tensor:
         """Return a mask of the rows that further steps move by less than rounding."""
         missing = self.end - begin
-        _, _, decoupled, corrected, _ = self.form
-        lr, decay, beta1, beta2, eps = self.values.unbind(1)
-        shrink = float(beta1[0]) / math.sqrt(float(beta2[0])) if beta2[0] else math.inf
-        varied = bool((beta1 != beta1[0]).any() or (beta2 != beta2[0]).any())
-        if varied or shrink >= 1 or (bool(decay.any()) and not decoupled):
+        if not self.can_rest:
             return missing <= 0
-        # The first step moves at most lr / (1 - beta1**n) * |m| / max(sqrt(v), eps), every later one at most
-        # beta1 / sqrt(beta2) times the one before; what counts is their sum.
         square = rows["exp_avg_sq"]
         if "max_exp_avg_sq" in rows:
             square = torch.maximum(square, rows["max_exp_avg_sq"])
-        reach = lr.max() * shrink / (1 - shrink)
-        reach = (reach / (1 - beta1[0] ** (begin + 1)) if corrected else reach.expand_as(begin)).to(self.dtype)
-        travel = reach[:, None] * rows["exp_avg"].abs() / square.sqrt().clamp_(min=float(eps.min()))
+        reach, left = self._reach(begin)
+        travel = reach[:, None] * rows["exp_avg"].abs() / square.sqrt().clamp_(min=float(self.values[:, 4].min()))
         info = torch.finfo(self.dtype)
-        left = self._left(begin).to(self.dtype) if decoupled else torch.ones_like(reach)
         limit = rows["weight"].abs() * (left[:, None] * (info.eps / 8)) + info.tiny
         return (missing <= 0) | (travel <= limit).all(1)
+
+    @property
+    def can_rest(self) -> bool:
+        """Whether the moves shrink from step to step."""
+        decay, beta1, beta2 = self.values[:, 1], self.values[:, 2], self.values[:, 3]
+        shrink = float(beta1[0]) / math.sqrt(float(beta2[0])) if beta2[0] else math.inf
+        varied = bool((beta1 != beta1[0]).any() or (beta2 != beta2[0]).any())
+        return not (varied or shrink >= 1 or (bool(decay.any()) and not self.form[2]))
+
+    def _reach(self, begin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a bound of all moves after a step in units of ``|m| / sqrt(v)``, and what decay leaves of a weight."""
+        # The first step moves at most lr / (1 - beta1**n) * |m| / max(sqrt(v), eps), every later one at most
+        # beta1 / sqrt(beta2) times the one before; what counts is their sum.
+        _, _, decoupled, corrected, _ = self.form
+        beta1 = self.values[0, 2]
+        shrink = float(beta1) / math.sqrt(float(self.values[0, 3]))
+        reach = self.values[:, 0].max() * shrink / (1 - shrink)
+        reach = (reach / (1 - beta1 ** (begin + 1)) if corrected else reach.expand_as(begin)).to(self.dtype)
+        return reach, self._left(begin).to(self.dtype) if decoupled else torch.ones_like(reach)
 
     def finish(self, rows: Mapping[str, Tensor], begin: Tensor) -> None:
         """Take resting rows to the end."""
@@ -157,17 +186,13 @@ class _Steps:
         """Make the next steps, at most ``CHUNK``."""
         if not len(begin):
             return
-        nesterov, _, decoupled, corrected, uncorrected = self.form
+        nesterov, _, decoupled, _, uncorrected = self.form
         count = min(CHUNK, int(self.end - begin.min()))
         numbers = torch.arange(1, count + 1, dtype=torch.float64, device=begin.device)[:, None] + begin
         active = (numbers <= self.end).sum(1).tolist()
-        lr, decay, beta1, beta2, eps = self.values[self._index(numbers)].unbind(2)
-        first = 1 - beta1**numbers if corrected else torch.ones_like(numbers)
-        second = (1 - beta2**numbers).sqrt() if corrected else torch.ones_like(numbers)
-        size = -lr * second / first if uncorrected else -lr / first
-        decays = bool(decay.any())
-        factors = (1 - beta1, beta2, 1 - beta2, eps, second, size, 1 - lr * decay, decay)
-        by_step = zip(*(factor.to(self.dtype)[..., None] for factor in factors), strict=True)
+        factors = self._factors(numbers)
+        decays = bool(factors[-1].any())
+        by_step = zip(*(factor[..., None] for factor in factors), strict=True)
         nothing = torch.zeros_like(rows["weight"])
         for n, (new1, kept2, new2, floor, root2, scale, fade, pull) in zip(active, by_step, strict=True):
             weight, mean, square, grad = (t[:n] for t in (rows["weight"], rows["exp_avg"], rows["exp_avg_sq"], nothing))
@@ -186,6 +211,46 @@ class _Steps:
             root = square.sqrt() + floor[:n] if uncorrected else square.sqrt().div_(root2[:n]).add_(floor[:n])
             weight.addcdiv_(ahead * scale[:n], root)
 
+    def _factors(self, numbers: Tensor) -> list[Tensor]:
+        """Return the eight factors of steps, rounded to the precision of the rows."""
+        _, _, _, corrected, uncorrected = self.form
+        lr, decay, beta1, beta2, eps = self.values[self._index(numbers)].unbind(-1)
+        first = 1 - beta1**numbers if corrected else torch.ones_like(numbers)
+        second = (1 - beta2**numbers).sqrt() if corrected else torch.ones_like(numbers)
+        size = -lr * second / first if uncorrected else -lr / first
+        factors = (1 - beta1, beta2, 1 - beta2, eps, second, size, 1 - lr * decay, decay)
+        return [factor.to(self.dtype) for factor in factors]
+
+    def fits_kernel(self, weight: Tensor, begin: int) -> bool:
+        """Whether the C kernel takes these rows; False without a C compiler."""
+        usual = weight.dtype is torch.float32 and weight.device.type == "cpu" and self.end - begin <= MOST
+        return usual and not torch.compiler.is_compiling() and _kernel() is not None
+
+    def run_kernel(self, rows: Mapping[str, Tensor], begin: Tensor) -> None:
+        """Take all rows to the end, in place."""
+        kernel = _kernel()
+        if kernel is None:
+            return
+        first = int(begin[0])
+        numbers = torch.arange(first, self.end + 1, dtype=torch.float64)
+        rests = self.can_rest
+        after = self._reach(numbers) if rests else [torch.zeros_like(numbers).float()] * 2
+        table = torch.stack([*self._factors(numbers), *after], dim=1)
+        starts, stops = begin.long(), torch.empty(len(begin), dtype=torch.int64)
+        nesterov, amsgrad, decoupled, _, uncorrected = self.form
+        decays, info = bool(self.values[:, 1].any()), torch.finfo(torch.float32)
+        pointers = [rows[name].data_ptr() for name in ("weight", "exp_avg", "exp_avg_sq")]
+        pointers.append(rows["max_exp_avg_sq"].data_ptr() if amsgrad else 0)
+        job = _Job(
+            *pointers,
+            *(tensor.data_ptr() for tensor in (starts, stops, table)),
+            *(len(starts), rows["weight"].shape[1], first, self.end),
+            *(nesterov, decays and decoupled, decays and not decoupled, uncorrected, rests),
+            *(float(self.values[:, 4].min()), info.eps / 8, info.tiny),
+        )
+        kernel.replay(ctypes.byref(job), torch.get_num_threads())
+        self.finish(dict(rows), stops.double())
+
     def _index(self, steps: Tensor) -> Tensor:
         return (torch.searchsorted(self.first, steps, right=True) - 1).clamp_(min=0)
 
@@ -196,3 +261,26 @@ class _Steps:
         index = self._index(begin)
         until_begin = before[index] + (begin - self.first[index] + 1) * self.faded[index]
         return ((lengths * self.faded).sum() - until_begin).exp()
+
+
+class _Job(ctypes.Structure):
+    """The argument of the kernel."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "mean", "square", "largest", "begin", "stop", "steps")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "first", "end")),
+        *((name, ctypes.c_int64) for name in ("nesterov", "fades", "pulls", "uncorrected", "rests")),
+        *((name, ctypes.c_float) for name in ("least", "fraction", "tiny")),
+    )
+
+
+@cache
+def _kernel() -> ctypes.CDLL | None:
+    """Compile and load the kernel; None if that is not possible here."""
+    try:
+        kernel = compiled(Path(__file__).with_name("missed_steps_kernel.c"))
+    except IncompatibleError:
+        return None
+    kernel.replay.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    kernel.replay.restype = None
+    return kernel

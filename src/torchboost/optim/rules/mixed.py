@@ -13,6 +13,7 @@ from torchboost.optim.rules.adam import Adam, AdamW, AdamWeightDecay
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.ftrl import FTRL
 from torchboost.optim.rules.lamb import Lamb
+from torchboost.optim.rules.masters import MasterWeights
 from torchboost.optim.rules.muon import Muon
 from torchboost.optim.rules.rmsprop import RMSProp, RMSprop
 from torchboost.optim.rules.sgd import SGD, Momentum
@@ -50,7 +51,8 @@ class MixedOptimizer(UpdateRule):
             element, a list with one per update, or a function of the update.
         weight_decay: The same for the weight decay.
         maximize: Maximize the objective instead of minimizing it.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their state in float32.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their state in float32,
+            or round stochastically, see :class:`~torchboost.optim.Adam`.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
@@ -74,7 +76,7 @@ class MixedOptimizer(UpdateRule):
         lr: Any = None,
         weight_decay: Any = None,
         maximize: bool = False,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:

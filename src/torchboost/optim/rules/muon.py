@@ -12,6 +12,7 @@ from torch import Tensor
 from torchboost.core.torch_private import foreach
 from torchboost.optim.gradients import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.rules.masters import MasterWeights
 from torchboost.optim.rules.newton_schulz import QUINTIC, Polynomial, faster_dtype, orthogonalized
 from torchboost.optim.rules.whole_matrices import Layout, exchanged, layout_of
 
@@ -61,7 +62,8 @@ class Muon(UpdateRule):
         stacked: Parameters of three or more axes are stacks of matrices in the last two axes, such as those of
             experts. If False they are filters, whose axes after the first are joined.
         maximize: Maximize the objective instead of minimizing it.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the momentum in float32.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the momentum in float32,
+            or round stochastically, see :class:`~torchboost.optim.Adam`.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
@@ -88,7 +90,7 @@ class Muon(UpdateRule):
         ns_dtype: torch.dtype | None = None,
         stacked: bool = False,
         maximize: bool = False,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:

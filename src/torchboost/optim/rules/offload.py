@@ -17,7 +17,7 @@ from torchboost.optim.memory_layout import is_dense, same_layout
 from torchboost.optim.rules.adam import Adam
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.checked import strides
-from torchboost.optim.rules.masters import has_master, pieces
+from torchboost.optim.rules.masters import has_master, pieces, stochastic
 from torchboost.optim.rules.staging import SMALLEST_CHUNK, Job, Staging, StreamTransfer, Transfer, split
 
 __all__ = ["AdamOffload", "OffloadPlan"]
@@ -187,6 +187,10 @@ class AdamOffload(Adam):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse a choice of kernel, which this class makes itself."""
+        if group["moments_8bit"]:
+            raise ValueError(f"moments_8bit: {type(self).__name__} keeps its moments in full; leave it out.")
+        if stochastic(group):
+            raise ValueError(f"master_weights: found 'stochastic'; {type(self).__name__} takes True and False only.")
         for name, refused in (("foreach", True), ("capturable", True), ("fused", False)):
             if group.get(name) is refused:
                 raise ValueError(f"{name}: found {refused}; {type(self).__name__} chooses its kernel; leave it out.")

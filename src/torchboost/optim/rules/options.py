@@ -36,8 +36,8 @@ FLAGS = (
     "decoupled_weight_decay",
     "eps_in_root",
     "eps_uncorrected",
-    "master_weights",
     "maximize",
+    "moments_8bit",
     "nesterov",
     "stacked",
     "training",
@@ -64,6 +64,9 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name in FLAGS:
         if name in options and not isinstance(options[name], bool):
             raise TypeError(f"{name}: found {options[name]!r}; give True or False.")
+    masters = options.get("master_weights", False)
+    if not isinstance(masters, bool) and masters != "stochastic":
+        raise TypeError(f"master_weights: found {masters!r}; give True, False or 'stochastic'.")
     _check_form(options)
     if options.get("nesterov") and "dampening" in options and (not options["momentum"] or options["dampening"]):
         raise ValueError("nesterov: needs a momentum above 0 and dampening=0.")

@@ -13,6 +13,7 @@ from torchboost.core.arguments import check_number
 from torchboost.core.torch_private import foreach
 from torchboost.optim.gradients import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.rules.masters import MasterWeights
 from torchboost.optim.rules.options import check_capturable
 
 __all__ = ["RMSProp", "RMSprop"]
@@ -39,7 +40,8 @@ class RMSprop(UpdateRule):
         capturable: Safe in a CUDA graph.
         foreach: Update lists of tensors; None chooses as torch does.
         maximize: Maximize the objective instead of minimizing it.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the averages in float32.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the averages in float32,
+            or round stochastically, see :class:`~torchboost.optim.Adam`.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
@@ -64,7 +66,7 @@ class RMSprop(UpdateRule):
         foreach: bool | None = None,
         maximize: bool = False,
         *,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:
@@ -169,7 +171,7 @@ class RMSProp(UpdateRule):
         *,
         centered: bool = False,
         maximize: bool = False,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:

@@ -12,7 +12,7 @@ from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
 from torchboost.optim.gradients import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
-from torchboost.optim.rules.masters import IN_CACHE, pieces
+from torchboost.optim.rules.masters import IN_CACHE, pieces, stochastic
 from torchboost.optim.schedules import whole
 
 __all__ = ["ScheduleFreeAdamW", "ScheduleFreeSGD"]
@@ -80,6 +80,8 @@ class _ScheduleFree(UpdateRule):
             RuntimeError: The optimizer is in evaluation mode.
             IncompatibleError: A learning-rate scheduler is attached.
         """
+        if stochastic(group):
+            raise ValueError(f"master_weights: found 'stochastic'; {type(self).__name__} takes True and False only.")
         whole("warmup_steps", group["warmup_steps"], least=0)
         if not 0 < self.averaging(group) < 1:
             raise ValueError(

@@ -14,6 +14,7 @@ from torch.optim.sgd import sgd as torch_sgd
 from torchboost.optim.gradients import GradientTransform
 from torchboost.optim.memory_layout import writable
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.rules.masters import MasterWeights
 from torchboost.optim.rules.options import check_fused
 
 __all__ = ["SGD", "Momentum"]
@@ -35,7 +36,8 @@ class SGD(UpdateRule):
         maximize: Maximize the objective instead of minimizing it.
         foreach: Update lists of tensors; None chooses as torch does.
         fused: Use torch's fused kernel.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the momentum in float32.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the momentum in float32,
+            or round stochastically, see :class:`~torchboost.optim.Adam`.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
@@ -61,7 +63,7 @@ class SGD(UpdateRule):
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:
@@ -166,7 +168,7 @@ class Momentum(SGD):
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:
