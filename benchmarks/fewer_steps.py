@@ -1,8 +1,10 @@
 """Claim: with Muon, or without a schedule, the final metric of the stock optimizer is reached in fewer steps.
 
-Every optimizer gets five learning rates, chosen on validation data apart from the test data, with one seed. Then five
-seeds are trained at the chosen rate; Muon also with its schedule fitted to shares of the steps. Each run is saved when
-it ends, and the script continues where it stopped. Times are not taken here: ``fewer_steps_time.py`` takes them.
+Every optimizer gets five learning rates, chosen on validation data apart from the test data, with one seed. Muon's are
+for the matrices, with a momentum of 0.9 as that of the others; the rest of the weights has AdamW's best rate. Then five
+seeds are trained at the chosen rate, Muon also with its schedule fitted to shares of the steps. "Muon, AdamW's rate" is
+not tuned: it takes the rate and the decay of AdamW for all weights. Each run is saved when it ends, and the script
+continues where it stopped. Times are not taken here: ``fewer_steps_time.py`` takes them.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from torchboost.measure.stopwatch import environment
 from torchboost.optim import SGD, AdamW, MixedOptimizer, ScheduleFreeAdamW, muon_groups
 
 SEEDS = 5
-SHARES = (0.4, 0.5, 0.6)
+SHARES = (0.5, 0.6)
 """Shares of the steps to which Muon's schedule is also fitted."""
 
 Build = Callable[[nn.Module, Workload, float, Any], Optimizer]
@@ -35,10 +37,18 @@ Build = Callable[[nn.Module, Workload, float, Any], Optimizer]
 
 @dataclass(frozen=True)
 class Way:
-    """An optimizer: how it is built, its learning rates, and whether its rate follows a schedule."""
+    """An optimizer: how it is built, its learning rates, and when it is run.
+
+    Args:
+        build: From a model, a workload, a rate and an input.
+        rates: To choose from; empty for the best rate of AdamW.
+        phase: All workloads are run with the optimizers of one phase before those of the next.
+        scheduled: Whether the rate follows a schedule.
+    """
 
     build: Build
     rates: tuple[float, ...]
+    phase: int = 0
     scheduled: bool = True
 
 
@@ -57,19 +67,29 @@ def schedule_free(model: nn.Module, work: Workload, rate: float, sample: Any) ->
 
 
 def muon(model: nn.Module, work: Workload, rate: float, sample: Any) -> Optimizer:
-    rest = {"lr": work.rest_rate, "betas": (0.9, 0.95), "weight_decay": work.weight_decay}
-    groups = muon_groups(
-        model, muon={"lr": rate, "weight_decay": 0.01, "ns_dtype": torch.float32}, adamw=rest, sample=sample
+    return _muon(model, work, sample, {"lr": rate, "weight_decay": 0.01})
+
+
+def muon_at_the_rate_of_adamw(model: nn.Module, work: Workload, rate: float, sample: Any) -> Optimizer:
+    return _muon(
+        model, work, sample, {"lr": rate, "weight_decay": work.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
     )
+
+
+def _muon(model: nn.Module, work: Workload, sample: Any, options: dict[str, Any]) -> Optimizer:
+    rest = {"lr": work.rest_rate, "betas": (0.9, 0.95), "weight_decay": work.weight_decay}
+    own = {"momentum": 0.9, "ns_dtype": torch.float32, **options}
+    groups = muon_groups(model, muon=own, adamw=rest, sample=sample)
     return MixedOptimizer(groups)
 
 
 ADAM_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 WAYS = {
     "AdamW": Way(adamw, ADAM_RATES),
-    "SGD": Way(sgd, (0.025, 0.05, 0.1, 0.2, 0.4)),
-    "schedule-free AdamW": Way(schedule_free, ADAM_RATES, scheduled=False),
-    "Muon": Way(muon, (0.005, 0.01, 0.02, 0.04, 0.08)),
+    "SGD": Way(sgd, (0.0125, 0.025, 0.05, 0.1, 0.2)),
+    "Muon": Way(muon, (0.01, 0.02, 0.04, 0.08, 0.16)),
+    "Muon, AdamW's rate": Way(muon_at_the_rate_of_adamw, (), phase=1),
+    "schedule-free AdamW": Way(schedule_free, ADAM_RATES, phase=2, scheduled=False),
 }
 
 
@@ -103,9 +123,8 @@ def trained(work: Workload, name: str, rate: float, seed: int, steps: int, split
     metrics = work.evaluate(model, split) if math.isfinite(float(losses[-1])) else {"loss": math.inf, "accuracy": 0.0}
     seconds = time.perf_counter() - start
     last = float(torch.stack(losses[-20:]).mean())
-    return {"way": name, "rate": rate, "seed": seed, "steps": steps, "split": split, "training_loss": last} | (
-        metrics | {"seconds": round(seconds, 1)}
-    )
+    about = {"way": name, "rate": rate, "seed": seed, "steps": steps, "split": split, "rest_rate": work.rest_rate}
+    return {**about, "training_loss": last, **metrics, "seconds": round(seconds, 1)}
 
 
 def trained_model(work: Workload, rate: float = 0.1) -> dict[str, torch.Tensor]:
@@ -122,36 +141,52 @@ def trained_model(work: Workload, rate: float = 0.1) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def measure_workload(work: Workload, options: Options, out: Path) -> Path:
-    file = out / f"fewer_steps-{work.name}{'-smoke' if options.smoke else ''}.json"
-    saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"runs": []}
-    runs: list[dict[str, Any]] = saved["runs"]
-    keys = ("way", "rate", "seed", "steps", "split")
+class Runs:
+    """The runs of one workload, in a file that grows with each."""
 
-    def result(**run: Any) -> dict[str, Any]:
-        known = next((one for one in runs if all(one[key] == run[key] for key in keys)), None)
+    def __init__(self, work: Workload, file: Path) -> None:
+        self.work, self.file = work, file
+        saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"runs": []}
+        self.runs: list[dict[str, Any]] = saved["runs"]
+
+    def result(self, **run: Any) -> dict[str, Any]:
+        """Return a run that was made before, or make it."""
+        known = next((one for one in self.runs if all(one[key] == value for key, value in run.items())), None)
         if known is not None:
             return known
+        work = replace(self.work, rest_rate=run.get("rest_rate", 0.0))
         made = trained(work, run["way"], run["rate"], run["seed"], run["steps"], run["split"])
-        runs.append(made)
+        self.runs.append(made)
         about = {key: getattr(work, key) for key in ("name", "title", "steps", "batch", "metric")}
         about["parameters"] = sum(p.numel() for p in work.model(0).parameters())
-        text = json.dumps({**about, "environment": environment().model_dump(), "runs": runs}, indent=1)
-        file.write_text(text + "\n", encoding="utf-8")
-        print(json.dumps(made), flush=True)
+        text = json.dumps({**about, "environment": environment().model_dump(), "runs": self.runs}, indent=1)
+        self.file.write_text(text + "\n", encoding="utf-8")
+        print(json.dumps({"workload": work.name, **made}), flush=True)
         return made
 
-    for ways in ([n for n in work.ways if WAYS[n].scheduled], [n for n in work.ways if not WAYS[n].scheduled]):
-        best = {}
-        for name in ways:
-            tried = [result(way=name, rate=r, seed=100, steps=work.steps, split="validation") for r in WAYS[name].rates]
-            best[name] = min(tried, key=work.badness)["rate"]
-        for seed in range(2 if options.smoke else SEEDS):
-            for name in ways:
-                result(way=name, rate=best[name], seed=seed, steps=work.steps, split="test")
-                for share in SHARES if name == "Muon" else ():
-                    result(way=name, rate=best[name], seed=seed, steps=round(share * work.steps), split="test")
-    return file
+    def best(self, name: str, **fixed: float) -> float:
+        """Return the best rate of an optimizer on the validation data."""
+        steps = self.work.steps
+        tried = [
+            self.result(way=name, rate=rate, seed=100, steps=steps, split="validation", **fixed)
+            for rate in WAYS[name].rates
+        ]
+        return min(tried, key=self.work.badness)["rate"]
+
+
+def measure_workload(work: Workload, options: Options, out: Path, phase: int) -> Path:
+    """Make the runs of one phase."""
+    made = Runs(work, out / f"fewer_steps-{work.name}{'-smoke' if options.smoke else ''}.json")
+    of_adamw = made.best("AdamW")
+    chosen: dict[str, dict[str, float]] = {}
+    for name in (name for name in work.ways if WAYS[name].phase == phase):
+        fixed = {"rest_rate": of_adamw} if name.startswith("Muon") else {}
+        chosen[name] = {"rate": made.best(name, **fixed) if WAYS[name].rates else of_adamw, **fixed}
+    for seed in range(2 if options.smoke else SEEDS):
+        for name, rates in chosen.items():
+            for share in (*(SHARES if name == "Muon" else ()), 1.0):
+                made.result(way=name, seed=seed, steps=round(share * work.steps), split="test", **rates)
+    return made.file
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -163,8 +198,10 @@ def main(argv: list[str] | None = None) -> None:
 
 def run_all(arguments: argparse.Namespace) -> None:
     options = Options(out=arguments.out, data=arguments.data, text=arguments.text, smoke=arguments.smoke)
-    for name in arguments.workload or WORKLOADS:
-        measure_workload(WORKLOADS[name](options), options, options.out)
+    workloads = [WORKLOADS[name](options) for name in arguments.workload or WORKLOADS]
+    for phase in sorted({way.phase for way in WAYS.values()}):
+        for work in workloads:
+            measure_workload(work, options, options.out, phase)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from torchboost.bench.report.table import Table
-from torchboost.measure.evidence import BenchReport
+from torchboost.measure.evidence import BenchReport, Interval
 from torchboost.measure.statistics import paired_difference, paired_ratio
 
 ORDER = ("gpt-characters", "gpt-pieces", "speakers", "vit", "resnet-basic", "resnet-bottleneck", "fine-tuning")
-WAYS = ("AdamW", "SGD", "schedule-free AdamW", "Muon")
+WAYS = ("AdamW", "SGD", "schedule-free AdamW", "Muon", "Muon, AdamW's rate")
 LEAST_SEEDS = 3
 
 
@@ -62,8 +63,9 @@ def cell(result: dict[str, Any], way: str) -> str:
     return f"{text} ({low} to {high})"
 
 
-def needed(result: dict[str, Any]) -> str:
-    targets = finals(result, "AdamW")
+def needed(result: dict[str, Any], stock: str, factor: float = 1.0) -> str:
+    """Return the share of the steps that Muon needs for the metric of another optimizer, times a factor."""
+    targets = finals(result, stock)
     seeds = sorted(targets.keys() & finals(result, "Muon").keys())
     if not seeds:
         return ""
@@ -71,16 +73,16 @@ def needed(result: dict[str, Any]) -> str:
     middle = statistics.median(share for share, _ in shares)
     exact = all(known for share, known in shares if share == middle)
     low, high = min(share for share, _ in shares), max(share for share, _ in shares)
-    return f"{'' if exact else 'under '}{middle:.2f} ({low:.2f} to {high:.2f})"
+    longest = f"{factor * high:.2f}" if math.isfinite(high) else "not at all"
+    return f"{'' if exact else 'under '}{factor * middle:.2f} ({factor * low:.2f} to {longest})"
 
 
-def step_ratio(folder: Path, name: str) -> str:
+def step_ratio(folder: Path, name: str) -> Interval | None:
     path = folder / f"fewer_steps_time-{name}.json"
     if not path.is_file():
-        return ""
+        return None
     found = {one.name: one for one in BenchReport.load(path).contestants}
-    ratio = paired_ratio(found["Muon and fused AdamW"].samples, found["AdamW, fused"].samples)
-    return f"{ratio.mid:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+    return paired_ratio(found["Muon and fused AdamW"].samples, found["AdamW, fused"].samples)
 
 
 def table(folder: Path) -> tuple[Table, str]:
@@ -97,14 +99,18 @@ def table(folder: Path) -> tuple[Table, str]:
         machines.append(result["environment"])
         steps = f"{result['title']}, {result['steps']} steps"
         cells = [cell(result, way) for way in WAYS]
-        lines.append((steps, result["metric"], *cells, needed(result), step_ratio(folder, name)))
-    head = ("workload", "metric", *WAYS, "Muon reaches AdamW's after", "time of a step, times AdamW's")
+        ratio = step_ratio(folder, name)
+        times = ("", "") if ratio is None else (f"{ratio.mid:.2f}", needed(result, "AdamW", ratio.mid))
+        lines.append((steps, result["metric"], *cells, needed(result, "AdamW"), needed(result, "SGD"), *times))
+    reaches = ("Muon reaches AdamW's metric after", "SGD's after")
+    head = ("workload", "metric", *WAYS, *reaches, "time of a step, times AdamW's", "AdamW's metric after, in time")
     many = f"{min(seeds)} to {max(seeds)}" if len(set(seeds)) > 1 else f"{seeds[0]}" if seeds else "no"
     where = f"{machines[0]['processor']}, torch {machines[0]['torch']}" if machines else "nowhere"
     said = (
         f"Metric on test data at the end of the run, the mean of {many} seeds; in parentheses the 95 % interval of the "
         "paired difference from AdamW. The share of the steps is the median over the seeds, with the smallest and the "
-        "largest; Muon's schedule is fitted to the shorter run. Five learning rates per optimizer, chosen on "
-        f"validation data. {where}. All runs: `benchmarks/results/fewer_steps-*.json`."
+        "largest; Muon's schedule is fitted to the shorter run; under 0.50 means that half of the steps were enough. "
+        "Five learning rates per optimizer, chosen on validation data; Muon's are for the matrices, the rest has "
+        f"AdamW's. {where}. All runs: `benchmarks/results/fewer_steps-*.json`."
     )
     return Table(headings=head, rows=tuple(lines)), said

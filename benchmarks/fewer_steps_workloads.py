@@ -20,6 +20,8 @@ from torchboost.bench.workloads.models import GPT, BasicBlock, Bottleneck, ResNe
 
 Pair = tuple[Tensor, Tensor]
 
+OTHERS = ("Muon", "Muon, AdamW's rate", "schedule-free AdamW")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -35,7 +37,7 @@ class Workload:
     ways: tuple[str, ...]
     metric: str = "accuracy"
     weight_decay: float = 0.1
-    rest_rate: float = 3e-3
+    rest_rate: float = 0.0
     warmup: float = 0.2
 
     def model(self, seed: int) -> nn.Module:
@@ -97,7 +99,7 @@ def gpt_characters(options: Options) -> Workload:
         splits={"validation": in_order(validation, 128, 64, 320), "test": in_order(data.test_tokens, 128, 64, 320)},
         steps=8 if options.smoke else 600,
         batch=16,
-        ways=("AdamW", "Muon", "schedule-free AdamW"),
+        ways=("AdamW", *OTHERS),
         metric="loss",
     )
 
@@ -116,13 +118,13 @@ def gpt_pieces(options: Options) -> Workload:
     training, validation, test = (torch.tensor(tokenizer.encode(part).ids) for part in parts)
     return Workload(
         name="gpt-pieces",
-        title="GPT on English text by word pieces, 6 layers, width 256",
-        build=lambda: GPT(2048, context=128, layers=6, heads=4, width=256),
-        stream=lambda seed: windows(training, 128, 16, seed),
+        title="GPT on English text by word pieces, 4 layers, width 192",
+        build=lambda: GPT(2048, context=128, layers=4, heads=4, width=192),
+        stream=lambda seed: windows(training, 128, 8, seed),
         splits={"validation": in_order(validation, 128, 32, 160), "test": in_order(test, 128, 32, 320)},
-        steps=8 if options.smoke else 500,
-        batch=16,
-        ways=("AdamW", "Muon", "schedule-free AdamW"),
+        steps=8 if options.smoke else 300,
+        batch=8,
+        ways=("AdamW", *OTHERS),
         metric="loss",
     )
 
@@ -160,7 +162,7 @@ def image_workload(options: Options, name: str, title: str, build: Callable[[], 
         splits=splits,
         steps=8 if options.smoke else steps,
         batch=64,
-        ways=("AdamW", "SGD", "Muon", "schedule-free AdamW"),
+        ways=("AdamW", "SGD", *OTHERS),
         weight_decay=0.05,
     )
 
@@ -176,7 +178,7 @@ def bottleneck() -> nn.Module:
 class ViT(nn.Module):
     """Patches of 4 x 4, learned positions, pre-norm blocks, the mean of all patches."""
 
-    def __init__(self, width: int = 128, layers: int = 6, heads: int = 4) -> None:
+    def __init__(self, width: int = 128, layers: int = 4, heads: int = 4) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, 4, 4)
         self.positions = nn.Parameter(0.02 * torch.randn(1, 64, width))
@@ -241,9 +243,8 @@ def speakers(options: Options) -> Workload:
         },
         steps=8 if options.smoke else 300,
         batch=32,
-        ways=("AdamW", "Muon", "schedule-free AdamW"),
+        ways=("AdamW", *OTHERS),
         metric="loss",
-        rest_rate=1e-3,
     )
 
 
@@ -287,9 +288,9 @@ def fine_tuning(options: Options) -> Workload:
 WORKLOADS: dict[str, Callable[[Options], Workload]] = {
     "gpt-characters": gpt_characters,
     "resnet-basic": lambda o: image_workload(o, "resnet-basic", "ResNet of basic blocks, width 16", basic, 400),
-    "vit": lambda o: image_workload(o, "vit", "ViT, 6 layers, width 128", ViT, 400),
+    "vit": lambda o: replace(image_workload(o, "vit", "ViT, 4 layers, width 128", ViT, 250), ways=("AdamW", *OTHERS)),
     "resnet-bottleneck": lambda o: image_workload(
-        o, "resnet-bottleneck", "ResNet of bottlenecks, width 16", bottleneck, 400
+        o, "resnet-bottleneck", "ResNet of bottlenecks, width 16", bottleneck, 250
     ),
     "speakers": speakers,
     "fine-tuning": fine_tuning,

@@ -108,3 +108,9 @@ def run(measures: Sequence[Measure], arguments: argparse.Namespace) -> None:
         print(f"\n{report.title} ({path})\n\n{plain(result_table(report))}")
         for note in report.notes:
             print(f"note: {note}")
+
+
+def run_own(measure: Callable[[Options], Path], arguments: argparse.Namespace) -> None:
+    """Run a benchmark whose result has a form of its own."""
+    given = {"data": arguments.data, "text": arguments.text, "smoke": arguments.smoke}
+    print(f"wrote {measure(Options(out=arguments.out, **given))}")
