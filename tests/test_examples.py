@@ -35,7 +35,7 @@ def test_own_loop_learns(capsys):
     assert example("own_loop")() > 0.7
     said = capsys.readouterr().out
     assert "less_bn" in said
-    assert said.count("epoch ") == 3
+    assert said.count("epoch ") == 4
 
 
 def test_muon_learns_faster_than_adamw(capsys):
@@ -157,3 +157,15 @@ def test_the_timm_loop_learns():
     if importlib.util.find_spec("timm") is None:  # it cannot be imported without torchvision
         pytest.skip("needs timm: pip install --no-deps timm (it asks for torchvision)")
     assert in_a_process("timm_loop") > 0.7
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
+def test_the_models_of_transformers_can_be_tuned(name):
+    pytest.importorskip("transformers", reason="needs the extra transformers: pip install '.[transformers]'")
+    from torchboost.tuning.evidence import Candidate
+    from torchboost.tuning.training import Training
+
+    training = Training(make=example("tune_transformers", name), steps=2, device=torch.device("cpu"))
+    stock = training(Candidate(name="stock"), 0)
+    cast = training(Candidate(name="autocast", extra={"autocast": True}), 0)
+    assert stock.metric == pytest.approx(cast.metric, abs=0.05)

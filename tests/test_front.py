@@ -93,10 +93,10 @@ def test_a_missing_length_is_said_once_by_name():
 
 
 def test_total_steps_reaches_freezing_and_auto_boost():
-    assert boost(*pair(), total_steps=100).plan.algorithms[-1].total_steps == 100  # pyright: ignore
-    booster = torchboost.AutoBoost("O1", total_steps=100)
+    assert boost(*pair(), total_steps=1000).plan.algorithms[-1].total_steps == 1000  # pyright: ignore
+    booster = torchboost.AutoBoost("O1", total_steps=1000)
     booster.network_auto_process_train(*pair())
-    assert booster.plan.algorithms[-1].total_steps == 100  # pyright: ignore
+    assert booster.plan.algorithms[-1].total_steps == 1000  # pyright: ignore
     with pytest.raises(ConfigError, match="found 9, and total_steps=100"):
         boost(*pair(), total_steps=100, config={"grad_freeze": {"total_steps": 9}})
 
@@ -115,7 +115,7 @@ def test_a_wrapped_model_is_told_which_line_to_move():
 def test_a_prepared_model_is_attached_later():
     model = vgg()
     norms = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
-    plan = prepare(model, total_steps=10)
+    plan = prepare(model, total_steps=1000)
     assert sum(isinstance(module, nn.BatchNorm2d) for module in model.modules()) < norms
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     attached = plan.attach(Target(torch.compile(model, backend="eager"), optimizer))  # pyright: ignore
@@ -262,7 +262,7 @@ def test_a_second_boost_lists_what_the_first_one_changed_in_the_model():
     model = ResNet(Bottleneck, [1, 1], width=8, classes=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
-        boosted = torchboost.boost(model, optimizer, level="O1", total_steps=100, calibrate=False)
+        boosted = torchboost.boost(model, optimizer, level="O1", total_steps=1000, calibrate=False)
         assert {"less_bn", "gradient_centralization"} <= {algorithm.name for algorithm in boosted.plan.algorithms}
         model(torch.randn(4, 3, 16, 16)).square().mean().backward()
         optimizer.step()

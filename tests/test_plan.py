@@ -104,7 +104,7 @@ def test_levels_leave_less_bn_out_of_trained_networks():
 def test_auto_lists_what_it_was_asked_for_in_vain():
     asked = {"boost": {"dim_reduce": True}}
     assert "use mode manual, or extra (in no level:" in reasons(Plan.of("O1", asked, FAST))["dim_reduce"]
-    assert "grad_freeze" not in reasons(Plan.of("O1", {"grad_freeze": {"total_steps": 9}}, FAST))
+    assert "grad_freeze" not in reasons(Plan.of("O1", {"grad_freeze": {"total_steps": 9_000}}, FAST))
 
 
 def test_accumulation_is_for_those_who_ask_for_it():
@@ -493,10 +493,25 @@ def test_trainers_do_themselves_what_they_own(loop, accumulates, scales):
 
 
 def test_a_run_has_one_length():
-    assert Plan.of("O1", facts=replace(FAST, total_steps=None), total_steps=7).algorithms[-1].total_steps == 7
-    assert Plan.of("O1", {"grad_freeze": {"total_steps": 7}}, FAST, total_steps=7).algorithms[-1].total_steps == 7
+    assert Plan.of("O1", facts=replace(FAST, total_steps=None), total_steps=7000).algorithms[-1].total_steps == 7000
+    asked = {"grad_freeze": {"total_steps": 7000}}
+    assert Plan.of("O1", asked, FAST, total_steps=7000).algorithms[-1].total_steps == 7000
     with pytest.raises(ConfigError, match=r"grad_freeze.total_steps: found 9, and total_steps=7 as an argument"):
         Plan.of("O1", {"grad_freeze": {"total_steps": 9}}, FAST, total_steps=7)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_short_runs_keep_what_costs_accuracy_in_them_out(level):
+    costly = {"less_bn", "gradient_centralization", "grad_freeze"}
+    short, long = (Plan.of(level, facts=FAST, total_steps=steps) for steps in (999, 1000))
+    assert costly <= {one.name for one in long.algorithms}
+    assert not costly & {one.name for one in short.algorithms}
+    for name in costly:
+        said = f"in runs of fewer than 1,000 steps it cost accuracy, and this one has 999; ask for it with extra.{name}"
+        assert reasons(short)[name] == said
+        assert said in short.explain()
+    asked = Plan.of(level, {"extra": dict.fromkeys(costly, True)}, FAST, total_steps=999)
+    assert costly <= {one.name for one in asked.algorithms}
     for wrong, error in ((0, ValueError), (True, TypeError), (2.0, TypeError)):
         with pytest.raises(error, match=r"total_steps: found .*give an integer, 1 or more"):
             Plan.of("O1", facts=FAST, total_steps=wrong)

@@ -50,8 +50,10 @@ from .graph.folding import fold_batch_norms as fold_batch_norms
 from .graph.plain_state import load_plain_state_dict as load_plain_state_dict
 from .graph.plain_state import plain_state_dict as plain_state_dict
 from .graph.plain_state import plain_states as plain_states
+from .guard import Guard as Guard
 from .optim.pipeline import GradientPipeline as GradientPipeline
 from .plan import Plan as Plan
 from .registry import LEVELS as LEVELS
 from .registry import REGISTRY as REGISTRY
 from .registry import Facts as Facts
+from .tuning.tune import tune as tune

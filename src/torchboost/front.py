@@ -35,7 +35,7 @@ from torchboost.graph.recording import call
 from torchboost.inference import fast_copy
 from torchboost.measure.stopwatch import Clock, Warmup, compare
 from torchboost.optim.named import named_optimizer
-from torchboost.plan import Plan
+from torchboost.plan import Dropped, Plan
 from torchboost.registry import REGISTRY, Facts, Loop
 
 __all__ = ["Boosted", "Host", "boost", "boosted_of", "fastest", "prepare"]
@@ -232,6 +232,36 @@ class Boosted:
                 'boost(..., config={"extra": {...}}).',
                 *(self.plan.level, differences),
             )
+
+    def withdraw(self, name: str, reason: str) -> None:
+        """Remove one algorithm from the run. The others stay; no later trial turns it on again.
+
+        Args:
+            name: Of an algorithm; does nothing if it is not attached.
+            reason: Shown by :meth:`explain`.
+        """
+        if name not in self.attached:
+            return
+        self.attached.detach(name)
+        kept = tuple(one for one in self.plan.algorithms if one.name != name)
+        levers = tuple(one for one in self.plan.levers if one.name != name)
+        dropped = (*self.plan.dropped, Dropped(name, reason))
+        self.plan = replace(self.plan, algorithms=kept, levers=levers, dropped=dropped)
+        if self._calibration is not None:
+            left = tuple(one for one in self._calibration.levers if one.name != name)
+            self._calibration = replace(self._calibration, levers=left)
+
+    def figures(self) -> dict[str, float]:
+        """Return what is on as numbers for a log: 1 per algorithm, the state of each, and the loss scale.
+
+        For TensorBoard: ``for name, value in boosted.figures().items(): writer.add_scalar(name, value, step)``.
+        """
+        found = dict.fromkeys((f"boost/{name}" for name in self.attached), 1.0)
+        for name in self.attached:
+            found |= {f"boost/{name}/{key}": value for key, value in self.attached[name].figures().items()}
+        if self.scaler is not None:
+            found["boost/loss_scale"] = float(self.scaler.get_scale())
+        return found
 
     def remove(self) -> None:
         """Remove everything that was attached. BatchNorm layers that ``less_bn`` removed do not come back."""

@@ -214,9 +214,22 @@ def _stepped_by_the_trainer(facts: Facts) -> str | None:
     return f"{facts.loop} owns the loop and calls step() without the loss, which a line search needs"
 
 
+SHORT_RUN = 1_000
+"""Steps below which LessBN, centralisation and freezing cost more accuracy than O1 promises (docs/levels.md)."""
+
+
+def _too_short(facts: Facts, name: str) -> str | None:
+    if facts.total_steps is None or facts.total_steps >= SHORT_RUN:
+        return None
+    return (
+        f"in runs of fewer than {SHORT_RUN:,} steps it cost accuracy, and this one has {facts.total_steps:,}; ask for "
+        f"it with extra.{name}"
+    )
+
+
 def _less_bn_unproven(facts: Facts) -> str | None:
     if not facts.trained:
-        return None
+        return _too_short(facts, "less_bn")
     return (
         "the BatchNorm statistics have moved, so the network is already trained, and this was measured from "
         "scratch only; ask for it with extra.less_bn"
@@ -226,7 +239,7 @@ def _less_bn_unproven(facts: Facts) -> str | None:
 def _centralization_unproven(facts: Facts) -> str | None:
     if facts.convolutions == 0 or facts.batch_norms == 0:
         return "measured on convolutional networks with BatchNorm only; ask for it with extra.gradient_centralization"
-    return None
+    return _too_short(facts, "gradient_centralization")
 
 
 # On CPU compilation paid in deep networks only, after so many steps (docs/levels.md).
@@ -252,7 +265,7 @@ def _freeze_unproven(facts: Facts) -> str | None:
         return "measured on convolutional networks only; ask for it with extra.grad_freeze"
     if facts.total_steps is None:
         return "it must know the length of the run: pass total_steps, the number of updates"
-    return None
+    return _too_short(facts, "grad_freeze")
 
 
 def _needs_nodes(facts: Facts) -> str | None:

@@ -53,6 +53,21 @@ def test_the_model_computes_channels_last_and_the_same_values() -> None:
     assert seen == [True, False]
 
 
+def test_images_of_one_channel_are_computed_channels_last_too() -> None:
+    """Their bytes are the same in both formats, so the first convolution would choose by the strides: contiguous."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 1))
+    inputs = torch.randn(2, 1, 6, 6, requires_grad=True)
+    expected = model(inputs)
+    assert expected.is_contiguous()
+    to_channels_last(model)
+    found = model(inputs)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert not found.is_contiguous()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(one.square().sum(), inputs)[0] for one in (found, expected)))
+
+
 def test_training_agrees_with_contiguous_training() -> None:
     model = cnn()
     plain = copy.deepcopy(model)

@@ -137,7 +137,7 @@ def test_errors_are_short(words, code, said):
 
 
 def test_report(saved, tmp_path):
-    assert "O1 promises 20 % more speed" in run("report", str(saved)).stdout
+    assert "O1 promises to be no slower than stock" in run("report", str(saved)).stdout
     assert run("report", str(saved), "--markdown").stdout.startswith("## A small benchmark")
     page = tmp_path / "deep" / "page.html"
     assert answer("report", str(saved), "--html", str(page), "--json")["html"] == str(page)

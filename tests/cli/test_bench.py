@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.cli.test_factory import GOOD
+from tests.bench.workloads.test_factory import GOOD
 from tests.support.reports import winning_report
 from torchboost.cli.app import app
 from torchboost.measure.evidence import BenchReport

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from typer.testing import CliRunner
 
+from torchboost.bench.workloads.factory import Parts
 from torchboost.cli import doctor
 from torchboost.cli.app import app
-from torchboost.cli.factory import Parts
 from torchboost.cli.small_compile import SmallCompile
 from torchboost.measure.machine import Products
 from torchboost.measure.step_parts import StepParts

@@ -70,7 +70,7 @@ def boosted(name: str) -> dict[str, float]:
     model = timm.create_model(name, num_classes=4)
     images, labels = torch.randn(4, 3, 64, 64), torch.arange(4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    made = torchboost.boost(model, optimizer, level="O1", total_steps=10, calibrate=False)
+    made = torchboost.boost(model, optimizer, level="O1", total_steps=1000, calibrate=False)
     for _ in range(2):
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()

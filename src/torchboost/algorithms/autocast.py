@@ -106,7 +106,7 @@ class Autocast(Algorithm):
     """
 
     name: ClassVar[str] = "autocast"
-    traits: ClassVar[Traits] = Traits(order=30)
+    traits: ClassVar[Traits] = Traits(order=30, withdrawn=2)
 
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
 

@@ -73,7 +73,7 @@ class GradientCentralization(Algorithm):
     """
 
     name: ClassVar[str] = "gradient_centralization"
-    traits: ClassVar[Traits] = Traits(order=40)
+    traits: ClassVar[Traits] = Traits(order=40, withdrawn=3)
 
     def attach(self, target: Target) -> Attachment:
         """Register a pre-hook of the optimizer's step; warn if it holds no parameter to centralise."""

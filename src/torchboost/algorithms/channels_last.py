@@ -203,7 +203,9 @@ class _ConvertInputs:
             return value
         if not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(value):
             return value  # torch.func.vmap cannot change the layout of what it maps over; the results are the same
-        return value.contiguous(memory_format=_FORMATS[value.ndim])
+        converted = value.contiguous(memory_format=_FORMATS[value.ndim])
+        # With one channel both formats are the same bytes, and only the strides tell the next convolution which it is.
+        return converted.squeeze(1).unsqueeze(-1).movedim(-1, 1) if converted.shape[1] == 1 else converted
 
 
 def _watch_inputs(model: nn.Module, optimizer: Optimizer | None, watch: ForwardWatch | None = None) -> Attachment:

@@ -16,6 +16,7 @@ from torchboost.cli.bench import bench
 from torchboost.cli.doctor import doctor
 from torchboost.cli.output import fail, print_json, print_table, settings_of, summary_of, user_errors
 from torchboost.cli.pca import pca
+from torchboost.cli.tune import tune
 from torchboost.config import BoostConfig
 from torchboost.core.hardware import device_fault, half_precision
 from torchboost.errors import ConfigError
@@ -33,6 +34,7 @@ app = typer.Typer(
 app.command()(bench)
 app.command()(doctor)
 app.command()(pca)
+app.command()(tune)
 
 
 def _print_version(wanted: bool) -> None:

@@ -10,11 +10,12 @@ import typer
 from torchboost.bench.report.report import print_report, write_html
 from torchboost.bench.workloads.bench import CONTESTANTS, run_bench
 from torchboost.bench.workloads.contestants import Recipe
+from torchboost.bench.workloads.factory import job_from
 from torchboost.bench.workloads.jobs import JOBS, Job, find_job
 from torchboost.cli.device import usable_device
-from torchboost.cli.factory import job_from
 from torchboost.cli.output import fail, print_json, summary_of, user_errors
 from torchboost.cli.progress import display
+from torchboost.core.arguments import seconds_of
 from torchboost.measure.evidence import BenchReport
 
 __all__ = ["bench"]
@@ -38,6 +39,10 @@ def bench(
     train_limit: Annotated[int | None, typer.Option(min=1, help="Use only so many training samples.")] = None,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda, cuda:1, ...")] = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for report.json and report.html.")] = Path("out/bench"),
+    decide: Annotated[
+        str | None,
+        typer.Option(help="Add seeds until the accuracy of every level is decided, or this time is over: 240s, 10m."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the report in --out.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the report of another workload in --out.")] = False,
     html: Annotated[bool, typer.Option("--html/--no-html", help="Write report.html.")] = True,
@@ -65,6 +70,7 @@ def bench(
                 device=usable_device(device),
                 out=path,
                 resume=resume,
+                decide=None if decide is None else seconds_of(decide),
                 progress=shown,
             )
         except ValueError as error:

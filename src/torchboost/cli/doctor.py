@@ -9,9 +9,9 @@ import torch
 import typer
 from torch.utils.data import DataLoader
 
+from torchboost.bench.workloads.factory import Parts, parts_from
 from torchboost.cli.device import usable_device
 from torchboost.cli.environment import examine
-from torchboost.cli.factory import Parts, parts_from
 from torchboost.cli.output import fail, print_json, print_table, user_errors
 from torchboost.cli.progress import display
 from torchboost.cli.small_compile import small_compile

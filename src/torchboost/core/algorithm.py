@@ -42,12 +42,15 @@ class Traits:
         replaces_optimizer: Whether ``attach`` puts another optimizer into the target.
         brings_scaler: Whether ``attach`` puts a scaler into the target.
         alone: Whether the algorithm excludes all others.
+        withdrawn: Order in which a guard withdraws algorithms from a run that got worse, 1 first; 0 for those that do
+            not change what is learned, or cannot be removed.
     """
 
     order: int = 50
     replaces_optimizer: bool = False
     brings_scaler: bool = False
     alone: bool = False
+    withdrawn: int = 0
 
 
 class Scaler(Protocol):
@@ -170,6 +173,10 @@ class Attachment:
         """Let :meth:`remove` call ``undo`` too, before everything else."""
         self._handles.append(Attachment(undo=undo))
         return self
+
+    def figures(self) -> dict[str, float]:
+        """Return the present state as numbers for a log, by name."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs. Empty if the settings and the step number are enough."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 from numbers import Real
 from typing import Any
@@ -21,8 +22,10 @@ __all__ = [
     "check_sens",
     "is_integer",
     "is_number",
+    "seconds_of",
 ]
 
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SCALER = ("scale", "unscale_", "step", "update", "get_scale")
 
 
@@ -117,3 +120,16 @@ def _found(value: Any) -> str:
         return "None"
     shown = f" {reprlib.repr(value)}" if isinstance(value, (bool, int, float, str)) else ""
     return f"{type(value).__name__}{shown}"
+
+
+def seconds_of(budget: float | str) -> float:
+    """Return a time in seconds: a number, or text such as ``"90s"``, ``"30m"``, ``"2h"``.
+
+    Raises:
+        ValueError: It is not a time above 0.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", str(budget))
+    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if not seconds > 0:
+        raise ValueError(f"budget: found {budget!r}; give seconds above 0, or text such as '90s', '30m' or '2h'.")
+    return seconds

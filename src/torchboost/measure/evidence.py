@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -21,15 +21,36 @@ __all__ = [
     "Interval",
     "Quality",
     "Ratio",
+    "Record",
+    "SavedRecord",
 ]
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
+    """A frozen value whose fields are checked."""
+
     # A diverged run has losses that are not numbers. JSON keeps them as strings.
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
 
-class Interval(_Record):
+class SavedRecord(Record):
+    """A record with a file of its own."""
+
+    def save(self, path: str | Path) -> Path:
+        """Write the record as JSON, completely or not at all, and return the path."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(path.suffix + ".partial")
+        partial.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        return partial.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what :meth:`save` wrote. Raise ``pydantic.ValidationError`` for another format or encoding."""
+        return cls.model_validate_json(Path(path).read_bytes())
+
+
+class Interval(Record):
     """An estimate with its confidence interval, ``low <= mid <= high``."""
 
     low: float
@@ -43,7 +64,7 @@ class Interval(_Record):
         return Interval(low=1 / self.high, mid=1 / self.mid, high=1 / self.low, confidence=self.confidence)
 
 
-class Environment(_Record):
+class Environment(Record):
     """The machine and the versions of a result."""
 
     torchboost: str
@@ -58,21 +79,21 @@ class Environment(_Record):
     date: str
 
 
-class AlgorithmRow(_Record):
+class AlgorithmRow(Record):
     """An algorithm that was on, with its settings as text."""
 
     name: str
     settings: str
 
 
-class DroppedRow(_Record):
+class DroppedRow(Record):
     """A requested algorithm that was left out, with the reason."""
 
     name: str
     reason: str
 
 
-class Curve(_Record):
+class Curve(Record):
     """One training run, with one point per evaluation. All lists have the same length.
 
     ``seconds`` is the training time without evaluation. Set-up, such as compilation, is in ``setup_seconds``.
@@ -92,7 +113,7 @@ class Curve(_Record):
         return self.metric[-1] if self.metric and sound else math.nan
 
 
-class Ratio(_Record):
+class Ratio(Record):
     """Paired ratio ``baseline time / contestant time`` with a bootstrap interval.
 
     ``detectable`` is the smallest gain that these pairs would have shown in four of five repetitions (0.03 is 3 %);
@@ -105,7 +126,7 @@ class Ratio(_Record):
     detectable: float | None = None
 
 
-class Quality(_Record):
+class Quality(Record):
     """Whether the accuracy was kept: the final metric against a baseline's, paired by seed; higher is better.
 
     ``difference`` is contestant minus baseline in units of the metric, with the sign changed if lower is better. Each
@@ -121,7 +142,7 @@ class Quality(_Record):
     detectable: float
 
 
-class Contestant(_Record):
+class Contestant(Record):
     """One way to train the model, with all of its measurements."""
 
     name: str
@@ -137,7 +158,7 @@ class Contestant(_Record):
     notes: list[str] = []
 
 
-class BenchReport(_Record):
+class BenchReport(SavedRecord):
     """The result of one benchmark: several contestants on one workload in one process."""
 
     format: Literal[1] = 1
@@ -153,16 +174,3 @@ class BenchReport(_Record):
     environment: Environment
     contestants: list[Contestant]
     notes: list[str] = []
-
-    def save(self, path: str | Path) -> Path:
-        """Write the report as JSON, completely or not at all, and return the path."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(path.suffix + ".partial")
-        partial.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        return partial.replace(path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> BenchReport:
-        """Read what :meth:`save` wrote. Raise ``pydantic.ValidationError`` for another format or encoding."""
-        return cls.model_validate_json(Path(path).read_bytes())

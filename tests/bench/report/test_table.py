@@ -32,7 +32,7 @@ def test_plain_text_where_there_is_no_terminal(monkeypatch):
     monkeypatch.setattr("torchboost.bench.report.table._print_rich", None)
     out = io.StringIO()
     table.print_report(winning_report(), out)
-    assert "O1 promises 20 % more speed for at most 0.5 points: kept here." in out.getvalue()
+    assert "O1 promises to be no slower than stock and to lose at most 0.5 points: kept here." in out.getvalue()
 
 
 def test_plain_text_without_the_extra(monkeypatch):

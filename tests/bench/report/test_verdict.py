@@ -64,7 +64,9 @@ def test_no_difference_to_the_hand_tuned_loop_is_not_called_equal():
 
 def test_a_level_with_additions_keeps_its_promise():
     made = report(STOCK, contestant("O1+compile", "level", 0.016, stock=0.05))
-    assert ("good", "O1 promises 20 % more speed for at most 0.5 points: kept here.") in said(made, "O1+compile")
+    assert ("good", "O1 promises to be no slower than stock and to lose at most 0.5 points: kept here.") in said(
+        made, "O1+compile"
+    )
 
 
 def test_nothing_gained_is_said():
@@ -91,13 +93,15 @@ def test_what_could_have_been_seen_is_said():
 
 def test_promise_kept_missed_and_open():
     made = winning_report()
-    assert ("good", "O1 promises 20 % more speed for at most 0.5 points: kept here.") in said(made, "O1")
-    slow = report(STOCK, contestant("O1", "level", 0.045, stock=0.05))
+    assert ("good", "O1 promises to be no slower than stock and to lose at most 0.5 points: kept here.") in said(
+        made, "O1"
+    )
+    slow = report(STOCK, contestant("O1", "level", 0.06, stock=0.05))
     assert said(slow, "O1")[-1][0] == "bad"
-    assert said(slow, "O1")[-1][1].endswith("missed here, the speed is not reached.")
+    assert said(slow, "O1")[-1][1].endswith("missed here, it is slower.")
     lossy = report(STOCK, contestant("O1", "level", 0.02, 0.9, stock=0.05))
     assert said(lossy, "O1")[-1][1].endswith("missed here, the metric falls by more.")
-    unsure = report(STOCK, contestant("O1", "level", 0.0415, stock=0.05))
+    unsure = report(STOCK, contestant("O1", "level", 0.0505, stock=0.05))
     assert said(unsure, "O1")[-1][1].endswith("neither shown nor refuted by this run.")
 
 
@@ -163,7 +167,7 @@ def test_divergence_is_said(broken):
     assert ("bad", "O1 diverged on at least one seed: its loss or accuracy is not a number.") in texts
     assert texts[-1] == (
         "bad",
-        "O1 promises 20 % more speed for at most 0.5 points: missed here, the training diverged.",
+        "O1 promises to be no slower than stock and to lose at most 0.5 points: missed here, the training diverged.",
     )
     assert headline(report(STOCK, broken)).tone == "bad"
 
@@ -204,7 +208,10 @@ def test_a_margin_in_the_units_of_the_metric():
     made = made.model_copy(update={"metric_higher_is_better": False})
     texts = [text for _, text in said(made, "O1")]
     assert any("cannot rule out \N{MINUS SIGN}0.03. Allowed: 0.02." in text for text in texts)
-    assert "O1 promises 20 % more speed for at most 0.02: neither shown nor refuted by this run." in texts
+    assert (
+        "O1 promises to be no slower than stock and to lose at most 0.02: neither shown nor refuted by this run."
+        in texts
+    )
 
 
 def test_setup_is_repaid_after_so_many_steps():

@@ -225,3 +225,51 @@ def test_evaluation_gets_a_module_and_compiles_nothing(monkeypatch: pytest.Monke
     monkeypatch.setattr(type(job), "evaluate", evaluate)
     run_bench(job, contestants=["stock", "stock+compile"], pairs=1, seeds=1, warmup=QUICK, planner=planner)
     assert seen == [(False, 0)] * 2
+
+
+def decided(monkeypatch: pytest.MonkeyPatch, metrics: dict[str, list[float]], **more: Any) -> BenchReport:
+    """Benchmark with given final metrics per contestant and seed, until every promise is decided."""
+
+    def curve(name: str, seed: int, settings: Any, done: int, total: int) -> Curve:
+        values = metrics[name]
+        return Curve(seed=seed, epochs=[1], seconds=[1], train_loss=[1], metric=[values[seed % len(values)]])
+
+    monkeypatch.setattr(bench, "_curve", curve)
+    given = {"pairs": 1, "epochs": 1, "warmup": QUICK, "clock": tick(), "planner": halving_planner, "decide": 600.0}
+    return run_bench(tiny_job(), contestants=tuple(metrics), **(given | more))
+
+
+def seeds_of(report: BenchReport) -> dict[str, int]:
+    return {contestant.name: len(contestant.curves) for contestant in report.contestants}
+
+
+def test_seeds_are_added_until_every_promise_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    noisy = [0.980, 0.982, 0.979, 0.981]
+    clear = {"stock": noisy, "hand": noisy, "O1": [value + 0.0005 for value in noisy], "O2": [0.6, 0.61, 0.6, 0.63]}
+    report = decided(monkeypatch, clear)
+    found = by_name(report)
+    assert found["O1"].quality[0].passed
+    assert not found["O2"].quality[0].passed
+    assert found["O2"].quality[0].difference.high < -0.03
+    counts = seeds_of(report)
+    assert counts["hand"] == bench.FEW_SEEDS
+    assert counts["stock"] >= counts["O1"] >= 3
+    assert bench.SEQUENTIAL in report.notes
+
+
+def test_what_cannot_be_decided_ends_after_the_last_seed_or_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    middle = {"stock": [0.98, 0.97], "O1": [0.97, 0.976, 0.977, 0.962]}  # near the margin of half a point
+    report = decided(monkeypatch, middle)
+    assert seeds_of(report)["O1"] <= bench.MOST_SEEDS
+    assert not by_name(report)["O1"].quality[0].passed
+    hurried = decided(monkeypatch, middle, decide=0.0)
+    assert seeds_of(hurried) == {"stock": bench.FEW_SEEDS, "O1": bench.FEW_SEEDS}
+
+
+def test_a_decision_is_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    metrics = {"stock": [0.98, 0.981, 0.982], "O1": [0.9805, 0.9815, 0.982]}
+    out = tmp_path / "report.json"
+    decided(monkeypatch, metrics, decide=0.0, out=out)
+    report = decided(monkeypatch, metrics, out=out, resume=True)
+    assert by_name(report)["O1"].quality[0].passed
+    assert [curve.seed for curve in by_name(report)["O1"].curves] == list(range(seeds_of(report)["O1"]))

@@ -72,7 +72,7 @@ class BlockFreeze(Algorithm):
 
     name: ClassVar[str] = "grad_freeze"
     # After compilation, which it must detect; its hook runs after all others that read gradients.
-    traits: ClassVar[Traits] = Traits(order=95)
+    traits: ClassVar[Traits] = Traits(order=95, withdrawn=1)
 
     groups: int = 10
     pattern: Pattern = "interval"

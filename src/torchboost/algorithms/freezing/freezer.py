@@ -230,6 +230,13 @@ class Freezing(Attachment):
         """Number of different prefixes of the schedule, and of training graphs of a compiled model."""
         return getattr(self._schedule, "prefixes", len(self._prefixes))
 
+    def figures(self) -> dict[str, float]:
+        """Return the share of the optimizer's weights that are frozen now."""
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        sizes = [param.numel() for group in groups for param in group["params"]]
+        return {"frozen": sum(param.numel() for param in self.frozen) / max(1, sum(sizes))}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates, the unusable indices, and, as a check, the frozen parameters."""
         index = self._reach.usable(self._scheduled(self.step))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 
 from torchboost.bench.report import wording
 from torchboost.bench.report.figures import colour_classes, curve_figure, step_time_figure
+from torchboost.bench.report.html import environment_section, figure, page, section, table
 from torchboost.bench.report.table import result_table
 from torchboost.bench.report.verdict import best_hand, headline, stock_of, target_of, verdicts
 from torchboost.measure.evidence import BenchReport, Contestant, Curve
@@ -23,7 +23,6 @@ def html_page(report: BenchReport) -> str:
     Args:
         report: The report to show. Sections without data, such as training curves, are left out.
     """
-    style = importlib.resources.files("torchboost.bench.report").joinpath("report.css").read_text(encoding="utf-8")
     sections = [
         _header(report),
         _results(report),
@@ -32,24 +31,14 @@ def html_page(report: BenchReport) -> str:
         _training(report),
         _algorithms(report),
         _method(report),
-        _environment(report),
+        environment_section(report.environment),
         _raw(report),
     ]
-    body = "\n".join(section for section in sections if section)
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<link rel="icon" href="data:,">\n'
-        f"<title>{escape(report.title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}\n"
-        f"<footer>Made by torchboost {escape(report.environment.torchboost)} from a saved report; "
-        "draw it again with <code>torchboost report report.json</code>.</footer>\n</main>\n</body>\n</html>\n"
+    footer = (
+        f"Made by torchboost {escape(report.environment.torchboost)} from a saved report; "
+        "draw it again with <code>torchboost report report.json</code>."
     )
-
-
-def _section(title: str, *content: str, lead: str = "", class_: str = "") -> str:
-    head = f'<section class="{class_}">' if class_ else "<section>"
-    shown = f'<p class="lead">{lead}</p>' if lead else ""
-    return f"{head}\n<h2>{escape(title)}</h2>\n{shown}{''.join(content)}\n</section>"
+    return page(report.title, sections, footer)
 
 
 def _header(report: BenchReport) -> str:
@@ -67,14 +56,6 @@ def _header(report: BenchReport) -> str:
     )
 
 
-def _rows(headings: Sequence[str], rows: Iterable[Sequence[str]], class_: str = "") -> str:
-    head = "".join(f'<th scope="col">{escape(h)}</th>' for h in headings)
-    body = "".join(f"<tr>{''.join(row)}</tr>\n" for row in rows)
-    opening = f'<table class="{class_}">' if class_ else "<table>"
-    table = f"{opening}<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table>"
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(headings[0])} table">{table}</div>'
-
-
 def _named(name: str, colour: str) -> str:
     return f'<th scope="row"><span class="swatch {colour}"></span>{escape(name)}</th>'
 
@@ -86,9 +67,9 @@ def _stacked(cell: str) -> str:
 
 
 def _results(report: BenchReport) -> str:
-    table, colours = result_table(report), colour_classes(report)
+    found, colours = result_table(report), colour_classes(report)
     rows = []
-    for contestant, row in zip(report.contestants, table.rows, strict=True):
+    for contestant, row in zip(report.contestants, found.rows, strict=True):
         rows.append([_named(contestant.name, colours[contestant.name]), *(_stacked(cell) for cell in row[1:])])
     lead = "Small figures are 95 % intervals. A ratio above 1 is faster than the loop that it is measured against."
     target = target_of(report)
@@ -100,7 +81,7 @@ def _results(report: BenchReport) -> str:
             else ", the final value of stock"
         )
         lead += f" The target is {escape(report.metric_name)} {shown}{short}; the time to it includes set-up."
-    return _section("Results", _rows(table.headings, rows), lead=lead)
+    return section("Results", table(found.headings, rows), lead=lead)
 
 
 def _findings(report: BenchReport) -> str:
@@ -113,11 +94,7 @@ def _findings(report: BenchReport) -> str:
     if not blocks and not notes:
         return ""
     lead = "Sentences computed from the numbers: + good, \N{MINUS SIGN} bad, ? not decided by this run."
-    return _section("What it means", notes, f'<div class="findings">{"".join(blocks)}</div>', lead=lead)
-
-
-def _figure(large: str, small: str, caption: str) -> str:
-    return f"<figure>{large}\n{small}\n<figcaption>{escape(caption)}</figcaption></figure>"
+    return section("What it means", notes, f'<div class="findings">{"".join(blocks)}</div>', lead=lead)
 
 
 def _step_times(report: BenchReport) -> str:
@@ -125,8 +102,8 @@ def _step_times(report: BenchReport) -> str:
         "Median time of one training step: forward, backward and update. Shorter is better. The thin line over "
         "each bar is its interval, the dotted line marks stock. Ratios come from paired rounds and vary less than bars."
     )
-    figure = _figure(step_time_figure(report), step_time_figure(report, narrow=True), caption)
-    return _section("Time per step", figure)
+    drawn = figure(step_time_figure(report), step_time_figure(report, narrow=True), caption)
+    return section("Time per step", drawn)
 
 
 def _training(report: BenchReport) -> str:
@@ -135,23 +112,23 @@ def _training(report: BenchReport) -> str:
     if not hero:
         return ""
     small = curve_figure(report, "metric", "seconds", narrow=True, target=True)
-    first = _figure(
+    first = figure(
         hero,
         small,
         f"{metric.capitalize()} against training time, with set-up and without evaluation. Thin lines are single "
         "seeds, thick lines their mean. Further left is sooner.",
     )
-    loss = _figure(
+    loss = figure(
         curve_figure(report, "train_loss", "seconds"),
         curve_figure(report, "train_loss", "seconds", narrow=True),
         "Training loss against the same time.",
     )
-    epochs = _figure(
+    epochs = figure(
         curve_figure(report, "metric", "epochs"),
         curve_figure(report, "metric", "epochs", narrow=True),
         f"{metric.capitalize()} against epochs, regardless of speed. If lines coincide, they learn as much per epoch.",
     )
-    return _section("Training", first, f'<div class="pair">{loss}{epochs}</div>')
+    return section("Training", first, f'<div class="pair">{loss}{epochs}</div>')
 
 
 def _algorithms(report: BenchReport) -> str:
@@ -164,8 +141,8 @@ def _algorithms(report: BenchReport) -> str:
         name = _named(contestant.name, colours[contestant.name])
         on, off = on + notes or "<div>nothing</div>", off or "<div>nothing</div>"
         rows.append([name, f'<td data-head="on">{on}</td>', f'<td data-head="left out">{off}</td>'])
-    table = _rows(("contestant", "on, with settings", "left out, and why"), rows, class_="text")
-    return _section("What was on", table)
+    shown = table(("contestant", "on, with settings", "left out, and why"), rows, class_="text")
+    return section("What was on", shown)
 
 
 def _method(report: BenchReport) -> str:
@@ -211,22 +188,7 @@ def _method(report: BenchReport) -> str:
             )
         )
     shown = "".join(f"<dt>{escape(name)}</dt><dd>{escape(said)}</dd>\n" for name, said in entries)
-    return _section("How it was measured", f"<dl>{shown}</dl>", class_="method")
-
-
-def _environment(report: BenchReport) -> str:
-    env = report.environment
-    entries = [
-        ("Processor", f"{env.processor}, {wording.count(env.cores, 'core')}"),
-        ("Threads used", str(env.threads)),
-        ("Device", env.device),
-        ("System", env.platform),
-        ("Versions", f"torch {env.torch}, torchboost {env.torchboost}, Python {env.python}"),
-        ("Commit", env.commit),
-        ("Date", env.date),
-    ]
-    shown = "".join(f"<dt>{name}</dt><dd>{escape(value)}</dd>\n" for name, value in entries)
-    return _section("Environment", f"<dl>{shown}</dl>")
+    return section("How it was measured", f"<dl>{shown}</dl>", class_="method")
 
 
 def _sample_row(contestant: Contestant, colour: str) -> list[str]:
@@ -247,7 +209,7 @@ def _curve_rows(contestant: Contestant, curve: Curve, share: bool) -> Iterable[l
 def _raw(report: BenchReport) -> str:
     colours, share = colour_classes(report), wording.is_share(report)
     headings = ("contestant", "samples", "shortest", "median", "mean", "longest")
-    content = [_rows(headings, (_sample_row(c, colours[c.name]) for c in report.contestants))]
+    content = [table(headings, (_sample_row(c, colours[c.name]) for c in report.contestants))]
     for contestant in report.contestants:
         if not contestant.samples:
             continue
@@ -260,6 +222,6 @@ def _raw(report: BenchReport) -> str:
         )
     rows = [row for c in report.contestants for curve in c.curves for row in _curve_rows(c, curve, share)]
     if rows:
-        table = _rows(("contestant", "seed", "epoch", "seconds", "training loss", report.metric_name), rows)
-        content.append(f"<details><summary>All training curves, {len(rows):,} points</summary>{table}</details>\n")
-    return _section("Raw numbers", *content)
+        shown = table(("contestant", "seed", "epoch", "seconds", "training loss", report.metric_name), rows)
+        content.append(f"<details><summary>All training curves, {len(rows):,} points</summary>{shown}</details>\n")
+    return section("Raw numbers", *content)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torchboost.bench.report.html import write_whole_page
 from torchboost.bench.report.page import html_page
 from torchboost.bench.report.table import markdown, plain, print_report, result_table
 from torchboost.measure.evidence import BenchReport
@@ -22,8 +23,4 @@ def write_html(report: BenchReport, path: str | Path) -> Path:
         report: The report to show.
         path: The file to write. Missing folders are created.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(path.suffix + ".partial")
-    partial.write_text(html_page(report), encoding="utf-8")
-    return partial.replace(path)
+    return write_whole_page(html_page(report), path)

@@ -46,13 +46,12 @@ Tone = Literal["good", "bad", "open"]
 
 
 class Promise(NamedTuple):
-    """The promise of a level: at least ``gain`` times the speed of stock, and a metric at most ``drop`` lower."""
+    """The promise of a level: never slower than stock, and a metric at most ``drop`` lower."""
 
-    gain: float
     drop: float
 
 
-PROMISES = {"O1": Promise(1.2, 0.005), "O2": Promise(1.3, 0.03)}
+PROMISES = {"O1": Promise(0.005), "O2": Promise(0.03)}
 
 
 class Difference(NamedTuple):
@@ -254,20 +253,20 @@ def _promise(summary: Summary, share: bool) -> Verdict | None:
     promise = promise_of(summary.contestant)
     if promise is None or summary.stock is None:
         return None
-    gain, margin = promise.gain, found.margin if found else None
-    asked = f"{name.partition('+')[0]} promises {100 * (gain - 1):.0f} % more speed"
+    margin = found.margin if found else None
+    asked = f"{name.partition('+')[0]} promises to be no slower than stock"
     if margin is not None:
-        asked += f" for at most {wording.amount(margin, share=share)}"
+        asked += f" and to lose at most {wording.amount(margin, share=share)}"
     interval = summary.stock.interval
-    if interval.high < gain:
-        return Verdict("bad", f"{asked}: missed here, the speed is not reached.")
+    if interval.high < 1:
+        return Verdict("bad", f"{asked}: missed here, it is slower.")
     if _diverged(summary.contestant):
         return Verdict("bad", f"{asked}: missed here, the training diverged.")
     if found is None or margin is None:
-        return Verdict("open", f"{asked} at nearly the same metric: this run did not judge the metric.")
+        return Verdict("open", f"{asked}, at nearly the same metric: this run did not judge the metric.")
     if found.best < -margin:
         return Verdict("bad", f"{asked}: missed here, the metric falls by more.")
-    if interval.low >= gain and found.worst > -margin:
+    if interval.low * MIN_GAIN >= 1 and found.worst > -margin:
         return Verdict("good", f"{asked}: kept here.")
     return Verdict("open", f"{asked}: neither shown nor refuted by this run.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from torchboost.bench.workloads.contestants import Loop, Planner, Recipe, build_
 from torchboost.bench.workloads.data import Data
 from torchboost.bench.workloads.jobs import Job
 from torchboost.measure.evidence import BenchReport, Contestant, Curve, Quality
+from torchboost.measure.sequential import Look, SequentialTest
 from torchboost.measure.statistics import noninferiority
 from torchboost.measure.stopwatch import Clock, Progress, Stopwatch, Warmup, compare, environment
 
@@ -25,6 +27,16 @@ DISTINCT_BATCHES = 8
 # Timed steps stay at the start of a long schedule, where rates are small and no contestant can diverge.
 TIMING_SCHEDULE = 100_000
 SMOOTHING = 0.95
+STOCK = "stock"
+PROMISING = ("O1", "O2")
+MOST_SEEDS = 24
+"""Seeds after which a sequential comparison ends."""
+FEW_SEEDS = 2
+"""Seeds of contestants that promise nothing, if seeds are added until the promises are decided."""
+SEQUENTIAL = (
+    "seeds were added until every promise was decided or the time was over; the bounds of the metric hold at all looks "
+    "together"
+)
 ENOUGH_ROUNDS = 6
 FEW_ROUNDS = "timed in fewer than six rounds: too few for a 95 % interval, the ones shown are too narrow"
 
@@ -71,6 +83,7 @@ def run_bench(
     device: torch.device | str = "cpu",
     out: str | Path | None = None,
     resume: bool = False,
+    decide: float | None = None,
     warmup: Warmup | None = None,
     clock: Clock | None = None,
     planner: Planner = plan_for,
@@ -97,6 +110,8 @@ def run_bench(
         device: Where to train.
         out: File of the report. Saved after the timing and after every run.
         resume: Continue the report in ``out`` and do not repeat its measurements.
+        decide: Seconds for everything. Seeds are added until a sequential test has decided about the metric of every
+            level, or the time is over; ``seeds`` does not count then. Contestants that promise nothing get two seeds.
         warmup: The rule by which a contestant counts as warm.
         clock: By default that of ``device``.
         planner: Chooses the algorithms of levels and additions.
@@ -107,6 +122,7 @@ def run_bench(
         KeyboardInterrupt: Passed on. The report in ``out`` holds all complete runs.
     """
     _check(contestants, seeds, epochs)
+    started = time.monotonic()
     device = torch.device(device)
     tell: Progress = progress if progress is not None else _silent
     tell("data", 0, 1, job.title)
@@ -130,6 +146,8 @@ def run_bench(
         names = list(dict.fromkeys([*known, *contestants]))
         report = _timed(report, names, settings, pairs=pairs, calls=calls, warmup=warmup)
         _save(report, out)
+    if decide is not None:
+        return _decided(report, list(contestants), settings, end=started + decide, out=out)
     return _trained(report, list(contestants), settings, seeds=seeds, out=out)
 
 
@@ -251,6 +269,41 @@ def _trained(
     return report
 
 
+def _decided(
+    report: BenchReport, names: list[str], settings: _Settings, *, end: float, out: str | Path | None
+) -> BenchReport:
+    """Return the report with curves of as many seeds as the decisions need, begun before ``end`` on the clock."""
+    if SEQUENTIAL not in report.notes:
+        report = report.model_copy(update={"notes": [*report.notes, SEQUENTIAL]})
+    began, longest = time.monotonic(), 0.0
+    for seed in range(MOST_SEEDS):
+        now, opened = time.monotonic(), _open(report, settings.job)
+        due = names if seed < FEW_SEEDS else [name for name in names if name in opened or name == STOCK]
+        if seed >= FEW_SEEDS and (not opened or now + longest > end):
+            break
+        held = {(c.name, curve.seed) for c in report.contestants for curve in c.curves}
+        for name in due:
+            if (name, seed) not in held:
+                curve = _curve(name, seed, settings, round(now - began), max(1, round(end - began)))
+                report = _judged(_with_curve(report, name, curve), settings.job, sequential=True)
+                _save(report, out)
+        longest = max(longest, time.monotonic() - now)
+    return report
+
+
+def _open(report: BenchReport, job: Job) -> list[str]:
+    """Return the levels about which a sequential test has not decided."""
+    stock = next((c for c in report.contestants if c.name == "stock"), None)
+    if stock is None:
+        return []
+    levels = [c for c in report.contestants if Recipe.parse(c.name).base in PROMISING]
+    return [c.name for c in levels if not _look(stock, c, job).decided]
+
+
+def _look(stock: Contestant, other: Contestant, job: Job) -> Look:
+    return SequentialTest(margin=_margin(other, job), most=MOST_SEEDS).look(_differences(stock, other, job))
+
+
 def _curve(name: str, seed: int, settings: _Settings, done: int, total: int) -> Curve:
     setup, watch = Stopwatch(settings.clock), Stopwatch(settings.clock)
     with setup:
@@ -299,23 +352,43 @@ def _with_curve(report: BenchReport, name: str, curve: Curve) -> BenchReport:
     return report.model_copy(update={"contestants": contestants})
 
 
-def _judged(report: BenchReport, job: Job) -> BenchReport:
+def _judged(report: BenchReport, job: Job, *, sequential: bool = False) -> BenchReport:
     """Return the report with every contestant's final metric judged against stock's."""
     stock = next((c for c in report.contestants if c.name == "stock"), None)
     if stock is None:
         return report
     contestants = [
-        c if c is stock else c.model_copy(update={"quality": _quality(stock, c, job)}) for c in report.contestants
+        c if c is stock else c.model_copy(update={"quality": _quality(stock, c, job, sequential=sequential)})
+        for c in report.contestants
     ]
     return report.model_copy(update={"contestants": contestants})
 
 
-def _quality(stock: Contestant, other: Contestant, job: Job) -> list[Quality]:
+def _quality(stock: Contestant, other: Contestant, job: Job, *, sequential: bool) -> list[Quality]:
+    margin, found = _margin(other, job), _differences(stock, other, job)
+    if len(found) < 2:
+        return []
+    if not sequential or Recipe.parse(other.name).base not in PROMISING:
+        return [noninferiority([0.0] * len(found), found, margin, against=stock.name)]
+    look = _look(stock, other, job)
+    return [
+        Quality(
+            baseline=stock.name,
+            difference=look.difference,
+            margin=margin,
+            seeds=look.pairs,
+            passed=look.state == "passed",
+            detectable=look.detectable,
+        )
+    ]
+
+
+def _margin(contestant: Contestant, job: Job) -> float:
+    return job.loose_margin if Recipe.parse(contestant.name).base == "O2" else job.margin
+
+
+def _differences(stock: Contestant, other: Contestant, job: Job) -> list[float]:
+    """Return the differences of the final metric by seed; higher is better."""
     sign = 1.0 if job.higher_is_better else -1.0
     ours, theirs = ({curve.seed: sign * curve.final for curve in c.curves} for c in (other, stock))
-    common = sorted(ours.keys() & theirs.keys())
-    if len(common) < 2:
-        return []
-    margin = job.loose_margin if Recipe.parse(other.name).base == "O2" else job.margin
-    baseline, candidate = [theirs[s] for s in common], [ours[s] for s in common]
-    return [noninferiority(baseline, candidate, margin, against=stock.name)]
+    return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]

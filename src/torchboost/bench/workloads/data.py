@@ -218,7 +218,9 @@ def augment(images: Tensor, generator: torch.Generator, *, shift: int, flip: boo
 def digits(size: int = 16) -> Images:
     """Load the 1,797 handwritten digits that come with scikit-learn, enlarged to ``size``. Nothing is downloaded.
 
-    Every fifth image is a test image (360 of them). Training images move by up to ``size // 8`` pixels.
+    Half of the images, 898 of them, are for tests: with fewer, an accuracy is known to half a point only. The images
+    come writer by writer, so the halves are drawn at random, always in the same way. Training images move by up to
+    ``size // 8`` pixels.
 
     Args:
         size: Height and width; a multiple of 8.
@@ -237,7 +239,9 @@ def digits(size: int = 16) -> Images:
     images = torch.as_tensor(pixels).view(-1, 1, 8, 8).mul(255 / 16).round().to(torch.uint8)
     images = images.repeat_interleave(size // 8, 2).repeat_interleave(size // 8, 3)
     labels = torch.as_tensor(targets).long()
-    held_out = torch.arange(len(labels)) % 5 == 4
+    drawn = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    held_out = torch.zeros(len(labels), dtype=torch.bool)
+    held_out[drawn[: len(labels) // 2]] = True
     return Images(
         train_images=images[~held_out],
         train_labels=labels[~held_out],

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from torchboost.bench.workloads.data import Data, cifar10, digits, text
 from torchboost.bench.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet
@@ -68,7 +68,7 @@ class Job:
             torch.manual_seed(seed)
             return self.build(data)
 
-    def schedule(self, optimizer: Optimizer, steps: int) -> LambdaLR:
+    def schedule(self, optimizer: Optimizer, steps: int) -> LRScheduler:
         """Return the learning-rate schedule of a run of ``steps`` steps. Step it after every update."""
         return LambdaLR(optimizer, functools.partial(one_cycle, total=steps))
 
@@ -171,13 +171,13 @@ JOBS: tuple[Job, ...] = (
     Job(
         name="digits-resnet",
         title="handwritten digits, 16 x 16",
-        model_name="bottleneck ResNet [2, 2, 2], width 16",
+        model_name="bottleneck ResNet [1, 1, 1], width 16",
         load=_digits,
-        build=functools.partial(_bottleneck, (2, 2, 2)),
+        build=functools.partial(_bottleneck, (1, 1, 1)),
         optimizer=_sgd,
         loss=F.cross_entropy,
         batch=64,
-        epochs=5,
+        epochs=10,
     ),
     _cifar_job(
         name="cifar10-resnet-bottleneck",

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from torchboost.bench.workloads.data import Data
 from torchboost.bench.workloads.jobs import Job
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.optim.rebuild import described_groups, rebuilt
 
-__all__ = ["Parts", "job_from", "parts_from"]
+__all__ = ["Parts", "factory_of", "function_at", "job_from", "made_by", "parts_from"]
 
-RETURNS = "(model, optimizer, loss, batches) or (model, optimizer, loss, batches, evaluate)"
+RETURNS = "(model, optimizer, loss, batches), and after them, if you like, evaluate and schedule"
 
 Batch = tuple[Tensor, Tensor]
 
@@ -38,6 +38,8 @@ class Parts(NamedTuple):
         loss: ``(outputs, targets) -> scalar``.
         batches: ``(inputs, targets)`` pairs of one epoch. Iterated again for every epoch.
         evaluate: ``model -> metric``, higher is better. Without it only step times are measured.
+        schedule: ``(optimizer, steps) -> torch scheduler`` for a run of so many steps; stepped after every update.
+            Without it the learning rate stays as it is.
     """
 
     model: nn.Module
@@ -45,6 +47,7 @@ class Parts(NamedTuple):
     loss: Callable[[Any, Any], Tensor]
     batches: Iterable[Batch]
     evaluate: Callable[[Callable[..., Any]], float] | None = None
+    schedule: Callable[[Optimizer, int], LRScheduler] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +59,7 @@ class _Factory:
     epochs: dict[int, Iterable[Batch]] = field(default_factory=dict)
 
     def build(self, seed: int) -> Parts:
-        self.last["parts"] = parts = _made(self.make, seed)
+        self.last["parts"] = parts = made_by(self.make, seed)
         # A generator can be read only once, but an epoch is needed many times.
         spent = iter(parts.batches) is parts.batches
         self.epochs[seed] = list(parts.batches) if spent else parts.batches
@@ -68,14 +71,19 @@ class _Factory:
         return self.epochs[seed]
 
 
-def _made(make: Callable[[int], object], seed: int) -> Parts:
+def made_by(make: Callable[[int], object], seed: int) -> Parts:
+    """Call a factory with torch's generator seeded, and check what it returns.
+
+    Raises:
+        ValueError: The result is not what a factory returns.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _checked(make(seed))
 
 
 def _checked(found: object) -> Parts:
-    if not isinstance(found, tuple) or len(found) not in (4, 5):
+    if not isinstance(found, tuple) or len(found) not in (4, 5, 6):
         what = f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
         raise ValueError(f"the factory returned {what}; needed: {RETURNS}.")
     parts = Parts(*found)
@@ -85,6 +93,7 @@ def _checked(found: object) -> Parts:
         "loss": callable(parts.loss),
         "batches": isinstance(parts.batches, Iterable),
         "evaluate": parts.evaluate is None or callable(parts.evaluate),
+        "schedule": parts.schedule is None or callable(parts.schedule),
     }
     for name, fits in fitting.items():
         if not fits:
@@ -130,8 +139,9 @@ class _FactoryJob(Job):
     def model(self, data: Data, seed: int) -> nn.Module:
         return self.factory.build(seed).model
 
-    def schedule(self, optimizer: Optimizer, steps: int) -> LambdaLR:
-        return LambdaLR(optimizer, lambda step: 1.0)
+    def schedule(self, optimizer: Optimizer, steps: int) -> LRScheduler:
+        given = self.factory.last["parts"].schedule
+        return LambdaLR(optimizer, lambda step: 1.0) if given is None else given(optimizer, steps)
 
     def evaluate(self, predict: Callable[[Tensor], Tensor], data: Data) -> float:
         evaluate = self.factory.last["parts"].evaluate
@@ -151,11 +161,11 @@ def parts_from(source: str, seed: int = 0) -> Parts:
         ValueError: The file or the function does not exist, the file raises an error, or the factory's result is
             invalid.
     """
-    return _made(_function(source), seed)
+    return made_by(function_at(source), seed)
 
 
 def job_from(source: str, *, epochs: int | None = None) -> Job:
-    """Load a factory and describe it as a job with a constant learning rate.
+    """Load a factory and describe it as a job; without the factory's ``schedule`` the learning rate is constant.
 
     Args:
         source: ``path/to/train.py:make``.
@@ -165,7 +175,7 @@ def job_from(source: str, *, epochs: int | None = None) -> Job:
         ValueError: The file or the function does not exist, the file raises an error, or the factory's result is
             invalid.
     """
-    factory = _Factory(_function(source))
+    factory = _Factory(function_at(source))
     parts = factory.build(0)
     sizes = [len(inputs) for inputs, _ in factory.batches(0)]
     if not sizes:
@@ -196,6 +206,47 @@ def job_from(source: str, *, epochs: int | None = None) -> Job:
     )
 
 
+@dataclass(eq=False, kw_only=True)
+class _Epochs:
+    """The batches of a job with a seed; each iteration is the next epoch."""
+
+    data: Data
+    batch: int
+    seed: int
+    epoch: int = 0
+
+    def __len__(self) -> int:
+        return self.data.steps(self.batch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.epoch += 1
+        return iter(self.data.train(self.batch, seed=self.seed, epoch=self.epoch - 1))
+
+
+def factory_of(job: Job, data: Data, device: torch.device | str = "cpu") -> Callable[[int], Parts]:
+    """Return a job as a factory. A metric that is better if lower gets a minus sign.
+
+    Args:
+        job: The job.
+        data: Its data, on ``device``.
+        device: Device of the model.
+    """
+    sign = 1.0 if job.higher_is_better else -1.0
+
+    def make(seed: int) -> Parts:
+        model = job.model(data, seed).to(device)
+        return Parts(
+            model=model,
+            optimizer=job.optimizer(model.parameters()),
+            loss=job.loss,
+            batches=_Epochs(data=data, batch=job.batch, seed=seed),
+            evaluate=lambda predict: sign * job.evaluate(predict, data),
+            schedule=job.schedule,
+        )
+
+    return make
+
+
 def _with_flags(optimizer: Optimizer, flags: dict[str, Any]) -> Optimizer:
     if not flags:
         return optimizer
@@ -213,7 +264,12 @@ def _with_flags(optimizer: Optimizer, flags: dict[str, Any]) -> Optimizer:
         return optimizer
 
 
-def _function(source: str) -> Callable[[int], object]:
+def function_at(source: str) -> Callable[[int], object]:
+    """Return the function that ``path/to/train.py:make`` names.
+
+    Raises:
+        ValueError: The file or the function does not exist, or the file raises an error.
+    """
     file, _, name = source.rpartition(":")
     path = Path(file)
     if not path.is_file():

@@ -6,7 +6,7 @@ import textwrap
 import pytest
 import torch
 
-from torchboost.cli.factory import job_from, parts_from
+from torchboost.bench.workloads.factory import job_from, parts_from
 from torchboost.errors import NoEffectWarning
 
 GOOD = """

@@ -1,0 +1,115 @@
+"""``torchboost tune``: find out what may be turned on for a model, and write the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+
+from torchboost.bench.workloads.factory import factory_of, function_at
+from torchboost.bench.workloads.jobs import find_job
+from torchboost.cli.device import usable_device
+from torchboost.cli.output import fail, print_json, print_table, user_errors
+from torchboost.cli.progress import display
+from torchboost.core.arguments import seconds_of
+from torchboost.tuning.evidence import TuneReport
+from torchboost.tuning.page import write_page
+from torchboost.tuning.sentences import cost, headline, horizon, rows
+from torchboost.tuning.tune import report_path
+from torchboost.tuning.tune import tune as run_tune
+
+__all__ = ["tune"]
+
+POINT = 0.01
+EARLY = ("", "data")
+"""Phases in which a ValueError comes from the arguments, not from the training."""
+
+
+def tune(
+    workload: Annotated[str, typer.Argument(help="path/to/train.py:make, or a workload of `torchboost bench`.")],
+    drop: Annotated[
+        float, typer.Option(help="Largest accepted drop, in points: hundredths of what evaluate returns.")
+    ] = 0.5,
+    budget: Annotated[str, typer.Option(help="Time for everything: 90s, 30m, 2h.")] = "30m",
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Passes over the batches per run. Default: 1, or the workload's.")
+    ] = None,
+    total_steps: Annotated[
+        int | None, typer.Option(min=1, help="Updates of the training that the answer is for. Default: those of a run.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Which model of the workload, such as resnet-basic.")] = None,
+    seeds: Annotated[int, typer.Option(min=3, help="Most seeds per comparison.")] = 12,
+    data: Annotated[Path | None, typer.Option(help="Path of the data, for workloads that need it.")] = None,
+    train_limit: Annotated[int | None, typer.Option(min=1, help="Use only so many training samples.")] = None,
+    device: Annotated[str, typer.Option(help="Where to train: cpu, cuda, cuda:1, ...")] = "cpu",
+    out: Annotated[Path, typer.Option(help="The configuration; the report is saved next to it.")] = Path("boost.json"),
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the report next to --out.")] = False,
+    html: Annotated[bool, typer.Option("--html/--no-html", help="Write a page next to the report.")] = True,
+    json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
+) -> None:
+    """Find out what may be turned on for your model without losing accuracy, and write it as a configuration."""
+    path = report_path(out)
+    with user_errors(), display() as shown:
+        try:
+            seconds_of(budget)
+            if path.exists() and not resume:
+                fail(f"{path} exists; continue it with --resume, or choose another file with --out.")
+            where = usable_device(device)
+            make, passes = _factory(workload, model, data, train_limit, where)
+            report = run_tune(
+                make,
+                drop=POINT * drop,
+                budget=budget,
+                epochs=epochs or passes,
+                total_steps=total_steps,
+                seeds=seeds,
+                device=where,
+                title=workload if model is None else f"{workload}-{model}",
+                out=out,
+                resume=resume,
+                progress=shown,
+            )
+        except ValueError as error:
+            if shown.phase not in EARLY:
+                raise
+            fail(str(error))
+        except KeyboardInterrupt:
+            _interrupted(path)
+    written = write_page(report, out.with_suffix(".report.html")) if html else None
+    if json:
+        print_json({"headline": headline(report), **report.model_dump(mode="json"), "config": str(out)})
+        return
+    print_table(["candidate", "outcome", "speed", "metric against stock", "seeds", "why"], rows(report))
+    typer.echo(headline(report))
+    if cost(report):
+        typer.echo(cost(report))
+    typer.echo(horizon(report))
+    for note in report.notes:
+        typer.echo(f"Note: {note}.")
+    for file in (out, path, written):
+        if file is not None:
+            typer.echo(f"wrote {file}")
+
+
+def _factory(
+    workload: str, model: str | None, data: Path | None, train_limit: int | None, device: torch.device
+) -> tuple[Callable[[int], Any], int]:
+    if workload.rpartition(":")[0].endswith(".py"):
+        if model is not None:
+            raise ValueError(f"--model: found {model!r}; leave it out, since a factory builds its own model.")
+        return function_at(workload), 1
+    job = find_job(workload if model is None else f"{workload}-{model}")
+    loaded = job.load(data, train_limit).to(device)
+    return factory_of(job, loaded, device), job.epochs
+
+
+def _interrupted(path: Path) -> NoReturn:
+    if path.exists():
+        count = len(TuneReport.load(path).runs)
+        typer.echo(f"\nStopped. {path} holds {count} finished runs; repeat the command with --resume.", err=True)
+    else:
+        typer.echo("\nStopped before a run was finished. Nothing was saved.", err=True)
+    raise typer.Exit(130)

@@ -1,0 +1,1 @@
+"""Find out which algorithms pay on a model without losing accuracy: candidates, trainings, a race, a report."""

@@ -1,0 +1,98 @@
+"""What a tuning tries on a model: the levers that pay here, and the algorithms of the levels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Any
+
+from torchboost.bench.workloads.factory import made_by
+from torchboost.errors import ConfigError, IncompatibleError
+from torchboost.front import boost
+from torchboost.registry import LEVELS, REGISTRY
+from torchboost.tuning.evidence import Candidate, Finding
+from torchboost.tuning.training import boosted_by, on_device
+
+__all__ = ["named_candidates", "standard_candidates", "usable"]
+
+Make = Callable[[int], object]
+
+LEVERS = tuple(name for name, entry in REGISTRY.items() if entry.lever)
+
+
+def standard_candidates(make: Make, *, steps: int, seconds: float) -> list[Candidate]:
+    """Return the levers that a trial keeps on this machine, and the settings of LessBN and freezing of the levels.
+
+    Args:
+        make: The factory.
+        steps: Updates of the run over which the levers must pay.
+        seconds: Length of the trial.
+    """
+    levers = kept_levers(make, steps=steps, seconds=seconds)
+    found = [Candidate(name="levers: " + ", ".join(levers), extra=dict.fromkeys(levers, True))] if levers else []
+    if "autocast" in levers and len(levers) > 1:
+        exact = [name for name in levers if name != "autocast"]
+        found.append(Candidate(name="levers: " + ", ".join(exact), extra=dict.fromkeys(exact, True)))
+    gentle, strong = LEVELS["O1"], LEVELS["O2"]
+    norms = {"gradient_centralization": dict(gentle["gradient_centralization"])}
+    algorithms = {
+        "less_bn as in O1": {"less_bn": dict(gentle["less_bn"]), **norms},
+        "less_bn as in O2": {"less_bn": dict(strong["less_bn"]), **norms},
+        "grad_freeze as in O1": {"grad_freeze": dict(gentle["grad_freeze"])},
+        "grad_freeze as in O2": {"grad_freeze": dict(strong["grad_freeze"])},
+    }
+    return found + [Candidate(name=name, extra=extra, skips_work=True) for name, extra in algorithms.items()]
+
+
+def kept_levers(make: Make, *, steps: int, seconds: float) -> list[str]:
+    """Return the names of the levers that the trial of :func:`torchboost.boost` keeps; it takes one training step."""
+    parts = made_by(make, 0)
+    others = {name: False for name in LEVELS["O1"] if name not in LEVERS}
+    boosted = boost(
+        parts.model,
+        parts.optimizer,
+        level="O1",
+        config={"extra": others},
+        total_steps=steps,
+        calibrate=seconds,
+    )
+    for inputs, targets in islice(iter(parts.batches), 1):
+        device = next(parts.model.parameters()).device
+        parts.loss(boosted.model(on_device(inputs, device)), on_device(targets, device)).backward()
+    boosted.optimizer.zero_grad()
+    on = list(boosted.attached)
+    boosted.remove()
+    return [name for name in LEVERS if name in on]
+
+
+def named_candidates(given: Mapping[str, Mapping[str, Any]]) -> list[Candidate]:
+    """Return candidates from names and sections ``extra``.
+
+    A candidate skips work unless all of its algorithms are levers, which compute the same in less time.
+
+    Raises:
+        ValueError: A name is empty, or a section turns nothing on.
+    """
+    found = []
+    for name, extra in given.items():
+        on = [key for key, value in extra.items() if value is not False]
+        if not name or not on:
+            raise ValueError(f"candidates: found {name!r}: {dict(extra)!r}; give a name and what it turns on.")
+        found.append(Candidate(name=name, extra=dict(extra), skips_work=not set(on) <= set(LEVERS)))
+    return found
+
+
+def usable(candidate: Candidate, make: Make, steps: int) -> Finding | None:
+    """Return a finding with the reason if the first algorithm of a candidate cannot work here; None if it can."""
+    parts = made_by(make, 0)
+    try:
+        boosted = boosted_by(parts, candidate.extra, steps)
+    except (ConfigError, IncompatibleError, ValueError) as error:
+        return Finding(candidate=candidate, outcome="not usable", reason=str(error))
+    first = next(name for name, value in candidate.extra.items() if value is not False)
+    missing = [f"{one.name}: {one.reason}" for one in boosted.plan.dropped if one.name == first]
+    running = {one.name for one in boosted.plan.algorithms}
+    boosted.remove()
+    if first in running:
+        return None
+    return Finding(candidate=candidate, outcome="not usable", reason="; ".join(missing) or "it changes nothing")

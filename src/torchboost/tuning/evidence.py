@@ -1,0 +1,112 @@
+"""The data of a tuning: plain, frozen values that are saved as JSON after every training."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from torchboost.measure.evidence import Environment, Interval, Record, SavedRecord
+
+__all__ = ["STOCK", "Candidate", "Finding", "Outcome", "Run", "TuneReport"]
+
+STOCK = "stock"
+
+Outcome = Literal["kept", "lost", "not shown", "no gain", "not better than fewer steps", "not usable", "not tried"]
+"""What became of a candidate: accepted, or why not."""
+
+
+class Candidate(Record):
+    """A way to train the model.
+
+    Args:
+        name: For people and for the report; unique.
+        extra: The section ``extra`` of a configuration that turns it on.
+        skips_work: Whether it leaves out a part of the training, so that it must do better than stock does with fewer
+            steps. False for what computes the same in less time.
+        share: Share of the steps that are trained, with the schedule fitted to them.
+    """
+
+    name: str
+    extra: dict[str, Any] = Field(default_factory=dict)
+    skips_work: bool = False
+    share: float = 1.0
+
+
+class Run(Record):
+    """One training.
+
+    Args:
+        name: Of the candidate.
+        seed: Of weights and data.
+        steps: Updates.
+        metric: At the end; higher is better. NaN if the training diverged.
+        setup_seconds: Construction, the first step, and compilation.
+        seconds: Training after the first step, without evaluation.
+        wall_seconds: Everything, for the budget.
+    """
+
+    name: str
+    seed: int
+    steps: int
+    metric: float
+    setup_seconds: float
+    seconds: float
+    wall_seconds: float
+
+    def projected(self, total_steps: int, share: float = 1.0) -> float:
+        """Return the seconds of a run of so many stock steps; set-up is paid once."""
+        return self.setup_seconds + self.seconds / max(1, self.steps - 1) * max(0, share * total_steps - 1)
+
+
+class Finding(Record):
+    """What is known about a candidate.
+
+    Args:
+        candidate: The candidate.
+        outcome: What became of it, or None if it was still being tried.
+        reason: One sentence.
+        seeds: Pairs with stock.
+        speed: Time of stock over its own for the whole run, projected to ``total_steps``.
+        difference: Metric minus that of stock, with bounds that hold at all looks; None before the first look.
+        detectable: How far the mean must be above minus the accepted drop to be shown by the planned seeds, in four of
+            five repetitions.
+        rival: Metric minus that of stock trained for equally long with fewer steps, if that was compared.
+        rival_share: Its share of the steps.
+    """
+
+    candidate: Candidate
+    outcome: Outcome | None = None
+    reason: str = ""
+    seeds: int = 0
+    speed: Interval | None = None
+    difference: Interval | None = None
+    detectable: float | None = None
+    rival: Interval | None = None
+    rival_share: float | None = None
+
+
+class TuneReport(SavedRecord):
+    """The result of a tuning, complete or as far as it came.
+
+    ``extra`` is what the final configuration turns on: the accepted candidates together, if they passed as a whole.
+    """
+
+    format: Literal[1] = 1
+    title: str
+    model: str
+    parameters: int
+    drop: float
+    budget_seconds: float
+    spent_seconds: float = 0.0
+    steps: int
+    total_steps: int
+    most_seeds: int
+    error: float
+    state: Literal["running", "interrupted", "complete"] = "running"
+    findings: list[Finding] = Field(default_factory=list)
+    whole: list[Finding] = Field(default_factory=list)
+    extra: dict[str, Any] = Field(default_factory=dict)
+    runs: list[Run] = Field(default_factory=list)
+    notes: list[str] = Field(default_factory=list)
+    environment: Environment

@@ -1,0 +1,132 @@
+"""One training of a candidate: build, train, evaluate, and take the times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchboost.bench.workloads.factory import Parts, made_by
+from torchboost.front import Boosted, boost
+from torchboost.measure.stopwatch import Clock, Stopwatch
+from torchboost.tuning.evidence import Candidate, Run
+
+__all__ = ["Training", "boosted_by", "on_device"]
+
+_LOOK_EVERY = 50
+"""Steps between two looks at whether the loss is still finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Trains candidates from a factory.
+
+    Args:
+        make: ``make(seed) -> (model, optimizer, loss, batches, evaluate[, schedule])``.
+        steps: Updates of a run of stock.
+        device: Where the batches go; the factory puts the model there.
+        told: Called with the candidate, the seed, and the share of the run that is done.
+    """
+
+    make: Callable[[int], object]
+    steps: int
+    device: torch.device
+    told: Callable[[Candidate, int, float], None] = lambda candidate, seed, share: None
+
+    def __call__(self, candidate: Candidate, seed: int) -> Run:
+        """Train once. The random generators are as before afterwards; ranks get the numbers of the first one."""
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            return _agreed(self._run(candidate, seed))
+
+    def _run(self, candidate: Candidate, seed: int) -> Run:
+        clock = Clock.of(self.device)
+        steps = max(1, round(candidate.share * self.steps))
+        whole, setup, rest = Stopwatch(clock), Stopwatch(clock), Stopwatch(clock)
+        metric = math.nan
+        with whole:
+            with setup:
+                parts = made_by(self.make, seed)
+                step = _stepper(parts, candidate, steps)
+                batches = _batches(parts.batches, seed, self.device)
+                loss = step(*next(batches))
+            with rest:
+                for done in range(1, steps):
+                    loss = step(*next(batches))
+                    if done % _LOOK_EVERY == 0:
+                        self.told(candidate, seed, done / steps)
+                        if not math.isfinite(float(loss)):
+                            break
+            if math.isfinite(float(loss)):
+                metric = _evaluated(parts)
+        times = {"setup_seconds": setup.seconds, "seconds": rest.seconds, "wall_seconds": whole.seconds}
+        return Run(name=candidate.name, seed=seed, steps=steps, metric=metric, **times)
+
+
+def boosted_by(parts: Parts, extra: dict[str, Any], steps: int) -> Boosted:
+    """Boost model and optimizer with the algorithms of a section ``extra`` and nothing else.
+
+    Raises:
+        ConfigError, IncompatibleError, ValueError: They cannot work on this pair.
+    """
+    return boost(parts.model, parts.optimizer, level="O0", config={"extra": extra}, total_steps=steps, calibrate=False)
+
+
+def _stepper(parts: Parts, candidate: Candidate, steps: int) -> Callable[[Any, Any], Tensor]:
+    model: nn.Module = parts.model
+    optimizer: Optimizer = parts.optimizer
+    if any(value is not False for value in candidate.extra.values()):
+        model, optimizer = boosted_by(parts, candidate.extra, steps)
+    schedule = None if parts.schedule is None else parts.schedule(optimizer, steps)
+    model.train()
+
+    def step(inputs: Any, targets: Any) -> Tensor:
+        loss = parts.loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _batches(epoch: Iterable[Any], seed: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
+    """Yield batches without end. All candidates get the same ones in the same order."""
+    kept = list(epoch) if iter(epoch) is epoch else epoch  # a generator can be read only once
+    number = 0
+    while True:
+        # A shuffling loader draws its order from the global generator.
+        torch.manual_seed(1_000_003 * seed + number)
+        for inputs, targets in kept:
+            yield on_device(inputs, device), on_device(targets, device)
+        number += 1
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Return a tensor on a device, and any other value unchanged."""
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _evaluated(parts: Parts) -> float:
+    """Compute the metric without another compilation of the model."""
+    assert parts.evaluate is not None
+    parts.model.eval()
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        return float(parts.evaluate(parts.model))
+
+
+def _agreed(run: Run) -> Run:
+    """Return the run of the first rank, with the times of the slowest one."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return run
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, run)
+    times = ("setup_seconds", "seconds", "wall_seconds")
+    return found[0].model_copy(update={name: max(getattr(one, name) for one in found) for name in times})

@@ -1,0 +1,257 @@
+"""Find out which algorithms pay on a model without losing accuracy, within a budget of time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchboost.bench.workloads.factory import Parts, made_by
+from torchboost.core.arguments import check_count, seconds_of
+from torchboost.measure.stopwatch import Progress, environment
+from torchboost.plan import Plan
+from torchboost.registry import Facts
+from torchboost.tuning.candidates import named_candidates, standard_candidates, usable
+from torchboost.tuning.evidence import Candidate, Finding, TuneReport
+from torchboost.tuning.race import Race
+from torchboost.tuning.training import Training
+
+__all__ = ["report_path", "tune"]
+
+TRIAL_SHARE, TRIAL_MOST = 0.1, 60.0
+"""The trial of the levers takes at most this share of the budget, and at most so many seconds."""
+
+
+def tune(
+    make: Callable[[int], object],
+    *,
+    drop: float,
+    budget: float | str,
+    epochs: int = 1,
+    total_steps: int | None = None,
+    candidates: Mapping[str, Mapping[str, Any]] | None = None,
+    seeds: int = 12,
+    error: float = 0.05,
+    device: torch.device | str = "cpu",
+    title: str = "a model",
+    out: str | Path | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> TuneReport:
+    """Train candidates against the stock loop, and return what may be turned on for this model.
+
+    First a trial chooses the levers that make a step faster here. Then every candidate is trained against stock, paired
+    by seed, until a sequential test shows that it keeps the metric within ``drop``, or that it does not, or that more
+    seeds would hardly decide. What leaves out work must also end with a better metric than stock trained for equally
+    long with fewer steps. At last the accepted candidates are trained together, with fresh seeds, and tested as a
+    whole; the result turns them on only if that passes.
+
+    The answer is valid for runs like those that were made: ``epochs`` passes over the factory's batches. A drop that
+    only shows later in a longer run cannot be seen.
+
+    Args:
+        make: ``make(seed) -> (model, optimizer, loss, batches, evaluate[, schedule])``. ``evaluate(model)`` returns the
+            metric, higher is better. ``schedule(optimizer, steps)`` returns a torch scheduler, stepped after every
+            update.
+        drop: Largest accepted drop of the metric, in its own units: 0.005 for half a point of an accuracy.
+        budget: Seconds, or text such as ``"30m"``. The next run is not begun if it does not fit.
+        epochs: Passes over the batches in a run of stock.
+        total_steps: Updates of the training that the answer is for, over which compilation is spread; by default those
+            of a run.
+        candidates: Name -> section ``extra`` of a configuration, in place of the standard ones.
+        seeds: Most seeds per comparison, at least 3.
+        error: Probability of a wrong decision in each comparison.
+        device: Where the batches go.
+        title: Of the report.
+        out: JSON file of the resulting configuration; the report is saved next to it after every run, see
+            :func:`report_path`.
+        resume: Continue the report that is there. The runs in it are not repeated.
+        progress: Called with the seconds that were spent.
+
+    Raises:
+        ValueError: An argument is out of range, the factory returns something else or has no ``evaluate``, the stock
+            loop diverges, or the report belongs to another tuning.
+        KeyboardInterrupt: Passed on. The report holds all finished runs.
+
+    Example:
+        >>> import torchboost
+        >>> report = torchboost.tune(make, drop=0.005, budget="30m", out="boost.json")  # doctest: +SKIP
+        >>> model, optimizer = torchboost.boost(model, optimizer, config="boost.json")  # doctest: +SKIP
+    """
+    session = _Session(
+        make=make,
+        seconds=seconds_of(budget),
+        device=torch.device(device),
+        out=None if out is None else Path(out),
+        tell=_silent if progress is None else progress,
+    )
+    check_count("epochs", epochs, of="passes over the batches")
+    if not drop > 0:
+        raise ValueError(f"drop: found {drop!r}; give a number above 0, in units of the metric.")
+    parts = made_by(make, 0)
+    if parts.evaluate is None:
+        raise ValueError(
+            "the factory has no evaluate; tune needs it: return (model, optimizer, loss, batches, evaluate)."
+        )
+    session.report = _frame(
+        parts,
+        title=title,
+        drop=drop,
+        budget_seconds=session.seconds,
+        steps=epochs * _length(parts),
+        total_steps=total_steps,
+        most_seeds=seeds,
+        error=error,
+        device=session.device,
+    )
+    if resume:
+        session.take_up()
+    return session.run(candidates)
+
+
+def report_path(out: str | Path) -> Path:
+    """Return where the report of a configuration file is: ``boost.report.json`` for ``boost.json``."""
+    return Path(out).with_suffix(".report.json")
+
+
+@dataclass(kw_only=True)
+class _Session:
+    """A tuning under way: what was asked, and the report as far as it came."""
+
+    make: Callable[[int], object]
+    seconds: float
+    device: torch.device
+    out: Path | None
+    tell: Progress
+    report: TuneReport = field(init=False)
+
+    def take_up(self) -> None:
+        """Continue the saved report.
+
+        Raises:
+            ValueError: It belongs to another tuning.
+        """
+        path = None if self.out is None else report_path(self.out)
+        if path is None or not path.is_file():
+            return
+        saved = TuneReport.load(path)
+        for key in ("title", "model", "parameters", "drop", "steps", "total_steps", "most_seeds", "error"):
+            _must_agree(path, key, getattr(saved, key), getattr(self.report, key))
+        for key in ("torch", "torchboost", "processor", "device", "threads"):
+            _must_agree(path, key, getattr(saved.environment, key), getattr(self.report.environment, key))
+        self.report = saved.model_copy(update={"budget_seconds": self.seconds, "state": "running", "whole": []})
+
+    def run(self, given: Mapping[str, Mapping[str, Any]] | None) -> TuneReport:
+        started = time.perf_counter()
+        findings = self._candidates(given)
+        runs = {(run.name, run.seed): run for run in self.report.runs}
+        training = Training(make=self.make, steps=self.report.steps, device=self.device, told=self._within)
+        race = Race(
+            train=training,
+            candidates=[found.candidate for found in findings if found.outcome is None],
+            drop=self.report.drop,
+            budget=self.seconds,
+            total_steps=self.report.total_steps,
+            most=self.report.most_seeds,
+            error=self.report.error,
+            spent=sum(run.wall_seconds for run in runs.values()) + time.perf_counter() - started,
+            told=lambda race: self._note(race, findings),
+            runs=runs,
+        )
+        try:
+            extra = race.decide()
+        except KeyboardInterrupt:
+            self._note(race, findings, state="interrupted")
+            raise
+        self._note(race, findings, state="complete", extra=extra)
+        if self.out is not None:
+            self._write(extra)
+        return self.report
+
+    def _candidates(self, given: Mapping[str, Mapping[str, Any]] | None) -> list[Finding]:
+        """Return a finding for each candidate, with an outcome for those that cannot work here."""
+        if self.report.findings:
+            kept = [found for found in self.report.findings if found.outcome == "not usable"]
+            names = {found.candidate.name for found in kept}
+            return [
+                *kept,
+                *(Finding(candidate=f.candidate) for f in self.report.findings if f.candidate.name not in names),
+            ]
+        total = self.report.total_steps
+        if given is None:
+            self.tell("trial of the levers", 0, 1)
+            wanted = standard_candidates(self.make, steps=total, seconds=min(TRIAL_MOST, TRIAL_SHARE * self.seconds))
+            self.tell("trial of the levers", 1, 1)
+        else:
+            wanted = named_candidates(given)
+        return [usable(one, self.make, self.report.steps) or Finding(candidate=one) for one in wanted]
+
+    def _within(self, candidate: Candidate, seed: int, share: float) -> None:
+        self.tell("tuning", round(self.report.spent_seconds), round(self.seconds), f"{candidate.name}, seed {seed}")
+
+    def _note(self, race: Race, given: list[Finding], **update: Any) -> None:
+        """Put what the race knows into the report, and save it."""
+        findings = [race.findings.get(found.candidate.name, found) for found in given]
+        self.report = self.report.model_copy(
+            update={
+                "findings": findings,
+                "whole": list(race.whole),
+                "runs": list(race.runs.values()),
+                "spent_seconds": race.spent,
+                "notes": list(race.notes),
+                **update,
+            }
+        )
+        if self.out is not None:
+            self.report.save(report_path(self.out))
+        last = self.report.runs[-1] if self.report.runs else None
+        note = "" if last is None else f"{last.name}, seed {last.seed}: {last.metric:.4g}"
+        self.tell("tuning", round(race.spent), round(self.seconds), note)
+
+    def _write(self, extra: dict[str, Any]) -> None:
+        assert self.out is not None
+        parts = made_by(self.make, 0)
+        facts = Facts.measure(parts.model, total_steps=self.report.total_steps, loop="own")
+        plan = Plan.of("O0", {"extra": extra}, facts).fit(parts.model, parts.optimizer)
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        plan.save(self.out)
+
+
+def _frame(parts: Parts, *, total_steps: int | None, steps: int, device: torch.device, **given: Any) -> TuneReport:
+    return TuneReport(
+        model=type(parts.model).__name__,
+        parameters=sum(param.numel() for param in parts.model.parameters()),
+        steps=steps,
+        total_steps=steps if total_steps is None else _checked_total(total_steps, steps),
+        environment=environment(device),
+        **given,
+    )
+
+
+def _checked_total(total_steps: int, steps: int) -> int:
+    if total_steps < steps:
+        raise ValueError(f"total_steps: found {total_steps}; the runs that are made have {steps} steps.")
+    return total_steps
+
+
+def _length(parts: Parts) -> int:
+    count = len(parts.batches) if hasattr(parts.batches, "__len__") else sum(1 for _ in parts.batches)  # pyright: ignore[reportArgumentType]
+    if not count:
+        raise ValueError("the factory's batches are empty; at least one batch is needed.")
+    return count
+
+
+def _must_agree(path: Path, key: str, saved: object, now: object) -> None:
+    if saved != now:
+        raise ValueError(
+            f"{path} was made with {key} {saved!r}, but now it is {now!r}; they cannot be mixed. Choose another file, "
+            "or do not resume."
+        )
+
+
+def _silent(phase: str, done: int, total: int, note: str = "") -> None:
+    return None

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from typer.testing import CliRunner
+
+from torchboost.cli.app import app
+from torchboost.tuning.evidence import TuneReport
+
+FACTORY = textwrap.dedent(
+    """
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    def make(seed):
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+        draw = torch.Generator().manual_seed(0)
+        inputs = torch.randn(64, 8, generator=draw)
+        targets = (inputs.sum(1) > 0).long()
+        batches = list(zip(inputs.split(8), targets.split(8)))
+        evaluate = lambda model: (model(inputs).argmax(1) == targets).float().mean()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, batches, evaluate
+    """
+)
+
+
+def run(*words: str):
+    return CliRunner().invoke(app, ["tune", *words])
+
+
+@pytest.fixture
+def factory(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(FACTORY, encoding="utf-8")
+    return f"{file}:make"
+
+
+def test_a_factory_is_tuned_and_the_configuration_written(factory, tmp_path):
+    out = tmp_path / "boost.json"
+    result = run(factory, "--budget", "5s", "--drop", "20", "--seeds", "3", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert set(json.loads(out.read_text(encoding="utf-8"))) == {"about", "extra"}
+    report = TuneReport.load(tmp_path / "boost.report.json")
+    assert report.drop == pytest.approx(0.2)
+    assert report.title == factory
+    assert f"wrote {out}" in result.stdout
+    assert "A drop that only shows later" in result.stdout
+    assert "tuning:" in result.stderr
+
+
+def test_json_answers_on_standard_output_alone(factory, tmp_path):
+    result = run(factory, "--budget", "3s", "--drop", "20", "--seeds", "3", "--json", "--out", str(tmp_path / "a.json"))
+    found = json.loads(result.stdout)
+    assert found["state"] == "complete"
+    assert found["headline"]
+
+
+def test_a_report_that_is_there_is_not_overwritten(factory, tmp_path):
+    out = tmp_path / "boost.json"
+    words = (factory, "--budget", "3s", "--drop", "20", "--seeds", "3", "--out", str(out))
+    assert run(*words).exit_code == 0
+    again = run(*words)
+    assert again.exit_code == 1
+    assert "continue it with --resume" in again.stderr
+    assert run(*words, "--resume").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("none.py:make",), "found no file"),
+        (("digitz",), "Did you mean 'digits-resnet'"),
+        (("digits", "--budget", "soon"), "budget: found 'soon'"),
+        (("digits", "--drop", "0"), "drop: found 0.0"),
+        (("digits", "--device", "toaster"), "--device"),
+    ],
+)
+def test_mistakes_are_one_line(words, said, tmp_path):
+    result = run(*words, "--out", str(tmp_path / "boost.json"))
+    assert result.exit_code == 1
+    assert said in result.stderr
+    assert "Traceback" not in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interruption_says_how_to_continue(factory, tmp_path, monkeypatch):
+    def stopped(*args, **given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torchboost.cli.tune.run_tune", stopped)
+    result = run(factory, "--out", str(tmp_path / "boost.json"))
+    assert result.exit_code == 130
+    assert "Stopped before a run was finished" in result.stderr
+
+
+SLOW = textwrap.dedent(
+    """
+    import random
+    import torch
+    from torch import nn
+
+    def make(seed):
+        model = nn.Sequential(nn.Linear(64, 1500), nn.ReLU(), nn.Linear(1500, 1500), nn.ReLU(), nn.Linear(1500, 2))
+        batches = [(torch.randn(4, 64), torch.tensor([0, 1, 0, 1]))] * 8
+        noise = random.SystemRandom().random()  # no test decides about it
+        loss = nn.functional.cross_entropy
+        return model, torch.optim.AdamW(model.parameters()), loss, batches, lambda model: 0.5 + 0.1 * noise
+    """
+)
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_any_moment_leaves_a_report_that_is_resumed(tmp_path):
+    """Ten interruptions at random moments of a real process; the runs that were finished are not repeated."""
+    out, report = tmp_path / "boost.json", tmp_path / "boost.report.json"
+    file = tmp_path / "slow.py"
+    file.write_text(SLOW, encoding="utf-8")
+    program = "from torchboost.cli import main; main()"
+    options = ["--budget", "60s", "--drop", "1", "--epochs", "5", "--resume"]
+    command = [sys.executable, "-c", program, "tune", f"{file}:make", *options, "--out", str(out)]
+    draw, kept, interrupted = random.Random(0), 0, 0
+    for _ in range(10):
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                process.wait(timeout=4 + 5 * draw.random())
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+        if process.returncode == 0:
+            break  # it was finished before
+        interrupted += 1
+        assert process.returncode in (130, -signal.SIGINT), said
+        assert "Traceback" not in said or process.returncode == -signal.SIGINT
+        if report.exists():
+            runs = TuneReport.load(report).runs
+            assert len(runs) >= kept
+            kept = len(runs)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    final = TuneReport.load(report)
+    assert final.state == "complete"
+    assert len(final.runs) >= kept
+    assert len({(run.name, run.seed) for run in final.runs}) == len(final.runs)
+    assert final.spent_seconds <= 66
+    assert interrupted >= 5

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import torchboost
+from torchboost import Boosted, Guard
+
+STEPS = 300
+
+
+def network(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
+        *(nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)),
+    )
+
+
+def batches(seed: int) -> Any:
+    """Four classes of noisy patterns that a small network learns in 300 steps, not in 50."""
+    patterns = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(99))
+    draw = torch.Generator().manual_seed(1000 + seed)
+    while True:
+        labels = torch.randint(0, 4, (16,), generator=draw)
+        yield patterns[labels] + 3.0 * torch.randn(16, 3, 8, 8, generator=draw), labels
+
+
+def train(
+    seed: int, extra: dict[str, Any], *, watch: Any = None, steps: int = STEPS, total: int = STEPS
+) -> tuple[list[float], Boosted]:
+    """Return the losses of a run and what it was boosted with; ``watch(boosted)`` makes a guard."""
+    model = network(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    boosted = torchboost.boost(
+        model, optimizer, level="O0", config={"extra": extra}, total_steps=total, calibrate=False
+    )
+    guard = None if watch is None else watch(boosted)
+    losses, data = [], batches(seed)
+    for _ in range(steps):
+        inputs, labels = next(data)
+        loss = F.cross_entropy(boosted.model(inputs), labels)
+        loss.backward()
+        boosted.optimizer.step()
+        boosted.optimizer.zero_grad()
+        if guard is not None:
+            guard.update(loss)
+        losses.append(float(loss.detach()))
+    return losses, boosted
+
+
+HARMFUL = {"grad_freeze": {"pattern": "continuous", "full_share": 0.02, "groups": 3}}
+
+
+def at_end(losses: list[float]) -> float:
+    return sum(losses[-50:]) / 50
+
+
+def test_a_harmful_setting_is_withdrawn_and_the_run_ends_where_stock_does():
+    ends = {"stock": 0.0, "unguarded": 0.0, "guarded": 0.0}
+    for seed in range(3):
+        stock, _ = train(seed, {})
+        unguarded, _ = train(seed, HARMFUL)
+        said: list[str] = []
+        guarded, boosted = train(seed, HARMFUL, watch=lambda b, r=stock, s=said: Guard(b, r, block=5, log=s.append))
+        for name, losses in (("stock", stock), ("unguarded", unguarded), ("guarded", guarded)):
+            ends[name] += at_end(losses)
+        assert "withdrew grad_freeze" in said[0]
+        assert all("nothing is left to withdraw" in text for text in said[1:])  # it may still be catching up
+        assert "grad_freeze" not in boosted.attached
+        assert all(param.requires_grad for param in boosted.model.parameters())
+        assert "the guard withdrew it" in boosted.explain()
+    assert ends["unguarded"] > 1.06 * ends["stock"]
+    assert ends["guarded"] < 1.05 * ends["stock"]
+
+
+def test_clean_runs_raise_few_false_alarms():
+    """Twenty runs that differ from theirs by rounding, which grows to other trajectories."""
+    alarms = 0
+    for seed in range(20):
+        stock, _ = train(seed, {}, steps=150)
+        said: list[str] = []
+        train(seed, {"autocast": True}, watch=lambda b, r=stock, s=said: Guard(b, r, log=s.append), steps=150)
+        alarms += len(said)
+    assert alarms <= 1
+
+
+def test_the_trend_finds_a_run_that_gets_worse_and_not_one_that_learns():
+    quiet: list[str] = []
+    _, boosted = train(1, {"autocast": True}, watch=lambda b: Guard(b, log=quiet.append))
+    assert quiet == []
+    said: list[str] = []
+    guard = Guard(boosted, block=5, log=said.append)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(400):
+        level = 1.0 - 0.004 * step if step < 150 else 0.4 + 0.01 * (step - 150)
+        guard.update(level + 0.02 * torch.randn((), generator=generator))
+    assert said
+    assert "withdrew autocast" in said[0]
+    assert "autocast" not in boosted.attached
+
+
+def test_a_loss_that_is_not_finite_withdraws_at_the_end_of_its_block():
+    _, boosted = train(0, {"autocast": True, "gradient_centralization": True}, steps=2)
+    guard = Guard(boosted, [1.0] * 50, block=4, log=lambda text: None)
+    found = [guard.update(value) for value in (1.0, math.nan, 1.0, 1.0)]
+    assert found == [None, None, None, "autocast"]
+    assert [guard.update(math.inf) for _ in range(4)][-1] == "gradient_centralization"
+    assert [guard.update(math.nan) for _ in range(4)][-1] is None
+    assert guard.withdrawn == ["autocast", "gradient_centralization"]
+
+
+def test_after_the_end_of_the_reference_nothing_is_compared():
+    _, boosted = train(0, {"autocast": True}, steps=2)
+    guard = Guard(boosted, [1.0] * 10, block=5, log=lambda text: None)
+    for _ in range(500):
+        assert guard.update(9.0) is None or guard.withdrawn
+    assert guard.withdrawn == []
+
+
+def test_a_guard_resumes_from_a_checkpoint():
+    losses = [1.0 + 0.2 * math.sin(step) for step in range(200)]
+    reference = [1.0] * 200
+    _, boosted = train(0, {"autocast": True, "gradient_centralization": True}, steps=2)
+    whole = Guard(boosted, reference, block=7, tolerance=0.0, log=lambda text: None)
+    for loss in losses[:90]:
+        whole.update(loss)
+    state = copy.deepcopy(whole.state_dict())
+    _, other = train(0, {"autocast": True, "gradient_centralization": True}, steps=2)
+    resumed = Guard(other, reference, block=7, tolerance=0.0, log=lambda text: None)
+    resumed.load_state_dict(state)
+    for loss in losses[90:]:
+        assert whole.update(loss) == resumed.update(loss)
+    assert resumed.state_dict() == whole.state_dict()
+    assert list(other.attached) == list(boosted.attached)
+
+
+def test_what_was_withdrawn_stays_withdrawn_after_loading():
+    _, boosted = train(0, {"autocast": True}, steps=2)
+    guard = Guard(boosted, [1.0], block=1, log=lambda text: None)
+    guard.update(math.nan)
+    _, other = train(0, {"autocast": True}, steps=2)
+    resumed = Guard(other, [1.0], block=1, log=lambda text: None)
+    resumed.load_state_dict(guard.state_dict())
+    assert "autocast" not in other.attached
+    assert resumed.withdrawn == ["autocast"]
+
+
+def test_figures_for_a_log():
+    _, boosted = train(0, {**HARMFUL, "autocast": True}, steps=20)
+    found = boosted.figures()
+    assert found["boost/autocast"] == 1.0
+    assert 0 < found["boost/grad_freeze/frozen"] < 1
+    guard = Guard(boosted, [1.0] * 20, block=2, log=lambda text: None)
+    for _ in range(4):
+        guard.update(1.5)
+    assert guard.figures() == {
+        "guard/excess": pytest.approx(0.5),
+        "guard/evidence": pytest.approx(guard._test.evidence),
+        "guard/withdrawn": 0.0,
+    }
+    boosted.withdraw("autocast", "a test")
+    assert "boost/autocast" not in boosted.figures()
+    boosted.withdraw("autocast", "twice does nothing")
+    scaled, _ = network(0), None
+    optimizer = torch.optim.SGD(scaled.parameters(), lr=0.1)
+    with_scaler = torchboost.boost(
+        scaled, optimizer, level="O0", config={"extra": {"loss_scale_group": True}}, calibrate=False
+    )
+    assert with_scaler.figures()["boost/loss_scale"] > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"reference": []}, "reference: found 0 losses"),
+        ({"reference": [1.0, math.nan]}, "all of them finite"),
+        ({"reference": "stock"}, "give the losses of the stock loop, or 'trend'"),
+        ({"tolerance": -0.1}, "tolerance: found"),
+        ({"block": 0}, "block: found 0"),
+        ({"error": 3.0}, "error: found"),
+    ],
+)
+def test_bad_arguments(wrong, said):
+    _, boosted = train(0, {}, steps=1)
+    with pytest.raises(ValueError, match=said):
+        Guard(boosted, **wrong)

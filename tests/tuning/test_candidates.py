@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.tuning.test_training import make
+from torchboost.registry import LEVELS, REGISTRY
+from torchboost.tuning.candidates import named_candidates, standard_candidates, usable
+from torchboost.tuning.evidence import Candidate
+
+
+def test_the_standard_candidates_are_the_settings_of_the_levels():
+    found = {one.name: one for one in standard_candidates(make, steps=2000, seconds=0.5)}
+    for level in ("O1", "O2"):
+        for name in ("less_bn", "grad_freeze"):
+            one = found[f"{name} as in {level}"]
+            assert one.skips_work
+            assert one.extra[name] == LEVELS[level][name]
+    levers = [one for name, one in found.items() if name.startswith("levers")]
+    for one in levers:
+        assert not one.skips_work
+        assert one.extra
+        assert all(REGISTRY[name].lever for name in one.extra)
+    if levers and "autocast" in levers[0].extra and len(levers[0].extra) > 1:
+        assert "autocast" not in levers[1].extra
+
+
+def test_named_candidates():
+    found = named_candidates({"fast": {"channels_last": True}, "both": {"channels_last": True, "less_bn": {}}})
+    assert [one.skips_work for one in found] == [False, True]
+    for wrong in ({"": {"less_bn": True}}, {"nothing": {"less_bn": False}}, {"empty": {}}):
+        with pytest.raises(ValueError, match="candidates: found"):
+            named_candidates(wrong)
+
+
+def linear(seed: int) -> Any:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    data = [(torch.randn(8, 4), torch.randint(0, 2, (8,)))]
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, data, lambda model: 0.0
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"less_bn": {"keep": "narrowest"}}, "less_bn"),
+        ({"channels_last": True}, "convolution"),
+        ({"les_bn": True}, "Did you mean 'less_bn'"),
+        ({"grad_freeze": {"full_share": 3}}, "full_share"),
+    ],
+)
+def test_what_cannot_work_here_is_left_out_with_a_reason(extra, said):
+    found = usable(Candidate(name="a", extra=extra), linear, 100)
+    assert found is not None
+    assert found.outcome == "not usable"
+    assert said in found.reason
+
+
+def test_what_can_work_is_not_left_out():
+    assert usable(Candidate(name="a", extra={"fused_optimizer": True}), linear, 100) is None
+    assert usable(Candidate(name="a", extra={"gradient_centralization": True}), make, 100) is None

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchboost.tuning.evidence import STOCK, Candidate, Run
+from torchboost.tuning.race import FRESH_SEED, Race, combined
+
+POINT = 0.01
+
+
+class Planted:
+    """Trainings with known effects: the noise of a run follows from its name and seed, so that runs can be repeated."""
+
+    def __init__(
+        self, effects: Mapping[str, float], times: Mapping[str, float], seed: int = 0, late: float = 4.0
+    ) -> None:
+        self.effects, self.times, self.seed, self.late = effects, times, seed, late
+        self.made: list[tuple[str, int]] = []
+
+    def __call__(self, candidate: Candidate, number: int) -> Run:
+        self.made.append((candidate.name, number))
+        own = np.random.default_rng([self.seed, number, *map(ord, candidate.name)])
+        common = np.random.default_rng([self.seed, number])
+        parts = candidate.name.split(" + ")
+        effect = sum(self.effects.get(part, 0.0) for part in parts) - self.late * (1 - candidate.share)
+        time = 10 * candidate.share * math.prod(self.times.get(part, 1.0) for part in parts)
+        metric = 0.9 + POINT * effect + common.normal(0, POINT) + own.normal(0, 0.3 * POINT)
+        seconds = {"setup_seconds": 0.0, "seconds": time, "wall_seconds": time + 1}
+        return Run(name=candidate.name, seed=number, steps=101, metric=metric, **seconds)
+
+
+def race(
+    train: Callable[[Candidate, int], Run], names: list[str], *, skips: bool = True, budget: float = 1e6, **more: Any
+) -> Race:
+    candidates = [Candidate(name=name, extra={name: True}, skips_work=skips) for name in names]
+    return Race(train=train, candidates=candidates, drop=POINT, budget=budget, total_steps=101, **more)
+
+
+def outcomes(made: Race) -> dict[str, str | None]:
+    return {name: found.outcome for name, found in made.findings.items()}
+
+
+def test_a_harmless_candidate_is_accepted_and_confirmed_with_fresh_seeds():
+    train = Planted({}, {"a": 0.7})
+    made = race(train, ["a"])
+    assert made.decide() == {"a": True}
+    assert outcomes(made) == {"a": "kept"}
+    found = made.findings["a"]
+    assert found.speed is not None
+    assert found.speed.mid == pytest.approx(1 / 0.7, rel=0.01)
+    assert found.rival_share == 0.75
+    (whole,) = made.whole
+    assert whole.outcome == "kept"
+    assert {seed for name, seed in train.made if seed >= FRESH_SEED}
+    assert len(train.made) == len(set(train.made))
+
+
+@pytest.mark.parametrize(
+    ("effect", "time", "skips", "wanted"),
+    [
+        (-2.0, 0.7, True, "lost"),
+        (-1.2, 0.7, True, "lost"),
+        (0.0, 0.99, True, "no gain"),
+        (-0.3, 0.85, True, "not better than fewer steps"),
+        (-0.3, 0.85, False, "kept"),
+    ],
+)
+def test_what_becomes_of_a_candidate(effect, time, skips, wanted):
+    made = race(Planted({"a": effect}, {"a": time}, late=2.0), ["a"], skips=skips)
+    extra = made.decide()
+    assert outcomes(made) == {"a": wanted}
+    assert bool(extra) == (wanted == "kept")
+    assert made.findings["a"].reason
+
+
+def test_a_training_that_diverges_is_lost_and_a_stock_loop_that_does_is_an_error():
+    def diverging(candidate: Candidate, seed: int) -> Run:
+        run = Planted({}, {"a": 0.7})(candidate, seed)
+        return run.model_copy(update={"metric": math.nan}) if candidate.name == "a" else run
+
+    made = race(diverging, ["a"])
+    assert made.decide() == {}
+    assert (made.findings["a"].outcome, made.findings["a"].reason) == ("lost", "its training diverged")
+
+    def broken(candidate: Candidate, seed: int) -> Run:
+        return Planted({}, {})(candidate, seed).model_copy(update={"metric": math.nan})
+
+    with pytest.raises(ValueError, match="stock loop ended with the metric nan"):
+        race(broken, ["a"]).decide()
+
+
+def test_a_candidate_that_fails_together_with_others_is_left_out():
+    """Each alone costs half a point, which is accepted; together they cost more."""
+    train = Planted({"a": -0.3, "b": -0.55, "a + b": 0.0}, {"a": 0.5, "b": 0.6}, late=8.0)
+    train.effects = {"a": -0.35, "b": -0.5}
+    together = {"a": -0.35, "b": -0.9}
+
+    def run(candidate: Candidate, seed: int) -> Run:
+        train.effects = together if " + " in candidate.name else {"a": -0.35, "b": -0.5}
+        return train(candidate, seed)
+
+    made = race(run, ["a", "b"], skips=False)
+    extra = made.decide()
+    assert outcomes(made) == {"a": "kept", "b": "kept"}
+    assert [found.outcome for found in made.whole] == ["lost", "kept"]
+    assert extra == {"a": True}
+
+
+def test_two_settings_of_one_algorithm_are_not_combined():
+    slow = Candidate(name="slow", extra={"less_bn": {"keep": "narrowest"}, "gradient_centralization": {}})
+    fast = Candidate(name="fast", extra={"less_bn": {"keep": "none"}, "gradient_centralization": {}})
+    train = Planted({}, {"slow": 0.8, "fast": 0.6})
+    made = Race(train=train, candidates=[slow, fast], drop=POINT, budget=1e6, total_steps=101)
+    assert made.decide() == fast.extra
+
+
+def test_combined_settings():
+    assert combined([{"a": True, "b": False}, {"b": {"x": 1}}, {"c": False}]) == {"a": True, "b": {"x": 1}, "c": False}
+    assert combined([]) == {}
+
+
+@pytest.mark.parametrize("budget", [40.0, 90.0, 200.0, 333.0, 700.0])
+def test_the_budget_is_kept(budget):
+    train = Planted({"b": -0.4}, {"a": 0.7, "b": 0.8})
+    made = race(train, ["a", "b"], budget=budget)
+    made.decide()
+    assert made.spent <= budget
+    assert made.spent == pytest.approx(sum(run.wall_seconds for run in made.runs.values()))
+    assert all(found.outcome for found in made.findings.values())
+    if budget < 77:
+        assert "needs at least six more" in made.findings["a"].reason
+
+
+def test_what_the_budget_cut_short_is_not_accepted():
+    made = race(Planted({}, {"a": 0.7}), ["a"], budget=100.0)
+    assert made.decide() == {}
+    assert outcomes(made) == {"a": "not shown"}
+
+
+def test_every_prefix_of_runs_leads_to_the_same_decisions():
+    """A tuning that was interrupted after any run ends as one that was not, and repeats nothing."""
+    effects, times = {"b": -0.6, "c": -2.0}, {"a": 0.7, "b": 0.85, "c": 0.6}
+    train = Planted(effects, times)
+    spent = race(train, ["a", "b", "c"])
+    spent.decide()
+    budget = spent.spent + 30  # at the end less is left than a new tuning would need
+    train.made.clear()
+    whole = race(train, ["a", "b", "c"], budget=budget)
+    wanted = whole.decide()
+    kept = list(whole.runs.items())
+    for stop in range(0, len(kept) + 1, 3):
+        again = Planted(effects, times)
+        runs = dict(kept[:stop])
+        resumed = race(
+            again, ["a", "b", "c"], budget=budget, runs=runs, spent=sum(r.wall_seconds for _, r in kept[:stop])
+        )
+        assert resumed.decide() == wanted
+        assert resumed.findings == whole.findings
+        assert resumed.whole == whole.whole
+        assert again.made == train.made[stop:]
+
+
+def test_an_interruption_at_any_run_leaves_what_was_known():
+    for stop in range(10):
+        train = Planted({}, {"a": 0.7})
+
+        def until(candidate: Candidate, seed: int, train: Planted = train, stop: int = stop) -> Run:
+            if len(train.made) == stop:
+                raise KeyboardInterrupt
+            return train(candidate, seed)
+
+        made = race(until, ["a"])
+        with pytest.raises(KeyboardInterrupt):
+            made.decide()
+        assert len(made.runs) == stop
+        assert not made.whole or made.whole[-1].outcome is None or stop > 6
+
+
+def test_a_recipe_that_is_longer_than_needed_is_noted():
+    made = race(Planted({}, {"a": 0.7}, late=0.5), ["a"])
+    made.decide()
+    assert outcomes(made) == {"a": "not better than fewer steps"}
+    assert made.notes == ["75% of the steps, with the schedule fitted to them, keep the metric of stock too"]
+
+
+def test_the_cost_of_starting_is_spread_over_the_users_run():
+    def compiled(candidate: Candidate, seed: int) -> Run:
+        run = Planted({}, {"a": 0.5})(candidate, seed)
+        return run.model_copy(update={"setup_seconds": 0.0 if candidate.name != "a" else 20.0})
+
+    short = race(compiled, ["a"], skips=False)
+    assert short.decide() == {}
+    assert outcomes(short) == {"a": "no gain"}
+    candidates = [Candidate(name="a", extra={"a": True})]
+    long = Race(train=compiled, candidates=candidates, drop=POINT, budget=1e6, total_steps=100_001)
+    assert long.decide() == {"a": True}
+
+
+def test_told_after_every_run():
+    seen: list[int] = []
+    made = race(Planted({}, {"a": 0.7}), ["a"], told=lambda one: seen.append(len(one.runs)))
+    made.decide()
+    assert seen == list(range(1, len(made.runs) + 1))
+    assert made.runs[STOCK, 0].name == STOCK

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from tests.tuning.test_training import make
+from torchboost.front import boost
+from torchboost.tuning import tune as tuning
+from torchboost.tuning.evidence import STOCK, Candidate, Run, TuneReport
+from torchboost.tuning.tune import report_path, tune
+
+CANDIDATES = {"memory": {"channels_last": True}, "norms": {"gradient_centralization": True}}
+
+
+class Fake:
+    """Trainings that take no time: the metric and the seconds are given."""
+
+    stop: int | None = None
+    made: ClassVar[list[tuple[str, int]]] = []
+
+    def __init__(self, **given: Any) -> None:
+        self.steps = given["steps"]
+
+    def __call__(self, candidate: Candidate, seed: int) -> Run:
+        if Fake.stop is not None and len(Fake.made) == Fake.stop:
+            raise KeyboardInterrupt
+        Fake.made.append((candidate.name, seed))
+        speed = {"memory": 0.7, "norms": 0.8}.get(candidate.name, 1.0) * candidate.share
+        loss = {"norms": 0.2}.get(candidate.name, 0.0) + (1 - candidate.share)
+        metric = 0.9 - loss + 0.001 * (seed % 3)
+        times = {"setup_seconds": 0.0, "seconds": speed, "wall_seconds": speed}
+        return Run(name=candidate.name, seed=seed, steps=self.steps, metric=metric, **times)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setattr(tuning, "Training", Fake)
+    monkeypatch.setattr(Fake, "stop", None)
+    monkeypatch.setattr(Fake, "made", [])
+    return Fake
+
+
+def tuned(out: Path | None = None, **more: Any) -> TuneReport:
+    given = {"drop": 0.05, "budget": "10m", "epochs": 2, "candidates": CANDIDATES, "out": out, **more}
+    return tune(make, **given)
+
+
+@pytest.mark.usefixtures("fake")
+def test_the_configuration_turns_on_what_passed(tmp_path):
+    out = tmp_path / "boost.json"
+    report = tuned(out)
+    assert report.state == "complete"
+    assert report.extra == {"channels_last": True}
+    assert {found.candidate.name: found.outcome for found in report.findings} == {"memory": "kept", "norms": "lost"}
+    assert report.steps == 12
+    assert TuneReport.load(report_path(out)) == report
+    written = json.loads(out.read_text(encoding="utf-8"))["extra"]
+    assert written["channels_last"] == {}
+    assert written["gradient_centralization"] is False
+    model, optimizer = make(0)[:2]
+    boosted = boost(model, optimizer, config=out, total_steps=100)
+    assert list(boosted.attached) == ["channels_last"]
+
+
+def test_every_interruption_leaves_a_report_that_is_resumed_without_repetition(tmp_path, fake):
+    whole = tuned(tmp_path / "whole.json")
+    count = len(fake.made)
+    for stop in range(count):
+        out = tmp_path / f"{stop}.json"
+        fake.made.clear()
+        fake.stop = stop
+        with pytest.raises(KeyboardInterrupt):
+            tuned(out)
+        partial = TuneReport.load(report_path(out))
+        assert partial.state == "interrupted"
+        assert len(partial.runs) == stop
+        assert not out.exists()
+        fake.stop = None
+        report = tuned(out, resume=True)
+        assert len(fake.made) == count
+        timeless = {"spent_seconds": 0.0, "environment": whole.environment}
+        found, wanted = (one.model_copy(update=timeless).model_dump() for one in (report, whole))
+        assert {key: value for key, value in found.items() if value != wanted[key]} == {}
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_report_of_another_tuning_is_not_continued(tmp_path):
+    out = tmp_path / "boost.json"
+    tuned(out)
+    with pytest.raises(ValueError, match=r"was made with drop 0\.05, but now it is 0\.02"):
+        tuned(out, drop=0.02, resume=True)
+    with pytest.raises(ValueError, match="was made with steps 12, but now it is 18"):
+        tuned(out, epochs=3, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"drop": 0.0}, "drop: found 0.0"),
+        ({"budget": "soon"}, "budget: found 'soon'"),
+        ({"budget": 0}, "budget: found 0"),
+        ({"epochs": 0}, "epochs: found 0"),
+        ({"total_steps": 3}, "total_steps: found 3; the runs that are made have 12 steps"),
+        ({"candidates": {"x": {}}}, "candidates: found 'x'"),
+    ],
+)
+def test_bad_arguments_change_nothing(wrong, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        tuned(tmp_path / "boost.json", **wrong)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_factory_must_be_able_to_evaluate():
+    with pytest.raises(ValueError, match="the factory has no evaluate"):
+        tune(lambda seed: make(seed)[:4], drop=0.1, budget=10)
+    with pytest.raises(ValueError, match="batches are empty"):
+        tune(lambda seed: (*make(seed)[:3], [], lambda model: 0.0), drop=0.1, budget=10)
+
+
+@pytest.mark.usefixtures("fake")
+def test_an_unusable_candidate_is_reported_and_not_trained():
+    report = tuned(candidates={**CANDIDATES, "wrong": {"less_bm": True}})
+    found = {one.candidate.name: one for one in report.findings}["wrong"]
+    assert found.outcome == "not usable"
+    assert "less_bn" in found.reason
+    assert "wrong" not in {name for name, _ in Fake.made}
+
+
+def test_progress_counts_the_budget(fake):
+    seen: list[tuple[str, int, int]] = []
+    tuned(progress=lambda phase, done, total, note="": seen.append((phase, done, total)))
+    spent = [done for phase, done, _ in seen if phase == "tuning"]
+    assert spent == sorted(spent)
+    assert {total for phase, _, total in seen if phase == "tuning"} == {600}
+
+
+def test_a_real_tuning_keeps_its_budget(tmp_path):
+    torch.manual_seed(0)
+    report = tune(make, drop=0.2, budget=8, out=tmp_path / "boost.json", epochs=4, seeds=3)
+    assert report.state == "complete"
+    assert report.spent_seconds <= 1.1 * 8
+    assert (tmp_path / "boost.json").is_file()
+    names = [(run.name, run.seed) for run in report.runs]
+    assert len(names) == len(set(names))
+    assert all(found.outcome for found in report.findings)
+    assert {run.seed for run in report.runs if run.name == STOCK} >= {0, 1}
