@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
-	$(BIN)/torchboost bench digits --out out/demo
+	$(BIN)/torchboost bench digits --decide 240s --out out/demo
 
 test: setup
 	$(PYTEST) $(PYTEST_ARGS)

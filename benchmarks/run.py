@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import accuracy
 import adasum_time
+import catch_up
 import dim_reduce
 import fewer_steps_time
 import fine_tune
@@ -36,6 +37,7 @@ CLAIMS = {
     "inference": inference.measure,
     "optimizer_step": optimizer_step.measure,
     "optimizer_rules": optimizer_rules.measure,
+    "catch_up": catch_up.measure,
     "adasum_time": adasum_time.measure,
     "accuracy": accuracy.measure,
     "zoo": zoo.measure,

@@ -14,6 +14,8 @@ from pathlib import Path
 import adasum_convergence
 import fewer_steps_table
 import headline
+import low_precision
+import planted_effects
 import subspace_recipe
 import trainers
 
@@ -68,14 +70,16 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "results_avx2_second": lambda folder: results("zoo-avx2-second"),
     "results_no_amx": lambda folder: results("zoo-no_amx"),
     "accuracy": lambda folder: rows(headline.accuracy()),
-    "fewer_steps": lambda folder: fewer_steps(),
+    "fewer_steps": lambda folder: own(fewer_steps_table.table(RESULTS)),
+    "planted_effects": lambda folder: rows(planted_effects.table(RESULTS / "planted_effects-tune.json")),
+    "low_precision": lambda folder: own(low_precision.table(RESULTS / "low_precision-gpt-characters.json")),
     "algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=False)),
     "measured_algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=True)),
 }
 
 
-def fewer_steps() -> str:
-    table, said = fewer_steps_table.table(RESULTS)
+def own(made: tuple[Table, str]) -> str:
+    table, said = made
     return f"{rows(table)}\n\n{said}"
 
 
@@ -306,6 +310,7 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "freeze_types": from_scratch,
     "fine_tune": fine_tuned,
     "adasum_time": beside_all_reduce,
+    "catch_up": times,
     "adasum_convergence": steps_to_target,
 }
 

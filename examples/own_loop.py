@@ -10,12 +10,12 @@ from torchboost.bench.workloads.data import digits
 from torchboost.bench.workloads.models import Bottleneck, ResNet
 
 
-def main(epochs: int = 3) -> float:
+def main(epochs: int = 4) -> float:
     torch.manual_seed(0)
     data = digits(16)
     steps = epochs * data.steps(32)
     model = ResNet(Bottleneck, [2, 2, 2], width=16, classes=10, in_channels=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
     boosted = torchboost.boost(model, optimizer, level="O1", total_steps=steps)
