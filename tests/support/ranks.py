@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import os
 import pickle
@@ -51,7 +52,7 @@ def run_ranks(
             workers.append(context.Process(target=_run, args=call, daemon=True))
             workers[-1].start()
             writer.close()
-        results = _collect(readers, timeout, dying)
+        results = _collect(readers, workers, timeout, dying)
         for worker in workers:
             worker.join(timeout=10)
         return results
@@ -65,7 +66,9 @@ def run_ranks(
             writer.close()
 
 
-def _collect(readers: list[Connection], timeout: float, dying: Collection[int] = ()) -> list[Any]:
+def _collect(
+    readers: list[Connection], workers: list[BaseProcess], timeout: float, dying: Collection[int]
+) -> list[Any]:
     results: dict[int, Any] = {}
     deadline = monotonic() + timeout
     while len(results) < len(readers):
@@ -77,7 +80,7 @@ def _collect(readers: list[Connection], timeout: float, dying: Collection[int] =
         for reader in readers:
             if reader in ready:
                 rank = pending[reader]
-                failed, when, value = (False, 0.0, None) if rank in dying else _receive(reader)
+                failed, when, value = (False, 0.0, None) if rank in dying else _receive(reader, workers[rank])
                 results[rank] = value
                 if failed:
                     failures.append((when, f"rank {rank} {value}"))
@@ -87,11 +90,13 @@ def _collect(readers: list[Connection], timeout: float, dying: Collection[int] =
     return [results[rank] for rank in range(len(readers))]
 
 
-def _receive(reader: Connection) -> tuple[bool, float, Any]:
+def _receive(reader: Connection, worker: BaseProcess) -> tuple[bool, float, Any]:
     try:
         return pickle.loads(reader.recv_bytes())
     except EOFError:
-        return True, monotonic(), "ended without an answer"
+        when = monotonic()
+        worker.join(timeout=10)
+        return True, when, f"ended without an answer, with exit code {worker.exitcode}"
 
 
 def _run(
@@ -104,6 +109,7 @@ def _run(
     args: tuple[Any, ...],
     some_die: bool,
 ) -> None:
+    faulthandler.enable()
     os.environ.update(_launcher(rank, world_size, port))
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout)

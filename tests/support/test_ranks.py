@@ -61,7 +61,7 @@ def test_a_silent_rank_is_killed_and_named():
 
 
 def test_a_dead_rank_is_named():
-    with pytest.raises(RankError, match="rank 0 ended without an answer"):
+    with pytest.raises(RankError, match="rank 0 ended without an answer, with exit code"):
         run_ranks(die, 1)
 
 
