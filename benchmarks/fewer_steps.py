@@ -108,7 +108,8 @@ def trained(work: Workload, name: str, rate: float, seed: int, steps: int, split
     model.train()
     for step in range(steps):
         inputs, targets = first if step == 0 else next(stream)
-        loss = work.loss(model(inputs), targets)
+        with torch.autocast("cpu", torch.bfloat16, enabled=work.autocast):
+            loss = work.loss(model(inputs).float(), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -39,10 +39,12 @@ class Workload:
     weight_decay: float = 0.1
     rest_rate: float = 0.0
     warmup: float = 0.2
+    autocast: bool = False
 
     def model(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        return self.build()
+        model = self.build()
+        return model.to(memory_format=torch.channels_last) if self.autocast else model
 
     def batches(self, seed: int) -> Iterator[Pair]:
         return self.stream(seed)
@@ -118,7 +120,7 @@ def gpt_pieces(options: Options) -> Workload:
     training, validation, test = (torch.tensor(tokenizer.encode(part).ids) for part in parts)
     return Workload(
         name="gpt-pieces",
-        title="GPT on English text by word pieces, 4 layers, width 192",
+        title="GPT on English text by word pieces, 4 layers, width 192, bfloat16 autocast",
         build=lambda: GPT(2048, context=128, layers=4, heads=4, width=192),
         stream=lambda seed: windows(training, 128, 8, seed),
         splits={"validation": in_order(validation, 128, 32, 160), "test": in_order(test, 128, 32, 320)},
@@ -126,6 +128,7 @@ def gpt_pieces(options: Options) -> Workload:
         batch=8,
         ways=("AdamW", *OTHERS),
         metric="loss",
+        autocast=True,
     )
 
 
@@ -277,20 +280,26 @@ def fine_tuning(options: Options) -> Workload:
     return replace(
         before,
         name="fine-tuning",
-        title="Fine-tuning a basic ResNet from five classes of CIFAR-10 to the other five",
+        title="Fine-tuning a basic ResNet from five classes of CIFAR-10 to the other five, bfloat16 autocast",
         build=build,
         stream=lambda seed: endless(data, 64, seed),
         splits=splits,
         steps=8 if options.smoke else 150,
+        autocast=True,
     )
 
 
 WORKLOADS: dict[str, Callable[[Options], Workload]] = {
     "gpt-characters": gpt_characters,
     "resnet-basic": lambda o: image_workload(o, "resnet-basic", "ResNet of basic blocks, width 16", basic, 400),
-    "vit": lambda o: replace(image_workload(o, "vit", "ViT, 4 layers, width 128", ViT, 250), ways=("AdamW", *OTHERS)),
-    "resnet-bottleneck": lambda o: image_workload(
-        o, "resnet-bottleneck", "ResNet of bottlenecks, width 16", bottleneck, 250
+    "vit": lambda o: replace(
+        image_workload(o, "vit", "ViT, 4 layers, width 128, bfloat16 autocast,", ViT, 250),
+        ways=("AdamW", *OTHERS),
+        autocast=True,
+    ),
+    "resnet-bottleneck": lambda o: replace(
+        image_workload(o, "resnet-bottleneck", "ResNet of bottlenecks, width 16, bfloat16 autocast,", bottleneck, 250),
+        autocast=True,
     ),
     "speakers": speakers,
     "fine-tuning": fine_tuning,

@@ -6,8 +6,10 @@ import faulthandler
 import multiprocessing as mp
 import os
 import pickle
+import signal
 import socket
 import traceback
+import warnings
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from functools import cache
@@ -16,16 +18,20 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from time import monotonic
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankError", "run_ranks"]
+__all__ = ["RankError", "RankKilledError", "run_ranks"]
 
 
 class RankError(AssertionError):
     """A rank raised, died or did not answer; carries the first traceback."""
+
+
+class RankKilledError(RankError):
+    """A signal ended a rank, for instance a crash of native code."""
 
 
 def run_ranks(
@@ -37,9 +43,20 @@ def run_ranks(
     the return values are pickled. A rank that is still running after ``timeout`` seconds is killed.
     Ranks that are ``dying`` may end without an answer, which is then None; the others do not wait for them at the end.
 
+    Gloo crashes once in many thousands of groups. If a signal ends a rank, all ranks are started once more, and a
+    warning tells of it; a second time is an error.
+
     Raises:
         RankError: With the traceback of the rank that failed first, or the ranks that did not answer in time.
     """
+    try:
+        return _run_once(fn, world_size, *args, timeout=timeout, dying=dying)
+    except RankKilledError as error:
+        warnings.warn(f"a signal ended a rank, so all were started once more: {error}", stacklevel=2)
+        return _run_once(fn, world_size, *args, timeout=timeout, dying=dying)
+
+
+def _run_once(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float, dying: Collection[int]) -> list[Any]:
     context = _context()
     # The server binds a port of the system's choice before the ranks start, so that no other process can take it.
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
@@ -86,8 +103,15 @@ def _collect(
                     failures.append((when, f"rank {rank} {value}"))
         if failures:
             # A failing rank makes its peers fail in their next collective; the earliest failure is the cause.
-            raise RankError(min(failures)[1])
+            _raise(min(failures)[1], workers)
     return [results[rank] for rank in range(len(readers))]
+
+
+def _raise(cause: str, workers: list[BaseProcess]) -> NoReturn:
+    for rank, worker in enumerate(workers):
+        if worker.exitcode is not None and worker.exitcode < 0:
+            raise RankKilledError(f"rank {rank} was ended by {signal.Signals(-worker.exitcode).name}; {cause}")
+    raise RankError(cause)
 
 
 def _receive(reader: Connection, worker: BaseProcess) -> tuple[bool, float, Any]:

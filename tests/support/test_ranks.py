@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import time
 
 import pytest
@@ -33,6 +35,19 @@ def die() -> None:
     os._exit(3)
 
 
+def crash() -> None:
+    faulthandler.disable()
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def crash_once(mark: str) -> int:
+    if dist.get_rank() == 1 and not os.path.exists(mark):
+        open(mark, "w").close()
+        crash()
+    dist.barrier()
+    return dist.get_rank()
+
+
 def unpicklable() -> object:
     return lambda: None
 
@@ -61,8 +76,18 @@ def test_a_silent_rank_is_killed_and_named():
 
 
 def test_a_dead_rank_is_named():
-    with pytest.raises(RankError, match="rank 0 ended without an answer, with exit code"):
+    with pytest.raises(RankError, match="rank 0 ended without an answer, with exit code 3"):
         run_ranks(die, 1)
+
+
+def test_ranks_are_started_once_more_if_a_signal_ends_one(tmp_path):
+    with pytest.warns(UserWarning, match="a signal ended a rank.*SIGSEGV"):
+        assert run_ranks(crash_once, 2, str(tmp_path / "crashed")) == [0, 1]
+
+
+def test_ranks_that_a_signal_ends_twice_are_an_error():
+    with pytest.warns(UserWarning, match="a signal ended a rank"), pytest.raises(RankError, match="SIGSEGV"):
+        run_ranks(crash, 1)
 
 
 def test_a_result_that_cannot_travel_is_an_error():
