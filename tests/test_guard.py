@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchboost
+from tests.support.ranks import run_ranks
 from torchboost import Boosted, Guard
 
 STEPS = 300
@@ -118,6 +119,64 @@ def test_a_loss_that_is_not_finite_withdraws_at_the_end_of_its_block():
     assert guard.withdrawn == ["autocast", "gradient_centralization"]
 
 
+def test_a_metric_that_stays_below_stock_withdraws():
+    _, boosted = train(0, {"autocast": True}, steps=2)
+    guard = Guard(boosted, drop=0.01, log=lambda text: None)
+    noise = torch.Generator().manual_seed(3)
+    found = [guard.update_metric(0.8 + 0.002 * float(torch.randn((), generator=noise)), wanted=0.82) for _ in range(20)]
+    assert "autocast" in found[6:]
+    assert guard.withdrawn == ["autocast"]
+
+
+def test_a_metric_within_its_drop_withdraws_nothing():
+    alarms = 0
+    for seed in range(20):
+        _, boosted = train(0, {"autocast": True}, steps=1)
+        guard = Guard(boosted, drop=0.01, log=lambda text: None)
+        noise = torch.Generator().manual_seed(seed)
+        for _ in range(50):
+            guard.update_metric(0.8 + 0.01 * float(torch.randn((), generator=noise)), wanted=0.8)
+        alarms += len(guard.withdrawn)
+    assert alarms == 0
+
+
+def test_without_a_reference_a_metric_is_compared_with_its_best():
+    _, boosted = train(0, {"autocast": True}, steps=1)
+    guard = Guard(boosted, drop=0.01, log=lambda text: None)
+    for value in (0.5, 0.6, 0.7, 0.75, 0.78, 0.8):
+        assert guard.update_metric(value) is None
+    found = [guard.update_metric(0.6) for _ in range(20)]
+    assert "autocast" in found
+    again = Guard(train(0, {"autocast": True}, steps=1)[1], drop=0.01, log=lambda text: None)
+    again.load_state_dict(guard.state_dict())
+    assert again.state_dict() == guard.state_dict()
+
+
+def test_a_metric_that_is_not_finite_withdraws_at_once():
+    _, boosted = train(0, {"autocast": True}, steps=1)
+    assert Guard(boosted, drop=0.0, log=lambda text: None).update_metric(math.nan) == "autocast"
+
+
+def test_a_guard_without_drop_says_that_it_watches_no_metric():
+    _, boosted = train(0, {}, steps=1)
+    with pytest.raises(ValueError, match="watches no metric; give Guard"):
+        Guard(boosted).update_metric(0.5)
+
+
+def _guarded_rank() -> tuple[list[str | None], list[str]]:
+    _, boosted = train(0, {"autocast": True, "gradient_centralization": True}, steps=1)
+    guard = Guard(boosted, [1.0] * 200, block=5, log=lambda text: None)
+    loss = 1.0 if torch.distributed.get_rank() == 0 else 1.3  # only one rank sees an excess
+    return [guard.update(loss + 0.01 * math.sin(step)) for step in range(100)], list(boosted.attached)
+
+
+@pytest.mark.dist
+def test_ranks_withdraw_the_same_at_the_same_step():
+    first, second = run_ranks(_guarded_rank, 2)
+    assert first == second
+    assert "autocast" in first[0]
+
+
 def test_after_the_end_of_the_reference_nothing_is_compared():
     _, boosted = train(0, {"autocast": True}, steps=2)
     guard = Guard(boosted, [1.0] * 10, block=5, log=lambda text: None)
@@ -186,6 +245,7 @@ def test_figures_for_a_log():
         ({"reference": "stock"}, "give the losses of the stock loop, or 'trend'"),
         ({"tolerance": -0.1}, "tolerance: found"),
         ({"block": 0}, "block: found 0"),
+        ({"drop": -1.0}, "drop: found -1"),
         ({"error": 3.0}, "error: found"),
     ],
 )

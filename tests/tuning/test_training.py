@@ -122,7 +122,7 @@ def test_a_training_that_diverges_ends_early_with_nan():
     )
     run = training(Candidate(name="stock"), 0)
     assert math.isnan(run.metric)
-    assert steps == [0.1]
+    assert steps == [19 / 500]
 
 
 def test_a_generator_of_batches_is_read_once_and_repeated():

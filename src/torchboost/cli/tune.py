@@ -15,6 +15,8 @@ from torchboost.cli.device import usable_device
 from torchboost.cli.output import fail, print_json, print_table, user_errors
 from torchboost.cli.progress import display
 from torchboost.core.arguments import seconds_of
+from torchboost.distributed.shared import is_first_rank
+from torchboost.distributed.teardown import shutdown
 from torchboost.tuning.evidence import TuneReport
 from torchboost.tuning.page import write_page
 from torchboost.tuning.sentences import cost, headline, horizon, rows
@@ -78,10 +80,18 @@ def tune(
             fail(str(error))
         except KeyboardInterrupt:
             _interrupted(path)
+    if not is_first_rank():
+        shutdown()
+        return
     written = write_page(report, out.with_suffix(".report.html")) if html else None
     if json:
         print_json({"headline": headline(report), **report.model_dump(mode="json"), "config": str(out)})
-        return
+    else:
+        _print(report, (out, path, written))
+    shutdown()
+
+
+def _print(report: TuneReport, files: tuple[Path | None, ...]) -> None:
     print_table(["candidate", "outcome", "speed", "metric against stock", "seeds", "why"], rows(report))
     typer.echo(headline(report))
     if cost(report):
@@ -89,7 +99,7 @@ def tune(
     typer.echo(horizon(report))
     for note in report.notes:
         typer.echo(f"Note: {note}.")
-    for file in (out, path, written):
+    for file in files:
         if file is not None:
             typer.echo(f"wrote {file}")
 

@@ -8,9 +8,12 @@ from pydantic import Field
 
 from torchboost.measure.evidence import Environment, Interval, Record, SavedRecord
 
-__all__ = ["STOCK", "Candidate", "Finding", "Outcome", "Run", "TuneReport"]
+__all__ = ["BLOCK", "STOCK", "Candidate", "Finding", "Outcome", "Run", "TuneReport"]
 
 STOCK = "stock"
+
+BLOCK = 20
+"""Steps whose training losses are averaged for the curve of a run."""
 
 Outcome = Literal["kept", "lost", "not shown", "no gain", "not better than fewer steps", "not usable", "not tried"]
 """What became of a candidate: accepted, or why not."""
@@ -44,6 +47,7 @@ class Run(Record):
         setup_seconds: Construction, the first step, and compilation.
         seconds: Training after the first step, without evaluation.
         wall_seconds: Everything, for the budget.
+        losses: The mean training loss of each complete block of 20 steps.
     """
 
     name: str
@@ -53,6 +57,7 @@ class Run(Record):
     setup_seconds: float
     seconds: float
     wall_seconds: float
+    losses: list[float] = Field(default_factory=list)
 
     def projected(self, total_steps: int, share: float = 1.0) -> float:
         """Return the seconds of a run of so many stock steps; set-up is paid once."""
@@ -110,3 +115,20 @@ class TuneReport(SavedRecord):
     runs: list[Run] = Field(default_factory=list)
     notes: list[str] = Field(default_factory=list)
     environment: Environment
+
+    def stock_losses(self) -> list[float]:
+        """Return the training loss of stock at every step, for :class:`torchboost.Guard`.
+
+        It is the mean of all seeds, constant within blocks of 20 steps, and ends with the last complete block. A run
+        that is compared with it must have the same number of steps and the same schedule.
+
+        Raises:
+            ValueError: The report has no complete block of stock.
+        """
+        curves = [run.losses for run in self.runs if run.name == STOCK and len(run.losses) == self.steps // BLOCK]
+        if not curves or not curves[0]:
+            raise ValueError(
+                f"the report has no losses of stock: found {len(curves)} complete runs of {self.steps} steps; a run "
+                f"needs at least {BLOCK} steps."
+            )
+        return [sum(block) / len(block) for block in zip(*curves, strict=True) for _ in range(BLOCK)]

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.bench.workloads.factory import Parts, made_by
+from torchboost.distributed.shared import mean_over_ranks
 from torchboost.front import Boosted, boost
 from torchboost.measure.stopwatch import Clock, Stopwatch
-from torchboost.tuning.evidence import Candidate, Run
+from torchboost.tuning.evidence import BLOCK, Candidate, Run
 
 __all__ = ["Training", "boosted_by", "on_device"]
-
-_LOOK_EVERY = 50
-"""Steps between two looks at whether the loss is still finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +52,42 @@ class Training:
                 parts = made_by(self.make, seed)
                 step = _stepper(parts, candidate, steps)
                 batches = _batches(parts.batches, seed, self.device)
-                loss = step(*next(batches))
+                curve = _Curve(step(*next(batches)))
             with rest:
                 for done in range(1, steps):
-                    loss = step(*next(batches))
-                    if done % _LOOK_EVERY == 0:
+                    curve.add(step(*next(batches)))
+                    if done % BLOCK == BLOCK - 1:
                         self.told(candidate, seed, done / steps)
-                        if not math.isfinite(float(loss)):
+                        if not curve.close_block():
                             break
-            if math.isfinite(float(loss)):
+            if curve.finite():
                 metric = _evaluated(parts)
         times = {"setup_seconds": setup.seconds, "seconds": rest.seconds, "wall_seconds": whole.seconds}
-        return Run(name=candidate.name, seed=seed, steps=steps, metric=metric, **times)
+        return Run(name=candidate.name, seed=seed, steps=steps, metric=metric, losses=curve.means, **times)
+
+
+class _Curve:
+    """The mean training loss of every block of steps, over all ranks, which thus end a diverged run together."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.means: list[float] = []
+        self._last, self._sum = loss, loss.double()
+
+    def add(self, loss: Tensor) -> None:
+        self._last = loss
+        self._sum = self._sum + loss
+
+    def close_block(self) -> bool:
+        """Note the mean of the block, and return whether it is finite; if not, it is not noted."""
+        mean = mean_over_ranks(self._sum) / BLOCK
+        self._sum = torch.zeros_like(self._sum)
+        if not math.isfinite(mean):
+            return False
+        self.means.append(float(f"{mean:.6g}"))
+        return True
+
+    def finite(self) -> bool:
+        return math.isfinite(mean_over_ranks(self._last))
 
 
 def boosted_by(parts: Parts, extra: dict[str, Any], steps: int) -> Boosted:

@@ -12,6 +12,7 @@ import torch
 
 from torchboost.bench.workloads.factory import Parts, made_by
 from torchboost.core.arguments import check_count, seconds_of
+from torchboost.distributed.shared import from_first_rank, is_first_rank
 from torchboost.measure.stopwatch import Progress, environment
 from torchboost.plan import Plan
 from torchboost.registry import Facts
@@ -49,6 +50,10 @@ def tune(
     seeds would hardly decide. What leaves out work must also end with a better metric than stock trained for equally
     long with fewer steps. At last the accepted candidates are trained together, with fresh seeds, and tested as a
     whole; the result turns them on only if that passes.
+
+    Under ``torch.distributed`` all ranks of the default group call this with the same arguments; the factory wraps the
+    model. They take the metric of the first rank and the times of the slowest, so they decide the same; the first one
+    reads and writes the files.
 
     The answer is valid for runs like those that were made: ``epochs`` passes over the factory's batches. A drop that
     only shows later in a longer run cannot be seen.
@@ -136,9 +141,10 @@ class _Session:
             ValueError: It belongs to another tuning.
         """
         path = None if self.out is None else report_path(self.out)
-        if path is None or not path.is_file():
+        there = path is not None and is_first_rank() and path.is_file()
+        saved = from_first_rank(TuneReport.load(path) if path is not None and there else None)
+        if path is None or saved is None:
             return
-        saved = TuneReport.load(path)
         for key in ("title", "model", "parameters", "drop", "steps", "total_steps", "most_seeds", "error"):
             _must_agree(path, key, getattr(saved, key), getattr(self.report, key))
         for key in ("torch", "torchboost", "processor", "device", "threads"):
@@ -147,7 +153,7 @@ class _Session:
 
     def run(self, given: Mapping[str, Mapping[str, Any]] | None) -> TuneReport:
         started = time.perf_counter()
-        findings = self._candidates(given)
+        findings = from_first_rank(self._candidates(given))
         runs = {(run.name, run.seed): run for run in self.report.runs}
         training = Training(make=self.make, steps=self.report.steps, device=self.device, told=self._within)
         race = Race(
@@ -158,7 +164,7 @@ class _Session:
             total_steps=self.report.total_steps,
             most=self.report.most_seeds,
             error=self.report.error,
-            spent=sum(run.wall_seconds for run in runs.values()) + time.perf_counter() - started,
+            spent=from_first_rank(sum(run.wall_seconds for run in runs.values()) + time.perf_counter() - started),
             told=lambda race: self._note(race, findings),
             runs=runs,
         )
@@ -169,7 +175,7 @@ class _Session:
             raise
         self._note(race, findings, state="complete", extra=extra)
         if self.out is not None:
-            self._write(extra)
+            self._write(self.out, extra)
         return self.report
 
     def _candidates(self, given: Mapping[str, Mapping[str, Any]] | None) -> list[Finding]:
@@ -206,19 +212,19 @@ class _Session:
                 **update,
             }
         )
-        if self.out is not None:
+        if self.out is not None and is_first_rank():
             self.report.save(report_path(self.out))
         last = self.report.runs[-1] if self.report.runs else None
         note = "" if last is None else f"{last.name}, seed {last.seed}: {last.metric:.4g}"
         self.tell("tuning", round(race.spent), round(self.seconds), note)
 
-    def _write(self, extra: dict[str, Any]) -> None:
-        assert self.out is not None
+    def _write(self, out: Path, extra: dict[str, Any]) -> None:
         parts = made_by(self.make, 0)
         facts = Facts.measure(parts.model, total_steps=self.report.total_steps, loop="own")
         plan = Plan.of("O0", {"extra": extra}, facts).fit(parts.model, parts.optimizer)
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        plan.save(self.out)
+        if is_first_rank():  # all ranks built the model, which a wrapper may do together
+            out.parent.mkdir(parents=True, exist_ok=True)
+            plan.save(out)
 
 
 def _frame(parts: Parts, *, total_steps: int | None, steps: int, device: torch.device, **given: Any) -> TuneReport:

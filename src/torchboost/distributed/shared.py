@@ -1,0 +1,45 @@
+"""Values that all ranks of the default group share, so that they decide the same."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["from_first_rank", "is_first_rank", "mean_over_ranks"]
+
+T = TypeVar("T")
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    """Return the mean of a number over the ranks; without a group, the number.
+
+    Args:
+        value: Of shape ``()``, on a device that the group's backend serves; not changed.
+
+    Cost: one all-reduce of a number, and one synchronisation.
+    """
+    if not _several():
+        return float(value)
+    shared = value.detach().double().clone()
+    dist.all_reduce(shared)
+    return float(shared) / dist.get_world_size()
+
+
+def from_first_rank(value: T) -> T:
+    """Return the value of the first rank, which can be pickled; without a group, the value itself."""
+    if not _several():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is the first rank, or the only one."""
+    return not _several() or dist.get_rank() == 0
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized()
