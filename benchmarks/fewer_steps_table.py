@@ -85,32 +85,43 @@ def step_ratio(folder: Path, name: str) -> Interval | None:
     return paired_ratio(found["Muon and fused AdamW"].samples, found["AdamW, fused"].samples)
 
 
-def table(folder: Path) -> tuple[Table, str]:
-    """Return the table of all workloads that were run, and a sentence about the runs."""
-    lines, seeds, machines = [], [], []
-    for name in ORDER:
-        path = folder / f"fewer_steps-{name}.json"
-        if not path.is_file():
-            continue
-        result = json.loads(path.read_text(encoding="utf-8"))
-        if not finals(result, "Muon"):
-            continue
-        seeds.append(len(finals(result, "Muon")))
-        machines.append(result["environment"])
-        steps = f"{result['title']}, {result['steps']} steps"
-        cells = [cell(result, way) for way in WAYS]
-        ratio = step_ratio(folder, name)
-        times = ("", "") if ratio is None else (f"{ratio.mid:.2f}", needed(result, "AdamW", ratio.mid))
-        lines.append((steps, result["metric"], *cells, needed(result, "AdamW"), needed(result, "SGD"), *times))
-    reaches = ("Muon reaches AdamW's metric after", "SGD's after")
-    head = ("workload", "metric", *WAYS, *reaches, "time of a step, times AdamW's", "AdamW's metric after, in time")
-    many = f"{min(seeds)} to {max(seeds)}" if len(set(seeds)) > 1 else f"{seeds[0]}" if seeds else "no"
-    where = f"{machines[0]['processor']}, torch {machines[0]['torch']}" if machines else "nowhere"
+def results(folder: Path) -> list[dict[str, Any]]:
+    """Return the workloads on which Muon was run with several seeds."""
+    files = [folder / f"fewer_steps-{name}.json" for name in ORDER]
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
+    return [result for result in found if len(finals(result, "Muon")) >= LEAST_SEEDS]
+
+
+def metrics_table(folder: Path) -> tuple[Table, str]:
+    """Return the final metrics of all optimizers, and a sentence about the runs."""
+    found = results(folder)
+    lines = [(f"{result['title']}, {result['steps']} steps", *(cell(result, way) for way in WAYS)) for result in found]
+    seeds = [len(finals(result, "Muon")) for result in found]
+    many = f"{min(seeds)} to {max(seeds)}" if len(set(seeds)) > 1 else f"{seeds[0]}"
+    machines = sorted({f"{one['environment']['processor']}, torch {one['environment']['torch']}" for one in found})
     said = (
-        f"Metric on test data at the end of the run, the mean of {many} seeds; in parentheses the 95 % interval of the "
-        "paired difference from AdamW. The share of the steps is the median over the seeds, with the smallest and the "
-        "largest; Muon's schedule is fitted to the shorter run; under 0.50 means that half of the steps were enough. "
-        "Five learning rates per optimizer, chosen on validation data; Muon's are for the matrices, the rest has "
-        f"AdamW's. {where}. All runs: `benchmarks/results/fewer_steps-*.json`."
+        "Accuracy, or loss if there is no percent sign, on test data at the end of the run, the mean of "
+        f"{many} seeds; in parentheses the 95 % interval of the paired difference from AdamW. Five learning rates per "
+        "optimizer, chosen on validation data; Muon's are for the matrices, the rest has AdamW's. "
+        f"{'; '.join(machines)}. All runs: `benchmarks/results/fewer_steps-*.json`."
+    )
+    return Table(headings=("workload", *WAYS), rows=tuple(lines)), said
+
+
+def needed_table(folder: Path) -> tuple[Table, str]:
+    """Return the shares of steps and of time after which Muon is as far as the others, and a sentence about them."""
+    lines = []
+    for result in results(folder):
+        ratio = step_ratio(folder, result["name"])
+        times = ("", "") if ratio is None else (f"{ratio.mid:.2f}", needed(result, "AdamW", ratio.mid))
+        lines.append((result["title"], needed(result, "AdamW"), needed(result, "SGD"), *times))
+    head = (
+        *("workload", "steps to AdamW's metric", "to SGD's"),
+        *("time of a step, times AdamW's", "time to AdamW's metric"),
+    )
+    said = (
+        "Shares of AdamW's (SGD's) steps and time: the median over the seeds, with the smallest and the largest. Muon's "
+        "schedule is fitted to the shorter run; under 0.50 means that half of the steps were enough. Times of steps "
+        "are in float32: `benchmarks/results/fewer_steps_time-*.json`."
     )
     return Table(headings=head, rows=tuple(lines)), said
