@@ -1,0 +1,208 @@
+"""Claim: on five workloads the levels keep their promises, and ``tune`` turns on what pays, without losing accuracy.
+
+Every workload is a tuning from its factory. The candidates are the levers by themselves, which is what a loop by hand
+can do, the levels O1 and O2 with what their trial keeps here, and the parts of the levels. Every candidate is trained
+against the stock loop, paired by seed, until a sequential test decides; what leaves out work also against stock with
+fewer steps in the same time. Runs are longer than 1,000 steps, but for the digits. Each run is saved when it ends, and
+the script continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from options import Options, options_of, parser
+from torch import nn
+
+from torchboost.bench.report.table import Table
+from torchboost.bench.workloads.data import Images, cifar10
+from torchboost.bench.workloads.factory import factory_of, made_by
+from torchboost.bench.workloads.jobs import Job, find_job
+from torchboost.front import boost
+from torchboost.measure.evidence import Interval
+from torchboost.tuning.candidates import standard_candidates
+from torchboost.tuning.evidence import Finding, TuneReport
+from torchboost.tuning.tune import report_path, tune
+
+TRIAL = 60.0
+"""Seconds of the trial that chooses the levers."""
+
+MARGINS = {"O1": "margin", "O2": "loose_margin"}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A job with its data.
+
+    Args:
+        title: For the table.
+        job: The job; ``epochs`` passes over the data are a run.
+        data: Its data.
+        budget: Seconds.
+    """
+
+    title: str
+    job: Job
+    data: Any
+    budget: float = 5400.0
+
+
+def images(options: Options, name: str) -> Workload:
+    job = replace(find_job(name), batch=32, epochs=2)
+    data = cifar10(options.data, train_limit=320 if options.smoke else 16_000)
+    return Workload(f"{job.model_name} on CIFAR-10", job, data)
+
+
+def digits(options: Options) -> Workload:
+    job = find_job("digits-resnet")
+    return Workload(f"{job.model_name} on digits", job, job.load(None, None), budget=600.0)
+
+
+def gpt(options: Options) -> Workload:
+    job = replace(find_job("text-gpt"), batch=16)
+    data = job.load(options.text, 320 if options.smoke else 9_600)
+    return Workload(f"{job.model_name} on text", job, data)
+
+
+def fine_tuning(options: Options) -> Workload:
+    """A network that has learned classes 0 to 4 learns classes 5 to 9, of which it has seen none."""
+    job = replace(find_job("cifar10-resnet-basic"), batch=32, epochs=2)
+    every = cifar10(options.data, train_limit=320 if options.smoke else 32_000)
+    before, after = every.of_classes(0, 5), every.of_classes(5, 5)
+    network = _trained(replace(job, batch=64), before)
+
+    def build(data: Any) -> nn.Module:
+        made = copy.deepcopy(network)
+        nn.init.normal_(made.fc.weight, std=0.01)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+        return made
+
+    slower = replace(job, name="fine-tuning", build=build, optimizer=lambda p, **k: job.optimizer(p, lr=0.02, **k))
+    return Workload(f"fine-tuning a {job.model_name} on five classes of CIFAR-10", slower, after)
+
+
+def _trained(job: Job, data: Images) -> nn.Module:
+    parts = made_by(factory_of(job, data), 0)
+    steps = data.steps(job.batch)
+    assert parts.schedule is not None
+    schedule = parts.schedule(parts.optimizer, steps)
+    for inputs, targets in parts.batches:
+        parts.loss(parts.model(inputs), targets).backward()
+        parts.optimizer.step()
+        parts.optimizer.zero_grad()
+        schedule.step()
+    return parts.model
+
+
+WORKLOADS: dict[str, Callable[[Options], Workload]] = {
+    "digits": digits,
+    "resnet-basic": lambda options: images(options, "cifar10-resnet-basic"),
+    "resnet-bottleneck": lambda options: images(options, "cifar10-resnet-bottleneck-small"),
+    "text-gpt": gpt,
+    "fine-tuning": fine_tuning,
+}
+
+
+def on_at(make: Callable[[int], Any], level: str, steps: int, seconds: float) -> dict[str, Any]:
+    """Return the section ``extra`` of what a level turns on here, after its trial."""
+    parts = made_by(make, 0)
+    boosted = boost(parts.model, parts.optimizer, level=level, total_steps=steps, calibrate=seconds)
+    for inputs, targets in islice(iter(parts.batches), 1):
+        parts.loss(boosted.model(inputs), targets).backward()
+    on = {one.name for one in boosted.plan.algorithms}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.json"
+        boosted.plan.save(file)
+        written = json.loads(file.read_text(encoding="utf-8"))["extra"]
+    boosted.remove()
+    return {name: value for name, value in written.items() if name in on}
+
+
+def measure(name: str, options: Options) -> Path:
+    work = WORKLOADS[name](options)
+    out = options.out / f"promises-{name}{'-smoke' if options.smoke else ''}.json"
+    make = factory_of(work.job, work.data)
+    steps = work.job.epochs * work.data.steps(work.job.batch)
+    trial = 2.0 if options.smoke else TRIAL
+    candidates = None
+    if not report_path(out).is_file():
+        levels = {level: on_at(make, level, steps, trial) for level in MARGINS}
+        parts = {one.name: one.extra for one in standard_candidates(make, steps=steps, seconds=trial)}
+        candidates = {key: extra for key, extra in {**levels, **parts}.items() if extra}
+    else:
+        candidates = {one.candidate.name: one.candidate.extra for one in TuneReport.load(report_path(out)).findings}
+    tune(
+        make,
+        drop=work.job.margin,
+        budget=20.0 if options.smoke else work.budget,
+        epochs=work.job.epochs,
+        candidates=candidates,
+        seeds=8,
+        title=work.title,
+        out=out,
+        resume=True,
+        progress=options.progress,
+    )
+    out.unlink(missing_ok=True)  # the report contains it
+    return report_path(out)
+
+
+def table(folder: Path) -> Table:
+    """Return the levels and the result of the tuning on every workload that was run."""
+    lines = []
+    for name in WORKLOADS:
+        path = report_path(folder / f"promises-{name}.json")
+        if path.is_file():
+            lines += _lines(name, TuneReport.load(path))
+    head = ("workload", "way", "speed of a run", "metric against stock", "seeds", "against fewer steps", "promise")
+    return Table(headings=head, rows=tuple(lines))
+
+
+def _lines(name: str, report: TuneReport) -> list[tuple[str, ...]]:
+    job = find_job({"digits": "digits-resnet", "text-gpt": "text-gpt"}.get(name, "cifar10-resnet-basic"))
+    found = {one.candidate.name: one for one in report.findings}
+    by_hand = next((one for key, one in found.items() if key.startswith("levers")), None)
+    whole = report.whole[-1] if report.whole else None
+    ways = {"levers by hand": by_hand, "O1": found.get("O1"), "O2": found.get("O2"), "tuned": whole}
+    title = f"{report.title}, {report.steps} steps"
+    return [
+        (title if way == "levers by hand" else "", way, *_cells(one, job.margin if way != "O2" else job.loose_margin))
+        for way, one in ways.items()
+        if one is not None
+    ]
+
+
+def _cells(found: Finding, drop: float) -> tuple[str, ...]:
+    speed = "" if found.speed is None else f"{found.speed.mid:.2f} times"
+    rival = "" if found.rival is None else f"{_signed(found.rival)}, {found.rival_share:.0%} of the steps"
+    return speed, _signed(found.difference), str(found.seeds), rival, _kept(found.difference, drop)
+
+
+def _signed(interval: Interval | None) -> str:
+    return "" if interval is None else f"{interval.mid:+.4f} ({interval.low:+.4f} to {interval.high:+.4f})"
+
+
+def _kept(difference: Interval | None, drop: float) -> str:
+    if difference is None:
+        return "not run"
+    if difference.low > -drop:
+        return f"at most {drop:g} lower: kept"
+    return f"at most {drop:g} lower: {'not kept' if difference.high < -drop else 'not decided'}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    made = parser(__doc__)
+    made.add_argument("workload", nargs="*", default=[], help=f"any of {', '.join(WORKLOADS)}; all without one")
+    arguments = made.parse_args(argv)
+    for name in arguments.workload or WORKLOADS:
+        print(f"wrote {measure(name, options_of(arguments))}")
+
+
+if __name__ == "__main__":
+    main()
