@@ -39,6 +39,7 @@ def curves(step: float, final: float, *, seeds: int, setup: float) -> list[Curve
                 train_loss=[2.3 * math.exp(-0.7 * k) for k in epochs],
                 metric=metric,
                 setup_seconds=setup,
+                peak_bytes=(100 + seed) * 2**20,
             )
         )
     return made

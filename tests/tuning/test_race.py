@@ -31,7 +31,8 @@ class Planted:
         time = 10 * candidate.share * math.prod(self.times.get(part, 1.0) for part in parts)
         metric = 0.9 + POINT * effect + common.normal(0, POINT) + own.normal(0, 0.3 * POINT)
         seconds = {"setup_seconds": 0.0, "seconds": time, "wall_seconds": time + 1}
-        return Run(name=candidate.name, seed=number, steps=101, metric=metric, **seconds)
+        memory = 1000 if candidate.name == STOCK else 800
+        return Run(name=candidate.name, seed=number, steps=101, metric=metric, peak_bytes=memory, **seconds)
 
 
 def race(
@@ -54,6 +55,7 @@ def test_a_harmless_candidate_is_accepted_and_confirmed_with_fresh_seeds():
     assert found.speed is not None
     assert found.speed.mid == pytest.approx(1 / 0.7, rel=0.01)
     assert found.rival_share == 0.75
+    assert found.memory == 0.8
     (whole,) = made.whole
     assert whole.outcome == "kept"
     assert {seed for name, seed in train.made if seed >= FRESH_SEED}

@@ -15,6 +15,7 @@ def finding(outcome: str | None, reason: str = "") -> Finding:
         reason=reason,
         seeds=5,
         speed=Interval(low=1.4, mid=1.5, high=1.6),
+        memory=0.8,
         difference=Interval(low=-0.004, mid=0.001, high=0.006),
         detectable=0.002,
     )
@@ -49,6 +50,6 @@ def test_the_horizon_says_what_could_not_be_seen():
 
 def test_rows_name_the_final_test():
     found = rows(report(findings=[finding("kept", "because")], whole=[finding(None)]))
-    assert found[0] == ["fast", "kept", "1.50x", "+0.0010 (-0.0040 to +0.0060)", "5", "because"]
+    assert found[0] == ["fast", "kept", "1.50x", "0.80x", "+0.0010 (-0.0040 to +0.0060)", "5", "because"]
     assert found[1][:2] == ["together", "open"]
     assert found[1][-1].startswith("fast: ")

@@ -19,7 +19,7 @@ from torchboost.distributed.shared import is_first_rank
 from torchboost.distributed.teardown import shutdown
 from torchboost.tuning.evidence import TuneReport
 from torchboost.tuning.page import write_page
-from torchboost.tuning.sentences import cost, headline, horizon, rows
+from torchboost.tuning.sentences import HEADINGS, cost, headline, horizon, rows
 from torchboost.tuning.tune import report_path
 from torchboost.tuning.tune import tune as run_tune
 
@@ -92,7 +92,7 @@ def tune(
 
 
 def _print(report: TuneReport, files: tuple[Path | None, ...]) -> None:
-    print_table(["candidate", "outcome", "speed", "metric against stock", "seeds", "why"], rows(report))
+    print_table(list(HEADINGS), rows(report))
     typer.echo(headline(report))
     if cost(report):
         typer.echo(cost(report))

@@ -97,6 +97,7 @@ class Curve(Record):
     """One training run, with one point per evaluation. All lists have the same length.
 
     ``seconds`` is the training time without evaluation. Set-up, such as compilation, is in ``setup_seconds``.
+    ``peak_bytes`` is how far the memory rose in the whole run; None if the system does not tell.
     """
 
     seed: int
@@ -105,6 +106,7 @@ class Curve(Record):
     train_loss: list[float]
     metric: list[float]
     setup_seconds: float = 0.0
+    peak_bytes: int | None = None
 
     @property
     def final(self) -> float:

@@ -48,6 +48,7 @@ class Run(Record):
         seconds: Training after the first step, without evaluation.
         wall_seconds: Everything, for the budget.
         losses: The mean training loss of each complete block of 20 steps.
+        peak_bytes: How far the memory rose; None if the system does not tell.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Run(Record):
     seconds: float
     wall_seconds: float
     losses: list[float] = Field(default_factory=list)
+    peak_bytes: int | None = None
 
     def projected(self, total_steps: int, share: float = 1.0) -> float:
         """Return the seconds of a run of so many stock steps; set-up is paid once."""
@@ -73,6 +75,7 @@ class Finding(Record):
         reason: One sentence.
         seeds: Pairs with stock.
         speed: Time of stock over its own for the whole run, projected to ``total_steps``.
+        memory: Peak memory over that of stock, the median of the pairs; None if the system does not tell.
         difference: Metric minus that of stock, with bounds that hold at all looks; None before the first look.
         detectable: How far the mean must be above minus the accepted drop to be shown by the planned seeds, in four of
             five repetitions.
@@ -85,6 +88,7 @@ class Finding(Record):
     reason: str = ""
     seeds: int = 0
     speed: Interval | None = None
+    memory: float | None = None
     difference: Interval | None = None
     detectable: float | None = None
     rival: Interval | None = None

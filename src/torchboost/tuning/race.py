@@ -7,6 +7,7 @@ some of them already, and all ranks, which share them, decide the same.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,11 +145,17 @@ class Race:
         own = [self.runs[name, seed].projected(self.total_steps, share) for seed in seeds]
         return paired_ratio([self.runs[STOCK, seed].projected(self.total_steps) for seed in seeds], own)
 
+    def _memory(self, name: str, *, fresh: bool) -> float | None:
+        pairs = [(self.runs[name, seed], self.runs[STOCK, seed]) for seed in self._pairs(name, STOCK, fresh=fresh)]
+        known = [(own.peak_bytes, stock.peak_bytes) for own, stock in pairs]
+        found = [own / stock for own, stock in known if own is not None and stock]
+        return statistics.median(found) if found else None
+
     def _judge(self, candidate: Candidate) -> None:
         name = candidate.name
         look = SequentialTest(margin=self.drop, most=self.most, error=self.error).look(self._differences(name, STOCK))
-        speed = self._speed(name)
-        finding = self._noted(candidate, look, speed)
+        finding = self._noted(candidate, look)
+        speed = finding.speed
         if look.state in ("failed", "futile"):
             self._set(finding, *_lost(look, self.drop))
         elif speed is not None and look.pairs >= 2 and speed.mid < LEAST_GAIN:
@@ -162,12 +169,13 @@ class Race:
         else:
             self.findings[name] = finding
 
-    def _noted(self, candidate: Candidate, look: Look, speed: Interval | None) -> Finding:
+    def _noted(self, candidate: Candidate, look: Look, *, fresh: bool = False) -> Finding:
         bounded = math.isfinite(look.difference.low) and look.pairs > 0
         return self.findings.get(candidate.name, Finding(candidate=candidate)).model_copy(
             update={
                 "seeds": look.pairs,
-                "speed": speed,
+                "speed": self._speed(candidate.name, fresh=fresh),
+                "memory": self._memory(candidate.name, fresh=fresh),
                 "difference": look.difference if bounded else None,
                 "detectable": look.detectable if math.isfinite(look.detectable) else None,
             }
@@ -231,7 +239,7 @@ class Race:
                 self._run(Candidate(name=STOCK), seed)
                 self._run(whole, seed)
                 look = test.look(self._differences(whole.name, STOCK, fresh=True))
-                finding = self._noted(whole, look, self._speed(whole.name, fresh=True))
+                finding = self._noted(whole, look, fresh=True)
                 self.whole[-1] = finding
                 if look.decided:
                     break

@@ -7,7 +7,10 @@ import math
 from torchboost.measure.evidence import Interval
 from torchboost.tuning.evidence import Finding, TuneReport
 
-__all__ = ["cost", "headline", "horizon", "rows"]
+__all__ = ["HEADINGS", "cost", "headline", "horizon", "rows"]
+
+
+HEADINGS = ("candidate", "outcome", "speed", "memory", "metric against stock", "seeds", "why")
 
 
 def headline(report: TuneReport) -> str:
@@ -62,7 +65,9 @@ def rows(report: TuneReport) -> list[list[str]]:
 
 def _row(found: Finding, name: str) -> list[str]:
     speed = "" if found.speed is None else f"{found.speed.mid:.2f}x"
-    return [name, found.outcome or "open", speed, interval(found.difference), str(found.seeds or ""), found.reason]
+    memory = "" if found.memory is None else f"{found.memory:.2f}x"
+    shown = interval(found.difference)
+    return [name, found.outcome or "open", speed, memory, shown, str(found.seeds or ""), found.reason]
 
 
 def interval(found: Interval | None) -> str:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torchboost.bench.workloads.factory import Parts, made_by
 from torchboost.distributed.shared import mean_over_ranks
 from torchboost.front import Boosted, boost
+from torchboost.measure.memory import PeakMemory
 from torchboost.measure.stopwatch import Clock, Stopwatch
 from torchboost.tuning.evidence import BLOCK, Candidate, Run
 
@@ -40,7 +41,9 @@ class Training:
     def __call__(self, candidate: Candidate, seed: int) -> Run:
         """Train once. The random generators are as before afterwards; ranks get the numbers of the first one."""
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            return _agreed(self._run(candidate, seed))
+            with PeakMemory(self.device) as peak:
+                run = self._run(candidate, seed)
+            return _agreed(run.model_copy(update={"peak_bytes": peak.bytes}))
 
     def _run(self, candidate: Candidate, seed: int) -> Run:
         clock = Clock.of(self.device)
@@ -62,8 +65,16 @@ class Training:
                             break
             if curve.finite():
                 metric = _evaluated(parts)
-        times = {"setup_seconds": setup.seconds, "seconds": rest.seconds, "wall_seconds": whole.seconds}
-        return Run(name=candidate.name, seed=seed, steps=steps, metric=metric, losses=curve.means, **times)
+        return Run(
+            name=candidate.name,
+            seed=seed,
+            steps=steps,
+            metric=metric,
+            losses=curve.means,
+            setup_seconds=setup.seconds,
+            seconds=rest.seconds,
+            wall_seconds=whole.seconds,
+        )
 
 
 class _Curve:

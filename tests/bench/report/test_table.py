@@ -67,3 +67,9 @@ def test_markdown_escapes_and_stays_a_table():
     assert all(row.replace("\\|", "").count("|") == rows[0].count("|") for row in rows)
     assert "<script>" not in text.replace("\\<script\\>", "")
     assert "\n# y" not in text
+
+
+def test_the_memory_of_a_run_is_shown_if_it_is_known():
+    made = table.result_table(winning_report())
+    assert made.headings[-1] == "memory"
+    assert made.rows[0][-1] == "102 MiB"

@@ -63,11 +63,12 @@ def _cells(summary: Summary, share: bool) -> tuple[str, ...]:
         _difference(summary, share),
         NOTHING if to_target is None else wording.seconds(to_target),
         wording.seconds(summary.contestant.warmup_seconds) if summary.contestant.warmup_seconds else NOTHING,
+        NOTHING if summary.peak_bytes is None else wording.size(summary.peak_bytes),
     )
 
 
 def result_table(report: BenchReport) -> Table:
-    """Return one row per contestant: step time, both ratios, metric, difference to stock, time to target, set-up.
+    """Return a row per contestant: step time, both ratios, metric, difference to stock, time to target, set-up, memory.
 
     Columns without entries, such as the metric if there was no training, are left out.
     """
@@ -81,6 +82,7 @@ def result_table(report: BenchReport) -> Table:
         "difference to stock",
         "time to target",
         "set-up",
+        "memory",
     )
     rows = [_cells(summary, share) for summary in summarise(report)]
     kept = [k for k in range(len(headings)) if k < 2 or any(row[k] != NOTHING for row in rows)]

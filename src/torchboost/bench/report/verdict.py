@@ -84,6 +84,7 @@ class Summary:
         difference: Final metric against stock.
         seconds_to_target: Training time including set-up until the mean metric reaches the target of the report.
         repaid_after: Number of steps that repay the longer warm-up compared with stock.
+        peak_bytes: How far the memory rose in a training run, the median over the seeds.
     """
 
     contestant: Contestant
@@ -93,6 +94,7 @@ class Summary:
     difference: Difference | None = None
     seconds_to_target: float | None = None
     repaid_after: int | None = None
+    peak_bytes: float | None = None
 
 
 class Verdict(NamedTuple):
@@ -183,6 +185,11 @@ def _repaid_after(contestant: Contestant, stock: Contestant) -> int | None:
     return max(0, math.ceil(extra / saved))
 
 
+def _peak(contestant: Contestant) -> float | None:
+    known = [curve.peak_bytes for curve in contestant.curves if curve.peak_bytes is not None]
+    return statistics.median(known) if known else None
+
+
 def summarise(report: BenchReport) -> list[Summary]:
     """Return the derived figures of every contestant, in the order of the report."""
     stock, hand, target = stock_of(report), best_hand(report), target_of(report)
@@ -199,6 +206,7 @@ def summarise(report: BenchReport) -> list[Summary]:
                 difference=_difference(contestant, stock, sign, share) if stock else None,
                 seconds_to_target=None if target is None else _seconds_to(contestant, target, sign),
                 repaid_after=_repaid_after(contestant, stock) if stock else None,
+                peak_bytes=_peak(contestant),
             )
         )
     return summaries

@@ -64,6 +64,11 @@ def ratio_interval(interval: Interval) -> str:
     return f"{ratio(interval.mid)} ({interval.low:.2f} to {interval.high:.2f})"
 
 
+def size(count: float) -> str:
+    """Format bytes: ``312 MiB``."""
+    return f"{count / 2**20:,.0f} MiB"
+
+
 def is_share(report: BenchReport) -> bool:
     """Whether the metric is a share such as accuracy. A share is shown in percent, and its differences in points."""
     values = [v for c in report.contestants for curve in c.curves for v in curve.metric if math.isfinite(v)]

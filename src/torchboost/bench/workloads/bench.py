@@ -15,6 +15,7 @@ from torchboost.bench.workloads.contestants import Loop, Planner, Recipe, build_
 from torchboost.bench.workloads.data import Data
 from torchboost.bench.workloads.jobs import Job
 from torchboost.measure.evidence import BenchReport, Contestant, Curve, Quality
+from torchboost.measure.memory import PeakMemory
 from torchboost.measure.sequential import Look, SequentialTest
 from torchboost.measure.statistics import noninferiority
 from torchboost.measure.stopwatch import Clock, Progress, Stopwatch, Warmup, compare, environment
@@ -305,6 +306,12 @@ def _look(stock: Contestant, other: Contestant, job: Job) -> Look:
 
 
 def _curve(name: str, seed: int, settings: _Settings, done: int, total: int) -> Curve:
+    with PeakMemory(settings.device) as peak:
+        curve = _learned(name, seed, settings, done, total)
+    return curve.model_copy(update={"peak_bytes": peak.bytes})
+
+
+def _learned(name: str, seed: int, settings: _Settings, done: int, total: int) -> Curve:
     setup, watch = Stopwatch(settings.clock), Stopwatch(settings.clock)
     with setup:
         loop = settings.loop(name, seed, settings.steps)
