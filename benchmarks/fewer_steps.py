@@ -1,10 +1,11 @@
 """Claim: with Muon, or without a schedule, the final metric of the stock optimizer is reached in fewer steps.
 
-Every optimizer gets five learning rates, chosen on validation data apart from the test data, with one seed. Muon's are
-for the matrices, with a momentum of 0.9 as that of the others; the rest of the weights has AdamW's best rate. Then five
-seeds are trained at the chosen rate, Muon also with its schedule fitted to shares of the steps. "Muon, AdamW's rate" is
-not tuned: it takes the rate and the decay of AdamW for all weights. Each run is saved when it ends, and the script
-continues where it stopped. Times are not taken here: ``fewer_steps_time.py`` takes them.
+Every optimizer gets five learning rates, chosen on validation data apart from the test data, with one seed; if the best
+is the lowest or the highest, up to two more in that direction. Muon's are for the matrices, with a momentum of 0.9 as
+that of the others; the rest of the weights has AdamW's best rate. Then five seeds are trained at the chosen rate, Muon
+also with its schedule fitted to shares of the steps. "Muon, AdamW's rate" is not tuned: it takes the rate and the decay
+of AdamW for all weights. Each run is saved when it ends, and the script continues where it stopped. Times are not taken
+here: ``fewer_steps_time.py`` takes them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from torchboost.optim import SGD, AdamW, MixedOptimizer, ScheduleFreeAdamW, muon
 SEEDS = 5
 SHARES = (0.5, 0.6)
 """Shares of the steps to which Muon's schedule is also fitted."""
+
+MOST_RATES = 7
+"""Learning rates that are tried at most."""
 
 Build = Callable[[nn.Module, Workload, float, Any], Optimizer]
 
@@ -149,6 +153,7 @@ class Runs:
         self.work, self.file = work, file
         saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"runs": []}
         self.runs: list[dict[str, Any]] = saved["runs"]
+        self.chosen: dict[str, dict[str, float]] = saved.get("chosen", {})
 
     def result(self, **run: Any) -> dict[str, Any]:
         """Return a run that was made before, or make it."""
@@ -158,21 +163,32 @@ class Runs:
         work = replace(self.work, rest_rate=run.get("rest_rate", 0.0))
         made = trained(work, run["way"], run["rate"], run["seed"], run["steps"], run["split"])
         self.runs.append(made)
-        about = {key: getattr(work, key) for key in ("name", "title", "steps", "batch", "metric")}
-        about["parameters"] = sum(p.numel() for p in work.model(0).parameters())
-        text = json.dumps({**about, "environment": environment().model_dump(), "runs": self.runs}, indent=1)
-        self.file.write_text(text + "\n", encoding="utf-8")
+        self._save()
         print(json.dumps({"workload": work.name, **made}), flush=True)
         return made
 
     def best(self, name: str, **fixed: float) -> float:
         """Return the best rate of an optimizer on the validation data."""
-        steps = self.work.steps
-        tried = [
-            self.result(way=name, rate=rate, seed=100, steps=steps, split="validation", **fixed)
-            for rate in WAYS[name].rates
-        ]
-        return min(tried, key=self.work.badness)["rate"]
+        steps, rates = self.work.steps, sorted(WAYS[name].rates)
+        while True:
+            tried = [
+                self.result(way=name, rate=rate, seed=100, steps=steps, split="validation", **fixed) for rate in rates
+            ]
+            found = min(tried, key=self.work.badness)["rate"]
+            if rates[0] < found < rates[-1] or len(rates) == MOST_RATES:
+                return found
+            rates = [found / 2, *rates] if found == rates[0] else [*rates, 2 * found]
+
+    def choose(self, name: str, rates: dict[str, float]) -> None:
+        """Note the rates with which an optimizer is run on the test data."""
+        self.chosen[name] = rates
+        self._save()
+
+    def _save(self) -> None:
+        about = {key: getattr(self.work, key) for key in ("name", "title", "steps", "batch", "metric")}
+        about["parameters"] = sum(p.numel() for p in self.work.model(0).parameters())
+        about |= {"environment": environment().model_dump(), "chosen": self.chosen, "runs": self.runs}
+        self.file.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
 def measure_workload(work: Workload, options: Options, out: Path, phase: int) -> Path:
@@ -183,6 +199,7 @@ def measure_workload(work: Workload, options: Options, out: Path, phase: int) ->
     for name in (name for name in work.ways if WAYS[name].phase == phase):
         fixed = {"rest_rate": of_adamw} if name.startswith("Muon") else {}
         chosen[name] = {"rate": made.best(name, **fixed) if WAYS[name].rates else of_adamw, **fixed}
+        made.choose(name, chosen[name])
     for seed in range(2 if options.smoke else SEEDS):
         for name, rates in chosen.items():
             for share in (*(SHARES if name == "Muon" else ()), 1.0):

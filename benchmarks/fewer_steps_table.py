@@ -24,8 +24,13 @@ def finals(result: dict[str, Any], way: str, steps: int | None = None) -> dict[i
     return {
         run["seed"]: run[result["metric"]]
         for run in result["runs"]
-        if run["way"] == way and run["split"] == "test" and run["steps"] == wanted
+        if run["way"] == way and run["split"] == "test" and run["steps"] == wanted and _chosen(result, run)
     }
+
+
+def _chosen(result: dict[str, Any], run: dict[str, Any]) -> bool:
+    """Whether a run has the rates that were chosen in the end."""
+    return all(run[key] == value for key, value in result.get("chosen", {}).get(run["way"], {}).items())
 
 
 def share_needed(result: dict[str, Any], seed: int, target: float) -> tuple[float, bool]:
@@ -36,7 +41,9 @@ def share_needed(result: dict[str, Any], seed: int, target: float) -> tuple[floa
     """
     sign = 1 if result["metric"] == "loss" else -1
     runs = [run for run in result["runs"] if run["way"] == "Muon" and run["split"] == "test" and run["seed"] == seed]
-    points = sorted((run["steps"] / result["steps"], sign * run[result["metric"]]) for run in runs)
+    points = sorted(
+        (run["steps"] / result["steps"], sign * run[result["metric"]]) for run in runs if _chosen(result, run)
+    )
     wanted = sign * target
     if points[0][1] <= wanted:
         return points[0][0], False
