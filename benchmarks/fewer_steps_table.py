@@ -129,6 +129,6 @@ def needed_table(folder: Path) -> tuple[Table, str]:
     said = (
         "Shares of AdamW's (SGD's) steps and time: the median over the seeds, with the smallest and the largest. "
         "Muon's schedule is fitted to the shorter run; under 0.50 means that half of the steps were enough. Times of "
-        "steps are in float32: `benchmarks/results/fewer_steps_time-*.json`."
+        "steps: `benchmarks/results/fewer_steps_time-*.json`."
     )
     return Table(headings=head, rows=tuple(lines)), said

@@ -5,7 +5,8 @@ Steps of the workloads of ``fewer_steps.py``, forward and backward passes includ
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torchboost.measure.evidence import BenchReport, Contestant
 from torchboost.measure.stopwatch import compare, environment
 from torchboost.optim import SGD, AdamW, MixedOptimizer, ScheduleFreeAdamW, muon_groups
 
-TIMED = ("gpt-characters", "gpt-pieces", "resnet-basic", "resnet-bottleneck", "vit", "speakers")
+TIMED = ("gpt-characters", "gpt-pieces", "resnet-basic", "resnet-bottleneck", "vit", "speakers", "fine-tuning")
 BASELINE = "AdamW, fused"
 
 
@@ -59,14 +60,16 @@ def stepper(work: Workload, way: str) -> Callable[[], object]:
 
     def step() -> None:
         model.zero_grad()
-        work.loss(model(inputs), targets).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=work.autocast):
+            loss = work.loss(model(inputs).float(), targets)
+        loss.backward()
         optimizer.step()
 
     return step
 
 
-def measure(options: Options) -> list[Path]:
-    return [measure_workload(WORKLOADS[name](options), options) for name in TIMED if name != "speakers" or options.text]
+def measure(options: Options, names: Sequence[str] = TIMED) -> list[Path]:
+    return [measure_workload(WORKLOADS[name](options), options) for name in names if name != "speakers" or options.text]
 
 
 def measure_workload(work: Workload, options: Options) -> Path:
@@ -95,10 +98,15 @@ def measure_workload(work: Workload, options: Options) -> Path:
             )
             for way in ways
         ],
-        notes=["forward pass, backward pass and update in float32"],
+        notes=[
+            f"forward pass, backward pass and update {'under bfloat16 autocast' if work.autocast else 'in float32'}"
+        ],
     )
     return report.save(options.file("fewer_steps_time", work.name))
 
 
 if __name__ == "__main__":
-    run([measure], parser(__doc__).parse_args())
+    made = parser(__doc__)
+    made.add_argument("workload", nargs="*", default=TIMED, help=f"any of {', '.join(TIMED)}; all without one")
+    arguments = made.parse_args()
+    run([partial(measure, names=arguments.workload)], arguments)
