@@ -150,3 +150,14 @@ def test_ctrl_c_at_any_moment_leaves_a_report_that_is_resumed(tmp_path):
     assert len({(run.name, run.seed) for run in final.runs}) == len(final.runs)
     assert final.spent_seconds <= 66
     assert interrupted >= 5
+
+
+def test_a_recipe_of_another_factory(factory, tmp_path):
+    out = str(tmp_path / "boost.json")
+    words = ("--budget", "6s", "--drop", "50", "--seeds", "3", "--out", out)
+    result = run(factory, "--recipe", f"fewer={factory}@0.25", *words)
+    assert result.exit_code == 0, result.output
+    assert "fewer" in result.stdout
+    wrong = run(factory, "--recipe", f"fewer={factory}", "--out", str(tmp_path / "b.json"))
+    assert wrong.exit_code == 1
+    assert "give NAME=path/to/train.py:make@0.5" in wrong.stderr

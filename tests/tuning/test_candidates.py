@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from tests.tuning.test_training import make
 from torchboost.registry import LEVELS, REGISTRY
-from torchboost.tuning.candidates import named_candidates, standard_candidates, usable
+from torchboost.tuning.candidates import named_candidates, recipe_candidates, standard_candidates, usable
 from torchboost.tuning.evidence import Candidate
 
 
@@ -62,3 +62,20 @@ def test_what_cannot_work_here_is_left_out_with_a_reason(extra, said):
 def test_what_can_work_is_not_left_out():
     assert usable(Candidate(name="a", extra={"fused_optimizer": True}), linear, 100) is None
     assert usable(Candidate(name="a", extra={"gradient_centralization": True}), make, 100) is None
+
+
+def test_recipes_are_candidates_that_must_beat_fewer_steps():
+    (found,) = recipe_candidates({"half": (make, 0.5)})
+    assert found == Candidate(name="half", recipe=True, share=0.5, skips_work=True)
+    assert usable(found, make, 10) is None
+
+
+@pytest.mark.parametrize(("name", "share"), [("", 0.5), ("a", 0.0), ("a", 1.5), ("a", -1.0)])
+def test_recipes_out_of_range(name, share):
+    with pytest.raises(ValueError, match="give a name, a factory and a share above 0"):
+        recipe_candidates({name: (make, share)})
+
+
+def test_a_recipe_needs_the_metric():
+    with pytest.raises(ValueError, match="the factory of 'a' has no evaluate"):
+        recipe_candidates({"a": (lambda seed: make(seed)[:4], 0.5)})

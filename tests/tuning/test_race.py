@@ -209,3 +209,15 @@ def test_told_after_every_run():
     made.decide()
     assert seen == list(range(1, len(made.runs) + 1))
     assert made.runs[STOCK, 0].name == STOCK
+
+
+@pytest.mark.parametrize(("effect", "outcome"), [(0.0, "kept"), (-3.0, "lost"), (-2.0, "not better than fewer steps")])
+def test_another_recipe_is_judged_but_never_turned_on(effect, outcome):
+    """It takes half of the time; stock with half of the steps loses 2 points."""
+    train = Planted({"a": effect + 2.0}, {}, late=4.0)
+    recipe = Candidate(name="a", recipe=True, share=0.5, skips_work=True)
+    drop = 3 * POINT if outcome.startswith("not") else POINT
+    made = Race(train=train, candidates=[recipe], drop=drop, budget=1e9, total_steps=101, most=12)
+    assert made.decide() == {}
+    assert made.findings["a"].outcome == outcome
+    assert made.whole == []

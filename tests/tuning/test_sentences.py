@@ -53,3 +53,10 @@ def test_rows_name_the_final_test():
     assert found[0] == ["fast", "kept", "1.50x", "0.80x", "+0.0010 (-0.0040 to +0.0060)", "5", "because"]
     assert found[1][:2] == ["together", "open"]
     assert found[1][-1].startswith("fast: ")
+
+
+def test_a_recipe_that_passed_is_named_and_not_turned_on():
+    kept = finding("kept").model_copy(update={"candidate": Candidate(name="half", recipe=True, share=0.5)})
+    said = headline(report(findings=[kept], state="complete"))
+    assert said.startswith("Nothing is turned on: no candidate was shown")
+    assert said.endswith("The recipe half keeps the metric in 67% of the time.")

@@ -203,3 +203,28 @@ def test_two_ranks_tune_together_and_resume(tmp_path):
     assert {("stock", 1), ("norms", 1), ("bits", 1)} <= set(first[1])
     assert all(first[0].values())
     assert len(TuneReport.load(tmp_path / "boost.report.json").stock_losses()) == 20
+
+
+def test_a_recipe_is_trained_by_its_own_factory_for_its_share(tmp_path):
+    built: list[str] = []
+
+    def other(seed: int) -> Any:
+        built.append("other")
+        return make(seed)
+
+    given = {"drop": 0.9, "budget": 15, "epochs": 4, "seeds": 3, "candidates": {}, "out": tmp_path / "a.json"}
+    report = tune(make, recipes={"half": (other, 0.5)}, **given)
+    (found,) = report.findings
+    assert found.candidate.recipe
+    assert found.outcome is not None
+    assert {run.steps for run in report.runs if run.name == "half"} == {12}
+    assert len(built) == 1 + sum(run.name == "half" for run in report.runs)
+    assert report.extra == {}
+    with pytest.raises(ValueError, match=r"recipes 'half' \(0.5\); give the same ones"):
+        tune(make, resume=True, **given)
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_recipe_with_the_name_of_a_candidate_is_refused():
+    with pytest.raises(ValueError, match="'norms' among the candidates and the recipes"):
+        tuned(recipes={"norms": (make, 0.5)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -43,6 +44,13 @@ def tune(
         int | None, typer.Option(min=1, help="Updates of the training that the answer is for. Default: those of a run.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Which model of the workload, such as resnet-basic.")] = None,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FILE:MAKE@SHARE",
+            help="Another factory, trained for a share of the steps. Repeatable.",
+        ),
+    ] = None,
     seeds: Annotated[int, typer.Option(min=3, help="Most seeds per comparison.")] = 12,
     data: Annotated[Path | None, typer.Option(help="Path of the data, for workloads that need it.")] = None,
     train_limit: Annotated[int | None, typer.Option(min=1, help="Use only so many training samples.")] = None,
@@ -67,6 +75,7 @@ def tune(
                 budget=budget,
                 epochs=epochs or passes,
                 total_steps=total_steps,
+                recipes=dict(_recipe(text) for text in recipe or []),
                 seeds=seeds,
                 device=where,
                 title=workload if model is None else f"{workload}-{model}",
@@ -114,6 +123,14 @@ def _factory(
     job = find_job(workload if model is None else f"{workload}-{model}")
     loaded = job.load(data, train_limit).to(device)
     return factory_of(job, loaded, device), job.epochs
+
+
+def _recipe(text: str) -> tuple[str, tuple[Callable[[int], Any], float]]:
+    found = re.fullmatch(r"(.+?)=(.+)@([0-9.]+)", text)
+    if found is None:
+        raise ValueError(f"--recipe: found {text!r}; give NAME=path/to/train.py:make@0.5, a share of the steps last.")
+    name, source, share = found.groups()
+    return name, (function_at(source), float(share))
 
 
 def _interrupted(path: Path) -> NoReturn:

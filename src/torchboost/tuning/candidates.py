@@ -13,7 +13,7 @@ from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuning.evidence import Candidate, Finding
 from torchboost.tuning.training import boosted_by, on_device
 
-__all__ = ["named_candidates", "standard_candidates", "usable"]
+__all__ = ["named_candidates", "recipe_candidates", "standard_candidates", "usable"]
 
 Make = Callable[[int], object]
 
@@ -82,8 +82,31 @@ def named_candidates(given: Mapping[str, Mapping[str, Any]]) -> list[Candidate]:
     return found
 
 
+def recipe_candidates(given: Mapping[str, tuple[Make, float]]) -> list[Candidate]:
+    """Return candidates that are trained by factories of their own, for a share of the steps.
+
+    Raises:
+        ValueError: A name is empty, a share is not above 0 and at most 1, or a factory has no ``evaluate``.
+    """
+    found = []
+    for name, (make, share) in given.items():
+        if not name or not 0 < share <= 1:
+            raise ValueError(
+                f"recipes: found {name!r} with {share!r} of the steps; give a name, a factory and a share above 0 and "
+                "at most 1."
+            )
+        if made_by(make, 0).evaluate is None:
+            raise ValueError(
+                f"recipes: the factory of {name!r} has no evaluate; it needs the same metric as the other."
+            )
+        found.append(Candidate(name=name, recipe=True, share=share, skips_work=True))
+    return found
+
+
 def usable(candidate: Candidate, make: Make, steps: int) -> Finding | None:
     """Return a finding with the reason if the first algorithm of a candidate cannot work here; None if it can."""
+    if candidate.recipe:
+        return None
     parts = made_by(make, 0)
     try:
         boosted = boosted_by(parts, candidate.extra, steps)

@@ -28,12 +28,14 @@ class Candidate(Record):
         skips_work: Whether it leaves out a part of the training, so that it must do better than stock does with fewer
             steps. False for what computes the same in less time.
         share: Share of the steps that are trained, with the schedule fitted to them.
+        recipe: Whether a factory of its own, known by the name, trains it. It is not part of a configuration.
     """
 
     name: str
     extra: dict[str, Any] = Field(default_factory=dict)
     skips_work: bool = False
     share: float = 1.0
+    recipe: bool = False
 
 
 class Run(Record):

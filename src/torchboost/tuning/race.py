@@ -81,7 +81,7 @@ class Race:
         except OverBudgetError as error:
             self._close("not shown", str(error))
         self._limit = self.budget
-        accepted = [found for found in self.findings.values() if found.outcome == "kept"]
+        accepted = [found for found in self.findings.values() if found.outcome == "kept" and not found.candidate.recipe]
         return self._composed(_without_rivals(accepted))
 
     def _screen(self) -> None:

@@ -17,11 +17,22 @@ def headline(report: TuneReport) -> str:
     """Return the answer in one sentence, or how far the tuning came."""
     if report.state != "complete":
         return f"Not finished: {len(report.runs)} runs in {report.spent_seconds:.0f} s; continue with --resume."
+    recipes = "".join(_of_recipe(found) for found in report.findings if found.candidate.recipe)
+    return _answer(report) + recipes
+
+
+def _of_recipe(found: Finding) -> str:
+    if found.outcome != "kept" or found.speed is None:
+        return ""
+    return f" The recipe {found.candidate.name} keeps the metric in {1 / found.speed.mid:.0%} of the time."
+
+
+def _answer(report: TuneReport) -> str:
     proven = proven_whole(report)
     if proven is not None:
         gain = "" if proven.speed is None else f": a training takes {1 / proven.speed.mid:.0%} of the time"
         return f"Turn on {proven.candidate.name}{gain}."
-    if any(found.outcome == "kept" for found in report.findings):
+    if any(found.outcome == "kept" and not found.candidate.recipe for found in report.findings):
         reason = report.whole[-1].reason if report.whole else "it was not tried"
         return f"Nothing is turned on: what passed alone was not shown to keep the metric in the final test ({reason})."
     return f"Nothing is turned on: no candidate was shown to save time and keep the metric within {report.drop:g}."

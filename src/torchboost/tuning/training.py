@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,12 +28,14 @@ class Training:
 
     Args:
         make: ``make(seed) -> (model, optimizer, loss, batches, evaluate[, schedule])``.
+        recipes: The factories of candidates that have their own, by name.
         steps: Updates of a run of stock.
         device: Where the batches go; the factory puts the model there.
         told: Called with the candidate, the seed, and the share of the run that is done.
     """
 
     make: Callable[[int], object]
+    recipes: Mapping[str, Callable[[int], object]] = field(default_factory=dict)
     steps: int
     device: torch.device
     told: Callable[[Candidate, int, float], None] = lambda candidate, seed, share: None
@@ -52,7 +54,7 @@ class Training:
         metric = math.nan
         with whole:
             with setup:
-                parts = made_by(self.make, seed)
+                parts = made_by(self.recipes[candidate.name] if candidate.recipe else self.make, seed)
                 step = _stepper(parts, candidate, steps)
                 batches = _batches(parts.batches, seed, self.device)
                 curve = _Curve(step(*next(batches)))

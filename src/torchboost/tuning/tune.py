@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from torchboost.distributed.shared import from_first_rank, is_first_rank
 from torchboost.measure.stopwatch import Progress, environment
 from torchboost.plan import Plan
 from torchboost.registry import Facts
-from torchboost.tuning.candidates import named_candidates, standard_candidates, usable
+from torchboost.tuning.candidates import named_candidates, recipe_candidates, standard_candidates, usable
 from torchboost.tuning.evidence import Candidate, Finding, TuneReport
 from torchboost.tuning.race import Race
 from torchboost.tuning.training import Training
@@ -35,6 +36,7 @@ def tune(
     epochs: int = 1,
     total_steps: int | None = None,
     candidates: Mapping[str, Mapping[str, Any]] | None = None,
+    recipes: Mapping[str, tuple[Callable[[int], object], float]] | None = None,
     seeds: int = 12,
     error: float = 0.05,
     device: torch.device | str = "cpu",
@@ -68,6 +70,8 @@ def tune(
         total_steps: Updates of the training that the answer is for, over which compilation is spread; by default those
             of a run.
         candidates: Name -> section ``extra`` of a configuration, in place of the standard ones.
+        recipes: Name -> ``(make, share)``: other factories, for instance with another optimizer, trained for a share of
+            the steps. They are compared like candidates, but no configuration can turn them on.
         seeds: Most seeds per comparison, at least 3.
         error: Probability of a wrong decision in each comparison.
         device: Where the batches go.
@@ -89,6 +93,7 @@ def tune(
     """
     session = _Session(
         make=make,
+        recipes=dict(recipes or {}),
         seconds=seconds_of(budget),
         device=torch.device(device),
         out=None if out is None else Path(out),
@@ -128,6 +133,7 @@ class _Session:
     """A tuning under way: what was asked, and the report as far as it came."""
 
     make: Callable[[int], object]
+    recipes: Mapping[str, tuple[Callable[[int], object], float]]
     seconds: float
     device: torch.device
     out: Path | None
@@ -155,7 +161,13 @@ class _Session:
         started = time.perf_counter()
         findings = from_first_rank(self._candidates(given))
         runs = {(run.name, run.seed): run for run in self.report.runs}
-        training = Training(make=self.make, steps=self.report.steps, device=self.device, told=self._within)
+        training = Training(
+            make=self.make,
+            recipes={name: make for name, (make, _) in self.recipes.items()},
+            steps=self.report.steps,
+            device=self.device,
+            told=self._within,
+        )
         race = Race(
             train=training,
             candidates=[found.candidate for found in findings if found.outcome is None],
@@ -180,7 +192,9 @@ class _Session:
 
     def _candidates(self, given: Mapping[str, Mapping[str, Any]] | None) -> list[Finding]:
         """Return a finding for each candidate, with an outcome for those that cannot work here."""
+        own = recipe_candidates(self.recipes)
         if self.report.findings:
+            self._check_recipes(own)
             kept = [found for found in self.report.findings if found.outcome == "not usable"]
             names = {found.candidate.name for found in kept}
             return [
@@ -194,7 +208,18 @@ class _Session:
             self.tell("trial of the levers", 1, 1)
         else:
             wanted = named_candidates(given)
+        wanted += own
+        twice = [name for name, count in Counter(one.name for one in wanted).items() if count > 1]
+        if twice:
+            raise ValueError(f"found {twice[0]!r} among the candidates and the recipes; give each its own name.")
         return [usable(one, self.make, self.report.steps) or Finding(candidate=one) for one in wanted]
+
+    def _check_recipes(self, given: list[Candidate]) -> None:
+        """Raise ``ValueError`` if the recipes are not those of the report that is continued."""
+        saved = [found.candidate for found in self.report.findings if found.candidate.recipe]
+        if saved != given:
+            known = ", ".join(f"{one.name!r} ({one.share:g})" for one in saved) or "none"
+            raise ValueError(f"the report was made with the recipes {known}; give the same ones to continue it.")
 
     def _within(self, candidate: Candidate, seed: int, share: float) -> None:
         self.tell("tuning", round(self.report.spent_seconds), round(self.seconds), f"{candidate.name}, seed {seed}")
