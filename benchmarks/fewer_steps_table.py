@@ -58,8 +58,7 @@ def cell(result: dict[str, Any], way: str) -> str:
     if not found:
         return ""
     percent = result["metric"] == "accuracy"
-    own = [100 * value if percent else value for value in found.values()]
-    text = f"{statistics.mean(own):.1f} %" if percent else f"{statistics.mean(own):.3f}"
+    text = shown_metric(result, statistics.mean(found.values()))
     base = finals(result, "AdamW")
     seeds = sorted(base.keys() & found.keys())
     if way == "AdamW" or len(seeds) < LEAST_SEEDS:
@@ -132,3 +131,29 @@ def needed_table(folder: Path) -> tuple[Table, str]:
         "steps: `benchmarks/results/fewer_steps_time-*.json`."
     )
     return Table(headings=head, rows=tuple(lines)), said
+
+
+def rates_table(folder: Path) -> tuple[Table, str]:
+    """Return what each of Muon's rates gives on the validation data, and a sentence about it."""
+    found = results(folder)
+    rates = sorted({rate for result in found for rate in tried(result, "Muon")})
+    lines = []
+    for result in found:
+        metrics = tried(result, "Muon")
+        of_adamw = tried(result, "AdamW")
+        best = max(of_adamw, key=lambda rate: of_adamw[rate] if result["metric"] == "accuracy" else -of_adamw[rate])
+        shown = (shown_metric(result, metrics[rate]) if rate in metrics else "" for rate in rates)
+        lines.append((result["title"], f"{best:g}: {shown_metric(result, of_adamw[best])}", *shown))
+    head = ("workload", "AdamW's best rate", *(f"Muon {rate:g}" for rate in rates))
+    return Table(headings=head, rows=tuple(lines)), "The metric on the validation data, one seed each."
+
+
+def tried(result: dict[str, Any], way: str) -> dict[float, float]:
+    """Return the metric on the validation data by rate."""
+    runs = [run for run in result["runs"] if run["way"] == way and run["split"] == "validation"]
+    rest = result.get("chosen", {}).get(way, {}).get("rest_rate")
+    return {run["rate"]: run[result["metric"]] for run in runs if rest in (None, run["rest_rate"])}
+
+
+def shown_metric(result: dict[str, Any], value: float) -> str:
+    return f"{100 * value:.1f} %" if result["metric"] == "accuracy" else f"{value:.3f}"

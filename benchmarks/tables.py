@@ -72,6 +72,7 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "accuracy": lambda folder: rows(headline.accuracy()),
     "fewer_steps": lambda folder: own(fewer_steps_table.metrics_table(RESULTS)),
     "fewer_steps_needed": lambda folder: own(fewer_steps_table.needed_table(RESULTS)),
+    "fewer_steps_rates": lambda folder: own(fewer_steps_table.rates_table(RESULTS)),
     "planted_effects": lambda folder: rows(planted_effects.table(RESULTS / "planted_effects-tune.json")),
     "low_precision": lambda folder: own(low_precision.table(RESULTS / "low_precision-gpt-characters.json")),
     "algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=False)),

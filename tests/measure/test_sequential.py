@@ -83,7 +83,14 @@ def test_a_run_that_diverged_fails():
 
 
 def test_equal_runs_pass():
-    assert SequentialTest(margin=0.5).look([0.0, 0.0, 0.0]).state == "passed"
+    assert SequentialTest(margin=0.5).look([0.0] * 4).state == "passed"
+
+
+def test_three_equal_differences_are_not_taken_as_certain():
+    test = SequentialTest(margin=0.5)
+    assert test.look([0.0] * 3).state == "open"
+    assert test.look([-0.4] * 8).state == "open"
+    assert test.look([-0.4] * 12).state in ("passed", "exhausted")
 
 
 def test_the_detectable_drop_is_what_is_found_four_times_in_five():

@@ -72,10 +72,21 @@ def test_recipes_are_candidates_that_must_beat_fewer_steps():
 
 @pytest.mark.parametrize(("name", "share"), [("", 0.5), ("a", 0.0), ("a", 1.5), ("a", -1.0)])
 def test_recipes_out_of_range(name, share):
-    with pytest.raises(ValueError, match="give a name, a factory and a share above 0"):
+    with pytest.raises(ValueError, match="a factory and a share above 0 and at most 1"):
         recipe_candidates({name: (make, share)})
 
 
 def test_a_recipe_needs_the_metric():
     with pytest.raises(ValueError, match="the factory of 'a' has no evaluate"):
         recipe_candidates({"a": (lambda seed: make(seed)[:4], 0.5)})
+
+
+@pytest.mark.parametrize("name", ["stock", "stock, 50% of the steps", "a + b", ""])
+def test_names_that_would_be_taken_for_others_are_refused(name):
+    with pytest.raises(ValueError, match="does not begin with 'stock'"):
+        named_candidates({name: {"autocast": True}})
+
+
+def test_a_section_that_is_no_mapping_is_refused():
+    with pytest.raises(ValueError, match="give a section extra"):
+        named_candidates({"a": "autocast"})  # pyright: ignore[reportArgumentType]

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torchboost.measure.sequential import SequentialTest
 from torchboost.tuning.evidence import STOCK, Candidate, Run
-from torchboost.tuning.race import FRESH_SEED, Race, combined
+from torchboost.tuning.race import FRESH_SEED, Race, _share_for, combined
 
 POINT = 0.01
 
@@ -184,7 +185,7 @@ def test_an_interruption_at_any_run_leaves_what_was_known():
 
 
 def test_a_recipe_that_is_longer_than_needed_is_noted():
-    made = race(Planted({}, {"a": 0.7}, late=0.5), ["a"])
+    made = race(Planted({}, {"a": 0.7}, late=0.5, seed=4), ["a"])
     made.decide()
     assert outcomes(made) == {"a": "not better than fewer steps"}
     assert made.notes == ["75% of the steps, with the schedule fitted to them, keep the metric of stock too"]
@@ -221,3 +222,52 @@ def test_another_recipe_is_judged_but_never_turned_on(effect, outcome):
     assert made.decide() == {}
     assert made.findings["a"].outcome == outcome
     assert made.whole == []
+
+
+def test_a_candidate_whose_training_fails_is_not_usable_and_the_others_go_on():
+    planted = Planted({}, {"a": 0.7, "b": 0.7})
+
+    def train(candidate: Candidate, seed: int) -> Run:
+        made = planted(candidate, seed)
+        if candidate.name != "b":
+            return made
+        return made.model_copy(update={"metric": math.nan, "failure": "RuntimeError: boom"})
+
+    made = race(train, ["a", "b"])
+    assert made.decide() == {"a": True}
+    assert outcomes(made) == {"a": "kept", "b": "not usable"}
+    assert made.findings["b"].reason == "its training raised RuntimeError: boom"
+    assert [key for key in made.runs if key[0] == "b"] == [("b", 0)]
+
+
+def test_a_factory_that_ignores_its_seed_is_an_error():
+    planted = Planted({}, {"a": 0.7})
+
+    def train(candidate: Candidate, seed: int) -> Run:
+        return planted(candidate, 0).model_copy(update={"seed": seed, "last_loss": 0.25})
+
+    with pytest.raises(ValueError, match="the same loss and metric for the seeds 0 and 1"):
+        race(train, ["a"]).decide()
+
+
+def test_an_error_rate_that_the_final_test_cannot_keep_is_refused_before_any_run():
+    planted = Planted({}, {})
+    with pytest.raises(ValueError, match="error: found 0.0045"):
+        Race(train=planted, candidates=[], drop=0.1, budget=1.0, total_steps=10, error=0.009)
+    assert planted.made == []
+
+
+@pytest.mark.parametrize(("speed", "share"), [(2.0, 0.5), (1.43, 0.7), (1.04, 0.98), (1.1, 0.95)])
+def test_the_rival_takes_as_long_and_is_never_stock_itself(speed, share):
+    assert _share_for(speed) == pytest.approx(share)
+
+
+def test_rare_failures_are_found_more_often_than_by_three_equal_runs():
+    """A loss of two points in a quarter of the seeds, else none: half a point on average, the drop itself."""
+    wrong = 0
+    test = SequentialTest(margin=0.5)
+    draw = np.random.default_rng(0)
+    for _ in range(400):
+        differences = list(-2.0 * (draw.random(12) < 0.25))
+        wrong += any(test.look(differences[:count]).state == "passed" for count in range(3, 13))
+    assert wrong / 400 < 0.40  # 0.44 if equal differences counted as certain; the test assumes normal differences

@@ -151,3 +151,27 @@ def test_ranks_agree_about_metric_and_times():
     first, second = run_ranks(_on_ranks, 2)
     assert first == second
     assert first[0] == 0.25
+
+
+def test_an_error_of_a_candidate_is_part_of_its_run_and_that_of_stock_is_raised():
+    def failing(seed: int) -> Any:
+        parts = make(seed)
+
+        def raises(*_: Any) -> None:
+            if torch.is_autocast_enabled("cpu"):
+                raise RuntimeError("boom\nand more")
+
+        parts[0][0].register_forward_pre_hook(raises)
+        return parts
+
+    training = Training(make=failing, steps=3, device=torch.device("cpu"))
+    run = training(Candidate(name="bits", extra={"autocast": True}), 0)
+    assert run.failure == "RuntimeError: boom"
+    assert math.isnan(run.metric)
+    assert training(Candidate(name="stock"), 0).failure == ""
+
+    def broken(seed: int) -> Any:
+        raise OSError("no data")
+
+    with pytest.raises(OSError, match="no data"):
+        Training(make=broken, steps=3, device=torch.device("cpu"))(Candidate(name="stock"), 0)

@@ -228,3 +228,67 @@ def test_a_recipe_is_trained_by_its_own_factory_for_its_share(tmp_path):
 def test_a_recipe_with_the_name_of_a_candidate_is_refused():
     with pytest.raises(ValueError, match="'norms' among the candidates and the recipes"):
         tuned(recipes={"norms": (make, 0.5)})
+
+
+@pytest.mark.usefixtures("fake")
+def test_other_candidates_do_not_continue_a_report(tmp_path):
+    out = tmp_path / "boost.json"
+    tuned(out)
+    with pytest.raises(ValueError, match="other candidates or settings of them"):
+        tuned(out, resume=True, candidates={**CANDIDATES, "memory": {"autocast": True}})
+    assert tuned(out, resume=True).extra == {"channels_last": True}
+
+
+@pytest.mark.usefixtures("fake")
+def test_another_training_does_not_continue_a_report(tmp_path):
+    def other(seed: int) -> Any:
+        parts = make(seed)
+        parts[1].param_groups[0]["lr"] = 0.5
+        return parts
+
+    out = tmp_path / "boost.json"
+    tuned(out)
+    with pytest.raises(ValueError, match="fingerprint"):
+        tune(other, drop=0.05, budget="10m", epochs=2, candidates=CANDIDATES, out=out, resume=True)
+
+
+@pytest.mark.usefixtures("fake")
+def test_nothing_is_overwritten(tmp_path, fake):
+    own = tmp_path / "own.json"
+    own.write_text('{"mine": 1}', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"own\.report\.json is missing"):
+        tuned(own)
+    out = tmp_path / "boost.json"
+    tuned(out)
+    with pytest.raises(ValueError, match=r"boost\.report\.json exists; continue it with resume=True"):
+        tuned(out)
+    with pytest.raises(ValueError, match="a folder; give a file"):
+        tuned(tmp_path)
+    with pytest.raises(ValueError, match="cannot be a folder"):
+        tuned(own / "boost.json")
+    assert own.read_text(encoding="utf-8") == '{"mine": 1}'
+
+
+def test_names_with_dots_have_their_own_reports():
+    assert report_path("boost.v1").name == "boost.v1.report.json"
+    assert report_path("boost.v2.json").name == "boost.v2.report.json"
+    assert report_path("boost.json").name == "boost.report.json"
+
+
+def test_a_factory_that_returns_one_model_twice_is_refused():
+    parts = make(0)
+    with pytest.raises(ValueError, match="the same model twice"):
+        tune(lambda seed: parts, drop=0.1, budget=5)
+
+
+def test_a_loader_that_does_not_know_its_length_is_counted():
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(list(make(0)[3]))
+
+    def streamed(seed: int) -> Any:
+        parts = make(seed)
+        return (*parts[:3], torch.utils.data.DataLoader(Stream(), batch_size=None), parts[4])
+
+    report = tune(streamed, drop=0.5, budget=5, seeds=3, candidates={"bits": {"autocast": True}})
+    assert report.steps == 6

@@ -92,7 +92,7 @@ def tune(
     if not is_first_rank():
         shutdown()
         return
-    written = write_page(report, out.with_suffix(".report.html")) if html else None
+    written = write_page(report, path.with_suffix(".html")) if html else None
     if json:
         print_json({"headline": headline(report), **report.model_dump(mode="json"), "config": str(out)})
     else:

@@ -21,6 +21,9 @@ _PATHS = 100_000
 _SAFETY = 0.002
 """Subtracted from the error rate, for the error of the simulation that finds the limits."""
 
+_LEAST_SPREAD = 1 / 3
+"""Share of the margin that the spread counts as at least: a few equal differences do not show that all are equal."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
@@ -54,7 +57,11 @@ class SequentialTest:
     At each look Student's statistic is compared with a limit that is stricter than that of a single test, and
     strictest at the first looks. For normal differences the probability of a false ``"passed"`` at any look is at most
     ``error``, and so is that of a false ``"failed"``: the limits are found by simulation, in which mean and spread
-    cancel. Stopping as ``"futile"`` cannot cause either. With ``margin=0`` it tests superiority.
+    cancel. Stopping as ``"futile"`` cannot cause either. With ``margin=0`` it tests superiority. A spread below a third
+    of the margin counts as a third, so that equal differences are not taken as certain.
+
+    For differences that are far from normal the rate is higher: a large drop that only a few seeds show is not seen if
+    none of them is among the pairs.
 
     Source: group sequential tests, C. Jennison, B. Turnbull, "Group Sequential Methods with Applications to Clinical
     Trials", 1999, with nominal levels in proportion to the number of pairs.
@@ -107,7 +114,7 @@ class SequentialTest:
         if count < self.least:
             wide = Interval(low=-math.inf, mid=mean, high=math.inf, confidence=1 - self.error)
             return Look(state="open", pairs=count, difference=wide, detectable=math.inf)
-        spread = float(np.std(found, ddof=1))
+        spread = max(float(np.std(found, ddof=1)), _LEAST_SPREAD * self.margin)
         limits = critical_values(self.least, self.most, self.error)
         reach = limits[count - self.least] * spread / math.sqrt(count)
         last = spread / math.sqrt(self.most)

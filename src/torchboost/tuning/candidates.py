@@ -10,7 +10,7 @@ from torchboost.bench.workloads.factory import made_by
 from torchboost.errors import ConfigError, IncompatibleError
 from torchboost.front import boost
 from torchboost.registry import LEVELS, REGISTRY
-from torchboost.tuning.evidence import Candidate, Finding
+from torchboost.tuning.evidence import STOCK, Candidate, Finding
 from torchboost.tuning.training import boosted_by, on_device
 
 __all__ = ["named_candidates", "recipe_candidates", "standard_candidates", "usable"]
@@ -75,9 +75,16 @@ def named_candidates(given: Mapping[str, Mapping[str, Any]]) -> list[Candidate]:
     """
     found = []
     for name, extra in given.items():
+        if not isinstance(extra, Mapping):
+            raise ValueError(
+                f"candidates: found {extra!r} for {name!r}; give a section extra, such as {{'autocast': True}}."
+            )
         on = [key for key, value in extra.items() if value is not False]
-        if not name or not on:
-            raise ValueError(f"candidates: found {name!r}: {dict(extra)!r}; give a name and what it turns on.")
+        if not _is_free(name) or not on:
+            raise ValueError(
+                f"candidates: found {name!r}: {dict(extra)!r}; give a name without ' + ' that does not begin with "
+                f"{STOCK!r}, and what it turns on."
+            )
         found.append(Candidate(name=name, extra=dict(extra), skips_work=not set(on) <= set(LEVERS)))
     return found
 
@@ -90,10 +97,10 @@ def recipe_candidates(given: Mapping[str, tuple[Make, float]]) -> list[Candidate
     """
     found = []
     for name, (make, share) in given.items():
-        if not name or not 0 < share <= 1:
+        if not _is_free(name) or not 0 < share <= 1:
             raise ValueError(
-                f"recipes: found {name!r} with {share!r} of the steps; give a name, a factory and a share above 0 and "
-                "at most 1."
+                f"recipes: found {name!r} with {share!r} of the steps; give a name without ' + ' that does not begin "
+                f"with {STOCK!r}, a factory and a share above 0 and at most 1."
             )
         if made_by(make, 0).evaluate is None:
             raise ValueError(
@@ -101,6 +108,11 @@ def recipe_candidates(given: Mapping[str, tuple[Make, float]]) -> list[Candidate
             )
         found.append(Candidate(name=name, recipe=True, share=share, skips_work=True))
     return found
+
+
+def _is_free(name: str) -> bool:
+    """Whether a name cannot be taken for that of the stock loop or of a composition."""
+    return bool(name) and not name.startswith(STOCK) and " + " not in name
 
 
 def usable(candidate: Candidate, make: Make, steps: int) -> Finding | None:

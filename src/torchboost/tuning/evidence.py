@@ -45,12 +45,14 @@ class Run(Record):
         name: Of the candidate.
         seed: Of weights and data.
         steps: Updates.
-        metric: At the end; higher is better. NaN if the training diverged.
+        metric: At the end; higher is better. NaN if the training diverged or failed.
         setup_seconds: Construction, the first step, and compilation.
         seconds: Training after the first step, without evaluation.
         wall_seconds: Everything, for the budget.
         losses: The mean training loss of each complete block of 20 steps.
         peak_bytes: How far the memory rose; None if the system does not tell.
+        last_loss: The loss of the last step; None if the training failed.
+        failure: The error that the training raised; empty if it raised none.
     """
 
     name: str
@@ -62,6 +64,8 @@ class Run(Record):
     wall_seconds: float
     losses: list[float] = Field(default_factory=list)
     peak_bytes: int | None = None
+    last_loss: float | None = None
+    failure: str = ""
 
     def projected(self, total_steps: int, share: float = 1.0) -> float:
         """Return the seconds of a run of so many stock steps; set-up is paid once."""
@@ -100,6 +104,7 @@ class Finding(Record):
 class TuneReport(SavedRecord):
     """The result of a tuning, complete or as far as it came.
 
+    ``fingerprint`` tells trainings apart: the optimizer's settings and the start weights of seed 0.
     ``extra`` is what the final configuration turns on: the accepted candidates together, if they passed as a whole.
     """
 
@@ -121,6 +126,7 @@ class TuneReport(SavedRecord):
     runs: list[Run] = Field(default_factory=list)
     notes: list[str] = Field(default_factory=list)
     environment: Environment
+    fingerprint: str = ""
 
     def stock_losses(self) -> list[float]:
         """Return the training loss of stock at every step, for :class:`torchboost.Guard`.

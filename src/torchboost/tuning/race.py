@@ -28,8 +28,9 @@ RESERVED_PAIRS, RESERVED = 6, 0.4
 FRESH_SEED = 1000
 """The first seed of the final test, which shares no training with the tests that chose its members."""
 
-GRID = 20
-"""Shares of steps of the rival are rounded up to twentieths, so that candidates share its runs."""
+GRID, FINE_GRID = 20, 50
+"""Shares of steps of the rival are rounded up to twentieths, so that candidates share its runs, or, above 95 %, to
+fiftieths."""
 
 
 class OverBudgetError(Exception):
@@ -71,6 +72,7 @@ class Race:
     _limit: float = field(default=math.inf, init=False)
 
     def __post_init__(self) -> None:
+        SequentialTest(margin=self.drop, most=self.most, error=self.error / 2)  # of the final test: the strictest
         self.findings = {one.name: Finding(candidate=one) for one in self.candidates}
 
     def decide(self) -> dict[str, Any]:
@@ -121,9 +123,23 @@ class Race:
                 f"the stock loop ended with the metric {run.metric} (seed {seed}); there is nothing to keep."
             )
         self.runs[key] = run
+        self._check_seeds()
         self.spent += run.wall_seconds
         self.told(self)
         return run
+
+    def _check_seeds(self) -> None:
+        """Raise ``ValueError`` if two trainings of stock with different seeds are the same training."""
+        seen: dict[tuple[float, float], int] = {}
+        for (name, seed), run in self.runs.items():
+            if name == STOCK and run.last_loss is not None:
+                same = seen.setdefault((run.last_loss, run.metric), seed)
+                if same != seed:
+                    raise ValueError(
+                        f"the stock loop ended with the same loss and metric for the seeds {same} and {seed}, so they "
+                        "are one training. Let make(seed) draw weights or data from torch's generator, which is seeded "
+                        "before each call, or from the seed."
+                    )
 
     def _expected(self, candidate: Candidate) -> float:
         own = [run.wall_seconds for (name, _), run in self.runs.items() if name == candidate.name]
@@ -153,6 +169,10 @@ class Race:
 
     def _judge(self, candidate: Candidate) -> None:
         name = candidate.name
+        failure = next((run.failure for key, run in self.runs.items() if key[0] == name and run.failure), "")
+        if failure:
+            self._set(self.findings[name], "not usable", f"its training raised {failure}")
+            return
         look = SequentialTest(margin=self.drop, most=self.most, error=self.error).look(self._differences(name, STOCK))
         finding = self._noted(candidate, look)
         speed = finding.speed
@@ -186,7 +206,7 @@ class Race:
         if not candidate.skips_work or finding.speed is None:
             self._set(finding, "kept", "it keeps the metric and saves time")
             return
-        share = min(1.0, math.ceil(GRID / finding.speed.mid) / GRID)
+        share = _share_for(finding.speed.mid)
         rival = Candidate(name=f"stock, {share:.0%} of the steps", share=share)
         test = SequentialTest(margin=0.0, most=self.most, error=self.error)
         look = test.look([])
@@ -261,6 +281,12 @@ class Race:
         for finding in list(self.findings.values()):
             if finding.outcome is None:
                 self._set(finding, outcome if finding.seeds else "not tried", reason)
+
+
+def _share_for(speed: float) -> float:
+    """Return the share of the steps that takes as long as a candidate, or slightly longer; below 1."""
+    share = math.ceil(GRID / speed) / GRID
+    return share if share < 1 else math.ceil(FINE_GRID / speed) / FINE_GRID
 
 
 def combined(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

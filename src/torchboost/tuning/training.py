@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,10 +42,19 @@ class Training:
     told: Callable[[Candidate, int, float], None] = lambda candidate, seed, share: None
 
     def __call__(self, candidate: Candidate, seed: int) -> Run:
-        """Train once. The random generators are as before afterwards; ranks get the numbers of the first one."""
+        """Train once. The random generators are as before afterwards; ranks get the numbers of the first one.
+
+        An error of a candidate is part of the run: its ``failure``. An error of stock is raised.
+        """
+        started = time.perf_counter()
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            with PeakMemory(self.device) as peak:
-                run = self._run(candidate, seed)
+            try:
+                with PeakMemory(self.device) as peak:
+                    run = self._run(candidate, seed)
+            except Exception as error:
+                if not (candidate.extra or candidate.recipe):
+                    raise
+                return _agreed(_failed(candidate, seed, self.steps, error, time.perf_counter() - started))
             return _agreed(run.model_copy(update={"peak_bytes": peak.bytes}))
 
     def _run(self, candidate: Candidate, seed: int) -> Run:
@@ -65,7 +75,7 @@ class Training:
                         self.told(candidate, seed, done / steps)
                         if not curve.close_block():
                             break
-            if curve.finite():
+            if math.isfinite(curve.last()):
                 metric = _evaluated(parts)
         return Run(
             name=candidate.name,
@@ -73,6 +83,7 @@ class Training:
             steps=steps,
             metric=metric,
             losses=curve.means,
+            last_loss=curve.last(),
             setup_seconds=setup.seconds,
             seconds=rest.seconds,
             wall_seconds=whole.seconds,
@@ -99,8 +110,22 @@ class _Curve:
         self.means.append(float(f"{mean:.6g}"))
         return True
 
-    def finite(self) -> bool:
-        return math.isfinite(mean_over_ranks(self._last))
+    def last(self) -> float:
+        return mean_over_ranks(self._last)
+
+
+def _failed(candidate: Candidate, seed: int, steps: int, error: Exception, seconds: float) -> Run:
+    said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return Run(
+        name=candidate.name,
+        seed=seed,
+        steps=steps,
+        metric=math.nan,
+        setup_seconds=seconds,
+        seconds=0.0,
+        wall_seconds=seconds,
+        failure=said,
+    )
 
 
 def boosted_by(parts: Parts, extra: dict[str, Any], steps: int) -> Boosted:
@@ -134,7 +159,7 @@ def _stepper(parts: Parts, candidate: Candidate, steps: int) -> Callable[[Any, A
 
 def _batches(epoch: Iterable[Any], seed: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
     """Yield batches without end. All candidates get the same ones in the same order."""
-    kept = list(epoch) if iter(epoch) is epoch else epoch  # a generator can be read only once
+    kept = list(epoch) if isinstance(epoch, Iterator) else epoch  # a generator can be read only once
     number = 0
     while True:
         # A shuffling loader draws its order from the global generator.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -99,6 +101,8 @@ def tune(
         out=None if out is None else Path(out),
         tell=_silent if progress is None else progress,
     )
+    if session.out is not None:
+        _check_free(session.out, resume)
     check_count("epochs", epochs, of="passes over the batches")
     if not drop > 0:
         raise ValueError(f"drop: found {drop!r}; give a number above 0, in units of the metric.")
@@ -106,6 +110,10 @@ def tune(
     if parts.evaluate is None:
         raise ValueError(
             "the factory has no evaluate; tune needs it: return (model, optimizer, loss, batches, evaluate)."
+        )
+    if made_by(make, 0).model is parts.model:
+        raise ValueError(
+            "the factory returned the same model twice; build the model inside it, so each run has its own."
         )
     session.report = _frame(
         parts,
@@ -124,8 +132,9 @@ def tune(
 
 
 def report_path(out: str | Path) -> Path:
-    """Return where the report of a configuration file is: ``boost.report.json`` for ``boost.json``."""
-    return Path(out).with_suffix(".report.json")
+    """Return where the report of a configuration file is: ``boost.report.json`` for ``boost.json`` and ``boost``."""
+    path = Path(out)
+    return path.with_name(path.name.removesuffix(".json") + ".report.json")
 
 
 @dataclass(kw_only=True)
@@ -151,7 +160,18 @@ class _Session:
         saved = from_first_rank(TuneReport.load(path) if path is not None and there else None)
         if path is None or saved is None:
             return
-        for key in ("title", "model", "parameters", "drop", "steps", "total_steps", "most_seeds", "error"):
+        compared = (
+            "title",
+            "model",
+            "parameters",
+            "drop",
+            "steps",
+            "total_steps",
+            "most_seeds",
+            "error",
+            "fingerprint",
+        )
+        for key in compared:
             _must_agree(path, key, getattr(saved, key), getattr(self.report, key))
         for key in ("torch", "torchboost", "processor", "device", "threads"):
             _must_agree(path, key, getattr(saved.environment, key), getattr(self.report.environment, key))
@@ -195,6 +215,8 @@ class _Session:
         own = recipe_candidates(self.recipes)
         if self.report.findings:
             self._check_recipes(own)
+            if given is not None:
+                self._check_same(named_candidates(given))
             kept = [found for found in self.report.findings if found.outcome == "not usable"]
             names = {found.candidate.name for found in kept}
             return [
@@ -213,6 +235,16 @@ class _Session:
         if twice:
             raise ValueError(f"found {twice[0]!r} among the candidates and the recipes; give each its own name.")
         return [usable(one, self.make, self.report.steps) or Finding(candidate=one) for one in wanted]
+
+    def _check_same(self, given: list[Candidate]) -> None:
+        """Raise ``ValueError`` if the candidates are not those of the report that is continued."""
+        saved = [found.candidate for found in self.report.findings if not found.candidate.recipe]
+        if sorted(one.model_dump_json() for one in saved) != sorted(one.model_dump_json() for one in given):
+            known = ", ".join(repr(one.name) for one in saved)
+            raise ValueError(
+                f"the report was made with other candidates or settings of them ({known}); give the same ones, or "
+                "choose another file."
+            )
 
     def _check_recipes(self, given: list[Candidate]) -> None:
         """Raise ``ValueError`` if the recipes are not those of the report that is continued."""
@@ -259,8 +291,19 @@ def _frame(parts: Parts, *, total_steps: int | None, steps: int, device: torch.d
         steps=steps,
         total_steps=steps if total_steps is None else _checked_total(total_steps, steps),
         environment=environment(device),
+        fingerprint=_fingerprint(parts),
         **given,
     )
+
+
+def _fingerprint(parts: Parts) -> str:
+    digest = hashlib.sha256()
+    for group in parts.optimizer.param_groups:
+        digest.update(repr(sorted((key, str(value)) for key, value in group.items() if key != "params")).encode())
+    digest.update(type(parts.optimizer).__name__.encode())
+    for param in parts.model.parameters():
+        digest.update(f"{float(param.detach().double().abs().sum()):.12e}".encode())
+    return digest.hexdigest()[:16]
 
 
 def _checked_total(total_steps: int, steps: int) -> int:
@@ -269,8 +312,30 @@ def _checked_total(total_steps: int, steps: int) -> int:
     return total_steps
 
 
+def _check_free(out: Path, resume: bool) -> None:
+    """Raise ``ValueError`` if the files cannot be written, or would replace something."""
+    report = report_path(out)
+    if not out.name or out.is_dir():
+        raise ValueError(f"out: found {str(out)!r}, a folder; give a file, such as boost.json.")
+    if not is_first_rank():
+        return
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out: {out.parent} cannot be a folder: {error.strerror}.") from error
+    if not os.access(out.parent, os.W_OK):
+        raise ValueError(f"out: {out.parent} cannot be written to; choose another folder.")
+    if report.exists() and not resume:
+        raise ValueError(f"{report} exists; continue it with resume=True, or choose another file.")
+    if out.exists() and not report.exists():
+        raise ValueError(f"{out} exists and is not from a tuning, since {report.name} is missing; choose another file.")
+
+
 def _length(parts: Parts) -> int:
-    count = len(parts.batches) if hasattr(parts.batches, "__len__") else sum(1 for _ in parts.batches)  # pyright: ignore[reportArgumentType]
+    try:
+        count = len(parts.batches)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        count = sum(1 for _ in parts.batches)
     if not count:
         raise ValueError("the factory's batches are empty; at least one batch is needed.")
     return count
