@@ -16,6 +16,8 @@ import torchboost
 from tests.support.conv_nets import vgg
 from torchboost import Boosted, ConfigError, IncompatibleError, NoEffectWarning, Target, boost, prepare
 from torchboost.bench.workloads.models import Bottleneck, ResNet
+from torchboost.calibration.calibration import Calibration
+from torchboost.calibration.choice import Choice, Verdict
 from torchboost.front import boosted_of, fastest
 from torchboost.graph import dataflow
 
@@ -268,6 +270,83 @@ def test_a_second_boost_lists_what_the_first_one_changed_in_the_model():
         optimizer.step()
         optimizer.zero_grad()
         boosted.remove()
+
+
+NO_COMPILE = {"extra": {"compile": False}}
+
+
+def waiting() -> Boosted:
+    """A pair whose levers the first training call chooses, within a tenth of a second."""
+    return boost(*pair(), total_steps=1000, config=NO_COMPILE, calibrate=0.1)
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every trial keep all of its levers, at once."""
+
+    def measure(self: Calibration, *_: object, **__: object) -> Choice:
+        kept = tuple(Verdict(lever=lever.name, kept=True, reason="a test") for lever in self.levers)
+        return Choice(verdicts=kept, source="trial")
+
+    monkeypatch.setattr(Calibration, "measure", measure)
+    monkeypatch.setenv("TORCHBOOST_CACHE", "off")
+
+
+@pytest.mark.usefixtures("chosen")
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_lever_is_withdrawn_before_the_first_call(attached):
+    boosted = waiting()
+    if not attached:
+        boosted.attached.detach("autocast")
+    boosted.withdraw("autocast", "a test withdrew it")
+    train(*boosted, 2)
+    assert "autocast" not in boosted.attached
+    assert "fused_optimizer" in boosted.attached
+    assert "a test withdrew it" in boosted.explain()
+    boosted._measure_again("the inputs have grown")
+    train(*boosted, 1)
+    assert "autocast" not in boosted.attached
+
+
+@pytest.mark.usefixtures("chosen")
+def test_all_levers_may_be_withdrawn_before_the_first_call():
+    boosted = waiting()
+    for lever in boosted.plan.levers:
+        boosted.withdraw(lever.name, "a test")
+    assert boosted._waiting is None
+    train(*boosted, 2)
+    assert boosted.plan.levers == ()
+
+
+@pytest.mark.usefixtures("chosen")
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_was_withdrawn_stays_so_in_a_run_that_is_resumed(trained):
+    boosted = waiting()
+    if trained:
+        train(*boosted, 2)
+    before = copy.deepcopy(boosted.state_dict())
+    boosted.withdraw("autocast", "a test withdrew it")
+    boosted.withdraw("grad_freeze", "so did this one")
+    for state in (boosted.state_dict(), before):
+        again = waiting()
+        if state is before:  # as a guard does that is loaded first
+            again.load_state_dict(state)
+            for name, reason in boosted.withdrawn.items():
+                again.withdraw(name, reason)
+        else:
+            again.load_state_dict(copy.deepcopy(state))
+        train(*again, 2)
+        assert again.withdrawn == boosted.withdrawn
+        assert {"autocast", "grad_freeze"}.isdisjoint(again.attached)
+        assert "so did this one" in again.explain()
+    assert "withdrawn" not in before
+
+
+def test_a_name_that_the_plan_does_not_have_is_not_withdrawn():
+    boosted = boost(*pair(), level="O0")
+    boosted.withdraw("autocast", "a test")
+    assert boosted.plan.dropped == boost(*pair(), level="O0").plan.dropped
+    assert boosted.state_dict() == {"attached": {}}
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -163,6 +165,176 @@ def test_a_guard_without_drop_says_that_it_watches_no_metric():
         Guard(boosted).update_metric(0.5)
 
 
+Draw = Callable[[np.random.Generator], np.ndarray]
+
+
+def blocks(losses: np.ndarray) -> list[float]:
+    """Average over 20 steps here rather than in the guard, which takes a tenth of the time."""
+    return losses.reshape(-1, 20).mean(1).tolist()
+
+
+def alarm(losses: list[float], reference: Any = "trend", **settings: Any) -> int | None:
+    """Return the block of the first alarm."""
+    said: list[str] = []
+    model = nn.Linear(2, 2)
+    boosted = torchboost.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O0")
+    guard = Guard(boosted, reference, block=1, log=said.append, **settings)
+    for place, loss in enumerate(losses):
+        guard.update(loss)
+        if said:
+            return place
+    return None
+
+
+def gamma(variation: float, steps: int = 4000) -> Draw:
+    return lambda draw: draw.gamma(variation**-2, variation**2, steps)
+
+
+def hinge(draw: np.random.Generator) -> np.ndarray:
+    return np.maximum(0, 1e-3 * draw.standard_normal(10_000) - 2.5e-3)
+
+
+HEALTHY: dict[str, Draw] = {
+    "half of the mean": gamma(0.5),
+    "the mean": gamma(1.0),
+    "more than the mean": gamma(1.5),
+    "about zero": lambda draw: 0.05 * draw.standard_normal(10_000),
+    "mostly zero": hinge,
+    "falls below zero": lambda draw: np.linspace(1, -1, 10_000) + 0.05 * draw.standard_normal(10_000),
+    "learns": lambda draw: (0.2 + 2.3 * np.exp(-np.arange(4000) / 800)) * gamma(0.5)(draw),
+}
+
+
+@pytest.mark.parametrize("against", ["trend", "reference"])
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_noise_raises_few_false_alarms(kind, against):
+    draw = np.random.default_rng(0)
+    alarms = 0
+    for _ in range(40):
+        losses = blocks(HEALTHY[kind](draw))
+        alarms += alarm(losses, "trend" if against == "trend" else blocks(HEALTHY[kind](draw))) is not None
+    assert alarms <= 1
+
+
+@pytest.mark.parametrize("noise", [0.002, 0.005, 0.01])
+@pytest.mark.parametrize("wanted", [None, 0.9])
+def test_a_plateau_of_the_metric_raises_few_false_alarms(noise, wanted):
+    draw = np.random.default_rng(0)
+    alarms = 0
+    _, boosted = train(0, {}, steps=1)
+    for _ in range(50):
+        said: list[str] = []
+        guard = Guard(boosted, drop=0.005, log=said.append)
+        for _ in range(60):
+            guard.update_metric(0.9 + noise * float(draw.standard_normal()), wanted)
+        alarms += bool(said)
+    assert alarms <= 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reference", "within"),
+    [
+        (1.0, 1.1, 1.0, 15),  # later than half of the run
+        (0.8, 1.5, 1.0, 15),
+        (1.0, 1.5, "trend", 40),
+        (0.0, 0.3, "trend", 40),
+    ],
+)
+def test_late_harm_is_found(before, after, reference, within):
+    draw = np.random.default_rng(1)
+    losses = blocks(np.repeat([before, after], 5000) + 0.02 * draw.standard_normal(10_000))
+    found = alarm(losses, reference if reference == "trend" else [reference] * 500)
+    assert found is not None
+    assert 250 < found <= 250 + within
+
+
+@pytest.mark.parametrize("spike", [3.0, 50.0, 1000.0, 1e160])
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_spike_does_not_blind_the_guard(spike, place):
+    losses = blocks(1.3 + 0.02 * np.random.default_rng(2).standard_normal(10_000))
+    losses[place] = spike
+    found = alarm(losses, [1.0] * 500)
+    assert found is not None
+    assert found < 30
+    trend = [spike, *([1.0, 1.02] * 50), *([1.6, 1.62] * 50)]
+    found = alarm(trend)
+    assert found is not None
+    assert 100 < found < 150
+
+
+def test_after_the_right_withdrawal_the_innocent_ones_stay():
+    _, boosted = train(0, {**HARMFUL, "autocast": True, "gradient_centralization": True}, steps=1)
+    guard = Guard(boosted, [1.0] * 3000, log=lambda text: None)
+    excess, noise = 0.3, torch.Generator().manual_seed(0)
+    for _ in range(2000):
+        loss = (1 + excess) * (1 + 0.01 * float(torch.randn((), generator=noise)))
+        guard.update(loss)
+        excess *= 0.5 ** (1 / 200) if guard.withdrawn else 1.0  # the loss needs time to return
+    assert guard.withdrawn == ["grad_freeze"]
+    stays = Guard(boosted, [1.0] * 5000, log=lambda text: None)
+    for _ in range(5000):
+        stays.update(1.3)
+    assert stays.withdrawn == ["autocast", "gradient_centralization"]
+
+
+@pytest.mark.parametrize("guard_first", [True, False])
+def test_the_states_are_loaded_in_either_order(guard_first):
+    settings = {**HARMFUL, "autocast": True}
+    _, boosted = train(0, settings, steps=2)
+    guard = Guard(boosted, [1.0], block=1, log=lambda text: None)
+    assert guard.update(math.nan) == "grad_freeze"
+    _, other = train(0, settings, steps=2)
+    resumed = Guard(other, [1.0], block=1, log=lambda text: None)
+    pairs = [(resumed, guard.state_dict()), (other, boosted.state_dict())]
+    for part, state in pairs if guard_first else reversed(pairs):
+        part.load_state_dict(state)
+    assert list(other.attached) == list(boosted.attached) == ["autocast"]
+    assert resumed.withdrawn == ["grad_freeze"]
+
+
+def test_if_nothing_is_left_this_is_said_once():
+    said: list[str] = []
+    _, boosted = train(0, {"autocast": True, "grad_accumulation": {"steps": 2}}, steps=2)
+    guard = Guard(boosted, [1.0], block=1, drop=0.1, log=said.append)
+    for _ in range(3000):
+        guard.update(math.nan)
+        guard.update_metric(math.nan)
+    assert len(said) == 2
+    assert "nothing is left to withdraw (on: grad_accumulation)" in said[1]
+    boosted.remove()
+    Guard(boosted, [1.0], block=1, log=said.append).update(math.nan)
+    assert "(on: nothing)" in said[2]
+
+
+def test_a_loss_is_copied_and_has_one_entry():
+    _, boosted = train(0, {}, steps=1)
+    guard = Guard(boosted, [1.0] * 4, block=2, log=lambda text: None)
+    buffer = torch.ones(1, dtype=torch.float64)
+    guard.update(buffer)
+    buffer.fill_(100.0)
+    guard.update(1.0)
+    assert guard.figures()["guard/excess"] == 0.0
+    with pytest.raises(ValueError, match=r"loss: found the shape \(2,\); give one number"):
+        guard.update(torch.ones(2))
+
+
+def test_the_sum_is_shared_on_the_device_of_the_model(monkeypatch):
+    devices = []
+    monkeypatch.setattr("torchboost.guard.mean_over_ranks", lambda value: devices.append(value.device) or 1.0)
+    _, boosted = train(0, {}, steps=1)
+    boosted.model.to("meta")
+    Guard(boosted, block=1).update(1.0)
+    assert devices == [torch.device("meta")]
+
+
+def test_a_state_that_is_not_complete_is_refused():
+    _, boosted = train(0, {}, steps=1)
+    guard = Guard(boosted)
+    state = {key: value for key, value in guard.state_dict().items() if key != "metric_test"}
+    with pytest.raises(ValueError, match="the state of the guard lacks metric_test; load what"):
+        guard.load_state_dict(state)
+
+
 def _guarded_rank() -> tuple[list[str | None], list[str]]:
     _, boosted = train(0, {"autocast": True, "gradient_centralization": True}, steps=1)
     guard = Guard(boosted, [1.0] * 200, block=5, log=lambda text: None)
@@ -246,7 +418,11 @@ def test_figures_for_a_log():
         ({"tolerance": -0.1}, "tolerance: found"),
         ({"block": 0}, "block: found 0"),
         ({"drop": -1.0}, "drop: found -1"),
-        ({"error": 3.0}, "error: found"),
+        ({"error": 1.5}, "error: found 1.5"),
+        ({"error": 0}, "error: found 0"),
+        ({"block": 2.5}, "block: found 2.5; give a whole number"),
+        ({"reference": [1.0] * 19}, "found 19 losses, and a block has 20 steps"),
+        ({"reference": [0.0] * 20}, "found only zeros"),
     ],
 )
 def test_bad_arguments(wrong, said):

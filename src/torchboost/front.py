@@ -78,6 +78,7 @@ class Boosted:
         plan: What runs, and what was left out with the reason.
         choice: What the trial of the speed levers found out. None before the first training call.
         attached: The attachments, by the name of their algorithm.
+        withdrawn: What :meth:`withdraw` took out of this run, with the reasons.
         scaler: The loss scaler of the loop: the given one, or the one that group loss scaling adds. The loop uses
             either like a ``GradScaler``. None without loss scaling.
     """
@@ -93,6 +94,7 @@ class Boosted:
         before: Pair | None = None,
     ) -> None:
         self.choice: Choice | None = None
+        self.withdrawn: dict[str, str] = {}
         self.plan, self.attached, self._target, self._given = plan, attached, target, given
         self.model, self.scaler = target.model, target.scaler
         self.brings_scaler = target.scaler is not scaler
@@ -128,6 +130,8 @@ class Boosted:
 
     def _decide(self, choice: Choice, entries: int | None) -> None:
         again = self.choice is not None
+        ours = {lever.name for lever in self.plan.levers}  # a choice that was loaded may name one that was withdrawn
+        choice = choice.model_copy(update={"verdicts": tuple(v for v in choice.verdicts if v.lever in ours)})
         self.choice, self._waiting = choice, None
         self.plan = self.plan.chosen({v.lever: (v.kept, v.reason) for v in choice.verdicts})
         _LOG.info("%s: %s", self.plan.level, describe(choice))
@@ -196,22 +200,28 @@ class Boosted:
         state: dict[str, Any] = {"attached": self.attached.state_dict()}
         if self.choice is not None:
             state["choice"] = self.choice.model_dump_json()
+        if self.withdrawn:
+            state["withdrawn"] = dict(self.withdrawn)
         if self.brings_scaler and self.scaler is not None:
             state["scaler"] = self.scaler.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned.
+        """Load what :meth:`state_dict` returned. What had been withdrawn is withdrawn here too.
 
         Raises:
-            ValueError: The checkpoint was written with other algorithms. Nothing is loaded.
+            ValueError: The checkpoint was written with other algorithms. Nothing is loaded, but what it had withdrawn
+                is withdrawn.
         """
-        present = set(self.state_dict()) - {"choice"}
-        if set(state) - {"choice"} != present:
+        optional = {"choice", "withdrawn"}
+        present = set(self.state_dict()) - optional
+        if set(state) - optional != present:
             raise ValueError(
                 f"the checkpoint holds {sorted(state)}, this boosted model has {sorted(present)}; boost it with the "
                 "level and the configuration that it was written with."
             )
+        for name, reason in state.get("withdrawn", {}).items():
+            self.withdraw(name, reason)
         self._load_choice(state)
         self.attached.load_state_dict(state["attached"])
         if self.brings_scaler and self.scaler is not None:
@@ -236,20 +246,27 @@ class Boosted:
     def withdraw(self, name: str, reason: str) -> None:
         """Remove one algorithm from the run. The others stay; no later trial turns it on again.
 
+        A lever that is not on yet, because the first training call has still to decide, is withdrawn too. The
+        checkpoint keeps it.
+
         Args:
-            name: Of an algorithm; does nothing if it is not attached.
+            name: Of an algorithm; does nothing if the plan does not have it.
             reason: Shown by :meth:`explain`.
         """
-        if name not in self.attached:
+        if name not in {one.name for one in (*self.plan.algorithms, *self.plan.levers)}:
             return
+        self.withdrawn[name] = reason
         self.attached.detach(name)
         kept = tuple(one for one in self.plan.algorithms if one.name != name)
         levers = tuple(one for one in self.plan.levers if one.name != name)
-        dropped = (*self.plan.dropped, Dropped(name, reason))
+        dropped = (*(entry for entry in self.plan.dropped if entry.name != name), Dropped(name, reason))
         self.plan = replace(self.plan, algorithms=kept, levers=levers, dropped=dropped)
         if self._calibration is not None:
-            left = tuple(one for one in self._calibration.levers if one.name != name)
-            self._calibration = replace(self._calibration, levers=left)
+            self._calibration = self._calibration.without(name)
+            if self._waiting is not None:
+                self._waiting.withdraw(name)
+            if not self._calibration.levers:
+                self._calibration = self._waiting = None
 
     def figures(self) -> dict[str, float]:
         """Return what is on as numbers for a log: 1 per algorithm, the state of each, and the loss scale.

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchboost.core.algorithm import Algorithm
 from torchboost.distributed.shared import mean_over_ranks
 from torchboost.front import Boosted
-from torchboost.measure.anytime import AnytimeTest
+from torchboost.measure.anytime import ChangeTest
 
 __all__ = ["Guard"]
 
@@ -21,18 +23,36 @@ _LOG = logging.getLogger("torchboost")
 
 TOLERANCE, TOLERANCE_OF_TREND = 0.05, 0.25
 
+PAUSE, PAUSE_OF_METRIC = 50, 5
+"""Blocks, and evaluations, that are ignored after a withdrawal."""
+
 _TINY = 1e-12
+_METRIC_EVERY = 5
+"""A run has few evaluations, so a further test of the metric begins after five."""
+_WINDOW, _MEMORY, _SPREADS = 5, 50, 2.0
+_NORMAL = 2 / math.sqrt(math.pi)
+"""How much two normal values differ on average, in units of their standard deviation."""
 
 
 class Guard:
     """Compares the training loss with a reference, and withdraws algorithms while the run is worse.
 
-    The loss is averaged over blocks of steps. Each block gives its excess over a reference, as a share of it, minus
-    ``tolerance``. If a test that is valid at every look finds that the mean excess is above 0, one algorithm is
-    withdrawn by its ``remove()``: gradient freezing first, then reduced precision, then centralised gradients. The test
-    begins again, with half of the error rate. A loss that is not finite withdraws at once. What cannot be withdrawn,
-    such as BatchNorm layers that were removed, is named in the log. If ``drop`` is given, a metric is watched too, see
-    :meth:`update_metric`.
+    The loss is averaged over blocks of steps. Each block gives its excess over a reference, as a share of the mean
+    absolute loss of all of it, minus ``tolerance``, at most 1 and at least -1. If a test that is valid at every
+    look finds that the mean is above 0, one algorithm is withdrawn: gradient freezing first, then reduced precision,
+    then centralised gradients. Further tests begin during the run, first after every 25 blocks and later at intervals
+    of about a tenth of the run so far, so harm that comes late is found too. They share the error, the k-th has 1 / (k
+    * (k + 1)) of it. What cannot be withdrawn, such as BatchNorm layers that were removed, is named in the log. If
+    ``drop`` is given, a metric is watched too, see :meth:`update_metric`.
+
+    After a withdrawal, 50 blocks and 5 evaluations are ignored, because the loss needs time to return. Then the tests
+    begin again, with half of the error rate. A loss that is not finite withdraws at the end of its block, also then. If
+    nothing is left to withdraw, this is said once, and the tests end.
+
+    Assumed is that the excesses of blocks vary independently, about a mean that is at most the tolerance. If they are
+    correlated over several blocks, false alarms become frequent; larger blocks help. For ``"trend"`` the error is
+    simulated, not proven. An excess that is small against the mean loss of a whole reference is not seen, even if it is
+    large against a loss that has become tiny.
 
     Under ``torch.distributed`` all ranks of the default group make the same calls. The loss is averaged over them, so
     all withdraw the same algorithm at the same step.
@@ -43,19 +63,21 @@ class Guard:
     Args:
         boosted: What :func:`torchboost.boost` returned.
         reference: The loss of the stock loop at every step, from a run or a prefix of one with the same seed and data;
-            after its end nothing is compared. :meth:`TuneReport.stock_losses` has those of a tuning, whose runs must
-            have been as long as this one. Or ``"trend"``: the lowest block of this run so far, which finds runs that
-            get worse, not runs that learn slowly.
-        tolerance: Excess that is accepted, as a share of that loss. None takes 0.05, and 0.25 for ``"trend"``,
-            because the lowest block is below the mean by chance.
+            at least one block; after its end nothing is compared. :meth:`TuneReport.stock_losses` has those of a
+            tuning, whose runs must have been as long as this one. Or ``"trend"``: the lowest mean of five blocks in a
+            row of this run so far. Two standard deviations of a block, estimated from the differences of the last 50,
+            are accepted in addition to the tolerance. This finds runs that get worse by more than their noise, not
+            runs that learn slowly, and not runs that were bad from the beginning.
+        tolerance: Excess that is accepted, as a share of the mean absolute loss of ``reference``, or of the lowest
+            mean. None takes 0.05, and 0.25 for ``"trend"``.
         drop: Excess of the metric that is accepted, in its own units; None if no metric is watched.
-        error: Probability of a false alarm in the whole run, for blocks that vary independently. If a metric is
-            watched, each of the two tests gets half.
+        error: Largest probability of a false alarm in the whole run. If a metric is watched, it gets half. All tests of
+            one quantity together get half of its part until the first withdrawal, then a quarter, and so on.
         block: Steps per block.
         log: Called with every decision as text; by default the logger ``"torchboost"``.
 
     Raises:
-        ValueError: An argument is out of range, or ``reference`` is not finite or empty.
+        ValueError: An argument is out of range, or ``reference`` is not finite, shorter than a block, or only zeros.
 
     Example:
         >>> import torch, torchboost
@@ -81,53 +103,61 @@ class Guard:
         block: int = 20,
         log: Callable[[str], object] | None = None,
     ) -> None:
-        if tolerance is None:
-            tolerance = TOLERANCE_OF_TREND if isinstance(reference, str) else TOLERANCE
-        if not 0 <= tolerance < math.inf:
-            raise ValueError(f"tolerance: found {tolerance!r}; give a share of the loss, at least 0.")
-        if drop is not None and not 0 <= drop < math.inf:
-            raise ValueError(f"drop: found {drop!r}; give a number in units of the metric, at least 0.")
-        if block < 1:
-            raise ValueError(f"block: found {block!r}; give a number of steps, at least 1.")
-        self._boosted, self._tolerance, self._drop, self._block = boosted, tolerance, drop, block
-        self._reference = None if isinstance(reference, str) else _checked(reference)
-        if isinstance(reference, str) and reference != "trend":
+        trend = isinstance(reference, str)
+        if trend and reference != "trend":
             raise ValueError(f"reference: found {reference!r}; give the losses of the stock loop, or 'trend'.")
+        if tolerance is None:
+            tolerance = TOLERANCE_OF_TREND if trend else TOLERANCE
+        _check(tolerance, drop, error, block)
+        self._boosted, self._tolerance, self._drop, self._block = boosted, tolerance, drop, block
+        self._reference = None if isinstance(reference, str) else _checked(reference, block)
+        self._scale = 1.0 if self._reference is None else sum(map(abs, self._reference)) / len(self._reference)
         self._log = _LOG.warning if log is None else log
         part = error / (2 if drop is None else 4)
-        self._test, self._metric_test = AnytimeTest(part), AnytimeTest(part)
+        self._test, self._metric_test = ChangeTest(part), ChangeTest(part, every=_METRIC_EVERY)
+        self._trend, self._metric_trend = _Trend(), _Trend()
         self._sum: Tensor | None = None
         self._step = self._inside = 0
-        self._lowest, self._best_metric = math.inf, -math.inf
+        self._pause = self._metric_pause = 0
         self._excess = 0.0
+        self._ended = False
         self.withdrawn: list[str] = []
 
     def update(self, loss: Tensor | float) -> str | None:
         """Take the loss of a step, after the update.
 
         Args:
-            loss: Of shape ``()``; not changed.
+            loss: Of shape ``()``; not changed, and not kept.
 
         Returns:
             The name of the algorithm that was withdrawn now; None if nothing was.
+
+        Raises:
+            ValueError: ``loss`` has more than one entry, or none.
         """
-        value = torch.as_tensor(loss).detach().double()
+        value = torch.as_tensor(loss, dtype=torch.float64).detach().clone()
+        if value.numel() != 1:
+            raise ValueError(f"loss: found the shape {tuple(value.shape)}; give one number, such as its mean.")
+        value = value.reshape(())
         self._sum = value if self._sum is None else self._sum + value
         self._step, self._inside = self._step + 1, self._inside + 1
         if self._inside < self._block:
             return None
-        mean = mean_over_ranks(self._sum) / self._inside
+        mean = mean_over_ranks(self._sum.to(self._device())) / self._inside
         self._sum, self._inside = None, 0
         return self._judge(mean)
 
     def update_metric(self, value: float, wanted: float | None = None) -> str | None:
         """Take the metric of an evaluation; the same on all ranks.
 
-        A test needs at least seven evaluations, so this finds a lasting difference in a long run.
+        A test needs at least seven evaluations, so this finds a lasting difference in a long run. Without ``wanted`` it
+        needs about a dozen, and sees only a drop below the best of this run by more than ``drop`` and two standard
+        deviations of an evaluation.
 
         Args:
             value: Higher is better.
-            wanted: What the stock loop had at the same time; None for the best value of this run so far.
+            wanted: What the stock loop had at the same time; None for the best mean of five evaluations in a row of
+                this run so far.
 
         Returns:
             The name of the algorithm that was withdrawn now; None if nothing was.
@@ -141,12 +171,19 @@ class Guard:
             )
         if not math.isfinite(value):
             return self._withdraw(f"the metric is {value} at step {self._step}")
-        self._best_metric = max(self._best_metric, value)
-        lost = (self._best_metric if wanted is None else wanted) - value
-        if not self._metric_test.add(lost - self._drop):
+        if self._metric_pause > 0:
+            self._metric_pause -= 1
             return None
-        mean = self._metric_test.total / self._metric_test.count + self._drop
-        return self._withdraw(f"the metric is {mean:.4g} below its reference on average, at step {self._step}")
+        best = self._metric_trend.add(-value) if wanted is None else _Level(-wanted, 0.0)
+        if best is None or self._is_over():
+            return None
+        if not self._metric_test.add(-value - best.mean - _SPREADS * best.spread - self._drop):
+            return None
+        found = self._metric_test.leading
+        return self._withdraw(
+            f"the metric is {found.total / found.count:.4g} further below its reference than is accepted, on average "
+            f"over {found.count} evaluations, at step {self._step}"
+        )
 
     def figures(self) -> dict[str, float]:
         """Return the state for a log: excess of the last block, evidence, and how many algorithms were withdrawn."""
@@ -159,69 +196,158 @@ class Guard:
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs."""
         return {
-            "test": asdict(self._test),
-            "metric_test": asdict(self._metric_test),
+            "test": self._test.state_dict(),
+            "metric_test": self._metric_test.state_dict(),
+            "trend": asdict(self._trend),
+            "metric_trend": asdict(self._metric_trend),
             "step": self._step,
             "inside": self._inside,
             "sum": None if self._sum is None else float(self._sum),
-            "lowest": self._lowest,
-            "best_metric": self._best_metric,
+            "pause": self._pause,
+            "metric_pause": self._metric_pause,
             "excess": self._excess,
+            "ended": self._ended,
             "withdrawn": list(self.withdrawn),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint. What had been withdrawn is withdrawn again."""
-        self._test, self._metric_test = AnytimeTest(**state["test"]), AnytimeTest(**state["metric_test"])
+        """Continue from a checkpoint. What had been withdrawn is withdrawn again.
+
+        The state of the boosted pair may be loaded before or after.
+
+        Raises:
+            ValueError: The state is not complete. Nothing is loaded.
+        """
+        missing = [key for key in self.state_dict() if key not in state]
+        if missing:
+            raise ValueError(
+                f"the state of the guard lacks {', '.join(missing)}; load what Guard.state_dict() of this version "
+                "returned, or begin with a new guard."
+            )
+        self._test, self._metric_test = ChangeTest.of(state["test"]), ChangeTest.of(state["metric_test"])
+        self._trend, self._metric_trend = _Trend(**state["trend"]), _Trend(**state["metric_trend"])
         self._step, self._inside = int(state["step"]), int(state["inside"])
         self._sum = None if state["sum"] is None else torch.tensor(state["sum"], dtype=torch.float64)
-        self._lowest, self._excess = float(state["lowest"]), float(state["excess"])
-        self._best_metric = float(state["best_metric"])
+        self._pause, self._metric_pause = int(state["pause"]), int(state["metric_pause"])
+        self._excess, self._ended = float(state["excess"]), bool(state["ended"])
         for name in state["withdrawn"]:
-            if name not in self.withdrawn:
-                self._boosted.withdraw(name, "it had been withdrawn when the checkpoint was written")
+            self._boosted.withdraw(name, "it had been withdrawn when the checkpoint was written")
         self.withdrawn = list(state["withdrawn"])
 
+    def _device(self) -> torch.device:
+        """Return where the ranks exchange numbers; a loss that was given as a float is on the CPU."""
+        return next((p.device for p in self._boosted.model.parameters()), torch.device("cpu"))
+
     def _judge(self, mean: float) -> str | None:
-        wanted = self._wanted()
         if not math.isfinite(mean):
             return self._withdraw(f"the loss is {mean} at step {self._step}")
-        if self._reference is None:
-            self._lowest = min(self._lowest, mean)
-        if wanted is None:
+        if self._pause > 0:
+            self._pause -= 1
             return None
-        self._excess = (mean - wanted) / max(abs(wanted), _TINY)
-        if not self._test.add(self._excess - self._tolerance):
+        found = self._compared(mean)
+        if found is None:
             return None
-        share = self._test.total / self._test.count + self._tolerance
-        return self._withdraw(f"the loss is {share:.1%} above its reference on average, at step {self._step}")
+        self._excess, accepted = found
+        if self._is_over() or not self._test.add(max(-1.0, min(1.0, self._excess - accepted))):
+            return None
+        test = self._test.leading
+        return self._withdraw(
+            f"the loss is {test.total / test.count:.1%} further above its reference than is accepted, on average over "
+            f"{test.count * self._block} steps, at step {self._step}"
+        )
 
-    def _wanted(self) -> float | None:
-        """Return the loss to compare with for the block that ends now; None if there is none."""
+    def _compared(self, mean: float) -> tuple[float, float] | None:
+        """Return the excess of the block that ends now, and how much is accepted; None if there is no reference."""
         if self._reference is None:
-            return self._lowest if math.isfinite(self._lowest) else None
+            lowest = self._trend.add(mean)
+            if lowest is None:
+                return None
+            size = abs(lowest.mean)
+            scale = max(size + lowest.spread, _TINY)
+            return (mean - lowest.mean) / scale, (self._tolerance * size + _SPREADS * lowest.spread) / scale
         part = self._reference[self._step - self._block : self._step]
-        return sum(part) / len(part) if len(part) == self._block else None
+        return ((mean - sum(part) / len(part)) / self._scale, self._tolerance) if len(part) == self._block else None
 
-    def _withdraw(self, reason: str) -> str | None:
-        live = [
+    def _live(self) -> list[Algorithm]:
+        return [
             one for one in self._boosted.plan.algorithms if one.traits.withdrawn and one.name in self._boosted.attached
         ]
-        self._test, self._metric_test = AnytimeTest(self._test.error / 2), AnytimeTest(self._metric_test.error / 2)
+
+    def _is_over(self) -> bool:
+        """Whether it was said that nothing is left to withdraw, and no later trial has turned anything on."""
+        return self._ended and not self._live()
+
+    def _withdraw(self, reason: str) -> str | None:
+        if self._is_over():
+            return None
+        live = self._live()
+        self._begin_again()
         if not live:
-            kept = ", ".join(one.name for one in self._boosted.plan.algorithms) or "nothing"
-            self._log(f"guard: {reason}; nothing is left to withdraw (on: {kept}).")
+            self._log(f"guard: {reason}; nothing is left to withdraw (on: {self._kept()}).")
+            self._ended = True
             return None
         name = min(live, key=lambda one: one.traits.withdrawn).name
         self._boosted.withdraw(name, f"the guard withdrew it: {reason}")
         self.withdrawn.append(name)
-        self._lowest, self._best_metric = math.inf, -math.inf  # what comes now is another run
         self._log(f"guard: {reason}; withdrew {name}.")
         return name
 
+    def _kept(self) -> str:
+        attached = self._boosted.attached
+        return ", ".join(one.name for one in self._boosted.plan.algorithms if one.name in attached) or "nothing"
 
-def _checked(reference: Sequence[float]) -> list[float]:
+    def _begin_again(self) -> None:
+        """Judge what comes now as another run, with half of the error rate."""
+        self._test = ChangeTest(self._test.error / 2)
+        self._metric_test = ChangeTest(self._metric_test.error / 2, every=_METRIC_EVERY)
+        self._trend, self._metric_trend = _Trend(), _Trend()
+        self._pause, self._metric_pause = PAUSE, PAUSE_OF_METRIC
+
+
+class _Level(NamedTuple):
+    mean: float
+    spread: float
+
+
+@dataclass
+class _Trend:
+    """The lowest mean of five values in a row, and the spread of single values about their trend."""
+
+    lowest: float = math.inf
+    recent: list[float] = field(default_factory=list)
+
+    def add(self, value: float) -> _Level | None:
+        """Take a value, and return what the ones before it had as their level; None if they were too few."""
+        self.recent = [*self.recent, value][-_MEMORY:]
+        before = self.lowest
+        if len(self.recent) >= _WINDOW:
+            self.lowest = min(self.lowest, sum(self.recent[-_WINDOW:]) / _WINDOW)
+        if before == math.inf:
+            return None
+        steps = [abs(after - ahead) for ahead, after in pairwise(self.recent)]
+        return _Level(before, sum(steps) / len(steps) / _NORMAL)
+
+
+def _check(tolerance: float, drop: float | None, error: float, block: int) -> None:
+    if not 0 <= tolerance < math.inf:
+        raise ValueError(f"tolerance: found {tolerance!r}; give a share of the loss, at least 0.")
+    if drop is not None and not 0 <= drop < math.inf:
+        raise ValueError(f"drop: found {drop!r}; give a number in units of the metric, at least 0.")
+    if not 0 < error < 1:
+        raise ValueError(f"error: found {error!r}; give a probability between 0 and 1.")
+    if not isinstance(block, int) or block < 1:
+        raise ValueError(f"block: found {block!r}; give a whole number of steps, at least 1.")
+
+
+def _checked(reference: Sequence[float], block: int) -> list[float]:
     losses = [float(value) for value in reference]
     if not losses or not all(map(math.isfinite, losses)):
         raise ValueError(f"reference: found {len(losses)} losses; give at least one, all of them finite.")
+    if len(losses) < block:
+        raise ValueError(
+            f"reference: found {len(losses)} losses, and a block has {block} steps, so nothing would be compared; give "
+            "at least as many, or a smaller block."
+        )
+    if not any(losses):
+        raise ValueError("reference: found only zeros, and the excess is a share of their mean; give 'trend' instead.")
     return losses

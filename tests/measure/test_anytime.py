@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchboost.measure.anytime import AnytimeTest
+from torchboost.measure.anytime import AnytimeTest, ChangeTest
 
 
 def alarms(mean: float, *, error: float, runs: int = 1500, length: int = 300, seed: int = 0) -> tuple[float, float]:
@@ -55,3 +55,51 @@ def test_equal_values_and_few_values():
 def test_bad_error_rates(error):
     with pytest.raises(ValueError, match="error: found"):
         AnytimeTest(error)
+
+
+def test_values_that_are_too_large_or_too_small_to_be_squared_are_no_evidence():
+    for size in (1e160, 1e308, 1e-200):
+        test = AnytimeTest()
+        assert not any(test.add(size) for _ in range(50))
+        assert test.evidence == 0.0
+
+
+def test_tests_that_begin_later_share_the_error():
+    error, runs, alarms = 0.1, 400, 0
+    for row in np.random.default_rng(1).normal(0, 1, (runs, 500)):
+        test = ChangeTest(error, every=5)
+        alarms += any(test.add(float(value)) for value in row)
+    assert alarms / runs <= error + 3 * (error * (1 - error) / runs) ** 0.5
+    assert sum(1 / (k * (k + 1)) for k in range(1, 10_000)) <= 1
+
+
+@pytest.mark.parametrize("before", [100, 1000, 10_000])
+def test_a_late_change_is_found(before):
+    draw, test = np.random.default_rng(2), ChangeTest(0.01)
+    assert not any(test.add(float(value)) for value in draw.normal(-1, 1, before))
+    after = next(place for place, value in enumerate(draw.normal(1, 1, before), 1) if test.add(float(value)))
+    assert after <= 60 + before // 8
+    assert test.leading.count <= 60 + before // 8
+    assert test.evidence >= 100
+
+
+def test_few_tests_run_at_a_time():
+    test = ChangeTest(5e-324)
+    for count in range(1, 5000):
+        test.add(-1.0)
+        assert len(test.tests) <= 16
+        assert test.tests[0].count == count
+        assert test.tests[-1].count <= max(25, count // 8)
+    assert test.begun < 100
+
+
+def test_it_survives_a_checkpoint():
+    test = ChangeTest(0.05, every=3)
+    for value in np.random.default_rng(3).normal(0, 1, 40):
+        test.add(float(value))
+    again = ChangeTest.of(test.state_dict())
+    assert again == test
+    again.add(1.0)
+    assert again != test
+    with pytest.raises(ValueError, match=r"error: found 1\.5"):
+        ChangeTest(1.5)

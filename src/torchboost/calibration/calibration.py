@@ -75,6 +75,10 @@ class Calibration:
     fixed: Mapping[str, str] = field(default_factory=dict)
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
 
+    def without(self, name: str) -> Calibration:
+        """Return the same without one lever."""
+        return replace(self, levers=tuple(lever for lever in self.levers if lever.name != name))
+
     def seconds(self, step_seconds: float) -> float:
         """Return the budget of a trial, from the time of a plain step."""
         if not isinstance(self.calibrate, (bool, str)):
@@ -242,6 +246,13 @@ class FirstCall(Interceptor):
         """Use a choice that was made earlier instead of a trial. Levers that are not among ours are ignored."""
         ours = {lever.name for lever in self._calibration.levers}
         self._given = choice.model_copy(update={"verdicts": tuple(v for v in choice.verdicts if v.lever in ours)})
+
+    def withdraw(self, name: str) -> None:
+        """Decide nothing about one lever. If none is left, stop waiting."""
+        self._calibration = self._calibration.without(name)
+        if not self._calibration.levers:
+            self.remove()
+            self._before = None
 
     def remove(self) -> None:
         """Stop waiting. A second call does nothing."""

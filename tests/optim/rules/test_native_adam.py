@@ -287,3 +287,26 @@ def test_nothing_to_update_and_empty_parameters():
 
 def test_pipeline_of_nothing():
     assert Pipeline.of(()) == Pipeline()
+
+
+@pytest.mark.parametrize(
+    ("entry", "found"),
+    [
+        (torch.zeros(64, 65, dtype=torch.uint8), "torch.uint8"),
+        (torch.zeros(64, 65, dtype=torch.float64), "torch.float64"),
+        (torch.zeros(3), r"\(3,\)"),
+    ],
+)
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"])
+def test_a_state_that_the_kernel_cannot_read_is_refused_before_anything_is_changed(key, entry, found):
+    params = [nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(64, 65))]
+    optimizer = Adam(params, native=True, amsgrad=True)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.state[params[1]][key] = entry
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(IncompatibleError, match=f"{key}.*{found}"):
+        optimizer.step()
+    assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+    assert optimizer.state[params[0]]["step"] == 1

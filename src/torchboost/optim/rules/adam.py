@@ -29,8 +29,9 @@ class Adam(UpdateRule):
     """Adam: ``w -= lr * m^ / (sqrt(v^) + eps)`` with moments corrected for their start at zero.
 
     With the defaults it equals ``torch.optim.Adam`` bit for bit in each of its forms (loop, ``foreach``, ``fused``),
-    and with ``decoupled_weight_decay=True`` ``torch.optim.AdamW``; checkpoints load both ways. State: ``step``,
-    ``exp_avg``, ``exp_avg_sq``, 8 bytes per float32 weight; with ``amsgrad`` also ``max_exp_avg_sq``, 12 bytes.
+    and with ``decoupled_weight_decay=True`` ``torch.optim.AdamW``; checkpoints load both ways, but torch cannot read
+    those with ``moments_8bit``. State: ``step``, ``exp_avg``, ``exp_avg_sq``, 8 bytes per float32 weight; with
+    ``amsgrad`` also ``max_exp_avg_sq``, 12 bytes.
 
     Source: D. Kingma, J. Ba, "Adam: A Method for Stochastic Optimization", arXiv 1412.6980; S. Reddi et al., "On the
     Convergence of Adam and Beyond" (``amsgrad``); I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization".
@@ -60,8 +61,10 @@ class Adam(UpdateRule):
             are rounded to one of their two neighbours at random. The noise depends on the count of updates only, so
             ranks agree and runs resume bit-identically.
         moments_8bit: Keep the moments of tensors with 4,096 entries or more in 8 bits each, in blocks of 256 entries
-            with a scale (T. Dettmers et al., arXiv 2110.02861): 2 bytes per weight in place of 8. The update works in
-            float32. Not with ``native`` and ``capturable``.
+            with a scale (after T. Dettmers et al., arXiv 2110.02861): 2 bytes per weight in place of 8. The update
+            works in float32, so bfloat16 and float16 need ``master_weights``, and float64 is refused. The moments are
+            rounded at random as with ``"stochastic"``. Not with ``native`` and ``capturable``. ``torch.optim`` cannot
+            read such a checkpoint: set ``moments_8bit`` to False in the groups and make a step before it is saved.
         update_transforms: Change the updates between the rule and the weights, in order, such as
             :class:`~torchboost.optim.Cautious`. Not with ``fused``, ``capturable`` and ``native``.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
@@ -179,6 +182,11 @@ class Adam(UpdateRule):
         return packed_state(state, moments) if packs(param, group) else state
 
     @property
+    def packs_moments(self) -> bool:
+        """Whether the rule can keep moments in 8 bits; the native form cannot."""
+        return self.native is None
+
+    @property
     def _step_supports_amp_scaling(self) -> bool:
         return self.native is not None or super()._step_supports_amp_scaling
 
@@ -252,7 +260,8 @@ class Adam(UpdateRule):
 class AdamW(Adam):
     """Adam with decoupled weight decay, equal to ``torch.optim.AdamW`` bit for bit in each of its forms.
 
-    The defaults are those of torch. Checkpoints load both ways.
+    The defaults are those of torch. Checkpoints load both ways, except that torch cannot read those with
+    ``moments_8bit``.
 
     Source: I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101.
 

@@ -20,6 +20,7 @@ from torchboost.optim.learning_rates import resolve_lr
 from torchboost.optim.rules.batch import Batch
 from torchboost.optim.rules.checked import Checked
 from torchboost.optim.rules.checkpoints import in_order, paired, with_memory_renamed
+from torchboost.optim.rules.eight_bit import rounds_at_random, with_full_moments
 from torchboost.optim.rules.foreign_names import check_group_names, check_names
 from torchboost.optim.rules.masters import (
     IN_CACHE,
@@ -199,6 +200,11 @@ class UpdateRule(Optimizer):
             )
 
     @property
+    def packs_moments(self) -> bool:
+        """Whether the rule can keep moments in 8 bits; if not, they are unpacked when a checkpoint is loaded."""
+        return False
+
+    @property
     def chain(self) -> tuple[GradientTransform, ...]:
         """The transforms, including centralisation if a group has ``"grad_centralization": True``."""
         return with_centralization(self.transforms, self.param_groups)
@@ -297,7 +303,7 @@ class UpdateRule(Optimizer):
                 if param.grad is not None and has_master(param, group):
                     self._stamps.note(param)
         for group in self.param_groups:
-            if "updates" in group or stochastic(group):
+            if "updates" in group or rounds_at_random(group):
                 group["updates"] = group.get("updates", 0) + 1
         return loss
 
@@ -317,14 +323,15 @@ class UpdateRule(Optimizer):
             for entry in own:
                 if "step" in entry and not isinstance(entry["step"], Tensor):  # torch before 1.12
                     entry["step"] = torch.tensor(float(entry["step"]), dtype=torch.float32)
-            if schedules:  # torch's checkpoints do not count updates, except in Adam's state
+            if schedules or rounds_at_random(group):  # torch's checkpoints do not count updates, except in Adam's state
                 group.setdefault("updates", max((int(entry.get("step", 0)) for entry in own), default=0))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this rule, or of torch's if the rule is the same.
 
         If both sides name their parameters, states are matched by name, otherwise by position as in torch. The state
-        of low-precision parameters with masters stays in float32. A file of torch's SGD does not hold the number of
+        of low-precision parameters with masters stays in float32. If this rule keeps its moments in full, those in 8
+        bits are unpacked, and ``moments_8bit`` becomes False. A file of torch's SGD does not hold the number of
         updates: with a list or function as ``lr``, set ``"updates"`` in the groups after loading it.
 
         Raises:
@@ -334,7 +341,8 @@ class UpdateRule(Optimizer):
         pairs = zip(state_dict["param_groups"], self.param_groups, strict=False)
         groups = [self.rule_for(own).adopted(saved) for saved, own in pairs]
         groups += state_dict["param_groups"][len(groups) :]
-        state_dict = {**state_dict, "param_groups": groups}
+        packing = [self.rule_for(own).packs_moments for own in self.param_groups]
+        state_dict = with_full_moments({**state_dict, "param_groups": groups}, packing)
         pairs = paired(state_dict, self.param_groups, self.defaults, self.state_keys)
         super().load_state_dict(state_dict)
         for param, group, saved in pairs:

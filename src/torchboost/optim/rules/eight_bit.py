@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from torchboost.errors import IncompatibleError
 from torchboost.optim.rules.batch import Batch
-from torchboost.optim.rules.masters import IN_CACHE, PIECE, parts
+from torchboost.optim.rules.masters import IN_CACHE, PIECE, parts, stochastic
 
 __all__ = [
     "BLOCK",
@@ -20,11 +20,15 @@ __all__ = [
     "SCALE",
     "check_packable",
     "is_packed",
+    "noise",
     "pack",
     "packed_state",
     "packs",
+    "rounds_at_random",
     "unpack",
     "unpacked_pieces",
+    "unpacked_state",
+    "with_full_moments",
 ]
 
 BLOCK = 256
@@ -39,10 +43,27 @@ SCALE = "_scale"
 SIGNED = ("exp_avg",)
 """Moments that may be negative."""
 
+PER_DOUBLING = 6
+"""Shares per factor of two: each is 12.2 percent larger than the one below."""
+
+SIGNED_LEVELS, LEVELS = 127, 254
+"""Shares above zero. The smallest are ``2**-21`` of a first moment and ``2**-42.2`` of a second one, its square."""
+
+NAN, ZERO, SIGNED_ZERO = 0, 1, 128
+"""Codes of nan, and of zero without and with a sign."""
+
+MARGIN = 1e-4
+"""Distance, in shares, within which a value is its share; larger than the errors of float32."""
+
 
 def packs(param: Tensor, group: Mapping[str, Any]) -> bool:
     """Whether the moments of a parameter are kept in 8 bits."""
     return bool(group.get("moments_8bit")) and param.numel() >= LEAST
+
+
+def rounds_at_random(group: Mapping[str, Any]) -> bool:
+    """Whether a group rounds weights or moments at random; the noise depends on the number of its updates."""
+    return stochastic(group) or bool(group.get("moments_8bit"))
 
 
 def is_packed(state: Mapping[str, Any]) -> bool:
@@ -51,47 +72,64 @@ def is_packed(state: Mapping[str, Any]) -> bool:
 
 
 def check_packable(param: Tensor, group: Mapping[str, Any]) -> None:
-    """Refuse parameters whose moments cannot be kept in 8 bits.
+    """Refuse parameters whose moments cannot be kept in 8 bits; ``param`` is in the precision of the update.
 
     Raises:
-        IncompatibleError: A complex or a sharded tensor.
+        IncompatibleError: A sharded tensor, or one that is not in float32.
     """
-    if packs(param, group) and (param.is_complex() or hasattr(param, "to_local")):
+    if packs(param, group) and (param.dtype is not torch.float32 or hasattr(param, "to_local")):
         raise IncompatibleError(
-            f"moments_8bit=True is for real tensors that are not sharded, found a {type(param).__name__} of "
-            f"{param.dtype}, shape {tuple(param.shape)}. Leave moments_8bit out of its group."
+            f"moments_8bit=True is for tensors that are not sharded and are updated in float32, found a "
+            f"{type(param).__name__} of {param.dtype}, shape {tuple(param.shape)}. Leave moments_8bit out of its "
+            "group, or set master_weights if it is in bfloat16 or float16."
         )
 
 
-def pack(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Return codes of the shape of ``values`` in uint8, and the entry of largest magnitude of each block in float32.
+def noise(seed: int, device: torch.device) -> Tensor:
+    """Return what :func:`pack` adds before it rounds down, per entry of a block, so that the mean is the value."""
+    drawn = torch.rand(BLOCK, device=device, generator=torch.Generator(device).manual_seed(seed))
+    places = drawn.mul_(1 - 2 * MARGIN).add_(MARGIN)
+    return 1 - places.mul_(2 ** (1 / PER_DOUBLING) - 1).add_(1).log2_().mul_(PER_DOUBLING)
 
-    A block is ``BLOCK`` entries in the order of ``flatten()``. Each code stands for a share of the largest entry; the
-    shares are denser near zero, see :func:`unpack`. A block with an entry that is not finite becomes nan. Packing what
-    was unpacked changes nothing.
+
+def pack(values: Tensor, *, signed: bool, noise: Tensor | float = 0.5) -> tuple[Tensor, Tensor]:
+    """Return codes of the shape of ``values`` in uint8, and the largest finite magnitude of each block in float32.
+
+    A block is ``BLOCK`` entries in the order of ``flatten()``. Each code stands for a share of the largest magnitude.
+    The shares are powers of two to a sixth, so that small entries keep the relative precision of large ones. Below the
+    smallest share, entries with a sign become 0. Those without, which divide, become the smallest share unless they are
+    0. An entry that is not finite becomes nan, and the others of its block are not affected. Packing what was
+    unpacked changes nothing.
     Cost: six temporary tensors of the size of ``values`` at most.
 
-    Source: T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861.
+    Source: after T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861. Their shares are
+    coarser near zero and are rounded to the nearest one. A moment that changes slowly would then stay where it is.
 
     Args:
         values: Any shape, float32.
         signed: Whether entries may be negative; if not, they get twice as many codes.
+        noise: Of :func:`noise`, to round to one of the two neighbours at random; 0.5 for the nearest.
     """
     blocks = _blocks(values)
-    scales = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
-    shares = blocks / torch.where(scales == 0, 1.0, scales)
-    # The first 16 bits of a float32 choose the code: rounding to them changes a share by at most 0.4 percent.
-    index = shares.bfloat16().view(torch.int16).int().bitwise_and_(0xFFFF).flatten()
-    codes = _codes(signed, values.device).index_select(0, index)[: values.numel()]
+    sizes = blocks.abs()
+    scales = sizes.nan_to_num(0.0, 0.0).amax(1, keepdim=True)
+    levels = SIGNED_LEVELS if signed else LEVELS
+    places = (sizes / torch.where(scales == 0, 1.0, scales)).log2_().mul_(PER_DOUBLING).add_(levels).add_(noise)
+    places.floor_().clamp_(0 if signed else 1, levels)
+    wrong = ~(sizes < torch.inf)
+    if signed:
+        places.copysign_(blocks).add_(SIGNED_ZERO)
+    else:
+        places.mul_(sizes.sign_()).add_(ZERO)
+    places.masked_fill_(wrong, NAN)
     packed = torch.empty_like(values, dtype=torch.uint8, memory_format=torch.preserve_format)
-    return packed.copy_(codes.view(values.shape)), scales.flatten()
+    return packed.copy_(places.flatten()[: values.numel()].view(values.shape)), scales.flatten()
 
 
 def unpack(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     """Return the float32 values of :func:`pack`.
 
-    A value differs from the packed one by at most 1 percent of the largest magnitude of its block (0.6 percent if
-    unsigned), and by at most 7 percent of itself if it is at least a tenth of that magnitude (4 percent if unsigned).
+    A value differs from the packed one by at most 12.3 percent of itself, unless that is below the smallest share.
     """
     shares = _shares(signed, codes.device).index_select(0, codes.flatten().int())
     values = (_blocks(shares) * scales[:, None]).flatten()[: codes.numel()]
@@ -102,13 +140,20 @@ def unpack(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
 def unpacked_pieces(batch: Batch, group: Mapping[str, Any], keys: Sequence[str]) -> Iterator[Batch]:
     """Yield a batch in parts with moments in float32, and pack them again when the next part is requested.
 
+    The rounding is random, but the same for the same number of updates: all ranks get the same moments, and a resumed
+    run those of one that was not interrupted.
+
     Args:
         batch: The tensors to update.
-        group: The param group.
+        group: The param group; its ``"updates"`` counts the updates.
         keys: The moments.
     """
+    drawn: dict[torch.device, Tensor] = {}
     for part in parts(batch, IN_CACHE if batch.params[0].device.type == "cpu" else PIECE):
-        states = [_unpacked(state, keys) if is_packed(state) else state for state in part.states]
+        states = [
+            unpacked_state(state, param.dtype) if is_packed(state) else state
+            for state, param in zip(part.states, part.params, strict=True)
+        ]
         yield Batch(part.params, part.grads, states)
         for kept, state, param in zip(part.states, states, part.params, strict=True):
             if not packs(param, group):
@@ -116,21 +161,44 @@ def unpacked_pieces(batch: Batch, group: Mapping[str, Any], keys: Sequence[str])
                 for key in keys:
                     kept.pop(key + SCALE, None)
                 continue
-            kept.update(packed_state(state, keys))
+            if param.device not in drawn:
+                drawn[param.device] = noise(group.get("updates", 0), param.device)
+            kept.update(packed_state(state, keys, drawn[param.device]))
 
 
-def packed_state(state: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+def packed_state(state: Mapping[str, Any], keys: Sequence[str], noise: Tensor | float = 0.5) -> dict[str, Any]:
     """Return a state with its moments in 8 bits."""
     packed = dict(state)
     for key in keys:
-        packed[key], packed[key + SCALE] = pack(state[key].float(), signed=key in SIGNED)
+        packed[key], packed[key + SCALE] = pack(state[key].float(), signed=key in SIGNED, noise=noise)
     return packed
 
 
-def _unpacked(state: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    moments = {key: unpack(state[key], state[key + SCALE], signed=key in SIGNED) for key in keys}
-    scales = {key + SCALE for key in keys}
-    return {**{key: value for key, value in state.items() if key not in scales}, **moments}
+def unpacked_state(state: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Return a state with its moments in full."""
+    packed = [key for key in state if key + SCALE in state]
+    scales = {key + SCALE for key in packed}
+    full = {key: value for key, value in state.items() if key not in scales}
+    return full | {key: unpack(state[key], state[key + SCALE], signed=key in SIGNED).to(dtype) for key in packed}
+
+
+def with_full_moments(state_dict: dict[str, Any], packing: Sequence[bool]) -> dict[str, Any]:
+    """Return the state dict with moments in full in the groups whose rule does not keep them in 8 bits.
+
+    Args:
+        state_dict: Of an optimizer; not changed.
+        packing: Whether the rule of a group keeps moments in 8 bits, per group.
+    """
+    groups, states = list(state_dict["param_groups"]), dict(state_dict["state"])
+    for number, (group, packs_moments) in enumerate(zip(groups, packing, strict=False)):
+        if packs_moments:
+            continue
+        if "moments_8bit" in group:
+            groups[number] = {**group, "moments_8bit": False}
+        for index in group["params"]:
+            if is_packed(states.get(index, {})):
+                states[index] = unpacked_state(states[index])
+    return {**state_dict, "param_groups": groups, "state": states}
 
 
 def _blocks(values: Tensor) -> Tensor:
@@ -138,25 +206,14 @@ def _blocks(values: Tensor) -> Tensor:
     return F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
 
 
-def _map(signed: bool) -> Tensor:
-    """Return the 256 shares in order: seven decades, each with twice the levels of the one below, and 0 and 1."""
-    shares = [torch.tensor([0.0, 1.0], dtype=torch.float64)]
-    for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2 ** (decade + (0 if signed else 1)) + 1, dtype=torch.float64)
-        middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)
-        shares += [middles, -middles] if signed else [middles]
-    return torch.cat(shares).sort().values
-
-
 @cache
 def _shares(signed: bool, device: torch.device) -> Tensor:
-    return _map(signed).float().to(device)
-
-
-@cache
-def _codes(signed: bool, device: torch.device) -> Tensor:
-    """Return the code of the nearest share for the first 16 bits of every float32."""
-    shares = _map(signed)
-    values = (torch.arange(2**16, dtype=torch.int64) << 16).to(torch.int32).view(torch.float32).double()
-    middles = (shares[:-1] + shares[1:]) / 2
-    return torch.bucketize(values.nan_to_num(0.0, 1.0, -1.0), middles).to(torch.uint8).to(device)
+    """Return the share of each code."""
+    levels, zero = (SIGNED_LEVELS, SIGNED_ZERO) if signed else (LEVELS, ZERO)
+    above = torch.exp2((torch.arange(levels, dtype=torch.float64) + 1 - levels) / PER_DOUBLING)
+    shares = torch.zeros(2**8, dtype=torch.float64)
+    shares[NAN] = torch.nan
+    shares[zero + 1 : zero + 1 + levels] = above
+    if signed:
+        shares[zero - levels : zero] = -above.flip(0)
+    return shares.float().to(device)

@@ -127,6 +127,11 @@ class LazyAdam(Adam):
         )
 
     @property
+    def packs_moments(self) -> bool:
+        """False: the moments stay in full."""
+        return False
+
+    @property
     def _step_supports_amp_scaling(self) -> bool:
         # If the fused kernel skipped a step because of an overflow, this class would not know.
         return False

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from torchboost.optim.shares import Share, joint_norm
 from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay, Unscale
 
 __all__ = ["Pipeline", "check_walkable", "load", "prepared"]
+
+_DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 
 ORDER = (Unscale, Decay, Centralize, ClipNorm, ClipValue)
 
@@ -115,7 +118,9 @@ def prepared(
         FloatingPointError, RuntimeError: The gradients are not finite and the settings require an error.
     """
     for group, batch in zip(groups, work, strict=True):
-        batch.align(("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())))
+        keys = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+        _check_states(batch, keys)
+        batch.align(keys)
     blocks = _blocks(groups, work, pipeline, grad_scale)
     threads, clip = torch.get_num_threads(), 1.0
     if (len(blocks) or share is not None) and (pipeline.clip_norm is not None or nonfinite != "ignore"):
@@ -164,6 +169,26 @@ def check_walkable(param: Tensor) -> None:
             f"found a {type(param).__name__} of {param.dtype} on {param.device}, shape {tuple(param.shape)}, "
             f"strides {param.stride()}. Leave native out."
         )
+
+
+def _check_states(batch: Batch, keys: Sequence[str]) -> None:
+    """Refuse states that the kernel would read or write beyond their ends."""
+    sizes, devices = list(map(Tensor.numel, batch.params)), {torch.device("cpu")}
+    for key in keys:
+        entries = batch.state(key)
+        if not entries or (
+            list(map(Tensor.numel, entries)) == sizes
+            and set(map(_DTYPE, entries)) == {torch.float32}
+            and set(map(_DEVICE, entries)) == devices
+        ):
+            continue
+        for param, entry in zip(batch.params, entries, strict=True):
+            if entry.shape != param.shape or entry.dtype is not torch.float32 or entry.device.type != "cpu":
+                raise IncompatibleError(
+                    f"native=True needs states in float32 on the CPU with the shape of their parameter, found {key!r} "
+                    f"in {entry.dtype} on {entry.device}, shape {tuple(entry.shape)}, for a parameter of shape "
+                    f"{tuple(param.shape)}. Load the state with load_state_dict, or leave native out."
+                )
 
 
 def _blocks(

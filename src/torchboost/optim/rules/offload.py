@@ -181,6 +181,11 @@ class AdamOffload(Adam):
         )
 
     @property
+    def packs_moments(self) -> bool:
+        """False: the moments stay in full."""
+        return False
+
+    @property
     def _step_supports_amp_scaling(self) -> bool:
         # The scale would reach the kernel as a tensor on the device; if unscaled there, an overflow copies nothing.
         return False
