@@ -252,7 +252,7 @@ def test_a_factory_that_ignores_its_seed_is_an_error():
 
 def test_an_error_rate_that_the_final_test_cannot_keep_is_refused_before_any_run():
     planted = Planted({}, {})
-    with pytest.raises(ValueError, match="error: found 0.0045"):
+    with pytest.raises(ValueError, match=r"error: found 0\.0045"):
         Race(train=planted, candidates=[], drop=0.1, budget=1.0, total_steps=10, error=0.009)
     assert planted.made == []
 
