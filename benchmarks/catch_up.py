@@ -10,9 +10,9 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from options import Options, parser, run
+from options import Options, parser, run, timed_contestants
 
-from torchboost.measure.evidence import BenchReport, Contestant
+from torchboost.measure.evidence import BenchReport
 from torchboost.measure.stopwatch import compare, environment
 from torchboost.optim.rules import missed_steps
 
@@ -50,17 +50,7 @@ def measure(options: Options) -> list[Path]:
         batch=ROWS,
         metric_name="none",
         environment=environment(),
-        contestants=[
-            Contestant(
-                name=way,
-                kind="stock" if way == BASELINE else "algorithm",
-                step_seconds=found.step_seconds(way),
-                samples=found.samples[way],
-                ratios=found.ratios(way),
-                warmup_seconds=found.warmup_seconds[way],
-            )
-            for way in ways
-        ],
+        contestants=timed_contestants(found, ways, BASELINE),
     )
     return [report.save(options.file("catch_up", "rows"))]
 

@@ -106,9 +106,10 @@ def metrics_table(folder: Path) -> tuple[Table, str]:
     many = f"{min(seeds)} to {max(seeds)}" if len(set(seeds)) > 1 else f"{seeds[0]}"
     machines = sorted({f"{one['environment']['processor']}, torch {one['environment']['torch']}" for one in found})
     said = (
-        "Accuracy, or loss if there is no percent sign, on test data at the end of the run, the mean of "
-        f"{many} seeds; in parentheses the 95 % interval of the paired difference from AdamW. Five learning rates per "
-        "optimizer, chosen on validation data; Muon's are for the matrices, the rest has AdamW's. "
+        "The metric on test data at the end of the run: the accuracy in percent, or the loss. Each figure is the mean "
+        f"of {many} seeds. The 95 % interval of the paired difference from AdamW is in parentheses. The learning rate "
+        "of each optimizer is chosen on validation data from five to seven. Muon's is for the matrices; the rest has "
+        "AdamW's. "
         f"{'; '.join(machines)}. All runs: `benchmarks/results/fewer_steps-*.json`."
     )
     return Table(headings=("workload", *WAYS), rows=tuple(lines)), said

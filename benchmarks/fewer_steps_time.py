@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from fewer_steps_workloads import WORKLOADS, Workload
-from options import Options, parser, run
+from options import Options, parser, run, timed_contestants
 from torch import nn
 from torch.optim import Optimizer
 
-from torchboost.measure.evidence import BenchReport, Contestant
+from torchboost.measure.evidence import BenchReport
 from torchboost.measure.stopwatch import compare, environment
 from torchboost.optim import SGD, AdamW, MixedOptimizer, ScheduleFreeAdamW, muon_groups
 
@@ -86,18 +86,7 @@ def measure_workload(work: Workload, options: Options) -> Path:
         batch=work.batch,
         metric_name="none",
         environment=environment(),
-        contestants=[
-            Contestant(
-                name=way,
-                kind="stock" if way == BASELINE else "algorithm",
-                step_seconds=found.step_seconds(way),
-                samples=found.samples[way],
-                ratios=found.ratios(way),
-                warmup_seconds=found.warmup_seconds[way],
-                notes=["a whole step"],
-            )
-            for way in ways
-        ],
+        contestants=timed_contestants(found, ways, BASELINE, "a whole step"),
         notes=[
             f"forward pass, backward pass and update {'under bfloat16 autocast' if work.autocast else 'in float32'}"
         ],

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,6 +64,22 @@ def added_cost(found: Comparison, way: str, baseline: str, algorithm: AlgorithmR
         warmup_seconds=found.warmup_seconds[way],
         notes=[] if bare else [note],
     )
+
+
+def timed_contestants(found: Comparison, ways: Iterable[str], baseline: str, *notes: str) -> list[Contestant]:
+    """Report the step times of several ways, of which one is the baseline."""
+    return [
+        Contestant(
+            name=way,
+            kind="stock" if way == baseline else "algorithm",
+            step_seconds=found.step_seconds(way),
+            samples=found.samples[way],
+            ratios=found.ratios(way),
+            warmup_seconds=found.warmup_seconds[way],
+            notes=list(notes),
+        )
+        for way in ways
+    ]
 
 
 def single_algorithms() -> list[str]:

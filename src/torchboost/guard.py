@@ -257,7 +257,7 @@ class Guard:
         )
 
     def _compared(self, mean: float) -> tuple[float, float] | None:
-        """Return the excess of the block that ends now, and how much is accepted; None if there is no reference."""
+        """Return the excess of this block and the accepted excess. Return None without a reference."""
         if self._reference is None:
             lowest = self._trend.add(mean)
             if lowest is None:
