@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-__all__ = ["KINDS", "Kind", "Rows", "trained_alike"]
+__all__ = ["KINDS", "Kind", "Rows", "differences", "trained_alike"]
 
 FREEZING = {"extra": {"less_bn": {}, "grad_freeze": {}}}
 
@@ -107,6 +107,12 @@ KINDS = {
     "gpt": Kind(_gpt, _text, None),
     "resnet": Kind(_resnet, _images, FREEZING),
 }
+
+
+def differences(first: nn.Module, second: nn.Module) -> dict[str, float]:
+    """Return by name how far the tensors of two models are apart, without those that are equal bit for bit."""
+    pairs = zip(first.state_dict().items(), second.state_dict().values(), strict=True)
+    return {name: float((one - other).abs().max()) for (name, one), other in pairs if not torch.equal(one, other)}
 
 
 def trained_alike(first: nn.Module, second: nn.Module) -> bool:
