@@ -48,7 +48,7 @@ CASES: dict[str, tuple[dict[str, Planted], set[str]]] = {
 def tuned(planted: dict[str, Planted], seed: int, *, budget: float = 1e9) -> Race:
     """Race candidates with planted effects; all runs follow from the seed."""
 
-    def train(candidate: Candidate, number: int) -> Run:
+    def train(candidate: Candidate, number: int, *_: float) -> Run:
         parts = [planted[name] for name in candidate.name.split(" + ") if name in planted]
         key = [ord(letter) for letter in candidate.name]
         own, common = np.random.default_rng([seed, number, *key]), np.random.default_rng([seed, number])

@@ -23,7 +23,7 @@ class Planted:
         self.effects, self.times, self.seed, self.late = effects, times, seed, late
         self.made: list[tuple[str, int]] = []
 
-    def __call__(self, candidate: Candidate, number: int) -> Run:
+    def __call__(self, candidate: Candidate, number: int, limit: float = math.inf) -> Run:
         self.made.append((candidate.name, number))
         own = np.random.default_rng([self.seed, number, *map(ord, candidate.name)])
         common = np.random.default_rng([self.seed, number])
@@ -36,9 +36,7 @@ class Planted:
         return Run(name=candidate.name, seed=number, steps=101, metric=metric, peak_bytes=memory, **seconds)
 
 
-def race(
-    train: Callable[[Candidate, int], Run], names: list[str], *, skips: bool = True, budget: float = 1e6, **more: Any
-) -> Race:
+def race(train: Callable[..., Run], names: list[str], *, skips: bool = True, budget: float = 1e6, **more: Any) -> Race:
     candidates = [Candidate(name=name, extra={name: True}, skips_work=skips) for name in names]
     return Race(train=train, candidates=candidates, drop=POINT, budget=budget, total_steps=101, **more)
 
@@ -82,7 +80,7 @@ def test_what_becomes_of_a_candidate(effect, time, skips, wanted):
 
 
 def test_a_training_that_diverges_is_lost_and_a_stock_loop_that_does_is_an_error():
-    def diverging(candidate: Candidate, seed: int) -> Run:
+    def diverging(candidate: Candidate, seed: int, *_: float) -> Run:
         run = Planted({}, {"a": 0.7})(candidate, seed)
         return run.model_copy(update={"metric": math.nan}) if candidate.name == "a" else run
 
@@ -90,7 +88,7 @@ def test_a_training_that_diverges_is_lost_and_a_stock_loop_that_does_is_an_error
     assert made.decide() == {}
     assert (made.findings["a"].outcome, made.findings["a"].reason) == ("lost", "its training diverged")
 
-    def broken(candidate: Candidate, seed: int) -> Run:
+    def broken(candidate: Candidate, seed: int, *_: float) -> Run:
         return Planted({}, {})(candidate, seed).model_copy(update={"metric": math.nan})
 
     with pytest.raises(ValueError, match="stock loop ended with the metric nan"):
@@ -103,7 +101,7 @@ def test_a_candidate_that_fails_together_with_others_is_left_out():
     train.effects = {"a": -0.35, "b": -0.5}
     together = {"a": -0.35, "b": -0.9}
 
-    def run(candidate: Candidate, seed: int) -> Run:
+    def run(candidate: Candidate, seed: int, *_: float) -> Run:
         train.effects = together if " + " in candidate.name else {"a": -0.35, "b": -0.5}
         return train(candidate, seed)
 
@@ -172,7 +170,7 @@ def test_an_interruption_at_any_run_leaves_what_was_known():
     for stop in range(10):
         train = Planted({}, {"a": 0.7})
 
-        def until(candidate: Candidate, seed: int, train: Planted = train, stop: int = stop) -> Run:
+        def until(candidate: Candidate, seed: int, *_: float, train: Planted = train, stop: int = stop) -> Run:
             if len(train.made) == stop:
                 raise KeyboardInterrupt
             return train(candidate, seed)
@@ -192,7 +190,7 @@ def test_a_recipe_that_is_longer_than_needed_is_noted():
 
 
 def test_the_cost_of_starting_is_spread_over_the_users_run():
-    def compiled(candidate: Candidate, seed: int) -> Run:
+    def compiled(candidate: Candidate, seed: int, *_: float) -> Run:
         run = Planted({}, {"a": 0.5})(candidate, seed)
         return run.model_copy(update={"setup_seconds": 0.0 if candidate.name != "a" else 20.0})
 
@@ -227,7 +225,7 @@ def test_another_recipe_is_judged_but_never_turned_on(effect, outcome):
 def test_a_candidate_whose_training_fails_is_not_usable_and_the_others_go_on():
     planted = Planted({}, {"a": 0.7, "b": 0.7})
 
-    def train(candidate: Candidate, seed: int) -> Run:
+    def train(candidate: Candidate, seed: int, *_: float) -> Run:
         made = planted(candidate, seed)
         if candidate.name != "b":
             return made
@@ -240,10 +238,30 @@ def test_a_candidate_whose_training_fails_is_not_usable_and_the_others_go_on():
     assert [key for key in made.runs if key[0] == "b"] == [("b", 0)]
 
 
+def test_a_candidate_that_takes_more_than_twice_as_long_is_stopped():
+    planted, limits = Planted({}, {"a": 0.7, "b": 5.0}), {}
+
+    def train(candidate: Candidate, seed: int, limit: float = math.inf) -> Run:
+        made = planted(candidate, seed)
+        limits[candidate.name] = limit
+        if made.seconds <= limit:
+            return made
+        return made.model_copy(update={"metric": math.nan, "seconds": limit, "wall_seconds": limit, "too_slow": True})
+
+    made = race(train, ["a", "b"], skips=False)
+    assert made.decide() == {"a": True}
+    assert limits == {STOCK: math.inf, "a": 20.0, "b": 20.0}
+    assert outcomes(made) == {"a": "kept", "b": "no gain"}
+    assert made.findings["b"].reason == (
+        "its steps took more than 2 times as long as stock's, so its training was stopped"
+    )
+    assert [key for key in made.runs if key[0] == "b"] == [("b", 0)]
+
+
 def test_a_factory_that_ignores_its_seed_is_an_error():
     planted = Planted({}, {"a": 0.7})
 
-    def train(candidate: Candidate, seed: int) -> Run:
+    def train(candidate: Candidate, seed: int, *_: float) -> Run:
         return planted(candidate, 0).model_copy(update={"seed": seed, "last_loss": 0.25})
 
     with pytest.raises(ValueError, match="the same loss and metric for the seeds 0 and 1"):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,6 +126,14 @@ def test_a_training_that_diverges_ends_early_with_nan():
     assert steps == [19 / 500]
 
 
+def test_a_training_that_takes_too_long_is_stopped_at_the_end_of_a_block():
+    run = Training(make=make, steps=500, device=torch.device("cpu"))(Candidate(name="stock"), 0, 0.0)
+    assert run.too_slow
+    assert math.isnan(run.metric)
+    assert len(made[-1][1].orders) == 4
+    assert not Training(make=make, steps=40, device=torch.device("cpu"))(Candidate(name="stock"), 0, 1e9).too_slow
+
+
 def test_a_generator_of_batches_is_read_once_and_repeated():
     def generated(seed: int) -> Any:
         parts = make(seed)
@@ -142,7 +151,9 @@ def _on_ranks() -> tuple[float, float, float]:
         parts = make(seed)
         return (*parts[:4], lambda model: 0.25 + dist.get_rank())
 
-    run = Training(make=uneven, steps=4, device=torch.device("cpu"))(Candidate(name="stock"), 0)
+    training = Training(make=uneven, steps=4, device=torch.device("cpu"))
+    assert replace(training, steps=100)(Candidate(name="stock"), 0, 0.0 if dist.get_rank() else 1e-9).too_slow
+    run = training(Candidate(name="stock"), 0)
     return run.metric, run.seconds, run.wall_seconds
 
 

@@ -29,7 +29,7 @@ class Fake:
     def __init__(self, **given: Any) -> None:
         self.steps = given["steps"]
 
-    def __call__(self, candidate: Candidate, seed: int) -> Run:
+    def __call__(self, candidate: Candidate, seed: int, *_: float) -> Run:
         if Fake.stop is not None and len(Fake.made) == Fake.stop:
             raise KeyboardInterrupt
         Fake.made.append((candidate.name, seed))

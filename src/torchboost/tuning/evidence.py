@@ -45,7 +45,7 @@ class Run(Record):
         name: Of the candidate.
         seed: Of weights and data.
         steps: Updates.
-        metric: At the end; higher is better. NaN if the training diverged or failed.
+        metric: At the end; higher is better. NaN if the training diverged, failed or was stopped.
         setup_seconds: Construction, the first step, and compilation.
         seconds: Training after the first step, without evaluation.
         wall_seconds: Everything, for the budget.
@@ -53,6 +53,7 @@ class Run(Record):
         peak_bytes: How far the memory rose; None if the system does not tell.
         last_loss: The loss of the last step; None if the training failed.
         failure: The error that the training raised; empty if it raised none.
+        too_slow: Whether the training was stopped because its steps took too long.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Run(Record):
     peak_bytes: int | None = None
     last_loss: float | None = None
     failure: str = ""
+    too_slow: bool = False
 
     def projected(self, total_steps: int, share: float = 1.0) -> float:
         """Return the seconds of a run of so many stock steps; set-up is paid once."""

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torchboost.measure.evidence import Interval
 from torchboost.measure.sequential import Look, SequentialTest
@@ -37,7 +37,14 @@ class OverBudgetError(Exception):
     """The next run does not fit into the budget."""
 
 
-Train = Callable[[Candidate, int], Run]
+TOO_SLOW = 2.0
+"""A candidate is stopped if its steps take longer than this multiple of the time of stock's."""
+
+
+class Train(Protocol):
+    """Trains a candidate with a seed, and stops it if its steps take longer than so many seconds."""
+
+    def __call__(self, candidate: Candidate, seed: int, limit: float = math.inf, /) -> Run: ...
 
 
 @dataclass(kw_only=True)
@@ -117,7 +124,7 @@ class Race:
         expected = self._expected(candidate)
         if self.spent + expected > self._limit:
             raise OverBudgetError(f"the budget was spent: {self.spent:.0f} s, and the next run takes {expected:.0f} s")
-        run = self.train(candidate, seed)
+        run = self.train(candidate, seed, self._most_seconds(candidate))
         if candidate.name == STOCK and not math.isfinite(run.metric):
             raise ValueError(
                 f"the stock loop ended with the metric {run.metric} (seed {seed}); there is nothing to keep."
@@ -146,6 +153,12 @@ class Race:
         stock = [run.wall_seconds for (name, _), run in self.runs.items() if name == STOCK]
         return max(own or [candidate.share * value for value in stock], default=0.0)
 
+    def _most_seconds(self, candidate: Candidate) -> float:
+        stock = self.runs.get((STOCK, 0))
+        if stock is None or candidate.name not in self.findings:
+            return math.inf
+        return TOO_SLOW * stock.seconds
+
     def _pairs(self, first: str, second: str, *, fresh: bool = False) -> list[int]:
         seeds = [seed for name, seed in self.runs if name == first and (seed >= FRESH_SEED) == fresh]
         return sorted(seed for seed in seeds if (second, seed) in self.runs)
@@ -169,9 +182,13 @@ class Race:
 
     def _judge(self, candidate: Candidate) -> None:
         name = candidate.name
-        failure = next((run.failure for key, run in self.runs.items() if key[0] == name and run.failure), "")
-        if failure:
-            self._set(self.findings[name], "not usable", f"its training raised {failure}")
+        last = [run for (key, _), run in self.runs.items() if key == name][-1]
+        if last.failure:
+            self._set(self.findings[name], "not usable", f"its training raised {last.failure}")
+            return
+        if last.too_slow:
+            reason = f"its steps took more than {TOO_SLOW:g} times as long as stock's, so its training was stopped"
+            self._set(self.findings[name], "no gain", reason)
             return
         look = SequentialTest(margin=self.drop, most=self.most, error=self.error).look(self._differences(name, STOCK))
         finding = self._noted(candidate, look)

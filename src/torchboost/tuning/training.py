@@ -41,27 +41,29 @@ class Training:
     device: torch.device
     told: Callable[[Candidate, int, float], None] = lambda candidate, seed, share: None
 
-    def __call__(self, candidate: Candidate, seed: int) -> Run:
+    def __call__(self, candidate: Candidate, seed: int, limit: float = math.inf, /) -> Run:
         """Train once. The random generators are as before afterwards; ranks get the numbers of the first one.
 
-        An error of a candidate is part of the run: its ``failure``. An error of stock is raised.
+        If the steps after the first one take longer than ``limit`` seconds, the training is stopped, on all ranks, at
+        the end of a block of 20 steps. An error of a candidate is part of the run: its ``failure``. An error of stock
+        is raised.
         """
         started = time.perf_counter()
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             try:
                 with PeakMemory(self.device) as peak:
-                    run = self._run(candidate, seed)
+                    run = self._run(candidate, seed, limit)
             except Exception as error:
                 if not (candidate.extra or candidate.recipe):
                     raise
                 return _agreed(_failed(candidate, seed, self.steps, error, time.perf_counter() - started))
             return _agreed(run.model_copy(update={"peak_bytes": peak.bytes}))
 
-    def _run(self, candidate: Candidate, seed: int) -> Run:
+    def _run(self, candidate: Candidate, seed: int, limit: float) -> Run:
         clock = Clock.of(self.device)
         steps = max(1, round(candidate.share * self.steps))
         whole, setup, rest = Stopwatch(clock), Stopwatch(clock), Stopwatch(clock)
-        metric = math.nan
+        metric, too_slow = math.nan, False
         with whole:
             with setup:
                 parts = made_by(self.recipes[candidate.name] if candidate.recipe else self.make, seed)
@@ -73,9 +75,10 @@ class Training:
                     curve.add(step(*next(batches)))
                     if done % BLOCK == BLOCK - 1:
                         self.told(candidate, seed, done / steps)
-                        if not curve.close_block():
+                        too_slow = curve.seconds() > limit
+                        if too_slow or not curve.close_block():
                             break
-            if math.isfinite(curve.last()):
+            if not too_slow and math.isfinite(curve.last()):
                 metric = _evaluated(parts)
         return Run(
             name=candidate.name,
@@ -87,6 +90,7 @@ class Training:
             setup_seconds=setup.seconds,
             seconds=rest.seconds,
             wall_seconds=whole.seconds,
+            too_slow=too_slow,
         )
 
 
@@ -96,6 +100,7 @@ class _Curve:
     def __init__(self, loss: Tensor) -> None:
         self.means: list[float] = []
         self._last, self._sum = loss, loss.double()
+        self._began = time.perf_counter()
 
     def add(self, loss: Tensor) -> None:
         self._last = loss
@@ -109,6 +114,10 @@ class _Curve:
             return False
         self.means.append(float(f"{mean:.6g}"))
         return True
+
+    def seconds(self) -> float:
+        """Return how long ago the first loss was known, the mean over all ranks."""
+        return mean_over_ranks(torch.tensor(time.perf_counter() - self._began, device=self._last.device))
 
     def last(self) -> float:
         return mean_over_ranks(self._last)
