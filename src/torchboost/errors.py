@@ -9,6 +9,7 @@ from functools import partial
 __all__ = [
     "CacheSpaceWarning",
     "ConfigError",
+    "FactoryError",
     "IncompatibleError",
     "NoEffectWarning",
     "RankDisagreementError",
@@ -41,6 +42,10 @@ class ConfigError(ValueError):
     def __reduce__(self) -> tuple[partial[ConfigError], tuple[()]]:
         """Pickle the arguments: errors travel between ranks, and an exception alone keeps only its text."""
         return partial(type(self), self.path, found=self.found, allowed=self.allowed, hint=self.hint), ()
+
+
+class FactoryError(ValueError):
+    """What a factory returned cannot be trained or compared; the message says what is needed."""
 
 
 class IncompatibleError(RuntimeError):

@@ -90,6 +90,52 @@ def test_mistakes_are_one_line(words, said, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("alike", "for the seeds 0 and 1, so they are one training"),
+        ("wild", "the stock loop ended with the metric nan"),
+        ("plateau", "ReduceLROnPlateau, whose step needs metrics"),
+    ],
+)
+def test_trainings_that_cannot_be_compared_are_one_line(name, said, factory, tmp_path):
+    more = """
+    def alike(seed):
+        torch.manual_seed(0)
+        return make(0)
+
+    def wild(seed):
+        model, optimizer, *rest = make(seed)
+        return (model, torch.optim.SGD(model.parameters(), lr=1e30), *rest)
+
+    def plateau(seed):
+        return (*make(seed), lambda optimizer, steps: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    """
+    (tmp_path / "train.py").write_text(FACTORY + textwrap.dedent(more), encoding="utf-8")
+    result = run(f"{tmp_path / 'train.py'}:{name}", "--budget", "5s", "--out", str(tmp_path / "boost.json"))
+    assert result.exit_code == 1
+    assert said in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_file_that_is_no_report_is_one_line(factory, tmp_path):
+    (tmp_path / "boost.report.json").write_text('{"format": 1, "title"', encoding="utf-8")
+    result = run(factory, "--budget", "5s", "--out", str(tmp_path / "boost.json"), "--resume")
+    assert result.exit_code == 1
+    assert "Error: this is not a report of torchboost" in result.stderr
+
+
+def test_an_error_of_the_training_keeps_its_traceback(factory, tmp_path):
+    broken = """
+    def broken(seed):
+        model, optimizer, loss, batches, evaluate = make(seed)
+        return model, optimizer, lambda outputs, targets: loss(outputs, targets.float()[:3]), batches, evaluate
+    """
+    (tmp_path / "train.py").write_text(FACTORY + textwrap.dedent(broken), encoding="utf-8")
+    result = run(f"{tmp_path / 'train.py'}:broken", "--budget", "5s", "--out", str(tmp_path / "boost.json"))
+    assert isinstance(result.exception, ValueError)
+
+
 def test_an_interruption_says_how_to_continue(factory, tmp_path, monkeypatch):
     def stopped(*args, **given):
         raise KeyboardInterrupt

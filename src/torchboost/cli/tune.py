@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
+from pydantic import ValidationError
 
 from torchboost.bench.workloads.factory import factory_of, function_at
 from torchboost.bench.workloads.jobs import find_job
@@ -18,6 +19,7 @@ from torchboost.cli.progress import display
 from torchboost.core.arguments import seconds_of
 from torchboost.distributed.shared import is_first_rank
 from torchboost.distributed.teardown import shutdown
+from torchboost.errors import FactoryError
 from torchboost.tuning.evidence import TuneReport
 from torchboost.tuning.page import write_page
 from torchboost.tuning.sentences import HEADINGS, cost, headline, horizon, rows
@@ -84,7 +86,8 @@ def tune(
                 progress=shown,
             )
         except ValueError as error:
-            if shown.phase not in EARLY:
+            ours = isinstance(error, FactoryError) or shown.phase in EARLY
+            if isinstance(error, ValidationError) or not ours:
                 raise
             fail(str(error))
         except KeyboardInterrupt:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
-from torchboost.bench.workloads.factory import made_by
+from torchboost.bench.workloads.factory import made_by, on_device, pair_of
 from torchboost.errors import ConfigError, IncompatibleError
 from torchboost.front import boost
 from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuning.evidence import STOCK, Candidate, Finding
-from torchboost.tuning.training import boosted_by, on_device
+from torchboost.tuning.training import boosted_by
 
 __all__ = ["named_candidates", "recipe_candidates", "standard_candidates", "usable"]
 
@@ -56,7 +56,7 @@ def kept_levers(make: Make, *, steps: int, seconds: float) -> list[str]:
         total_steps=steps,
         calibrate=seconds,
     )
-    for inputs, targets in islice(iter(parts.batches), 1):
+    for inputs, targets in map(pair_of, islice(iter(parts.batches), 1)):
         device = next(parts.model.parameters()).device
         parts.loss(boosted.model(on_device(inputs, device)), on_device(targets, device)).backward()
     boosted.optimizer.zero_grad()

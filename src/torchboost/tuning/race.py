@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torchboost.errors import FactoryError
 from torchboost.measure.evidence import Interval
 from torchboost.measure.sequential import Look, SequentialTest
 from torchboost.measure.statistics import paired_ratio
@@ -126,7 +127,7 @@ class Race:
             raise OverBudgetError(f"the budget was spent: {self.spent:.0f} s, and the next run takes {expected:.0f} s")
         run = self.train(candidate, seed, self._most_seconds(candidate))
         if candidate.name == STOCK and not math.isfinite(run.metric):
-            raise ValueError(
+            raise FactoryError(
                 f"the stock loop ended with the metric {run.metric} (seed {seed}); there is nothing to keep."
             )
         self.runs[key] = run
@@ -136,13 +137,13 @@ class Race:
         return run
 
     def _check_seeds(self) -> None:
-        """Raise ``ValueError`` if two trainings of stock with different seeds are the same training."""
+        """Raise ``FactoryError`` if two trainings of stock with different seeds are the same training."""
         seen: dict[tuple[float, float], int] = {}
         for (name, seed), run in self.runs.items():
             if name == STOCK and run.last_loss is not None:
                 same = seen.setdefault((run.last_loss, run.metric), seed)
                 if same != seed:
-                    raise ValueError(
+                    raise FactoryError(
                         f"the stock loop ended with the same loss and metric for the seeds {same} and {seed}, so they "
                         "are one training. Let make(seed) draw weights or data from torch's generator, which is seeded "
                         "before each call, or from the seed."

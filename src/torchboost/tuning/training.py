@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.bench.workloads.factory import Parts, made_by
+from torchboost.bench.workloads.factory import Parts, made_by, on_device, pair_of, scheduled
 from torchboost.distributed.shared import mean_over_ranks
 from torchboost.front import Boosted, boost
 from torchboost.measure.memory import PeakMemory
 from torchboost.measure.stopwatch import Clock, Stopwatch
 from torchboost.tuning.evidence import BLOCK, Candidate, Run
 
-__all__ = ["Training", "boosted_by", "on_device"]
+__all__ = ["Training", "boosted_by"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ def _stepper(parts: Parts, candidate: Candidate, steps: int) -> Callable[[Any, A
     optimizer: Optimizer = parts.optimizer
     if any(value is not False for value in candidate.extra.values()):
         model, optimizer = boosted_by(parts, candidate.extra, steps)
-    schedule = None if parts.schedule is None else parts.schedule(optimizer, steps)
+    schedule = scheduled(parts, optimizer, steps)
     model.train()
 
     def step(inputs: Any, targets: Any) -> Tensor:
@@ -173,14 +173,9 @@ def _batches(epoch: Iterable[Any], seed: int, device: torch.device) -> Iterator[
     while True:
         # A shuffling loader draws its order from the global generator.
         torch.manual_seed(1_000_003 * seed + number)
-        for inputs, targets in kept:
+        for inputs, targets in map(pair_of, kept):
             yield on_device(inputs, device), on_device(targets, device)
         number += 1
-
-
-def on_device(value: Any, device: torch.device) -> Any:
-    """Return a tensor on a device, and any other value unchanged."""
-    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def _evaluated(parts: Parts) -> float:

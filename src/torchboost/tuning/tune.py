@@ -16,6 +16,7 @@ import torch
 from torchboost.bench.workloads.factory import Parts, made_by
 from torchboost.core.arguments import check_count, seconds_of
 from torchboost.distributed.shared import from_first_rank, is_first_rank
+from torchboost.errors import FactoryError
 from torchboost.measure.stopwatch import Progress, environment
 from torchboost.plan import Plan
 from torchboost.registry import Facts
@@ -84,8 +85,9 @@ def tune(
         progress: Called with the seconds that were spent.
 
     Raises:
-        ValueError: An argument is out of range, the factory returns something else or has no ``evaluate``, the stock
-            loop diverges, or the report belongs to another tuning.
+        FactoryError: The factory returns something else or has no ``evaluate``, or the stock loop cannot be compared:
+            it diverges, or ends equally for two seeds.
+        ValueError: An argument is out of range, or the report belongs to another tuning.
         KeyboardInterrupt: Passed on. The report holds all finished runs.
 
     Example:
@@ -99,7 +101,7 @@ def tune(
         seconds=seconds_of(budget),
         device=torch.device(device),
         out=None if out is None else Path(out),
-        tell=_silent if progress is None else progress,
+        progress=_silent if progress is None else progress,
     )
     if session.out is not None:
         _check_free(session.out, resume)
@@ -108,11 +110,11 @@ def tune(
         raise ValueError(f"drop: found {drop!r}; give a number above 0, in units of the metric.")
     parts = made_by(make, 0)
     if parts.evaluate is None:
-        raise ValueError(
+        raise FactoryError(
             "the factory has no evaluate; tune needs it: return (model, optimizer, loss, batches, evaluate)."
         )
     if made_by(make, 0).model is parts.model:
-        raise ValueError(
+        raise FactoryError(
             "the factory returned the same model twice; build the model inside it, so each run has its own."
         )
     session.report = _frame(
@@ -146,8 +148,13 @@ class _Session:
     seconds: float
     device: torch.device
     out: Path | None
-    tell: Progress
+    progress: Progress
     report: TuneReport = field(init=False)
+
+    def tell(self, phase: str, done: int, total: int, note: str = "") -> None:
+        """Tell the progress, on the first rank."""
+        if is_first_rank():
+            self.progress(phase, done, total, note)
 
     def take_up(self) -> None:
         """Continue the saved report.
@@ -337,7 +344,7 @@ def _length(parts: Parts) -> int:
     except TypeError:
         count = sum(1 for _ in parts.batches)
     if not count:
-        raise ValueError("the factory's batches are empty; at least one batch is needed.")
+        raise FactoryError("the factory's batches are empty; at least one batch is needed.")
     return count
 
 

@@ -6,8 +6,8 @@ import textwrap
 import pytest
 import torch
 
-from torchboost.bench.workloads.factory import job_from, parts_from
-from torchboost.errors import NoEffectWarning
+from torchboost.bench.workloads.factory import job_from, parts_from, scheduled
+from torchboost.errors import FactoryError, NoEffectWarning
 
 GOOD = """
     import torch
@@ -40,6 +40,31 @@ GOOD = """
 
     def empty(seed):
         return (*make(seed)[:3], [])
+
+    def closure(seed):
+        model, *rest = make(seed)
+        return (model, torch.optim.LBFGS(model.parameters()), *rest[1:])
+
+    def unpaired(seed):
+        return (*make(seed)[:3], [{"inputs": torch.zeros(5, 2)}])
+
+    def plateau(seed):
+        return (*make(seed), lambda optimizer, steps: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, inputs):
+            return self.layer(inputs["x"])
+
+    def named(seed):
+        _, _, loss, batches, evaluate = make(seed)
+        model = Named()
+        batches = [({"x": x, "more": [x]}, y) for x, y in batches]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, optimizer, loss, batches, lambda m: -loss(m(batches[0][0]), batches[0][1])
 """
 
 
@@ -114,12 +139,28 @@ def test_without_evaluate_only_step_times(file):
         ("wrong", "returned int"),
         ("swapped", "model is a SGD"),
         ("empty", "batches are empty"),
+        ("closure", "LBFGS, whose step needs a closure"),
+        ("unpaired", "found dict; needed: pairs"),
         ("gone", "does not define a function 'gone'; it defines: make, without"),
     ],
 )
 def test_what_does_not_fit_is_named(file, name, said):
     with pytest.raises(ValueError, match=said):
         job_from(f"{file}:{name}")
+
+
+def test_a_scheduler_that_needs_a_metric_is_named(file):
+    parts = parts_from(f"{file}:plateau")
+    with pytest.raises(FactoryError, match="ReduceLROnPlateau, whose step needs metrics"):
+        scheduled(parts, parts.optimizer, 10)
+    assert scheduled(parts_from(f"{file}:make"), parts.optimizer, 10) is None
+
+
+def test_inputs_may_be_named_tensors(file):
+    job = job_from(f"{file}:named")
+    assert job.batch == 5
+    ((inputs, targets), *_) = job.load(None, None).to("meta").train(5, seed=0, epoch=0)
+    assert {inputs["x"].device.type, inputs["more"][0].device.type, targets.device.type} == {"meta"}
 
 
 def test_faults_in_the_file_are_located(tmp_path):

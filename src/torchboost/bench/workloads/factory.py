@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import itertools
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -19,10 +20,20 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from torchboost.bench.workloads.data import Data
 from torchboost.bench.workloads.jobs import Job
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import FactoryError, IncompatibleError, NoEffectWarning
 from torchboost.optim.rebuild import described_groups, rebuilt
 
-__all__ = ["Parts", "factory_of", "function_at", "job_from", "made_by", "parts_from"]
+__all__ = [
+    "Parts",
+    "factory_of",
+    "function_at",
+    "job_from",
+    "made_by",
+    "on_device",
+    "pair_of",
+    "parts_from",
+    "scheduled",
+]
 
 RETURNS = "(model, optimizer, loss, batches), and after them, if you like, evaluate and schedule"
 
@@ -75,7 +86,7 @@ def made_by(make: Callable[[int], object], seed: int) -> Parts:
     """Call a factory with torch's generator seeded, and check what it returns.
 
     Raises:
-        ValueError: The result is not what a factory returns.
+        FactoryError: The result is not what a factory returns.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -85,7 +96,7 @@ def made_by(make: Callable[[int], object], seed: int) -> Parts:
 def _checked(found: object) -> Parts:
     if not isinstance(found, tuple) or len(found) not in (4, 5, 6):
         what = f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
-        raise ValueError(f"the factory returned {what}; needed: {RETURNS}.")
+        raise FactoryError(f"the factory returned {what}; needed: {RETURNS}.")
     parts = Parts(*found)
     fitting = {
         "model": isinstance(parts.model, nn.Module),
@@ -97,8 +108,77 @@ def _checked(found: object) -> Parts:
     }
     for name, fits in fitting.items():
         if not fits:
-            raise ValueError(f"the factory's {name} is a {type(getattr(parts, name)).__name__}; needed: {RETURNS}.")
+            raise FactoryError(f"the factory's {name} is a {type(getattr(parts, name)).__name__}; needed: {RETURNS}.")
+    if _needed(parts.optimizer.step):
+        raise FactoryError(
+            f"the factory's optimizer is a {type(parts.optimizer).__name__}, whose step needs a closure; needed: one "
+            "that steps once per backward pass."
+        )
     return parts
+
+
+def scheduled(parts: Parts, optimizer: Optimizer, steps: int) -> LRScheduler | None:
+    """Return the schedule of a run, or None if the factory has none.
+
+    Args:
+        parts: The factory's result.
+        optimizer: The one that is stepped, which may be a boosted one.
+        steps: Updates of the run.
+
+    Raises:
+        FactoryError: The scheduler cannot be stepped after every update.
+    """
+    if parts.schedule is None:
+        return None
+    made = parts.schedule(optimizer, steps)
+    step = getattr(made, "step", None)
+    if step is None or _needed(step):
+        why = "whose step needs " + ", ".join(_needed(step)) if step is not None else "which has no step"
+        raise FactoryError(
+            f"the factory's schedule returned a {type(made).__name__}, {why}; needed: a scheduler of torch that is "
+            "stepped after every update."
+        )
+    return made
+
+
+def _needed(step: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments without which a function cannot be called."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    found = inspect.signature(step).parameters.values()
+    return [one.name for one in found if one.kind in kinds and one.default is inspect.Parameter.empty]
+
+
+def pair_of(batch: Any) -> tuple[Any, Any]:
+    """Return the inputs and targets of a batch.
+
+    Raises:
+        FactoryError: It is not a pair.
+    """
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    what = f"a {type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
+    raise FactoryError(
+        f"the factory's batches: found {what}; needed: pairs (inputs, targets). The model is called with the inputs, "
+        "as one argument, and loss with its output and the targets."
+    )
+
+
+def on_device(value: Any, device: torch.device | str) -> Any:
+    """Return a tensor on a device, also within lists, tuples and dicts, and any other value unchanged."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: on_device(one, device) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(on_device(one, device) for one in value)
+    return value
+
+
+def _size(inputs: Any) -> int:
+    """Return the number of samples: that of the first tensor."""
+    while isinstance(inputs, (Mapping, list, tuple)) and inputs:
+        inputs = next(iter(inputs.values() if isinstance(inputs, Mapping) else inputs))
+    return len(inputs)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -116,8 +196,8 @@ class _Batches:
     def train(self, batch: int, *, seed: int, epoch: int) -> Iterator[Batch]:
         # A shuffling loader draws its order from the global generator, which must be the same for every contestant.
         torch.manual_seed(1_000_003 * seed + epoch)
-        for inputs, targets in itertools.islice(self.factory.batches(seed), self.count):
-            yield inputs.to(self.device), targets.to(self.device)
+        for inputs, targets in map(pair_of, itertools.islice(self.factory.batches(seed), self.count)):
+            yield on_device(inputs, self.device), on_device(targets, self.device)
 
     def test(self, batch: int) -> Iterator[Batch]:
         raise NotImplementedError("a factory has its own evaluate()")
@@ -140,8 +220,8 @@ class _FactoryJob(Job):
         return self.factory.build(seed).model
 
     def schedule(self, optimizer: Optimizer, steps: int) -> LRScheduler:
-        given = self.factory.last["parts"].schedule
-        return LambdaLR(optimizer, lambda step: 1.0) if given is None else given(optimizer, steps)
+        given = scheduled(self.factory.last["parts"], optimizer, steps)
+        return LambdaLR(optimizer, lambda step: 1.0) if given is None else given
 
     def evaluate(self, predict: Callable[[Tensor], Tensor], data: Data) -> float:
         evaluate = self.factory.last["parts"].evaluate
@@ -177,9 +257,9 @@ def job_from(source: str, *, epochs: int | None = None) -> Job:
     """
     factory = _Factory(function_at(source))
     parts = factory.build(0)
-    sizes = [len(inputs) for inputs, _ in factory.batches(0)]
+    sizes = [_size(inputs) for inputs, _ in map(pair_of, factory.batches(0))]
     if not sizes:
-        raise ValueError("the factory's batches are empty; at least one batch is needed.")
+        raise FactoryError("the factory's batches are empty; at least one batch is needed.")
     if epochs and parts.evaluate is None:
         raise ValueError(f"--epochs: found {epochs}, but the factory has no evaluate; needed: {RETURNS}.")
     data = _Batches(factory=factory, count=len(sizes), samples=sum(sizes))
