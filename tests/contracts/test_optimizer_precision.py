@@ -106,9 +106,11 @@ def test_masters_taken_up_from_a_run_without_them(rule, dtype):
         assert frozen(param) == frozen(optimizer.state[param]["master"].to(dtype))
 
 
-def test_turning_masters_off_is_refused():
+@pytest.mark.parametrize("masters", [True, "stochastic"])
+@pytest.mark.parametrize("rule", ["Adam", "Lamb", "MixedOptimizer"])
+def test_turning_masters_off_is_refused(rule, masters):
     params = parameters(dtype=torch.bfloat16)
-    optimizer = RULES["Adam"](params, master_weights=True)
+    optimizer = RULES[rule](params, master_weights=masters)
     train(optimizer, params, [0])
     optimizer.param_groups[0]["master_weights"] = False
     before = values(optimizer)

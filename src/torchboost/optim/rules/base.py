@@ -26,6 +26,7 @@ from torchboost.optim.rules.masters import (
     IN_CACHE,
     LOW_PRECISION,
     Stamps,
+    check_narrow,
     has_master,
     is_rounded,
     local,
@@ -416,10 +417,7 @@ class UpdateRule(Optimizer):
         """Return the tensor to update (the parameter or its master), its gradient and its state."""
         wide = has_master(param, group)
         if not wide and "master" in state:
-            raise IncompatibleError(
-                f"found float32 masters for a parameter in {param.dtype} that would now be updated without them; keep "
-                "'master_weights' and the precision of the model as they were."
-            )
+            check_narrow(param, state, ("master",))
         if is_rounded(param, group):
             return param, param.grad, {key: widened(value) for key, value in state.items()}
         if not wide:
@@ -503,6 +501,8 @@ class UpdateRule(Optimizer):
                 continue
             rule = self.rule_for(group)
             for param, grad, state in zip(batch.params, own, batch.states, strict=True):
+                if param.dtype in LOW_PRECISION and not group.get("master_weights"):
+                    check_narrow(param, state, rule.state_keys(group))
                 worked = widened(param) if is_rounded(param, group) else param
                 wide = worked is not param or state.get("master") is param
                 narrow = wide and grad.dtype in LOW_PRECISION and not grad.is_sparse

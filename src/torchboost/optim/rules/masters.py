@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +21,7 @@ __all__ = [
     "PIECE",
     "MasterWeights",
     "Stamps",
+    "check_narrow",
     "has_master",
     "is_rounded",
     "local",
@@ -67,6 +68,25 @@ def is_rounded(param: Tensor, group: Mapping[str, Any]) -> bool:
             f"{tuple(param.shape)}. Use master_weights=True for it."
         )
     return True
+
+
+def check_narrow(param: Tensor, state: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """Check that entries of the state can update a parameter of low precision as it is.
+
+    Raises:
+        IncompatibleError: One of its shape is in float32.
+    """
+    held = {key: state.get(key) for key in keys if key != "step"}  # a count, always in float32
+    wide = [key for key, value in held.items() if isinstance(value, Tensor) and _is_wide(value, param)]
+    if wide:
+        raise IncompatibleError(
+            f"found {', '.join(wide)} in float32 for a parameter in {param.dtype} that would now be updated as it is; "
+            "keep 'master_weights' and the precision of the model as they were."
+        )
+
+
+def _is_wide(value: Tensor, param: Tensor) -> bool:
+    return value.dtype is torch.float32 and value.shape == param.shape
 
 
 def widened(value: Any) -> Any:
