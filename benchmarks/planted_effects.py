@@ -83,19 +83,27 @@ def measure(options: Options) -> Path:
     return file
 
 
+def _right(planted: dict[str, Planted], wanted: set[str]) -> str:
+    if not wanted:
+        return "not turned on"
+    return "turned on" if wanted == planted.keys() else "only the harmless one turned on"
+
+
 def table(file: Path) -> Table:
     """Return how often each planted effect was decided rightly."""
     cases = json.loads(file.read_text(encoding="utf-8"))["cases"]
     lines = [
         (
             title,
-            "turned on" if CASES[title][1] else "not turned on",
+            _right(*CASES[title]),
             f"{one['right']} of {one['of']}",
             f"{one['runs']:g}",
         )
         for title, one in cases.items()
     ]
-    return Table(headings=("planted", "right answer", "given", "runs, median"), rows=tuple(lines))
+    return Table(
+        headings=("planted", "right answer", "tunings with this answer", "trainings, median"), rows=tuple(lines)
+    )
 
 
 if __name__ == "__main__":

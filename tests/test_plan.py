@@ -187,6 +187,14 @@ def test_auto_keys_the_user_wrote_override_the_level_and_explain_says_so():
     assert all(entry in text for entry in plan.unmeasured)
 
 
+def test_a_configuration_that_names_every_algorithm_takes_nothing_from_the_level():
+    extra = {**dict.fromkeys(REGISTRY, False), "channels_last": True}
+    plan = Plan.of("O1", {"extra": extra}, FAST)
+    assert names(plan) == {"channels_last"}
+    assert plan.unmeasured == ()
+    assert "promise" not in plan.explain()
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_documented_dict_pasted_does_not_weaken_a_level(level):
     plan = Plan.of(level, DOCUMENTED, FAST)

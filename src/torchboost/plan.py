@@ -405,9 +405,12 @@ def _measured_otherwise(entry: Entry, config: BoostConfig, level: str) -> dict[s
 def _unmeasured(
     config: BoostConfig, level: str, wanted: list[str], kept: list[Algorithm], facts: Facts
 ) -> tuple[str, ...]:
-    """List the user's settings that differ from the measured row of the level."""
+    """List the user's settings that differ from the measured row of the level.
+
+    A configuration that names every algorithm, such as the one that a tuning writes, takes nothing from the level.
+    """
     rows = LEVELS[level]
-    if config.boost.mode != "auto" or not rows:
+    if config.boost.mode != "auto" or not rows or config.extra.keys() >= REGISTRY.keys():
         return ()
     found = [f"extra.{name} = false" for name in rows if config.extra.get(name, True) is False]
     for entry in REGISTRY.values():

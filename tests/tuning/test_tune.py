@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.support.ranks import run_ranks
 from tests.tuning.test_training import make
+from torchboost.errors import FactoryError
 from torchboost.front import boost
 from torchboost.tuning import tune as tuning
 from torchboost.tuning.evidence import STOCK, Candidate, Run, TuneReport
@@ -51,6 +52,17 @@ def fake(monkeypatch):
 def tuned(out: Path | None = None, **more: Any) -> TuneReport:
     given = {"drop": 0.05, "budget": "10m", "epochs": 2, "candidates": CANDIDATES, "out": out, **more}
     return tune(make, **given)
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_factory_that_takes_most_of_the_budget_is_refused_before_any_run():
+    def slow(seed: int) -> Any:
+        time.sleep(0.05)
+        return make(seed)
+
+    with pytest.raises(FactoryError, match=r"the factory takes 0\.\d s, and a tuning calls it 12 times at least"):
+        tune(slow, drop=0.05, budget=0.5, candidates=CANDIDATES)
+    assert Fake.made == []
 
 
 @pytest.mark.usefixtures("fake")

@@ -30,6 +30,9 @@ __all__ = ["report_path", "tune"]
 TRIAL_SHARE, TRIAL_MOST = 0.1, 60.0
 """The trial of the levers takes at most this share of the budget, and at most so many seconds."""
 
+LEAST_CALLS = 12
+"""Calls of the factory: two to check it, one for the trial, two or more to look at candidates, and seven runs."""
+
 
 def tune(
     make: Callable[[int], object],
@@ -96,6 +99,7 @@ def tune(
         >>> model, optimizer = torchboost.boost(model, optimizer, config="boost.json")  # doctest: +SKIP
     """
     session = _Session(
+        started=time.perf_counter(),
         make=make,
         recipes=dict(recipes or {}),
         seconds=seconds_of(budget),
@@ -117,6 +121,7 @@ def tune(
         raise FactoryError(
             "the factory returned the same model twice; build the model inside it, so each run has its own."
         )
+    _check_building((time.perf_counter() - session.started) / 2, session.seconds)
     session.report = _frame(
         parts,
         title=title,
@@ -143,6 +148,7 @@ def report_path(out: str | Path) -> Path:
 class _Session:
     """A tuning under way: what was asked, and the report as far as it came."""
 
+    started: float
     make: Callable[[int], object]
     recipes: Mapping[str, tuple[Callable[[int], object], float]]
     seconds: float
@@ -185,7 +191,6 @@ class _Session:
         self.report = saved.model_copy(update={"budget_seconds": self.seconds, "state": "running", "whole": []})
 
     def run(self, given: Mapping[str, Mapping[str, Any]] | None) -> TuneReport:
-        started = time.perf_counter()
         findings = from_first_rank(self._candidates(given))
         runs = {(run.name, run.seed): run for run in self.report.runs}
         training = Training(
@@ -203,7 +208,7 @@ class _Session:
             total_steps=self.report.total_steps,
             most=self.report.most_seeds,
             error=self.report.error,
-            spent=from_first_rank(sum(run.wall_seconds for run in runs.values()) + time.perf_counter() - started),
+            spent=from_first_rank(sum(run.wall_seconds for run in runs.values()) + time.perf_counter() - self.started),
             told=lambda race: self._note(race, findings),
             runs=runs,
         )
@@ -311,6 +316,16 @@ def _fingerprint(parts: Parts) -> str:
     for param in parts.model.parameters():
         digest.update(f"{float(param.detach().double().abs().sum()):.12e}".encode())
     return digest.hexdigest()[:16]
+
+
+def _check_building(seconds: float, budget: float) -> None:
+    """Raise ``FactoryError`` if calling the factory takes most of the budget."""
+    seconds = from_first_rank(seconds)
+    if LEAST_CALLS * seconds > budget:
+        raise FactoryError(
+            f"the factory takes {seconds:.1f} s, and a tuning calls it {LEAST_CALLS} times at least, but the budget is "
+            f"{budget:.0f} s. Load data once, outside of the factory, or allow more time."
+        )
 
 
 def _checked_total(total_steps: int, steps: int) -> int:
