@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -429,3 +430,16 @@ def test_bad_arguments(wrong, said):
     _, boosted = train(0, {}, steps=1)
     with pytest.raises(ValueError, match=said):
         Guard(boosted, **wrong)
+
+
+def test_a_guard_checks_what_it_is_given():
+    _, boosted = train(0, {"autocast": True})
+    with pytest.raises(TypeError, match="boosted: found tuple; keep what"):
+        Guard(tuple(boosted))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"log: found 'guard.log'; give a function"):
+        Guard(boosted, log="guard.log")  # pyright: ignore[reportArgumentType]
+    guard = Guard(boosted, drop=0.01)
+    with pytest.raises(ValueError, match="wanted: found nan"):
+        guard.update_metric(0.5, math.nan)
+    guard.update_metric(torch.tensor(0.5), torch.tensor(0.6))  # pyright: ignore[reportArgumentType]
+    json.dumps(guard.state_dict())

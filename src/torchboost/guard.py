@@ -103,6 +103,10 @@ class Guard:
         block: int = 20,
         log: Callable[[str], object] | None = None,
     ) -> None:
+        if not isinstance(boosted, Boosted):
+            raise TypeError(f"boosted: found {type(boosted).__name__}; keep what torchboost.boost returns.")
+        if log is not None and not callable(log):
+            raise TypeError(f"log: found {log!r}; give a function of a text, such as print.")
         trend = isinstance(reference, str)
         if trend and reference != "trend":
             raise ValueError(f"reference: found {reference!r}; give the losses of the stock loop, or 'trend'.")
@@ -163,18 +167,21 @@ class Guard:
             The name of the algorithm that was withdrawn now; None if nothing was.
 
         Raises:
-            ValueError: The guard was made without ``drop``.
+            ValueError: The guard was made without ``drop``, or ``wanted`` is not finite.
         """
         if self._drop is None:
             raise ValueError(
                 "update_metric: this guard watches no metric; give Guard(drop=...), in units of the metric."
             )
+        value = float(value)
+        if wanted is not None and not math.isfinite(wanted):
+            raise ValueError(f"wanted: found {wanted!r}; give a finite number, or leave it out.")
         if not math.isfinite(value):
             return self._withdraw(f"the metric is {value} at step {self._step}")
         if self._metric_pause > 0:
             self._metric_pause -= 1
             return None
-        best = self._metric_trend.add(-value) if wanted is None else _Level(-wanted, 0.0)
+        best = self._metric_trend.add(-value) if wanted is None else _Level(-float(wanted), 0.0)
         if best is None or self._is_over():
             return None
         if not self._metric_test.add(-value - best.mean - _SPREADS * best.spread - self._drop):

@@ -207,3 +207,8 @@ def test_a_recipe_of_another_factory(factory, tmp_path):
     wrong = run(factory, "--recipe", f"fewer={factory}", "--out", str(tmp_path / "b.json"))
     assert wrong.exit_code == 1
     assert "give NAME=path/to/train.py:make@0.5" in wrong.stderr
+    twice = run(
+        factory, "--recipe", f"a={factory}@0.5", "--recipe", f"a={factory}@.6", "--out", str(tmp_path / "b.json")
+    )
+    assert twice.exit_code == 1
+    assert "--recipe: found 'a' twice" in twice.stderr

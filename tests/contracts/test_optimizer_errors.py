@@ -25,6 +25,7 @@ from tests.support.optimizers import (
     train,
     values,
 )
+from torchboost.errors import IncompatibleError
 from torchboost.optim.gradients import Gradients
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay
@@ -339,3 +340,14 @@ def test_groups_that_are_none(rule, group):
         optimizer.add_param_group({"params": optimizer.param_groups[0]["params"]})
     assert values(optimizer) == before
     train(optimizer, optimizer.param_groups[0]["params"], [0])
+
+
+def test_clipping_values_of_complex_gradients_is_refused_before_anything_changes():
+    real, odd = torch.nn.Parameter(torch.randn(3, 3)), torch.nn.Parameter(torch.randn(3, dtype=torch.complex64))
+    optimizer = RULES["AdamW"]([real, odd], transforms=(ClipNorm(0.01), ClipValue(0.1)))
+    real.grad, odd.grad = torch.randn(3, 3), torch.randn(3, dtype=torch.complex64)
+    before = real.grad.clone(), values(optimizer)
+    with pytest.raises(IncompatibleError, match="ClipValue needs real gradients"):
+        optimizer.step()
+    assert torch.equal(real.grad, before[0])
+    assert values(optimizer) == before[1]

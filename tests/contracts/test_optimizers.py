@@ -309,6 +309,29 @@ def test_a_compiled_step_equals_the_plain_one(name, backend):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
+WIDE = {
+    "masters": (torch.bfloat16, {"master_weights": True}),
+    "stochastic": (torch.bfloat16, {"master_weights": "stochastic"}),
+    "clipped": (torch.float32, {"transforms": (Centralize(), ClipNorm(0.1))}),
+    "checked": (torch.float32, {"nonfinite": "skip"}),
+}
+
+
+@pytest.mark.parametrize("setting", WIDE)
+@pytest.mark.parametrize("rule", ["AdamW", "Momentum"])
+def test_a_step_that_cannot_be_traced_is_run_as_it_is(rule, setting):
+    torch._dynamo.reset()
+    dtype, options = WIDE[setting]
+    params, plain = parameters(dtype=dtype), parameters(dtype=dtype)
+    optimizer, other = (RULES[rule](held, lr=0.1, **options) for held in (params, plain))
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(3):
+        give_grads(params, number)
+        step()
+        train(other, plain, [number])
+    assert values(optimizer) == values(other)
+
+
 @pytest.mark.parametrize("rule", SCHEDULED)
 def test_a_scheduler_on_top_of_a_function_is_refused(rule):
     params = parameters(shapes_of(rule))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from torchboost.optim.front import FrontOptimizer
+from torchboost.optim.rules.schedule_free import ScheduleFreeSGD
 
 
 def test_groups_and_state_are_those_of_the_optimizer_behind() -> None:
@@ -22,6 +23,15 @@ def test_groups_and_state_are_those_of_the_optimizer_behind() -> None:
     inner.load_state_dict(front.state_dict())
     front.load_state_dict(inner.state_dict())
     assert front.param_groups is inner.param_groups
+
+
+def test_what_only_the_optimizer_behind_has_is_reached() -> None:
+    front = FrontOptimizer(ScheduleFreeSGD([nn.Parameter(torch.ones(2))], lr=0.1))
+    front.eval()
+    assert front.param_groups[0]["training"] is False
+    front.train()
+    assert front.param_groups[0]["training"] is True
+    assert not hasattr(FrontOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)), "eval")
 
 
 def test_only_optimizers_have_a_front() -> None:

@@ -194,6 +194,36 @@ def test_lazy_modules_are_refused_with_the_way_out():
         muon_groups(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
 
 
+def test_complex_matrices_are_for_adamw():
+    class Spectral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+            self.mix = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last((self.first(x).to(torch.complex64) @ self.mix).abs())
+
+    groups = muon_groups(Spectral())
+    assert {row.name: row.reason for row in groups.rows}["mix"] == "complex"
+    MixedOptimizer(groups)
+
+
+def test_the_hidden_matrices_of_a_recurrent_network_that_cannot_be_run():
+    class Unusual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.GRU(3, 8, num_layers=2, bidirectional=True), nn.Linear(16, 5)
+
+        def forward(self, x: Tensor, *, lengths: list[int]) -> Tensor:
+            raise RuntimeError("needs true lengths")
+
+    rule = {row.name: row.rule for row in muon_groups(Unusual()).rows}
+    inputs = {"body.weight_ih_l0", "body.weight_ih_l0_reverse"}
+    hidden = {name for name in rule if name.startswith("body.weight")} - inputs
+    assert {name for name, chosen in rule.items() if chosen == "muon"} == hidden
+
+
 def test_nothing_to_train():
     model = mlp().requires_grad_(False)
     with pytest.raises(ValueError, match="found no parameter to train"):

@@ -8,8 +8,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.tuning.test_training import make
+from torchboost.bench.workloads.factory import made_by
+from torchboost.errors import FactoryError
 from torchboost.registry import LEVELS, REGISTRY
-from torchboost.tuning.candidates import named_candidates, recipe_candidates, standard_candidates, usable
+from torchboost.tuning.candidates import (
+    fingerprint_of,
+    fresh,
+    named_candidates,
+    recipe_candidates,
+    standard_candidates,
+    usable,
+)
 from torchboost.tuning.evidence import Candidate
 
 
@@ -65,20 +74,40 @@ def test_what_can_work_is_not_left_out():
 
 
 def test_recipes_are_candidates_that_must_beat_fewer_steps():
-    (found,) = recipe_candidates({"half": (make, 0.5)})
-    assert found == Candidate(name="half", recipe=True, share=0.5, skips_work=True)
+    stock = made_by(make, 0)
+    (found,) = recipe_candidates({"half": (make, 0.5)}, stock)
+    wanted = Candidate(name="half", recipe=True, share=0.5, skips_work=True, fingerprint=fingerprint_of(stock))
+    assert found == wanted
     assert usable(found, make, 10) is None
 
 
 @pytest.mark.parametrize(("name", "share"), [("", 0.5), ("a", 0.0), ("a", 1.5), ("a", -1.0)])
 def test_recipes_out_of_range(name, share):
     with pytest.raises(ValueError, match="a factory and a share above 0 and at most 1"):
-        recipe_candidates({name: (make, share)})
+        recipe_candidates({name: (make, share)}, made_by(make, 0))
 
 
 def test_a_recipe_needs_the_metric():
     with pytest.raises(ValueError, match="the factory of 'a' has no evaluate"):
-        recipe_candidates({"a": (lambda seed: make(seed)[:4], 0.5)})
+        recipe_candidates({"a": (lambda seed: make(seed)[:4], 0.5)}, made_by(make, 0))
+
+
+@pytest.mark.parametrize("given", [make, (0.5, make), (make,)])
+def test_a_recipe_is_a_factory_and_a_share(given):
+    with pytest.raises(ValueError, match="give a factory and a share of the steps"):
+        recipe_candidates({"a": given}, made_by(make, 0))
+
+
+def test_a_recipe_that_trains_the_parameters_of_stock_is_refused():
+    body = make(0)[0]
+
+    def around(seed: int) -> Any:
+        return (torch.nn.Sequential(body), *make(seed)[1:])
+
+    with pytest.raises(FactoryError, match=r"the same parameter twice \(0.0.weight\)"):
+        recipe_candidates({"a": (lambda seed: (torch.nn.Sequential(body), *make(seed)[1:]), 0.5)}, made_by(around, 0))
+    with pytest.raises(FactoryError, match="the same parameter twice"):
+        fresh(around)
 
 
 @pytest.mark.parametrize("name", ["stock", "stock, 50% of the steps", "a + b", ""])

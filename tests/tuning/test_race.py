@@ -33,7 +33,8 @@ class Planted:
         metric = 0.9 + POINT * effect + common.normal(0, POINT) + own.normal(0, 0.3 * POINT)
         seconds = {"setup_seconds": 0.0, "seconds": time, "wall_seconds": time + 1}
         memory = 1000 if candidate.name == STOCK else 800
-        return Run(name=candidate.name, seed=number, steps=101, metric=metric, peak_bytes=memory, **seconds)
+        steps = 1 + round(100 * candidate.share)
+        return Run(name=candidate.name, seed=number, steps=steps, metric=metric, peak_bytes=memory, **seconds)
 
 
 def race(train: Callable[..., Run], names: list[str], *, skips: bool = True, budget: float = 1e6, **more: Any) -> Race:
@@ -262,10 +263,20 @@ def test_a_factory_that_ignores_its_seed_is_an_error():
     planted = Planted({}, {"a": 0.7})
 
     def train(candidate: Candidate, seed: int, *_: float) -> Run:
-        return planted(candidate, 0).model_copy(update={"seed": seed, "last_loss": 0.25})
+        return planted(candidate, 0).model_copy(update={"seed": seed, "first_loss": 0.7, "last_loss": 0.25})
 
-    with pytest.raises(ValueError, match="the same loss and metric for the seeds 0 and 1"):
+    with pytest.raises(ValueError, match="the same losses and metric for the seeds 0 and 1"):
         race(train, ["a"]).decide()
+
+
+def test_two_trainings_may_end_equally():
+    planted = Planted({}, {"a": 0.7})
+
+    def train(candidate: Candidate, seed: int, *_: float) -> Run:
+        ends = {"first_loss": 0.7 + 0.01 * seed, "last_loss": 0.0, "metric": 1.0}
+        return planted(candidate, seed).model_copy(update=ends)
+
+    assert race(train, ["a"], skips=False).decide() == {"a": True}
 
 
 def test_an_error_rate_that_the_final_test_cannot_keep_is_refused_before_any_run():

@@ -230,10 +230,80 @@ def test_a_recipe_is_trained_by_its_own_factory_for_its_share(tmp_path):
     assert found.candidate.recipe
     assert found.outcome is not None
     assert {run.steps for run in report.runs if run.name == "half"} == {12}
-    assert len(built) == 1 + sum(run.name == "half" for run in report.runs)
+    assert len(built) == 2 + sum(run.name == "half" for run in report.runs)
     assert report.extra == {}
     with pytest.raises(ValueError, match=r"recipes 'half' \(0.5\); give the same ones"):
         tune(make, resume=True, **given)
+
+    def slower(seed: int) -> Any:
+        model, optimizer, *rest = make(seed)
+        optimizer.param_groups[0]["lr"] = 1e-4
+        return model, optimizer, *rest
+
+    with pytest.raises(ValueError, match="with the same optimizers and start weights"):
+        tune(make, recipes={"half": (slower, 0.5)}, resume=True, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"drop": "0.5"}, "drop: found '0.5'"),
+        ({"total_steps": "x"}, "total_steps: found 'x'"),
+        ({"seeds": 2}, "seeds: found 2; give 3 or more"),
+        ({"error": 0.6}, r"error: found 0.6; give a number from 0.01 to below 0.5"),
+        ({"error": 0.008}, r"error: found 0.008"),
+        ({"candidates": ["autocast"]}, "candidates: found a list"),
+    ],
+)
+@pytest.mark.usefixtures("fake")
+def test_arguments_are_checked_before_any_run(given, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        tuned(**given)
+    assert Fake.made == []
+
+
+def endless() -> Any:
+    while True:
+        yield torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)
+
+
+class OneShot:
+    def __init__(self) -> None:
+        self.batches = (batch for batch in list(make(0)[3]))
+
+    def __iter__(self) -> Any:
+        return self.batches
+
+
+@pytest.mark.parametrize(
+    ("batches", "said"),
+    [(endless, "did not end within the budget"), (OneShot, "gave nothing in pass 2"), (lambda: [1], "found int")],
+)
+def test_batches_that_cannot_be_repeated_are_refused(batches, said):
+    def streamed(seed: int) -> Any:
+        model, optimizer, loss, _, evaluate, _ = make(seed)
+        return model, optimizer, loss, batches(), evaluate
+
+    with pytest.raises(FactoryError, match=said):
+        tune(streamed, drop=0.1, budget=1.5, epochs=2, candidates=CANDIDATES)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (4, lambda model: None, "evaluate returned a NoneType; needed: a number"),
+        (4, lambda model: {"accuracy": 0.5}, "evaluate returned a dict"),
+        (2, lambda outputs, targets: (outputs.sum(), 1), "loss returned a tuple; needed: a tensor"),
+    ],
+)
+def test_what_loss_and_evaluate_return_is_named(place, value, said):
+    def wrong(seed: int) -> Any:
+        parts = list(make(seed))
+        parts[place] = value
+        return tuple(parts)
+
+    with pytest.raises(FactoryError, match=said):
+        tune(wrong, drop=0.1, budget=5, candidates=CANDIDATES)
 
 
 @pytest.mark.usefixtures("fake")
@@ -289,7 +359,7 @@ def test_names_with_dots_have_their_own_reports():
 
 def test_a_factory_that_returns_one_model_twice_is_refused():
     parts = make(0)
-    with pytest.raises(ValueError, match="the same model twice"):
+    with pytest.raises(ValueError, match="the same parameter twice"):
         tune(lambda seed: parts, drop=0.1, budget=5)
 
 

@@ -77,7 +77,7 @@ def tune(
                 budget=budget,
                 epochs=epochs or passes,
                 total_steps=total_steps,
-                recipes=dict(_recipe(text) for text in recipe or []),
+                recipes=_recipes(recipe or []),
                 seeds=seeds,
                 device=where,
                 title=workload if model is None else f"{workload}-{model}",
@@ -128,12 +128,19 @@ def _factory(
     return factory_of(job, loaded, device), job.epochs
 
 
-def _recipe(text: str) -> tuple[str, tuple[Callable[[int], Any], float]]:
-    found = re.fullmatch(r"(.+?)=(.+)@([0-9.]+)", text)
-    if found is None:
-        raise ValueError(f"--recipe: found {text!r}; give NAME=path/to/train.py:make@0.5, a share of the steps last.")
-    name, source, share = found.groups()
-    return name, (function_at(source), float(share))
+def _recipes(texts: list[str]) -> dict[str, tuple[Callable[[int], Any], float]]:
+    recipes: dict[str, tuple[Callable[[int], Any], float]] = {}
+    for text in texts:
+        found = re.fullmatch(r"(.+?)=(.+)@(\d*\.?\d+)", text)
+        if found is None:
+            raise ValueError(
+                f"--recipe: found {text!r}; give NAME=path/to/train.py:make@0.5, a share of the steps last."
+            )
+        name, source, share = found.groups()
+        if name in recipes:
+            raise ValueError(f"--recipe: found {name!r} twice; give each recipe its own name.")
+        recipes[name] = function_at(source), float(share)
+    return recipes
 
 
 def _interrupted(path: Path) -> NoReturn:

@@ -35,6 +35,12 @@ class FrontOptimizer(Optimizer):
         self._own.clear()
         self.opt = opt
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what only ``opt`` has, such as ``eval`` and ``train`` of a schedule-free rule."""
+        if name.startswith("_") or "opt" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.opt, name)
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of ``opt``, the same list."""

@@ -147,6 +147,8 @@ def _reason(parameter: nn.Parameter, use: Use) -> str | None:
     """Return why a parameter is not for Muon, or None."""
     if parameter.ndim < 2:
         return "vector"
+    if parameter.is_complex():
+        return "complex"
     if use.place != "hidden":
         return _WHY[use.place]
     if use.reshaped:
@@ -181,6 +183,15 @@ def _with_types(uses: Mapping[nn.Parameter, Use] | None, model: nn.Module) -> di
     return {parameter: reached.get(parameter, inside.get(parameter, types[parameter])) for parameter in uses}
 
 
+def _recurrent(module: nn.RNNBase, place: Place) -> dict[nn.Parameter, Use]:
+    """Return the uses in a recurrent network: only the first matrix of each direction can read the model's input."""
+    first = {id(weights[0]) for weights in module.all_weights[: 1 + module.bidirectional]}
+    return {
+        parameter: Use(place if place == "input" and id(parameter) in first else "hidden")
+        for parameter in module.parameters(recurse=False)
+    }
+
+
 def _by_type(model: nn.Module) -> dict[nn.Parameter, Use]:
     """Guess the uses from the types of modules, in the order in which they were registered."""
     tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
@@ -190,6 +201,8 @@ def _by_type(model: nn.Module) -> dict[nn.Parameter, Use]:
         last = position + 1 == len(holders)
         place: Place = "output" if last else "input" if position == 0 and not tables else "hidden"
         uses |= {parameter: Use(place, isinstance(module, AnyConv)) for parameter in module.parameters(recurse=False)}
+        if isinstance(module, nn.RNNBase):
+            uses |= _recurrent(module, place)
     for table in tables:
         uses |= dict.fromkeys(table.parameters(recurse=False), Use("lookup"))  # also if a head shares it
     return uses

@@ -286,6 +286,14 @@ class ClipValue:
     def __post_init__(self) -> None:
         check_number("value", self.value, above=True)
 
+    def check(self, gradients: Gradients) -> None:
+        """Refuse complex gradients, which have no order."""
+        for param, grad in zip(gradients.params, gradients.grads, strict=True):
+            if grad.is_complex():
+                raise IncompatibleError(
+                    f"ClipValue needs real gradients, found {grad.dtype} of shape {tuple(param.shape)}; use ClipNorm."
+                )
+
     def __call__(self, gradients: Gradients) -> None:
         """Clip in place; sparse gradients are merged."""
         merge_sparse(gradients.grads)

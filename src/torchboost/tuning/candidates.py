@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
-from torchboost.bench.workloads.factory import made_by, on_device, pair_of
-from torchboost.errors import ConfigError, IncompatibleError
+from torchboost.bench.workloads.factory import Parts, made_by, on_device, pair_of
+from torchboost.errors import ConfigError, FactoryError, IncompatibleError
 from torchboost.front import boost
 from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuning.evidence import STOCK, Candidate, Finding
 from torchboost.tuning.training import boosted_by
 
-__all__ = ["named_candidates", "recipe_candidates", "standard_candidates", "usable"]
+__all__ = ["fingerprint_of", "fresh", "named_candidates", "recipe_candidates", "standard_candidates", "usable"]
 
 Make = Callable[[int], object]
 
@@ -73,6 +74,8 @@ def named_candidates(given: Mapping[str, Mapping[str, Any]]) -> list[Candidate]:
     Raises:
         ValueError: A name is empty, or a section turns nothing on.
     """
+    if not isinstance(given, Mapping):
+        raise ValueError(f"candidates: found a {type(given).__name__}; give a dict of names and sections extra.")
     found = []
     for name, extra in given.items():
         if not isinstance(extra, Mapping):
@@ -89,25 +92,63 @@ def named_candidates(given: Mapping[str, Mapping[str, Any]]) -> list[Candidate]:
     return found
 
 
-def recipe_candidates(given: Mapping[str, tuple[Make, float]]) -> list[Candidate]:
+def recipe_candidates(given: Mapping[str, tuple[Make, float]], stock: Parts) -> list[Candidate]:
     """Return candidates that are trained by factories of their own, for a share of the steps.
 
+    Args:
+        given: Name -> factory and share.
+        stock: What the stock factory returned; no parameter of a recipe may be among its parameters.
+
     Raises:
-        ValueError: A name is empty, a share is not above 0 and at most 1, or a factory has no ``evaluate``.
+        FactoryError: A factory has no ``evaluate``, or returns the same parameters twice.
+        ValueError: A name is empty, or a share is not above 0 and at most 1.
     """
     found = []
-    for name, (make, share) in given.items():
+    for name, pair in given.items():
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and callable(pair[0])):
+            raise ValueError(f"recipes: found {pair!r} for {name!r}; give a factory and a share of the steps.")
+        make, share = pair
         if not _is_free(name) or not 0 < share <= 1:
             raise ValueError(
                 f"recipes: found {name!r} with {share!r} of the steps; give a name without ' + ' that does not begin "
                 f"with {STOCK!r}, a factory and a share above 0 and at most 1."
             )
-        if made_by(make, 0).evaluate is None:
-            raise ValueError(
+        parts = fresh(make, stock)
+        if parts.evaluate is None:
+            raise FactoryError(
                 f"recipes: the factory of {name!r} has no evaluate; it needs the same metric as the other."
             )
-        found.append(Candidate(name=name, recipe=True, share=share, skips_work=True))
+        found.append(Candidate(name=name, recipe=True, share=share, skips_work=True, fingerprint=fingerprint_of(parts)))
     return found
+
+
+def fresh(make: Make, *others: Parts) -> Parts:
+    """Return what a factory makes of seed 0.
+
+    Raises:
+        FactoryError: A parameter is one of another call, so that one run would continue the training of the other.
+    """
+    parts = made_by(make, 0)
+    others = (*others, made_by(make, 0))
+    known = {id(param) for other in others for param in other.model.parameters()}
+    shared = [name for name, param in parts.model.named_parameters() if id(param) in known]
+    if shared:
+        raise FactoryError(
+            f"the factory returned the same parameter twice ({shared[0]}); build the whole model inside it, or copy it "
+            "there with copy.deepcopy, so that each run has its own."
+        )
+    return parts
+
+
+def fingerprint_of(parts: Parts) -> str:
+    """Return a text that tells trainings apart by the optimizer's settings and the start weights."""
+    digest = hashlib.sha256()
+    for group in parts.optimizer.param_groups:
+        digest.update(repr(sorted((key, str(value)) for key, value in group.items() if key != "params")).encode())
+    digest.update(type(parts.optimizer).__name__.encode())
+    for param in parts.model.parameters():
+        digest.update(f"{float(param.detach().double().abs().sum()):.12e}".encode())
+    return digest.hexdigest()[:16]
 
 
 def _is_free(name: str) -> bool:

@@ -29,6 +29,7 @@ class Candidate(Record):
             steps. False for what computes the same in less time.
         share: Share of the steps that are trained, with the schedule fitted to them.
         recipe: Whether a factory of its own, known by the name, trains it. It is not part of a configuration.
+        fingerprint: Of that factory: its optimizer's settings and the start weights of seed 0.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Candidate(Record):
     skips_work: bool = False
     share: float = 1.0
     recipe: bool = False
+    fingerprint: str = ""
 
 
 class Run(Record):
@@ -51,6 +53,7 @@ class Run(Record):
         wall_seconds: Everything, for the budget.
         losses: The mean training loss of each complete block of 20 steps.
         peak_bytes: How far the memory rose; None if the system does not tell.
+        first_loss: The loss of the first step; None if the training failed.
         last_loss: The loss of the last step; None if the training failed.
         failure: The error that the training raised; empty if it raised none.
         too_slow: Whether the training was stopped because its steps took too long.
@@ -65,6 +68,7 @@ class Run(Record):
     wall_seconds: float
     losses: list[float] = Field(default_factory=list)
     peak_bytes: int | None = None
+    first_loss: float | None = None
     last_loss: float | None = None
     failure: str = ""
     too_slow: bool = False

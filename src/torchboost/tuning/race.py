@@ -138,14 +138,14 @@ class Race:
 
     def _check_seeds(self) -> None:
         """Raise ``FactoryError`` if two trainings of stock with different seeds are the same training."""
-        seen: dict[tuple[float, float], int] = {}
+        seen: dict[tuple[float | None, ...], int] = {}
         for (name, seed), run in self.runs.items():
-            if name == STOCK and run.last_loss is not None:
-                same = seen.setdefault((run.last_loss, run.metric), seed)
+            if name == STOCK and run.first_loss is not None:
+                same = seen.setdefault((run.first_loss, *run.losses, run.last_loss, run.metric), seed)
                 if same != seed:
                     raise FactoryError(
-                        f"the stock loop ended with the same loss and metric for the seeds {same} and {seed}, so they "
-                        "are one training. Let make(seed) draw weights or data from torch's generator, which is seeded "
+                        f"the stock loop had the same losses and metric for the seeds {same} and {seed}, so they are "
+                        "one training. Let make(seed) draw weights or data from torch's generator, which is seeded "
                         "before each call, or from the seed."
                     )
 
@@ -168,11 +168,11 @@ class Race:
         seeds = self._pairs(first, second, fresh=fresh)
         return [self.runs[first, seed].metric - self.runs[second, seed].metric for seed in seeds]
 
-    def _speed(self, name: str, share: float = 1.0, *, fresh: bool = False) -> Interval | None:
-        seeds = self._pairs(name, STOCK, fresh=fresh)
+    def _speed(self, candidate: Candidate, *, fresh: bool = False) -> Interval | None:
+        seeds = self._pairs(candidate.name, STOCK, fresh=fresh)
         if not seeds:
             return None
-        own = [self.runs[name, seed].projected(self.total_steps, share) for seed in seeds]
+        own = [self.runs[candidate.name, seed].projected(self.total_steps, candidate.share) for seed in seeds]
         return paired_ratio([self.runs[STOCK, seed].projected(self.total_steps) for seed in seeds], own)
 
     def _memory(self, name: str, *, fresh: bool) -> float | None:
@@ -212,7 +212,7 @@ class Race:
         return self.findings.get(candidate.name, Finding(candidate=candidate)).model_copy(
             update={
                 "seeds": look.pairs,
-                "speed": self._speed(candidate.name, fresh=fresh),
+                "speed": self._speed(candidate, fresh=fresh),
                 "memory": self._memory(candidate.name, fresh=fresh),
                 "difference": look.difference if bounded else None,
                 "detectable": look.detectable if math.isfinite(look.detectable) else None,

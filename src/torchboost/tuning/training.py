@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -15,12 +16,16 @@ from torch.optim import Optimizer
 
 from torchboost.bench.workloads.factory import Parts, made_by, on_device, pair_of, scheduled
 from torchboost.distributed.shared import mean_over_ranks
+from torchboost.errors import FactoryError
 from torchboost.front import Boosted, boost
 from torchboost.measure.memory import PeakMemory
 from torchboost.measure.stopwatch import Clock, Stopwatch
 from torchboost.tuning.evidence import BLOCK, Candidate, Run
 
-__all__ = ["Training", "boosted_by"]
+__all__ = ["LEAST_STEPS", "Training", "boosted_by"]
+
+LEAST_STEPS = 2
+"""The first step of a run is its set-up, so the time of a step is known from the second on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +66,7 @@ class Training:
 
     def _run(self, candidate: Candidate, seed: int, limit: float) -> Run:
         clock = Clock.of(self.device)
-        steps = max(1, round(candidate.share * self.steps))
+        steps = max(LEAST_STEPS, round(candidate.share * self.steps))
         whole, setup, rest = Stopwatch(clock), Stopwatch(clock), Stopwatch(clock)
         metric, too_slow = math.nan, False
         with whole:
@@ -86,6 +91,7 @@ class Training:
             steps=steps,
             metric=metric,
             losses=curve.means,
+            first_loss=curve.first(),
             last_loss=curve.last(),
             setup_seconds=setup.seconds,
             seconds=rest.seconds,
@@ -99,7 +105,7 @@ class _Curve:
 
     def __init__(self, loss: Tensor) -> None:
         self.means: list[float] = []
-        self._last, self._sum = loss, loss.double()
+        self._first, self._last, self._sum = loss, loss, loss.double()
         self._began = time.perf_counter()
 
     def add(self, loss: Tensor) -> None:
@@ -118,6 +124,9 @@ class _Curve:
     def seconds(self) -> float:
         """Return how long ago the first loss was known, the mean over all ranks."""
         return mean_over_ranks(torch.tensor(time.perf_counter() - self._began, device=self._last.device))
+
+    def first(self) -> float:
+        return mean_over_ranks(self._first)
 
     def last(self) -> float:
         return mean_over_ranks(self._last)
@@ -156,6 +165,8 @@ def _stepper(parts: Parts, candidate: Candidate, steps: int) -> Callable[[Any, A
 
     def step(inputs: Any, targets: Any) -> Tensor:
         loss = parts.loss(model(inputs), targets)
+        if not isinstance(loss, Tensor):
+            raise FactoryError(f"the factory's loss returned a {type(loss).__name__}; needed: a tensor of one number.")
         loss.backward()
         optimizer.step()
         if schedule is not None:
@@ -169,13 +180,18 @@ def _stepper(parts: Parts, candidate: Candidate, steps: int) -> Callable[[Any, A
 def _batches(epoch: Iterable[Any], seed: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
     """Yield batches without end. All candidates get the same ones in the same order."""
     kept = list(epoch) if isinstance(epoch, Iterator) else epoch  # a generator can be read only once
-    number = 0
-    while True:
+    for number in count():
         # A shuffling loader draws its order from the global generator.
         torch.manual_seed(1_000_003 * seed + number)
+        empty = True
         for inputs, targets in map(pair_of, kept):
+            empty = False
             yield on_device(inputs, device), on_device(targets, device)
-        number += 1
+        if empty:
+            raise FactoryError(
+                f"the factory's batches gave nothing in pass {number + 1}; give an iterable that starts again in every "
+                "pass, such as a list or a DataLoader."
+            )
 
 
 def _evaluated(parts: Parts) -> float:
@@ -183,7 +199,11 @@ def _evaluated(parts: Parts) -> float:
     assert parts.evaluate is not None
     parts.model.eval()
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        return float(parts.evaluate(parts.model))
+        found = parts.evaluate(parts.model)
+    try:
+        return float(found)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FactoryError(f"the factory's evaluate returned a {type(found).__name__}; needed: a number.") from error
 
 
 def _agreed(run: Run) -> Run:

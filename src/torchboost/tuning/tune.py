@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,33 @@ from typing import Any
 import torch
 
 from torchboost.bench.workloads.factory import Parts, made_by
-from torchboost.core.arguments import check_count, seconds_of
+from torchboost.core.arguments import check_count, check_number, seconds_of
 from torchboost.distributed.shared import from_first_rank, is_first_rank
 from torchboost.errors import FactoryError
 from torchboost.measure.stopwatch import Progress, environment
 from torchboost.plan import Plan
 from torchboost.registry import Facts
-from torchboost.tuning.candidates import named_candidates, recipe_candidates, standard_candidates, usable
+from torchboost.tuning.candidates import (
+    fingerprint_of,
+    fresh,
+    named_candidates,
+    recipe_candidates,
+    standard_candidates,
+    usable,
+)
 from torchboost.tuning.evidence import Candidate, Finding, TuneReport
 from torchboost.tuning.race import Race
-from torchboost.tuning.training import Training
+from torchboost.tuning.training import LEAST_STEPS, Training
 
 __all__ = ["report_path", "tune"]
 
 TRIAL_SHARE, TRIAL_MOST = 0.1, 60.0
 """The trial of the levers takes at most this share of the budget, and at most so many seconds."""
+
+LEAST_ERROR, MOST_ERROR = 0.01, 0.5
+"""Limits of ``error``; the final test, with half of it, needs 0.005 at least."""
+
+LEAST_SEEDS = 3
 
 LEAST_CALLS = 12
 """Calls of the factory: two to check it, one for the trial, two or more to look at candidates, and seven runs."""
@@ -98,6 +109,7 @@ def tune(
         >>> report = torchboost.tune(make, drop=0.005, budget="30m", out="boost.json")  # doctest: +SKIP
         >>> model, optimizer = torchboost.boost(model, optimizer, config="boost.json")  # doctest: +SKIP
     """
+    _check_arguments(drop=drop, epochs=epochs, total_steps=total_steps, seeds=seeds, error=error)
     session = _Session(
         started=time.perf_counter(),
         make=make,
@@ -109,25 +121,19 @@ def tune(
     )
     if session.out is not None:
         _check_free(session.out, resume)
-    check_count("epochs", epochs, of="passes over the batches")
-    if not drop > 0:
-        raise ValueError(f"drop: found {drop!r}; give a number above 0, in units of the metric.")
-    parts = made_by(make, 0)
+    parts = fresh(make)
     if parts.evaluate is None:
         raise FactoryError(
             "the factory has no evaluate; tune needs it: return (model, optimizer, loss, batches, evaluate)."
         )
-    if made_by(make, 0).model is parts.model:
-        raise FactoryError(
-            "the factory returned the same model twice; build the model inside it, so each run has its own."
-        )
+    session.stock = parts
     _check_building((time.perf_counter() - session.started) / 2, session.seconds)
     session.report = _frame(
         parts,
         title=title,
         drop=drop,
         budget_seconds=session.seconds,
-        steps=epochs * _length(parts),
+        steps=_steps(epochs, parts, session.seconds),
         total_steps=total_steps,
         most_seeds=seeds,
         error=error,
@@ -149,6 +155,7 @@ class _Session:
     """A tuning under way: what was asked, and the report as far as it came."""
 
     started: float
+    stock: Parts = field(init=False)
     make: Callable[[int], object]
     recipes: Mapping[str, tuple[Callable[[int], object], float]]
     seconds: float
@@ -224,7 +231,7 @@ class _Session:
 
     def _candidates(self, given: Mapping[str, Mapping[str, Any]] | None) -> list[Finding]:
         """Return a finding for each candidate, with an outcome for those that cannot work here."""
-        own = recipe_candidates(self.recipes)
+        own = recipe_candidates(self.recipes, self.stock)
         if self.report.findings:
             self._check_recipes(own)
             if given is not None:
@@ -263,7 +270,10 @@ class _Session:
         saved = [found.candidate for found in self.report.findings if found.candidate.recipe]
         if saved != given:
             known = ", ".join(f"{one.name!r} ({one.share:g})" for one in saved) or "none"
-            raise ValueError(f"the report was made with the recipes {known}; give the same ones to continue it.")
+            raise ValueError(
+                f"the report was made with the recipes {known}; give the same ones, with the same optimizers and start "
+                "weights, to continue it."
+            )
 
     def _within(self, candidate: Candidate, seed: int, share: float) -> None:
         self.tell("tuning", round(self.report.spent_seconds), round(self.seconds), f"{candidate.name}, seed {seed}")
@@ -303,19 +313,9 @@ def _frame(parts: Parts, *, total_steps: int | None, steps: int, device: torch.d
         steps=steps,
         total_steps=steps if total_steps is None else _checked_total(total_steps, steps),
         environment=environment(device),
-        fingerprint=_fingerprint(parts),
+        fingerprint=fingerprint_of(parts),
         **given,
     )
-
-
-def _fingerprint(parts: Parts) -> str:
-    digest = hashlib.sha256()
-    for group in parts.optimizer.param_groups:
-        digest.update(repr(sorted((key, str(value)) for key, value in group.items() if key != "params")).encode())
-    digest.update(type(parts.optimizer).__name__.encode())
-    for param in parts.model.parameters():
-        digest.update(f"{float(param.detach().double().abs().sum()):.12e}".encode())
-    return digest.hexdigest()[:16]
 
 
 def _check_building(seconds: float, budget: float) -> None:
@@ -353,14 +353,46 @@ def _check_free(out: Path, resume: bool) -> None:
         raise ValueError(f"{out} exists and is not from a tuning, since {report.name} is missing; choose another file.")
 
 
-def _length(parts: Parts) -> int:
+def _check_arguments(*, drop: float, epochs: int, total_steps: int | None, seeds: int, error: float) -> None:
+    check_number("drop", drop, above=True)
+    check_count("epochs", epochs, of="passes over the batches")
+    check_count("seeds", seeds, of="seeds per comparison")
+    if seeds < LEAST_SEEDS:
+        raise ValueError(f"seeds: found {seeds}; give {LEAST_SEEDS} or more, since the test needs them.")
+    if total_steps is not None:
+        check_count("total_steps", total_steps, of="updates")
+    if not LEAST_ERROR <= error < MOST_ERROR:
+        raise ValueError(f"error: found {error!r}; give a number from {LEAST_ERROR} to below {MOST_ERROR}.")
+
+
+def _steps(epochs: int, parts: Parts, seconds: float) -> int:
+    steps = epochs * _length(parts, seconds)
+    if steps < LEAST_STEPS:
+        raise FactoryError("a run has one step, of which no speed is known; give more batches, or more epochs.")
+    return steps
+
+
+def _length(parts: Parts, seconds: float) -> int:
     try:
         count = len(parts.batches)  # pyright: ignore[reportArgumentType]
     except TypeError:
-        count = sum(1 for _ in parts.batches)
+        count = _counted(parts.batches, seconds)
     if not count:
         raise FactoryError("the factory's batches are empty; at least one batch is needed.")
     return count
+
+
+def _counted(batches: Iterable[Any], seconds: float) -> int:
+    started = time.perf_counter()
+    last = 0
+    for number, _ in enumerate(batches, start=1):
+        if time.perf_counter() - started > seconds:
+            raise FactoryError(
+                f"the factory's batches did not end within the budget ({number:,} were read); give those of one epoch, "
+                "such as itertools.islice(batches, 1000)."
+            )
+        last = number
+    return last
 
 
 def _must_agree(path: Path, key: str, saved: object, now: object) -> None:

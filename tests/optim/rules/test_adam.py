@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPl
 from tests.support.optimizers import FORMS, SHAPES, frozen, give_grads, parameters, same, train, values
 from torchboost.errors import IncompatibleError
 from torchboost.optim.rules.adam import Adam, AdamW, AdamWeightDecay
+from torchboost.optim.rules.mixed import MixedOptimizer
 
 CORRECTED = {"bias_correction": True, "eps": 1e-8}
 OPTIONS: list[dict[str, Any]] = [
@@ -236,6 +237,16 @@ def test_adamw_is_torchs_with_torchs_defaults_and_goes_on_from_its_file(form):
     train(right, other, range(3, 6))
     assert state_of(left) == state_of(right)
     torch.optim.AdamW(mine, **form).load_state_dict(left.state_dict())
+
+
+@pytest.mark.parametrize("ours", [AdamW, torch.optim.AdamW, MixedOptimizer])
+def test_a_file_of_adam_does_not_change_how_adamw_decays(ours):
+    other = parameters()
+    right = torch.optim.Adam(other, lr=0.01, weight_decay=0.1)
+    train(right, other, range(2))
+    left = ours([param.detach().clone().requires_grad_() for param in other])
+    left.load_state_dict(copy.deepcopy(right.state_dict()))
+    assert left.param_groups[0]["decoupled_weight_decay"] is True
 
 
 @pytest.mark.parametrize("theirs", [torch.optim.Adam, torch.optim.AdamW])

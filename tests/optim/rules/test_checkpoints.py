@@ -56,13 +56,13 @@ def test_pairs_have_their_options_and_state():
     assert (second.group["lr"], set(second.saved)) == (5, {"mean"})
 
 
-@pytest.mark.parametrize("shape", [(2, 3), (2,), ()])
-def test_shapes_of_the_parameter_its_rows_and_counts_pass(shape):
-    state = {"state": {0: {"rows": torch.ones(shape), "memo": torch.ones(7)}}, "param_groups": [{"params": [0]}]}
+@pytest.mark.parametrize(("key", "shape"), [("rows", (2, 3)), ("last_step", (2,)), ("rows", ())])
+def test_shapes_of_the_parameter_its_rows_and_counts_pass(key, shape):
+    state = {"state": {0: {key: torch.ones(shape), "memo": torch.ones(7)}}, "param_groups": [{"params": [0]}]}
     assert len(paired(state, [group("a")], {}, keys)) == 1
 
 
-@pytest.mark.parametrize("shape", [(3, 2), (6,), (3,), (1,), (2, 3, 1)])
+@pytest.mark.parametrize("shape", [(3, 2), (6,), (2,), (3,), (1,), (2, 3, 1)])
 @pytest.mark.parametrize("key", ["mean", "rows", "master"])
 def test_other_shapes_are_refused(shape, key):
     state = {"state": {0: {key: torch.ones(shape)}}, "param_groups": [{"params": [0]}]}

@@ -88,15 +88,33 @@ def test_a_positive_second_moment_never_becomes_zero():
         assert (found[2:] > 0).all()
 
 
+def test_a_second_moment_that_overflows_stops_its_weight_as_in_full_precision():
+    found = []
+    for packed in (True, False):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(5000))
+        optimizer = AdamW([weight], lr=0.1, moments_8bit=packed, nonfinite="skip")
+        for step in range(3):
+            weight.grad = torch.randn(5000)
+            if step == 1:
+                weight.grad[5] = 1e25
+            optimizer.step()
+        found.append(weight.detach())
+    assert found[0].isfinite().all()
+    assert found[0][5] == pytest.approx(float(found[1][5]), rel=0.02)
+
+
 @pytest.mark.parametrize("signed", [True, False])
-def test_zeros_stay_zeros_and_only_what_is_not_finite_becomes_nan(signed):
+def test_zeros_stay_zeros_and_only_what_is_not_finite_is_kept_as_such(signed):
     wanted = torch.zeros(3 * BLOCK)
     wanted[BLOCK : 2 * BLOCK] = torch.linspace(0.1, 1, BLOCK)
     clean = unpack(*pack(wanted, signed=signed), signed=signed)
     wanted[BLOCK], wanted[BLOCK + 1], wanted[-1] = torch.inf, torch.nan, -torch.inf
     found = unpack(*pack(wanted, signed=signed), signed=signed)
-    assert found.isnan().nonzero().flatten().tolist() == [BLOCK, BLOCK + 1, 3 * BLOCK - 1]
-    assert torch.equal(found[~found.isnan()], clean[~found.isnan()])
+    wrong = ~found.isfinite()
+    assert wrong.nonzero().flatten().tolist() == [BLOCK, BLOCK + 1, 3 * BLOCK - 1]
+    assert torch.equal(found[~wrong], clean[~wrong])
+    assert found[wrong].isnan().all() if signed else (found[wrong] == torch.inf).all()
     assert torch.equal(found[:BLOCK], torch.zeros(BLOCK))
 
 

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import update_bn
 
 from tests.support.optimizers import give_grads, parameters, same, train, values
+from torchboost.errors import IncompatibleError
 from torchboost.optim.rules.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 
 RULES = [ScheduleFreeAdamW, ScheduleFreeSGD]
@@ -158,6 +159,33 @@ def test_masters_hold_both_modes(dtype):
     for param, master in zip(params, masters, strict=True):
         torch.testing.assert_close(optimizer.state[param]["master"], master, rtol=1e-6, atol=1e-6)
         assert torch.equal(param, optimizer.state[param]["master"].to(dtype))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("training", [True, False])
+def test_weights_that_were_loaded_are_taken_by_the_master(rule, training):
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = nn.Parameter(torch.ones(2, dtype=dtype))
+        optimizer = rule([weight], lr=0.1, master_weights=True)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        if not training:
+            optimizer.eval()
+        with torch.no_grad():
+            weight.fill_(5.0)
+        optimizer.eval() if training else optimizer.train()
+        found.append(weight.detach().float())
+    torch.testing.assert_close(*found, rtol=1e-2, atol=0.0)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_complex_parameters_are_refused(rule):
+    weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(IncompatibleError, match="needs real parameters"):
+        rule([weight], lr=0.1).step()
+    assert torch.equal(weight.detach(), torch.ones(2, dtype=torch.complex64))
 
 
 def test_batch_norm_is_estimated_again_for_the_average():

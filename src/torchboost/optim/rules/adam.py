@@ -337,6 +337,10 @@ class AdamW(Adam):
             nonfinite=nonfinite,
         )
 
+    def adopted(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a saved group with decoupled decay, also if it is of Adam, as torch's AdamW does."""
+        return {**super().adopted(group), "decoupled_weight_decay": True}
+
 
 class AdamWeightDecay(Adam):
     """Adam with decoupled weight decay and no bias correction: ``w -= lr * (m / (sqrt(v) + eps) + weight_decay * w)``.

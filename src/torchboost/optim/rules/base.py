@@ -16,7 +16,6 @@ from torchboost.errors import IncompatibleError
 from torchboost.optim.executor import Chain
 from torchboost.optim.gradients import Gradients, GradientTransform, check_transforms, namespaces
 from torchboost.optim.groups import bare, listed, without_order
-from torchboost.optim.learning_rates import resolve_lr
 from torchboost.optim.rules.batch import Batch
 from torchboost.optim.rules.checked import Checked
 from torchboost.optim.rules.checkpoints import in_order, paired, with_memory_renamed
@@ -32,20 +31,19 @@ from torchboost.optim.rules.masters import (
     local,
     pieces,
     rounded_pieces,
+    rows_widened,
     stochastic,
     widened,
 )
-from torchboost.optim.rules.options import check_options
+from torchboost.optim.rules.options import Schedule, check_options, take_schedules
 from torchboost.optim.shares import Share, all_finite, share_of, stand_in
 from torchboost.optim.transforms import with_centralization
 
 __all__ = ["Batch", "Nonfinite", "UpdateRule", "has_master"]
 
 Nonfinite = Literal["ignore", "skip", "raise"]
-Schedule = Callable[[int], float]
 
-SCHEDULED = ("lr", "weight_decay")
-"""Options that may be a list or a function of the update."""
+_not_traced: Any = torch.compiler.disable  # its types do not fit functions of objects
 
 SET_BY_SCHEDULE = "scheduled_"
 """Prefix of a group's key for the value a schedule wrote last; if the option differs, it was set by hand."""
@@ -111,7 +109,7 @@ class UpdateRule(Optimizer):
         self._chain: Chain | None = None
         self._share: tuple[Share | None] | None = None
         defaults.setdefault("differentiable", False)  # torch adds it when it unpickles
-        self._default_schedules = _take_schedules(defaults)
+        self._default_schedules = take_schedules(defaults)
         super().__init__(without_order(params), defaults)
 
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,7 +232,7 @@ class UpdateRule(Optimizer):
         check_group_names(param_group, defaults)
         group = {**param_group, "params": listed(param_group["params"])}
         schedules = {key: rule for key, rule in self._default_schedules.items() if key not in group}
-        schedules |= _take_schedules(group)
+        schedules |= take_schedules(group)
         self.check_schedules(schedules)
         if schedules:
             group.setdefault("updates", self._updates())
@@ -259,6 +257,16 @@ class UpdateRule(Optimizer):
             IndexError: A list of learning rates has no entry for this update.
             TypeError, ValueError: An option in a group is invalid or was removed.
         """
+        if torch.compiler.is_compiling() and not self._is_traceable():
+            return _untraced(self, closure)
+        return self._take_step(closure)
+
+    def _is_traceable(self) -> bool:
+        """Whether ``torch.compile`` traces a step into one that does the same; if not, it is run as it is."""
+        wide = any(group.get("master_weights") or group.get("moments_8bit") for group in self.param_groups)
+        return not wide and not self.chain and self.nonfinite == "ignore"
+
+    def _take_step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -426,7 +434,7 @@ class UpdateRule(Optimizer):
             state = {key: widened(value) for key, value in state.items()} | {"master": param.detach().float()}
         elif (master := self._stamps.current(param, state["master"])) is not state["master"]:
             state = {**state, "master": master}
-        return state["master"], _rows_widened(param.grad), state
+        return state["master"], rows_widened(param.grad), state
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries that :meth:`init_state` returns with these options."""
@@ -565,18 +573,9 @@ class UpdateRule(Optimizer):
             foreach.copy_([local(p) for p, _ in pairs], [local(m) for _, m in pairs])
 
 
-def _take_schedules(options: dict[str, Any]) -> dict[str, Schedule]:
-    """Replace lists and functions in the options by their first value, and return them."""
-    schedules: dict[str, Schedule] = {}
-    for key in SCHEDULED:
-        value = options.get(key)
-        if isinstance(value, Tensor) and value.numel() == 1:
-            # A tensor with one element is a rate on a device, as in torch, not a list.
-            options[key] = value if key == "lr" else value.item()
-        elif key in options and (schedule := resolve_lr(value, name=key)) is not None:
-            schedules[key] = schedule
-            options[key] = schedule(0)
-    return schedules
+@_not_traced
+def _untraced(optimizer: UpdateRule, closure: Callable[[], Any] | None) -> Any:
+    return optimizer._take_step(closure)
 
 
 def _by_hand(group: Mapping[str, Any], key: str) -> bool:
@@ -585,11 +584,6 @@ def _by_hand(group: Mapping[str, Any], key: str) -> bool:
         return False
     value = group[key]
     return isinstance(value, (int, float, Tensor)) and bool(value != group[SET_BY_SCHEDULE + key])
-
-
-def _rows_widened(grad: Tensor | None) -> Tensor | None:
-    """Return sparse rows in float32, so that merging them loses less; dense gradients are cast later."""
-    return widened(grad) if grad is not None and grad.is_sparse else grad
 
 
 def _give_back(grads: Sequence[Tensor], work: Sequence[Batch]) -> None:

@@ -98,8 +98,8 @@ def pack(values: Tensor, *, signed: bool, noise: Tensor | float = 0.5) -> tuple[
     A block is ``BLOCK`` entries in the order of ``flatten()``. Each code stands for a share of the largest magnitude.
     The shares are powers of two to a sixth, so that small entries keep the relative precision of large ones. Below the
     smallest share, entries with a sign become 0. Those without, which divide, become the smallest share unless they are
-    0. An entry that is not finite becomes nan, and the others of its block are not affected. Packing what was
-    unpacked changes nothing.
+    0. An entry that is not finite becomes nan, or inf if there are no signs. The others of its block are not affected.
+    Packing what was unpacked changes nothing.
     Cost: six temporary tensors of the size of ``values`` at most.
 
     Source: after T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861. Their shares are
@@ -113,8 +113,9 @@ def pack(values: Tensor, *, signed: bool, noise: Tensor | float = 0.5) -> tuple[
     blocks = _blocks(values)
     sizes = blocks.abs()
     scales = sizes.nan_to_num(0.0, 0.0).amax(1, keepdim=True)
+    scales.masked_fill_(scales == 0, 1.0)
     levels = SIGNED_LEVELS if signed else LEVELS
-    places = (sizes / torch.where(scales == 0, 1.0, scales)).log2_().mul_(PER_DOUBLING).add_(levels).add_(noise)
+    places = (sizes / scales).log2_().mul_(PER_DOUBLING).add_(levels).add_(noise)
     places.floor_().clamp_(0 if signed else 1, levels)
     wrong = ~(sizes < torch.inf)
     if signed:
@@ -212,7 +213,7 @@ def _shares(signed: bool, device: torch.device) -> Tensor:
     levels, zero = (SIGNED_LEVELS, SIGNED_ZERO) if signed else (LEVELS, ZERO)
     above = torch.exp2((torch.arange(levels, dtype=torch.float64) + 1 - levels) / PER_DOUBLING)
     shares = torch.zeros(2**8, dtype=torch.float64)
-    shares[NAN] = torch.nan
+    shares[NAN] = torch.nan if signed else torch.inf
     shares[zero + 1 : zero + 1 + levels] = above
     if signed:
         shares[zero - levels : zero] = -above.flip(0)

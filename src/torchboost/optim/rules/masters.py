@@ -28,6 +28,7 @@ __all__ = [
     "parts",
     "pieces",
     "rounded_pieces",
+    "rows_widened",
     "stochastic",
     "stochastically_rounded",
     "widened",
@@ -123,6 +124,11 @@ class Stamps:
             return master
         near = param.detach().to(master.device)
         return torch.where(master.to(near.dtype) == near, master.float(), near.float())
+
+
+def rows_widened(grad: Tensor | None) -> Tensor | None:
+    """Return sparse rows in float32, so that merging them loses less; dense gradients are cast later."""
+    return widened(grad) if grad is not None and grad.is_sparse else grad
 
 
 def parts(batch: Batch, limit: int) -> Iterator[Batch]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any
 
@@ -15,10 +15,16 @@ from torchboost.core.arguments import check_number
 from torchboost.core.torch_private import capturable_devices, fused_devices
 from torchboost.errors import IncompatibleError
 from torchboost.optim.fused_kernels import miscomputes
+from torchboost.optim.learning_rates import resolve_lr
 from torchboost.optim.memory_layout import is_dense
 from torchboost.optim.schedules import whole
 
-__all__ = ["check_capturable", "check_fused", "check_options"]
+__all__ = ["SCHEDULED", "Schedule", "check_capturable", "check_fused", "check_options", "take_schedules"]
+
+Schedule = Callable[[int], float]
+
+SCHEDULED = ("lr", "weight_decay")
+"""Options that may be a list or a function of the update."""
 
 LARGEST = 1e30
 """Results of a larger value overflow float32, which torch's kernels refuse."""
@@ -176,3 +182,17 @@ def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, (float, int, np.floating, np.integer)):
         return False
     return bool(abs(value) <= (LARGEST if isinstance(value, float) else LARGEST_WHOLE))
+
+
+def take_schedules(options: dict[str, Any]) -> dict[str, Schedule]:
+    """Replace lists and functions in the options by their first value, and return them."""
+    schedules: dict[str, Schedule] = {}
+    for key in SCHEDULED:
+        value = options.get(key)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            # A tensor with one element is a rate on a device, as in torch, not a list.
+            options[key] = value if key == "lr" else value.item()
+        elif key in options and (schedule := resolve_lr(value, name=key)) is not None:
+            schedules[key] = schedule
+            options[key] = schedule(0)
+    return schedules

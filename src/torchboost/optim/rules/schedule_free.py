@@ -48,6 +48,9 @@ class _ScheduleFree(UpdateRule):
                 continue
             beta = self.averaging(group)
             known = [param for param in group["params"] if "z" in self.state.get(param, {})]
+            for param in known:
+                if "master" in self.state[param]:
+                    self.state[param]["master"] = self._stamps.current(param, self.state[param]["master"])
             if known:
                 fast = [self.state[param]["z"] for param in known]
                 slow = [self.state[param].get("master", param) for param in known]
@@ -96,6 +99,14 @@ class _ScheduleFree(UpdateRule):
             raise RuntimeError(
                 f"{type(self).__name__} is in evaluation mode, so the parameters hold the average; call "
                 "optimizer.train() before training continues."
+            )
+
+    def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        """Also refuse complex parameters, whose two parts would share one second moment."""
+        super().check_grad(param, grad, group)
+        if param.is_complex():
+            raise IncompatibleError(
+                f"{type(self).__name__} needs real parameters, found {param.dtype} of shape {tuple(param.shape)}."
             )
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
