@@ -60,6 +60,7 @@ def saved(path: Path, **changed: Any) -> Path:
     return report().model_copy(update={"contestants": [stock], "environment": here}).save(path)
 
 
+@pytest.mark.slow
 def test_results_of_a_simulated_machine_have_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     saved(tmp_path / "zoo-avx2-mlp.json")
     monkeypatch.setattr(zoo, "run_once", Ends())

@@ -79,7 +79,7 @@ print(json.dumps({
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of a process is not readable")
-@pytest.mark.parametrize(("optimizer", "copies"), [("AdamW", 6), ("SGD", 2)])
+@pytest.mark.parametrize(("optimizer", "copies"), [pytest.param("AdamW", 6, marks=pytest.mark.slow), ("SGD", 2)])
 def test_a_trial_takes_at_most_the_stated_memory_and_gives_it_back(optimizer: str, copies: int, tmp_path: Path) -> None:
     """The peak of plain training has the gradients, so two copies of parameters and state remain, and casts."""
     environment = {
