@@ -139,6 +139,7 @@ def tune(
         error=error,
         device=session.device,
     )
+    del parts
     if resume:
         session.take_up()
     return session.run(candidates)
@@ -155,7 +156,7 @@ class _Session:
     """A tuning under way: what was asked, and the report as far as it came."""
 
     started: float
-    stock: Parts = field(init=False)
+    stock: Parts | None = None
     make: Callable[[int], object]
     recipes: Mapping[str, tuple[Callable[[int], object], float]]
     seconds: float
@@ -231,7 +232,9 @@ class _Session:
 
     def _candidates(self, given: Mapping[str, Mapping[str, Any]] | None) -> list[Finding]:
         """Return a finding for each candidate, with an outcome for those that cannot work here."""
+        assert self.stock is not None
         own = recipe_candidates(self.recipes, self.stock)
+        self.stock = None  # not kept in memory during the runs
         if self.report.findings:
             self._check_recipes(own)
             if given is not None:

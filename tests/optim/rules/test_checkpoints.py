@@ -56,8 +56,8 @@ def test_pairs_have_their_options_and_state():
     assert (second.group["lr"], set(second.saved)) == (5, {"mean"})
 
 
-@pytest.mark.parametrize(("key", "shape"), [("rows", (2, 3)), ("last_step", (2,)), ("rows", ())])
-def test_shapes_of_the_parameter_its_rows_and_counts_pass(key, shape):
+@pytest.mark.parametrize(("key", "shape"), [("mean", (2, 3)), ("by_row", (2,)), ("mean", ())])
+def test_shapes_of_the_parameter_counts_and_other_entries_pass(key, shape):
     state = {"state": {0: {key: torch.ones(shape), "memo": torch.ones(7)}}, "param_groups": [{"params": [0]}]}
     assert len(paired(state, [group("a")], {}, keys)) == 1
 

@@ -18,9 +18,6 @@ RULE_KEYS = frozenset(
 )
 """State entries that belong to an update rule, of this package or of torch."""
 
-BY_ROW = frozenset(("last_step",))
-"""State entries with one value per row of the parameter."""
-
 
 class Pair(NamedTuple):
     """A parameter, the options it is about to get, and its saved state (empty if there is none)."""
@@ -70,7 +67,7 @@ def paired(
         keys: Returns the names of the state entries for the options of a group; their shapes are checked.
 
     Raises:
-        ValueError: An entry has not the shape of its parameter, or not one value per row if it is kept by row.
+        ValueError: An entry is neither a number nor of the shape of its parameter.
     """
     saved = [index for group in state_dict["param_groups"] for index in group["params"]]
     places = [(param, place) for place, group in enumerate(groups) for param in group["params"]]
@@ -82,8 +79,7 @@ def paired(
         state = state_dict["state"].get(index, {})
         for key in (*keys(group), "master"):
             value = state.get(key)
-            wanted = param.shape[:1] if key in BY_ROW else param.shape
-            if isinstance(value, Tensor) and value.ndim and value.shape != wanted:
+            if isinstance(value, Tensor) and value.ndim and value.shape != param.shape:
                 raise ValueError(
                     f"the checkpoint's {key!r} of parameter {position} has shape {tuple(value.shape)}, "
                     f"the parameter has {tuple(param.shape)}; give the parameters in the order of the checkpoint."
