@@ -93,14 +93,14 @@ def test_mistakes_are_one_line(words, said, tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("alike", "for the seeds 0 and 1, so they are one training"),
+        ("constant", "for the seeds 0 and 1, so the factory ignores its seed"),
         ("wild", "the stock loop ended with the metric nan"),
         ("plateau", "ReduceLROnPlateau, whose step needs metrics"),
     ],
 )
 def test_trainings_that_cannot_be_compared_are_one_line(name, said, factory, tmp_path):
     more = """
-    def alike(seed):
+    def constant(seed):
         torch.manual_seed(0)
         return make(0)
 

@@ -144,9 +144,9 @@ class Race:
                 same = seen.setdefault((run.first_loss, *run.losses, run.last_loss, run.metric), seed)
                 if same != seed:
                     raise FactoryError(
-                        f"the stock loop had the same losses and metric for the seeds {same} and {seed}, so they are "
-                        "one training. Let make(seed) draw weights or data from torch's generator, which is seeded "
-                        "before each call, or from the seed."
+                        f"the stock loop had the same losses and metric for the seeds {same} and {seed}, so the "
+                        "factory ignores its seed. Let make(seed) draw weights or data from torch's generator, which "
+                        "is seeded before each call, or from the seed."
                     )
 
     def _expected(self, candidate: Candidate) -> float:

@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,36 +110,39 @@ def tune(
         >>> model, optimizer = torchboost.boost(model, optimizer, config="boost.json")  # doctest: +SKIP
     """
     _check_arguments(drop=drop, epochs=epochs, total_steps=total_steps, seeds=seeds, error=error)
-    session = _Session(
-        started=time.perf_counter(),
-        make=make,
-        recipes=dict(recipes or {}),
-        seconds=seconds_of(budget),
-        device=torch.device(device),
-        out=None if out is None else Path(out),
-        progress=_silent if progress is None else progress,
-    )
-    if session.out is not None:
-        _check_free(session.out, resume)
+    started, seconds, place = time.perf_counter(), seconds_of(budget), torch.device(device)
+    path = None if out is None else Path(out)
+    if path is not None:
+        _check_free(path, resume)
     parts = fresh(make)
     if parts.evaluate is None:
         raise FactoryError(
             "the factory has no evaluate; tune needs it: return (model, optimizer, loss, batches, evaluate)."
         )
-    session.stock = parts
-    _check_building((time.perf_counter() - session.started) / 2, session.seconds)
-    session.report = _frame(
+    _check_building((time.perf_counter() - started) / 2, seconds)
+    report = _frame(
         parts,
         title=title,
         drop=drop,
-        budget_seconds=session.seconds,
-        steps=_steps(epochs, parts, session.seconds),
+        budget_seconds=seconds,
+        steps=_steps(epochs, parts, seconds),
         total_steps=total_steps,
         most_seeds=seeds,
         error=error,
-        device=session.device,
+        device=place,
     )
-    del parts
+    session = _Session(
+        started=started,
+        make=make,
+        recipes=dict(recipes or {}),
+        compared=recipe_candidates(recipes or {}, parts),
+        seconds=seconds,
+        device=place,
+        out=path,
+        progress=_silent if progress is None else progress,
+        report=report,
+    )
+    del parts  # a model less in memory during the runs
     if resume:
         session.take_up()
     return session.run(candidates)
@@ -156,14 +159,14 @@ class _Session:
     """A tuning under way: what was asked, and the report as far as it came."""
 
     started: float
-    stock: Parts | None = None
     make: Callable[[int], object]
     recipes: Mapping[str, tuple[Callable[[int], object], float]]
+    compared: list[Candidate]
     seconds: float
     device: torch.device
     out: Path | None
     progress: Progress
-    report: TuneReport = field(init=False)
+    report: TuneReport
 
     def tell(self, phase: str, done: int, total: int, note: str = "") -> None:
         """Tell the progress, on the first rank."""
@@ -232,11 +235,8 @@ class _Session:
 
     def _candidates(self, given: Mapping[str, Mapping[str, Any]] | None) -> list[Finding]:
         """Return a finding for each candidate, with an outcome for those that cannot work here."""
-        assert self.stock is not None
-        own = recipe_candidates(self.recipes, self.stock)
-        self.stock = None  # not kept in memory during the runs
         if self.report.findings:
-            self._check_recipes(own)
+            self._check_recipes()
             if given is not None:
                 self._check_same(named_candidates(given))
             kept = [found for found in self.report.findings if found.outcome == "not usable"]
@@ -252,7 +252,7 @@ class _Session:
             self.tell("trial of the levers", 1, 1)
         else:
             wanted = named_candidates(given)
-        wanted += own
+        wanted += self.compared
         twice = [name for name, count in Counter(one.name for one in wanted).items() if count > 1]
         if twice:
             raise ValueError(f"found {twice[0]!r} among the candidates and the recipes; give each its own name.")
@@ -268,10 +268,10 @@ class _Session:
                 "choose another file."
             )
 
-    def _check_recipes(self, given: list[Candidate]) -> None:
+    def _check_recipes(self) -> None:
         """Raise ``ValueError`` if the recipes are not those of the report that is continued."""
         saved = [found.candidate for found in self.report.findings if found.candidate.recipe]
-        if saved != given:
+        if saved != self.compared:
             known = ", ".join(f"{one.name!r} ({one.share:g})" for one in saved) or "none"
             raise ValueError(
                 f"the report was made with the recipes {known}; give the same ones, with the same optimizers and start "

@@ -43,7 +43,7 @@ __all__ = ["Batch", "Nonfinite", "UpdateRule", "has_master"]
 
 Nonfinite = Literal["ignore", "skip", "raise"]
 
-_not_traced: Any = torch.compiler.disable  # its types do not fit functions of objects
+_not_traced: Any = torch.compiler.disable  # its stubs refuse an optional argument
 
 SET_BY_SCHEDULE = "scheduled_"
 """Prefix of a group's key for the value a schedule wrote last; if the option differs, it was set by hand."""
