@@ -196,7 +196,7 @@ def measure_workload(work: Workload, options: Options, out: Path, phase: int) ->
     made = Runs(work, out / f"fewer_steps-{work.name}{'-smoke' if options.smoke else ''}.json")
     of_adamw = made.best("AdamW")
     chosen: dict[str, dict[str, float]] = {}
-    for name in (name for name in work.ways if WAYS[name].phase == phase):
+    for name in (name for name, way in WAYS.items() if way.phase == phase):
         fixed = {"rest_rate": of_adamw} if name.startswith("Muon") else {}
         chosen[name] = {"rate": made.best(name, **fixed) if WAYS[name].rates else of_adamw, **fixed}
         made.choose(name, chosen[name])

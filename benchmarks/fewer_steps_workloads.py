@@ -20,8 +20,6 @@ from torchboost.bench.workloads.models import GPT, BasicBlock, Bottleneck, ResNe
 
 Pair = tuple[Tensor, Tensor]
 
-OTHERS = ("Muon", "Muon, AdamW's rate", "schedule-free AdamW")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -34,7 +32,6 @@ class Workload:
     splits: dict[str, list[Pair]]
     steps: int
     batch: int
-    ways: tuple[str, ...]
     metric: str = "accuracy"
     weight_decay: float = 0.1
     rest_rate: float = 0.0
@@ -101,7 +98,6 @@ def gpt_characters(options: Options) -> Workload:
         splits={"validation": in_order(validation, 128, 64, 320), "test": in_order(data.test_tokens, 128, 64, 320)},
         steps=8 if options.smoke else 600,
         batch=16,
-        ways=("AdamW", *OTHERS),
         metric="loss",
     )
 
@@ -126,7 +122,6 @@ def gpt_pieces(options: Options) -> Workload:
         splits={"validation": in_order(validation, 128, 32, 160), "test": in_order(test, 128, 32, 320)},
         steps=8 if options.smoke else 300,
         batch=8,
-        ways=("AdamW", *OTHERS),
         metric="loss",
         autocast=True,
     )
@@ -165,7 +160,6 @@ def image_workload(options: Options, name: str, title: str, build: Callable[[], 
         splits=splits,
         steps=8 if options.smoke else steps,
         batch=64,
-        ways=("AdamW", "SGD", *OTHERS),
         weight_decay=0.05,
     )
 
@@ -246,7 +240,6 @@ def speakers(options: Options) -> Workload:
         },
         steps=8 if options.smoke else 300,
         batch=32,
-        ways=("AdamW", *OTHERS),
         metric="loss",
     )
 
@@ -294,7 +287,6 @@ WORKLOADS: dict[str, Callable[[Options], Workload]] = {
     "resnet-basic": lambda o: image_workload(o, "resnet-basic", "ResNet of basic blocks, width 16", basic, 400),
     "vit": lambda o: replace(
         image_workload(o, "vit", "ViT, 4 layers, width 128, bfloat16 autocast,", ViT, 250),
-        ways=("AdamW", *OTHERS),
         autocast=True,
     ),
     "resnet-bottleneck": lambda o: replace(

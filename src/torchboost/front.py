@@ -7,7 +7,7 @@ import logging
 import statistics
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,12 +18,20 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.accumulation import AccumulationSteps, Accumulator
 from torchboost.algorithms.accumulation.optimizer import AccumulatingOptimizer
-from torchboost.calibration.calibration import Calibrate, Calibration, FirstCall, describe, gain, resolved
+from torchboost.calibration.calibration import (
+    Calibrate,
+    Calibration,
+    FirstCall,
+    attach_levers,
+    describe,
+    gain,
+    resolved,
+)
 from torchboost.calibration.choice import Choice, Machine
 from torchboost.calibration.trial import Pair, copied
 from torchboost.calibration.watch import StepWatch
 from torchboost.config import ConfigSource
-from torchboost.core.algorithm import AttachedAlgorithms, Scaler, Target
+from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Scaler, Target
 from torchboost.core.arguments import check_loss_fn, check_module, check_optimizer, check_pair, check_scaler
 from torchboost.core.step import TrainStep
 from torchboost.core.torch_private import step_pre_hooks
@@ -133,16 +141,25 @@ class Boosted:
         ours = {lever.name for lever in self.plan.levers}  # a choice that was loaded may name one that was withdrawn
         choice = choice.model_copy(update={"verdicts": tuple(v for v in choice.verdicts if v.lever in ours)})
         self.choice, self._waiting = choice, None
-        self.plan = self.plan.chosen({v.lever: (v.kept, v.reason) for v in choice.verdicts})
+        self.plan = self.plan.chosen(self._decisions(choice))
         _LOG.info("%s: %s", self.plan.level, describe(choice))
         if choice.ratio is not None and choice.ratio.high < 1:
             _LOG.warning(
                 "%s: %s. Use boost(..., level='O0'), or leave out what changes the model with extra.",
                 *(self.plan.level, gain(choice.ratio)),
             )
-        if not again and choice.source != "prior" and Topology.current().world_size == 1:
+        tries = self._calibration is not None and self._calibration.obstacle(self.model) is None
+        if tries and not again and choice.source != "prior" and Topology.current().world_size == 1:
             watch = StepWatch(self.model, hookable(self._given), self._measure_again, entries=entries)
             self.attached.with_undo(watch.remove)
+
+    def _decisions(self, choice: Choice) -> dict[str, tuple[bool, str]]:
+        """Return which levers are on. If nothing was to be measured, the plan has its reasons for what is off."""
+        if self._calibration is None or self._calibration.calibrate is not False:
+            return {v.lever: (v.kept, v.reason) for v in choice.verdicts}
+        on = {algorithm.name for algorithm in self.plan.algorithms}
+        by = "the checkpoint was" if choice.source == "checkpoint" else "another rank is"
+        return {v.lever: (v.kept, f"{by} trained without it") for v in choice.verdicts if v.kept != (v.lever in on)}
 
     def _measure_again(self, found: str) -> None:
         _LOG.info("%s: %s; the next call measures the levers again, once.", self.plan.level, found)
@@ -223,6 +240,7 @@ class Boosted:
         for name, reason in state.get("withdrawn", {}).items():
             self.withdraw(name, reason)
         self._load_choice(state)
+        self._follow(state["attached"])
         self.attached.load_state_dict(state["attached"])
         if self.brings_scaler and self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
@@ -242,6 +260,22 @@ class Boosted:
                 'boost(..., config={"extra": {...}}).',
                 *(self.plan.level, differences),
             )
+
+    def _follow(self, written: Collection[str]) -> None:
+        """Compute as the checkpoint did, if no trial decides: another speed of bfloat16 may be measured here."""
+        if self._waiting is not None or self.choice is not None:
+            return
+        differing = {
+            lever.name: (lever.name in written, "the checkpoint was trained without it")
+            for lever in self.plan.levers
+            if type(lever).transform is Algorithm.transform
+            and not REGISTRY[lever.name].once
+            and (lever.name in written) != (lever.name in self.attached)
+        }
+        self.plan = self.plan.chosen(differing)
+        for name in differing:
+            self.attached.detach(name)
+        attach_levers(self._target, self.attached, [a for a in self.plan.algorithms if a.name in differing])
 
     def withdraw(self, name: str, reason: str) -> None:
         """Remove one algorithm from the run. The others stay; no later trial turns it on again.
@@ -418,9 +452,9 @@ def attach(
     with shared_traces():
         plan = plan.fit(model, given)
         calibration = _calibration(plan, calibrate, wrapper, host)
-        if calibration is not None:
+        if calibration is not None and calibrate is not False:
             plan = plan.chosen({lever.name: (lever.name in calibration.prior, _OPEN) for lever in plan.levers})
-        before = None if calibration is None else _before(plan, calibration, target)
+        before = None if calibration is None or calibrate is False else _before(plan, calibration, target)
         made = Boosted(plan, target, plan.attach(target), given, scaler, calibration, before)
     _BOOSTED[model] = weakref.ref(made)
     return made
@@ -430,14 +464,23 @@ _OPEN = "the trial at the first training call decides"
 
 
 def _calibration(plan: Plan, calibrate: Calibrate, wrapper: str | None, host: Host) -> Calibration | None:
-    """Return what the first training call has to decide; None if there is nothing to measure."""
+    """Return what the first training call has to decide; None if there is nothing to decide.
+
+    On several ranks it decides even if nothing is measured: they agree.
+    """
     on = {algorithm.name for algorithm in plan.algorithms}
+    levers = {lever.name for lever in plan.levers}
     replaced = any(algorithm.traits.replaces_optimizer for algorithm in plan.algorithms)
-    if calibrate is False or not plan.levers or wrapper is not None or replaced:
+    if not levers or wrapper is not None or replaced or (calibrate is False and Topology.current().world_size == 1):
         return None
-    prior = frozenset(lever.name for lever in plan.levers if lever.name in on and not REGISTRY[lever.name].once)
+    tried = {name for name in levers if REGISTRY[name].once and calibrate is not False}
     return Calibration(
-        levers=plan.levers, prior=prior, calibrate=calibrate, total_steps=plan.total_steps, forward=host.forward
+        levers=plan.levers,
+        prior=frozenset((on & levers) - tried),
+        calibrate=calibrate,
+        total_steps=plan.total_steps,
+        compiled=any(REGISTRY[name].once for name in on - levers),
+        forward=host.forward,
     )
 
 

@@ -342,6 +342,39 @@ def test_a_compiled_model_keeps_the_prior(monkeypatch):
     assert boosted.choice is None
 
 
+def test_a_compilation_that_was_asked_for_stays(monkeypatch):
+    monkeypatch.setattr(module, "Trial", None)
+    model, x = network(), batches(1)[0][0]
+    config = {"extra": {"compile": {"backend": "eager"}}}
+    boosted = torchboost.boost(model, adamw(model), total_steps=9, config=config, calibrate=5.0)
+    model.eval()(x)
+    model.train()(x).sum().backward()
+    assert compiled_call(model) is not None
+    assert boosted.attached["compile"].graphs == 2
+    assert boosted.choice is not None
+    assert all("compile was asked for" in verdict.reason for verdict in boosted.choice.verdicts)
+    boosted.remove()
+    assert compiled_call(model) is None
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_resumed_run_that_measures_nothing_computes_as_before(before, bfloat16):
+    runs = []
+    for fast in (before, not before):
+        bfloat16(2.0 if fast else 0.5, 2.0 if fast else 0.5)
+        model = network()
+        boosted = torchboost.boost(model, adamw(model), total_steps=10_000, config=UNFROZEN, calibrate=False)
+        assert ("autocast" in boosted.attached) is fast
+        if runs:
+            boosted.load_state_dict(runs[0].state_dict())
+        train(*boosted, steps=1)
+        runs.append(boosted)
+    assert list(runs[0].attached) == list(runs[1].attached)
+    assert ("autocast" in runs[1].attached) is before
+    off = [entry.reason for entry in runs[1].plan.dropped if entry.name == "autocast"]
+    assert off == [] if before else ["the checkpoint was trained without it"]
+
+
 @pytest.mark.parametrize("level", ["O0"])
 def test_o0_measures_nothing(level):
     model = network()

@@ -65,7 +65,8 @@ def _run_once(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     workers: list[BaseProcess] = []
     try:
         for rank, (_, writer) in enumerate(pipes):
-            call = (rank, world_size, server.port, timeout, writer, fn, args, bool(dying))
+            environment = dict(os.environ) | _launcher(rank, world_size, server.port)
+            call = (environment, timeout, writer, fn, args, bool(dying))
             workers.append(context.Process(target=_run, args=call, daemon=True))
             workers[-1].start()
             writer.close()
@@ -124,9 +125,7 @@ def _receive(reader: Connection, worker: BaseProcess) -> tuple[bool, float, Any]
 
 
 def _run(
-    rank: int,
-    world_size: int,
-    port: int,
+    environment: dict[str, str],
     timeout: float,
     writer: Connection,
     fn: Callable[..., Any],
@@ -134,11 +133,12 @@ def _run(
     some_die: bool,
 ) -> None:
     faulthandler.enable()
-    os.environ.update(_launcher(rank, world_size, port))
+    os.environ.update(environment)  # the server that forked this process has that of its first call
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout)
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        store = dist.TCPStore("127.0.0.1", int(environment["MASTER_PORT"]), is_master=False, timeout=limit)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
         # Plain pickle copies tensors; the sharing pickler of torch would need this process to outlive the reader.
         answer = pickle.dumps((False, 0.0, fn(*args)))

@@ -17,6 +17,7 @@ from torchboost.core.torch_private import (
     compiled_call,
     compiled_graphs,
     inside_compiled,
+    interceptor_of,
     load_compiler,
     set_compiled_call,
 )
@@ -44,8 +45,13 @@ class Compiled(Attachment):
         return max(0, compiled_graphs() - self._graphs_before)
 
     def _release(self) -> None:
-        if compiled_call(self._model) is self._compiled_call:
+        if compiled_call(self._model) is not self._compiled_call:
+            return
+        waiting = interceptor_of(self._model)
+        if waiting is None:
             set_compiled_call(self._model, None)
+        else:
+            waiting.compiled = None
 
 
 @dataclass(frozen=True, kw_only=True)

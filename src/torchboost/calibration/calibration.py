@@ -34,7 +34,7 @@ from torchboost.errors import RankDisagreementError
 from torchboost.measure.evidence import Interval
 from torchboost.registry import REGISTRY
 
-__all__ = ["Calibrate", "Calibration", "FirstCall", "check_calibrate", "describe", "gain", "resolved"]
+__all__ = ["Calibrate", "Calibration", "FirstCall", "attach_levers", "check_calibrate", "describe", "gain", "resolved"]
 
 Calibrate = bool | float | Literal["auto"]
 """``"auto"`` or True: a trial within 1 % of the run and 60 s. False: none. A number: its seconds."""
@@ -62,6 +62,7 @@ class Calibration:
     Args:
         levers: The algorithms that a trial may switch on and off.
         fixed: Levers that stay as the prior says, with the reason.
+        compiled: Whether the model is compiled whatever the levers are.
         prior: Names of those that are on without a trial.
         calibrate: Whether and how long to measure.
         total_steps: Updates of the run; None if unknown.
@@ -73,6 +74,7 @@ class Calibration:
     calibrate: Calibrate
     total_steps: int | None
     fixed: Mapping[str, str] = field(default_factory=dict)
+    compiled: bool = False
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def without(self, name: str) -> Calibration:
@@ -89,6 +91,10 @@ class Calibration:
 
     def obstacle(self, model: nn.Module) -> str | None:
         """Return why no trial takes place; None if it does."""
+        if self.calibrate is False:
+            return "calibrate is False"
+        if self.compiled:
+            return "compile was asked for, and the trial runs the other levers uncompiled"
         share = None if self.total_steps is None else int(_SHARE_OF_RUN * self.total_steps)
         if isinstance(self.calibrate, (bool, str)) and share is not None and share < _LEAST_STEPS:
             return (
@@ -204,14 +210,17 @@ class FirstCall(Interceptor):
         self._model = target.model
         self._given: Choice | None = None
         self._before, self._again = before, again
+        self.compiled = compiled_call(self._model)
         set_compiled_call(self._model, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call of the model."""
-        if not is_training_call(self._model, args, kwargs) or compiled_call(self._model) is not None:
-            return call_uncompiled(self._model, *args, **kwargs)
-        self.decide((args, kwargs))
-        return self._model(*args, **kwargs)
+        if is_training_call(self._model, args, kwargs):
+            self.decide((args, kwargs))
+            return self._model(*args, **kwargs)
+        if self.compiled is not None:
+            return self.compiled(*args, **kwargs)
+        return call_uncompiled(self._model, *args, **kwargs)
 
     def decide(self, call: Call) -> None:
         """Choose, and attach what was chosen. If this is interrupted, the next training call decides."""
@@ -224,6 +233,8 @@ class FirstCall(Interceptor):
         choice = self._given
         if choice is None and key is not None and not self._again:
             choice = ChoiceCache().load(key)
+        if choice is None and calibration.obstacle(self._model) is not None:
+            choice = self._measured(calibration, ranks, call, None)
         self.remove()
         # A trial needs the plain pair. Without one, levers that stay on are not attached again, which takes long.
         for lever in before:
@@ -232,11 +243,13 @@ class FirstCall(Interceptor):
         try:
             if choice is None:
                 choice = self._measured(calibration, ranks, call, key)
-            wanted = [lever for lever in open_now if lever.name in choice.kept]
-            self._attach([lever for lever in wanted if lever.name not in self._attached], places)
+            missing = [lever for lever in open_now if lever.name in choice.kept and lever.name not in self._attached]
+            attach_levers(self._target, self._attached, missing, places)
         except BaseException:
             with streams_kept(self._model):
-                self._attach([lever for lever in before if lever.name not in self._attached], places)
+                missing = [lever for lever in before if lever.name not in self._attached]
+                attach_levers(self._target, self._attached, missing, places)
+            self.compiled = compiled_call(self._model)
             set_compiled_call(self._model, self)
             raise
         self._before = None
@@ -257,7 +270,7 @@ class FirstCall(Interceptor):
     def remove(self) -> None:
         """Stop waiting. A second call does nothing."""
         if interceptor_of(self._model) is self:
-            set_compiled_call(self._model, None)
+            set_compiled_call(self._model, self.compiled)
 
     def _measured(self, calibration: Calibration, ranks: list[int] | None, call: Call, key: str | None) -> Choice:
         if ranks is not None:
@@ -267,17 +280,33 @@ class FirstCall(Interceptor):
             ChoiceCache().store(key, choice)
         return choice
 
-    def _attach(self, levers: Sequence[Algorithm], places: Sequence[int]) -> None:
-        self._attached.adopt(attach_all(self._target, levers))
-        keep_step_pre_hook_places(hookable(self._target.optimizer), places)
+
+def attach_levers(
+    target: Target, attached: AttachedAlgorithms, levers: Sequence[Algorithm], places: Sequence[int] | None = None
+) -> None:
+    """Attach levers to a pair that has attachments. Hooks of the user keep their places before and after them.
+
+    Args:
+        target: The pair.
+        attached: Its attachments, to which the new ones are added.
+        levers: Algorithms that are not attached.
+        places: Keys of the hooks of the optimizer, if levers were detached before; None takes those of now.
+    """
+    optimizer = hookable(target.optimizer)
+    places = step_pre_hook_keys(optimizer) if places is None else places
+    attached.adopt(attach_all(target, levers))
+    keep_step_pre_hook_places(optimizer, places)
 
 
 def _on_ranks(calibration: Calibration, model: nn.Module) -> tuple[Calibration, list[int] | None]:
-    """Return what may be decided, and the ranks that must decide the same; None for a single process."""
+    """Return what may be decided, and the ranks that must decide the same; None for a single process.
+
+    DDP may wrap a parent of the model, as trainers do: its forward runs on all ranks.
+    """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return calibration, None
     ddp = active_ddp()
-    if ddp is None or unwrap(ddp) is not model:
+    if ddp is None or all(module is not model for module in unwrap(ddp).modules()):
         return calibration, []
     reason = "DistributedDataParallel has laid out its buckets for the kernels as they are"
     fixed = {a.name: reason for a in calibration.levers if type(a).transform is not Algorithm.transform}
