@@ -21,6 +21,7 @@ from typing import Any
 from options import Options, options_of, parser
 from torch import nn
 
+from torchboost.bench.report import wording
 from torchboost.bench.report.table import Table
 from torchboost.bench.workloads.data import Images, cifar10
 from torchboost.bench.workloads.factory import factory_of, made_by
@@ -35,6 +36,8 @@ TRIAL = 60.0
 """Seconds of the trial that chooses the levers."""
 
 MARGINS = {"O1": "margin", "O2": "loose_margin"}
+JOBS = {"digits": "digits-resnet", "text-gpt": "text-gpt"}
+"""The jobs of those workloads that have another one than the basic ResNet's."""
 
 
 @dataclass(frozen=True)
@@ -153,47 +156,57 @@ def measure(name: str, options: Options) -> Path:
     return report_path(out)
 
 
-def table(folder: Path) -> Table:
-    """Return the levels and the result of the tuning on every workload that was run."""
-    lines = []
-    for name in WORKLOADS:
-        path = report_path(folder / f"promises-{name}.json")
-        if path.is_file():
-            lines += _lines(name, TuneReport.load(path))
-    head = ("workload", "way", "speed of a run", "metric against stock", "seeds", "against fewer steps", "promise")
-    return Table(headings=head, rows=tuple(lines))
+def table(folder: Path) -> tuple[Table, str]:
+    """Return the levels, their parts and the result of the tuning on every workload that was run, and a note."""
+    found = {name: report_path(folder / f"promises-{name}.json") for name in WORKLOADS}
+    reports = {name: TuneReport.load(path) for name, path in found.items() if path.is_file()}
+    lines = [line for name, report in reports.items() for line in _lines(name, report)]
+    head = ("workload", "way", "speed of a run", "metric, against stock", "seeds", "against fewer steps", "verdict")
+    machines = sorted({f"{r.environment.processor}, {r.environment.threads} threads" for r in reports.values()})
+    said = (
+        "Speed is the time of a stock run over that of the way, with its set-up. Intervals of the metric hold at every "
+        "look of the test. The text has bits per character as its metric, with the sign turned. A row that was not "
+        f"tried to the end says so. {'; '.join(machines)}. Every run: `benchmarks/results/promises-*.report.json`."
+    )
+    return Table(headings=head, rows=tuple(lines)), said
 
 
 def _lines(name: str, report: TuneReport) -> list[tuple[str, ...]]:
-    job = find_job({"digits": "digits-resnet", "text-gpt": "text-gpt"}.get(name, "cifar10-resnet-basic"))
-    found = {one.candidate.name: one for one in report.findings}
-    by_hand = next((one for key, one in found.items() if key.startswith("levers")), None)
-    whole = report.whole[-1] if report.whole else None
-    ways = {"levers by hand": by_hand, "O1": found.get("O1"), "O2": found.get("O2"), "tuned": whole}
-    title = f"{report.title}, {report.steps} steps"
-    return [
-        (title if way == "levers by hand" else "", way, *_cells(one, job.margin if way != "O2" else job.loose_margin))
-        for way, one in ways.items()
-        if one is not None
-    ]
+    job = find_job(JOBS.get(name, "cifar10-resnet-basic"))
+    share = job.metric == "accuracy"
+    levers = next((one.candidate.name for one in report.findings if one.candidate.name.startswith("levers")), "")
+    shown = [one for one in report.findings if one.candidate.name == levers or "levers" not in one.candidate.name]
+    lines = []
+    for one in sorted(shown, key=lambda one: one.candidate.name != levers):
+        drop = getattr(job, MARGINS.get(one.candidate.name, "margin"))
+        lines.append((one.candidate.name, *_cells(one, share), _verdict(one, drop, share)))
+    lines += [(f"tuned: {one.candidate.name}", *_cells(one, share), one.reason) for one in report.whole[-1:]]
+    return [(f"{report.title}, {report.steps:,} steps" if not at else "", *line) for at, line in enumerate(lines)]
 
 
-def _cells(found: Finding, drop: float) -> tuple[str, ...]:
-    speed = "" if found.speed is None else f"{found.speed.mid:.2f} times"
-    rival = "" if found.rival is None else f"{_signed(found.rival)}, {found.rival_share:.0%} of the steps"
-    return speed, _signed(found.difference), str(found.seeds), rival, _kept(found.difference, drop)
+def _cells(found: Finding, share: bool) -> tuple[str, ...]:
+    speed = "" if found.speed is None else wording.ratio_interval(found.speed)
+    rival = "" if found.rival is None else f"{_signed(found.rival, share)}, {found.rival_share:.0%} of the steps"
+    return speed, _signed(found.difference, share), str(found.seeds), rival
 
 
-def _signed(interval: Interval | None) -> str:
-    return "" if interval is None else f"{interval.mid:+.4f} ({interval.low:+.4f} to {interval.high:+.4f})"
+def _signed(interval: Interval | None, share: bool) -> str:
+    if interval is None:
+        return ""
+    low, mid, high = (wording.difference(value, share=share) for value in (interval.low, interval.mid, interval.high))
+    return f"{mid} ({low.removesuffix(' points')} to {high.removesuffix(' points')})"
 
 
-def _kept(difference: Interval | None, drop: float) -> str:
-    if difference is None:
-        return "not run"
-    if difference.low > -drop:
-        return f"at most {drop:g} lower: kept"
-    return f"at most {drop:g} lower: {'not kept' if difference.high < -drop else 'not decided'}"
+def _verdict(found: Finding, drop: float, share: bool) -> str:
+    """Return whether a level keeps its promise, and what became of another candidate."""
+    if found.candidate.name not in MARGINS:
+        return found.outcome or "not decided"
+    promise = f"at most {wording.amount(drop, share=share)} lower"
+    if found.difference is None:
+        return f"{promise}: not decided"
+    if found.difference.low > -drop:
+        return f"{promise}: kept"
+    return f"{promise}: {'not kept' if found.difference.high < -drop else 'not decided'}"
 
 
 def main(argv: list[str] | None = None) -> None:

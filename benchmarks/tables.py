@@ -16,6 +16,7 @@ import fewer_steps_table
 import headline
 import low_precision
 import planted_effects
+import promises
 import subspace_recipe
 import trainers
 
@@ -74,6 +75,7 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "fewer_steps_needed": lambda folder: own(fewer_steps_table.needed_table(RESULTS)),
     "fewer_steps_rates": lambda folder: own(fewer_steps_table.rates_table(RESULTS)),
     "planted_effects": lambda folder: rows(planted_effects.table(RESULTS / "planted_effects-tune.json")),
+    "promises": lambda folder: own(promises.table(RESULTS)),
     "low_precision": lambda folder: own(low_precision.table(RESULTS / "low_precision-gpt-characters.json")),
     "algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=False)),
     "measured_algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=True)),

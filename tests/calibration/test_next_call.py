@@ -137,6 +137,10 @@ def test_a_compiled_model_stays_compiled_without_another_graph(model: Net, seque
     assert compiled_graphs() == graphs
     NextCall(network, seen.append)
     attached.remove()
+    assert compiled_call(network) is None
+    network(X)
+    assert seen == [6, 6]
+    assert compiled_graphs() == graphs
     assert "_compiled_call_impl" not in vars(network)
 
 

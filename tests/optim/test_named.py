@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.models import cnn, mlp
+from torchboost.errors import NoEffectWarning
 from torchboost.optim.named import NAMED, named_optimizer
 from torchboost.optim.rules.mixed import MixedOptimizer
 from torchboost.optim.rules.schedule_free import ScheduleFreeAdamW
@@ -51,3 +52,9 @@ def test_what_is_refused():
     for bad, error in ((0.0, ValueError), (-1.0, ValueError), ("fast", TypeError)):
         with pytest.raises(error, match="lr"):
             named_optimizer("muon", mlp(), bad)  # pyright: ignore
+
+
+def test_muon_without_a_matrix_says_so():
+    with pytest.warns(NoEffectWarning, match="no hidden matrix or filter in this Sequential, so AdamW trains all"):
+        optimizer = named_optimizer("muon", torch.nn.Sequential(torch.nn.Linear(4, 2)))
+    assert [group["rule"] for group in optimizer.param_groups] == ["adamw"]

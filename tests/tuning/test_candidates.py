@@ -68,6 +68,12 @@ def test_what_cannot_work_here_is_left_out_with_a_reason(extra, said):
     assert said in found.reason
 
 
+def test_a_candidate_is_left_out_whole_if_a_part_of_it_cannot_work():
+    found = usable(Candidate(name="a", extra={"fused_optimizer": True, "less_bn": {}}), linear, 100)
+    assert found is not None
+    assert found.reason.startswith("less_bn: ")
+
+
 def test_what_can_work_is_not_left_out():
     assert usable(Candidate(name="a", extra={"fused_optimizer": True}), linear, 100) is None
     assert usable(Candidate(name="a", extra={"gradient_centralization": True}), make, 100) is None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from torchboost.core.arguments import check_module, check_number
-from torchboost.errors import nearest
+from torchboost.errors import NoEffectWarning, nearest
 from torchboost.optim.muon_groups import muon_groups
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.rules.mixed import MixedOptimizer
@@ -19,7 +20,15 @@ __all__ = ["NAMED", "named_optimizer"]
 
 def _muon(model: nn.Module, lr: float) -> MixedOptimizer:
     """Muon with the scale that takes AdamW's rate, and AdamW, for which a rate of 0.001 means the same."""
-    return MixedOptimizer(muon_groups(model, muon={"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.01}), lr=lr)
+    groups = muon_groups(model, muon={"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.01})
+    if all(group["rule"] != "muon" for group in groups):
+        warnings.warn(
+            f"Muon found no hidden matrix or filter in this {type(model).__name__}, so AdamW trains all of it. "
+            "print(torchboost.optim.muon_groups(model)) shows the reason for each parameter.",
+            NoEffectWarning,
+            stacklevel=4,
+        )
+    return MixedOptimizer(groups, lr=lr)
 
 
 def _schedule_free(model: nn.Module, lr: float) -> ScheduleFreeAdamW:
@@ -44,6 +53,9 @@ def named_optimizer(name: str, model: nn.Module, lr: float | None = None) -> Upd
     Raises:
         TypeError: ``model`` is not a module, or ``lr`` is not a number.
         ValueError: ``name`` is unknown, ``lr`` is out of range, or the model has nothing to train.
+
+    Warns:
+        NoEffectWarning: ``"muon"`` has no parameter to train, so that AdamW trains all of them.
 
     Cost: for ``"muon"`` two forward passes of a copy of the model on a small input.
     """

@@ -157,7 +157,7 @@ def _is_free(name: str) -> bool:
 
 
 def usable(candidate: Candidate, make: Make, steps: int) -> Finding | None:
-    """Return a finding with the reason if the first algorithm of a candidate cannot work here; None if it can."""
+    """Return a finding with the reason if an algorithm of a candidate cannot work here; None if all can."""
     if candidate.recipe:
         return None
     parts = made_by(make, 0)
@@ -165,10 +165,10 @@ def usable(candidate: Candidate, make: Make, steps: int) -> Finding | None:
         boosted = boosted_by(parts, candidate.extra, steps)
     except (ConfigError, IncompatibleError, ValueError) as error:
         return Finding(candidate=candidate, outcome="not usable", reason=str(error))
-    first = next(name for name, value in candidate.extra.items() if value is not False)
-    missing = [f"{one.name}: {one.reason}" for one in boosted.plan.dropped if one.name == first]
     running = {one.name for one in boosted.plan.algorithms}
+    absent = [name for name, value in candidate.extra.items() if value is not False and name not in running]
+    missing = [f"{one.name}: {one.reason}" for one in boosted.plan.dropped if one.name in absent]
     boosted.remove()
-    if first in running:
+    if not absent:
         return None
     return Finding(candidate=candidate, outcome="not usable", reason="; ".join(missing) or "it changes nothing")
