@@ -33,12 +33,11 @@ ZOOS: Mapping[str, str] = MappingProxyType(
 """Claim of the zoo -> what its machine is called."""
 
 ACCURACY: Mapping[str, str] = MappingProxyType(
-    {
-        "accuracy-cifar10-resnet-bottleneck": "deep bottleneck ResNet [3, 4, 6, 3] on CIFAR-10",
-        "accuracy-cifar10-resnet-bottleneck-small": "small bottleneck ResNet [2, 2, 2, 2] on CIFAR-10",
-    }
+    {"freeze_types-cifar10-resnet-bottleneck-small": "small bottleneck ResNet [2, 2, 2, 2] on CIFAR-10"}
 )
 """Result file of a training to an accuracy -> what its row is called."""
+CALLED: Mapping[str, str] = MappingProxyType({"O1": "O1+full", "O2": "O1+progressive"})
+"""What the levels are called in these files. On a network of two blocks per stage they differ in freezing alone."""
 
 
 def load(name: str) -> BenchReport | None:
@@ -107,7 +106,7 @@ def accuracy() -> Table:
         report = load(name)
         if report is not None:
             qualities = {c.name: c.quality[0] for c in report.contestants if c.quality}
-            rows.append((called, str(report.epochs), *(_difference(qualities.get(level)) for level in LEVELS)))
+            rows.append((called, str(report.epochs), *(_difference(qualities.get(CALLED[level])) for level in LEVELS)))
     return Table(headings=("network", "epochs", *(f"{level}, points" for level in LEVELS)), rows=tuple(rows))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import adasum_convergence
 import fewer_steps_table
+import freeze_rival
 import headline
 import low_precision
 import planted_effects
@@ -75,6 +76,7 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "fewer_steps_needed": lambda folder: own(fewer_steps_table.needed_table(RESULTS)),
     "fewer_steps_rates": lambda folder: own(fewer_steps_table.rates_table(RESULTS)),
     "planted_effects": lambda folder: rows(planted_effects.table(RESULTS / "planted_effects-tune.json")),
+    "freeze_rival": lambda folder: own(freeze_rival.table(RESULTS)),
     "promises": lambda folder: own(promises.table(RESULTS)),
     "low_precision": lambda folder: own(low_precision.table(RESULTS / "low_precision-gpt-characters.json")),
     "algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=False)),

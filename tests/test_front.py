@@ -84,23 +84,24 @@ def test_o0_changes_nothing():
 
 def test_a_missing_length_is_said_once_by_name():
     with pytest.warns(
-        NoEffectWarning, match=r"^O1 runs without grad_freeze, which .* boost\(\.\.\., total_steps="
+        NoEffectWarning, match=r"^O2 runs without grad_freeze, which .* boost\(\.\.\., total_steps="
     ) as seen:
-        boost(*pair())
+        boost(*pair(), level="O2")
     assert len(seen) == 1
     assert seen[0].filename == __file__
-    boost(*pair(), config={"grad_freeze": {"total_steps": 100}})
-    boost(*pair(), config={"extra": {"grad_freeze": False}})
+    boost(*pair(), level="O2", config={"grad_freeze": {"total_steps": 100}})
+    boost(*pair(), level="O2", config={"extra": {"grad_freeze": False}})
+    boost(*pair())
     boost(*pair(), level="O0")
 
 
 def test_total_steps_reaches_freezing_and_auto_boost():
-    assert boost(*pair(), total_steps=1000).plan.algorithms[-1].total_steps == 1000  # pyright: ignore
-    booster = torchboost.AutoBoost("O1", total_steps=1000)
+    assert boost(*pair(), level="O2", total_steps=1000).plan.algorithms[-1].total_steps == 1000  # pyright: ignore
+    booster = torchboost.AutoBoost("O2", total_steps=1000)
     booster.network_auto_process_train(*pair())
     assert booster.plan.algorithms[-1].total_steps == 1000  # pyright: ignore
     with pytest.raises(ConfigError, match="found 9, and total_steps=100"):
-        boost(*pair(), total_steps=100, config={"grad_freeze": {"total_steps": 9}})
+        boost(*pair(), level="O2", total_steps=100, config={"grad_freeze": {"total_steps": 9}})
 
 
 def test_a_wrapped_model_is_told_which_line_to_move():
@@ -254,7 +255,7 @@ def test_the_model_is_traced_once_before_it_is_changed_and_once_after(monkeypatc
     traces = []
     record = dataflow.record_symbols
     monkeypatch.setattr(dataflow, "record_symbols", lambda *args, **kwargs: traces.append(1) or record(*args, **kwargs))
-    boosted = boost(*pair(vgg), level="O1", total_steps=10_000)
+    boosted = boost(*pair(vgg), level="O2", total_steps=10_000)
     assert {"less_bn", "grad_freeze"} <= set(boosted.attached)
     assert len(traces) == 2
 
@@ -277,7 +278,7 @@ NO_COMPILE = {"extra": {"compile": False}}
 
 def waiting() -> Boosted:
     """A pair whose levers the first training call chooses, within a tenth of a second."""
-    return boost(*pair(), total_steps=1000, config=NO_COMPILE, calibrate=0.1)
+    return boost(*pair(), level="O2", total_steps=1000, config=NO_COMPILE, calibrate=0.1)
 
 
 @pytest.fixture

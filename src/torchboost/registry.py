@@ -387,7 +387,6 @@ LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
                 **_SYSTEM,
                 "less_bn": {"keep": "narrowest"},
                 "gradient_centralization": {},
-                "grad_freeze": {"pattern": "progressive", "full_share": 0.7},
             }
         ),
         "O2": MappingProxyType(
@@ -395,7 +394,7 @@ LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
                 **_SYSTEM,
                 "less_bn": {"keep": "narrowest", "blocks_per_norm": 8},
                 "gradient_centralization": {},
-                "grad_freeze": {"pattern": "progressive", "full_share": 0.3},
+                "grad_freeze": {"pattern": "progressive", "full_share": 0.7},
             }
         ),
     }

@@ -14,6 +14,7 @@ from torchboost.front import Boosted
 from torchboost.integrations.saved_state import load_state, save_state
 
 LOG = logging.getLogger("torchboost.tests")
+PROGRESSIVE = {"pattern": "progressive"}
 
 
 def boosted(**extra: object) -> Boosted:
@@ -30,7 +31,7 @@ def updates(made: Boosted, count: int) -> None:
 
 
 def test_a_state_is_written_and_read(tmp_path: Path):
-    first, second = boosted(grad_freeze={}), boosted(grad_freeze={})
+    first, second = boosted(grad_freeze=PROGRESSIVE), boosted(grad_freeze=PROGRESSIVE)
     updates(first, 3)
     save_state(tmp_path / "state.pt", first.state_dict())
     load_state(tmp_path / "state.pt", second, LOG)
@@ -39,14 +40,14 @@ def test_a_state_is_written_and_read(tmp_path: Path):
 
 
 def test_the_state_of_another_level_is_refused_and_nothing_is_loaded(tmp_path: Path):
-    first, other = boosted(grad_freeze={}), boosted()
+    first, other = boosted(grad_freeze=PROGRESSIVE), boosted()
     updates(first, 3)
     save_state(tmp_path / "state.pt", first.state_dict())
     with pytest.raises(ValueError, match="grad_freeze"):
         load_state(tmp_path / "state.pt", other, LOG)
 
 
-@pytest.mark.parametrize(("extra", "said"), [({"grad_freeze": {}}, True), ({}, False)])
+@pytest.mark.parametrize(("extra", "said"), [({"grad_freeze": PROGRESSIVE}, True), ({}, False)])
 def test_a_missing_state_is_told_if_anything_counts(extra: dict, said: bool, tmp_path: Path, caplog):
     with caplog.at_level(logging.WARNING, logger=LOG.name):
         load_state(tmp_path / "state.pt", boosted(**extra), LOG)

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 __all__ = ["KINDS", "Kind", "Rows", "differences", "trained_alike"]
 
-FREEZING = {"extra": {"less_bn": {}, "grad_freeze": {}}}
+FREEZING = {"extra": {"less_bn": {}, "grad_freeze": {"pattern": "progressive"}}}
 
 
 class Rows(Dataset):

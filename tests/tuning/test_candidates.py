@@ -24,11 +24,11 @@ from torchboost.tuning.evidence import Candidate
 
 def test_the_standard_candidates_are_the_settings_of_the_levels():
     found = {one.name: one for one in standard_candidates(make, steps=2000, seconds=0.5)}
-    for level in ("O1", "O2"):
-        for name in ("less_bn", "grad_freeze"):
-            one = found[f"{name} as in {level}"]
-            assert one.skips_work
-            assert one.extra[name] == LEVELS[level][name]
+    for level, name in (("O1", "less_bn"), ("O2", "less_bn"), ("O2", "grad_freeze")):
+        one = found[f"{name} as in {level}"]
+        assert one.skips_work
+        assert one.extra[name] == LEVELS[level][name]
+    assert "grad_freeze from 30 % on" in found
     levers = [one for name, one in found.items() if name.startswith("levers")]
     for one in levers:
         assert not one.skips_work

@@ -22,7 +22,7 @@ LEVERS = tuple(name for name, entry in REGISTRY.items() if entry.lever)
 
 
 def standard_candidates(make: Make, *, steps: int, seconds: float) -> list[Candidate]:
-    """Return the levers that a trial keeps on this machine, and the settings of LessBN and freezing of the levels.
+    """Return the levers that a trial keeps on this machine, LessBN as in the levels, and freezing.
 
     Args:
         make: The factory.
@@ -39,8 +39,8 @@ def standard_candidates(make: Make, *, steps: int, seconds: float) -> list[Candi
     algorithms = {
         "less_bn as in O1": {"less_bn": dict(gentle["less_bn"]), **norms},
         "less_bn as in O2": {"less_bn": dict(strong["less_bn"]), **norms},
-        "grad_freeze as in O1": {"grad_freeze": dict(gentle["grad_freeze"])},
         "grad_freeze as in O2": {"grad_freeze": dict(strong["grad_freeze"])},
+        "grad_freeze from 30 % on": {"grad_freeze": {"pattern": "progressive", "full_share": 0.3}},
     }
     return found + [Candidate(name=name, extra=extra, skips_work=True) for name, extra in algorithms.items()]
 

@@ -1,0 +1,131 @@
+"""Claim: what gradient freezing gains over training for fewer steps.
+
+Two freezing schedules are trained on top of the speed levers, and so are their rivals: everything is trained, for a
+share of the steps, with the learning rate schedule fitted to it. Each is compared with the rival that takes as long, or
+the next longer one. All are paired by seed. Each run is saved when it ends, and the script continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from options import Options, options_of, parser
+from promises import WORKLOADS
+
+from torchboost.bench.report import wording
+from torchboost.bench.report.table import Table
+from torchboost.bench.workloads.factory import factory_of
+from torchboost.measure.statistics import paired_difference
+from torchboost.measure.stopwatch import environment
+from torchboost.tuning.evidence import Candidate
+from torchboost.tuning.training import Training
+
+SEEDS = 5
+FULL = "everything trained"
+LEVERS = {"channels_last": True, "autocast": True}
+FROZEN = (0.7, 0.3)
+"""Shares of the run in which everything is trained, before freezing begins."""
+SHARES = (0.95, 0.85, 0.7)
+"""Shares of the steps of the rivals."""
+NETWORKS = ("digits", "resnet-basic", "resnet-bottleneck", "fine-tuning")
+
+
+def measure(name: str, options: Options) -> Path:
+    work, file = WORKLOADS[name](options), options.file("freeze_rival", name)
+    steps = work.job.epochs * work.data.steps(work.job.batch)
+    train = Training(make=factory_of(work.job, work.data), steps=steps, device=torch.device("cpu"))
+    runs: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["runs"] if file.is_file() else []
+
+    def run(way: str, seed: int, share: float, extra: dict[str, Any]) -> None:
+        if any((one["way"], one["seed"]) == (way, seed) for one in runs):
+            return
+        made = train(Candidate(name=way, extra={**LEVERS, **extra}, share=share), seed)
+        seconds = made.setup_seconds + made.seconds
+        runs.append({"way": way, "seed": seed, "share": share, "metric": made.metric, "seconds": seconds})
+        about = {"title": work.title, "steps": steps, "environment": environment().model_dump(), "runs": runs}
+        file.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        print(json.dumps(runs[-1]), flush=True)
+
+    for seed in range(2 if options.smoke else SEEDS):
+        run(FULL, seed, 1.0, {})
+        for begin in FROZEN:
+            run(frozen(begin), seed, 1.0, {"grad_freeze": {"pattern": "progressive", "full_share": begin}})
+        for share in SHARES:
+            run(rival(share), seed, share, {})
+    return file
+
+
+def frozen(begin: float) -> str:
+    return f"freezing from {begin:.0%} of the run on"
+
+
+def rival(share: float) -> str:
+    return f"{share:.0%} of the steps"
+
+
+def table(folder: Path) -> tuple[Table, str]:
+    """Return freezing and its rivals on every network that was run, and a note."""
+    files = [path for name in NETWORKS if (path := folder / f"freeze_rival-{name}.json").is_file()]
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    lines = [line for result in results for line in _lines(result)]
+    against = ("points against everything trained", "against fewer steps in as much time")
+    head = ("network", "way", "time of a run", "accuracy", "seeds", *against)
+    machines = "; ".join(sorted({result["environment"]["processor"] for result in results}))
+    said = (
+        "All with channels-last and autocast. The time is a multiple of that of training everything, the median over "
+        f"the seeds. Each bound of a difference holds with 95 %. {machines}. "
+        "All runs: `benchmarks/results/freeze_rival-*.json`."
+    )
+    return Table(headings=head, rows=tuple(lines)), said
+
+
+def _lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    ways = (FULL, *map(frozen, FROZEN), *map(rival, SHARES))
+    found = {way: runs for way in ways if (runs := _of(result, way))}
+    times = {
+        way: statistics.median(runs[seed]["seconds"] / found[FULL][seed]["seconds"] for seed in runs)
+        for way, runs in found.items()
+    }
+    lines = []
+    for way, runs in found.items():
+        mean = sum(one["metric"] for one in runs.values()) / len(runs)
+        longer = [each for each in map(rival, reversed(SHARES)) if times.get(each, 0.0) >= times[way]]
+        other = found[longer[0]] if way in map(frozen, FROZEN) and longer else {}
+        gap = _difference(other, runs)
+        rival_gap = f"{longer[0]}: {gap}" if gap else ""
+        whole = "" if way == FULL else _difference(found[FULL], runs)
+        lines.append((way, wording.ratio(times[way]), f"{100 * mean:.2f} %", str(len(runs)), whole, rival_gap))
+    title = f"{result['title']}, {result['steps']:,} steps"
+    return [(title if not at else "", *line) for at, line in enumerate(lines)]
+
+
+def _difference(baseline: dict[int, dict[str, Any]], runs: dict[int, dict[str, Any]]) -> str:
+    """Return the mean difference over common seeds, with bounds of 95 % on each side; empty without two of them."""
+    seeds = sorted(runs.keys() & baseline.keys())
+    if len(seeds) < 2:
+        return ""
+    found = paired_difference([baseline[s]["metric"] for s in seeds], [runs[s]["metric"] for s in seeds])
+    mid, low, high = (
+        wording.difference(v, share=True).removesuffix(" points") for v in (found.mid, found.low, found.high)
+    )
+    return f"{mid} ({low} to {high})"
+
+
+def _of(result: dict[str, Any], way: str) -> dict[int, dict[str, Any]]:
+    return {one["seed"]: one for one in result["runs"] if one["way"] == way}
+
+
+def main(argv: list[str] | None = None) -> None:
+    made = parser(__doc__)
+    made.add_argument("network", nargs="*", default=[], help=f"any of {', '.join(NETWORKS)}; all without one")
+    arguments = made.parse_args(argv)
+    for name in arguments.network or NETWORKS:
+        print(f"wrote {measure(name, options_of(arguments))}")
+
+
+if __name__ == "__main__":
+    main()
