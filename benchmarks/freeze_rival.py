@@ -76,8 +76,9 @@ def table(folder: Path) -> tuple[Table, str]:
     head = ("network", "way", "time of a run", "accuracy", "seeds", *against)
     machines = "; ".join(sorted({result["environment"]["processor"] for result in results}))
     said = (
-        "All with channels-last and autocast. The time is a multiple of that of training everything, the median over "
-        f"the seeds. Each bound of a difference holds with 95 %. {machines}. "
+        "All with channels-last and autocast. The time is a multiple of that of training everything: the median over "
+        "the seeds, and for fewer steps their share. "
+        f"Each bound of a difference holds with 95 %. {machines}. "
         "All runs: `benchmarks/results/freeze_rival-*.json`."
     )
     return Table(headings=head, rows=tuple(lines)), said
@@ -89,7 +90,7 @@ def _lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
     times = {
         way: statistics.median(runs[seed]["seconds"] / found[FULL][seed]["seconds"] for seed in runs)
         for way, runs in found.items()
-    }
+    } | {rival(share): share for share in SHARES if rival(share) in found}
     lines = []
     for way, runs in found.items():
         mean = sum(one["metric"] for one in runs.values()) / len(runs)

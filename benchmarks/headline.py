@@ -36,8 +36,8 @@ ACCURACY: Mapping[str, str] = MappingProxyType(
     {"freeze_types-cifar10-resnet-bottleneck-small": "small bottleneck ResNet [2, 2, 2, 2] on CIFAR-10"}
 )
 """Result file of a training to an accuracy -> what its row is called."""
-CALLED: Mapping[str, str] = MappingProxyType({"O1": "O1+full", "O2": "O1+progressive"})
-"""What the levels are called in these files. On a network of two blocks per stage they differ in freezing alone."""
+CALLED: Mapping[str, str] = MappingProxyType({"O1": "O1+full"})
+"""What the levels are called in these files, if they were measured as they are now."""
 
 
 def load(name: str) -> BenchReport | None:
@@ -106,7 +106,8 @@ def accuracy() -> Table:
         report = load(name)
         if report is not None:
             qualities = {c.name: c.quality[0] for c in report.contestants if c.quality}
-            rows.append((called, str(report.epochs), *(_difference(qualities.get(CALLED[level])) for level in LEVELS)))
+            found = (_difference(qualities.get(CALLED.get(level, ""))) for level in LEVELS)
+            rows.append((called, str(report.epochs), *found))
     return Table(headings=("network", "epochs", *(f"{level}, points" for level in LEVELS)), rows=tuple(rows))
 
 

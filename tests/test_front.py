@@ -304,7 +304,7 @@ def test_a_lever_is_withdrawn_before_the_first_call(attached):
     assert "autocast" not in boosted.attached
     assert "fused_optimizer" in boosted.attached
     assert "a test withdrew it" in boosted.explain()
-    boosted._measure_again("the inputs have grown")
+    boosted._measure_again("", "the inputs have grown")
     train(*boosted, 1)
     assert "autocast" not in boosted.attached
 

@@ -7,7 +7,7 @@ import logging
 import statistics
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +36,7 @@ from torchboost.core.arguments import check_loss_fn, check_module, check_optimiz
 from torchboost.core.step import TrainStep
 from torchboost.core.torch_private import step_pre_hooks
 from torchboost.core.wrapping import hookable, wrapper_of
+from torchboost.distributed.shared import from_first_rank
 from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.dataflow import shared_traces
@@ -65,15 +66,21 @@ class Host:
         loop: See :func:`boost`.
         precision: The mixed precision in which a trainer computes, in its own words; empty if it uses none.
         forward: Makes the context in which it computes each forward pass.
+        together: Whether all ranks ask for the facts together, as in a trainer.
     """
 
     loop: Loop = "own"
     precision: str = ""
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    together: bool = False
 
     def facts(self, model: nn.Module) -> Facts:
-        """Look at the machine and the model."""
-        return Facts.measure(model, loop=self.loop, precision=self.precision)
+        """Look at the machine and the model. The speed of bfloat16 is then that of the first rank."""
+        facts = Facts.measure(model, loop=self.loop, precision=self.precision)
+        if not self.together:
+            return facts
+        fast, reason = from_first_rank((facts.half_precision, facts.half_precision_reason))
+        return replace(facts, half_precision=fast, half_precision_reason=reason)
 
 
 class Boosted:
@@ -128,7 +135,7 @@ class Boosted:
         """Return which algorithms are on, with their settings, and which were left out, with the reasons."""
         return self.plan.explain() + ("" if self.choice is None else f"\n{_explained(self.choice)}")
 
-    def _wait(self, before: Pair | None = None, *, again: bool = False) -> None:
+    def _wait(self, before: Pair | None = None, *, again: str | None = None) -> None:
         """Let the next training call choose the levers."""
         if self._calibration is not None:
             self._waiting = FirstCall(
@@ -140,8 +147,9 @@ class Boosted:
         again = self.choice is not None
         ours = {lever.name for lever in self.plan.levers}  # a choice that was loaded may name one that was withdrawn
         choice = choice.model_copy(update={"verdicts": tuple(v for v in choice.verdicts if v.lever in ours)})
+        key = "" if self._waiting is None else self._waiting.key or ""
         self.choice, self._waiting = choice, None
-        self.plan = self.plan.chosen(self._decisions(choice))
+        self.plan = self.plan.chosen({v.lever: (v.kept, v.reason) for v in choice.verdicts})
         _LOG.info("%s: %s", self.plan.level, describe(choice))
         if choice.ratio is not None and choice.ratio.high < 1:
             _LOG.warning(
@@ -150,20 +158,13 @@ class Boosted:
             )
         tries = self._calibration is not None and self._calibration.obstacle(self.model) is None
         if tries and not again and choice.source != "prior" and Topology.current().world_size == 1:
-            watch = StepWatch(self.model, hookable(self._given), self._measure_again, entries=entries)
+            report = functools.partial(self._measure_again, key)
+            watch = StepWatch(self.model, hookable(self._given), report, entries=entries)
             self.attached.with_undo(watch.remove)
 
-    def _decisions(self, choice: Choice) -> dict[str, tuple[bool, str]]:
-        """Return which levers are on. If nothing was to be measured, the plan has its reasons for what is off."""
-        if self._calibration is None or self._calibration.calibrate is not False:
-            return {v.lever: (v.kept, v.reason) for v in choice.verdicts}
-        on = {algorithm.name for algorithm in self.plan.algorithms}
-        by = "the checkpoint was" if choice.source == "checkpoint" else "another rank is"
-        return {v.lever: (v.kept, f"{by} trained without it") for v in choice.verdicts if v.kept != (v.lever in on)}
-
-    def _measure_again(self, found: str) -> None:
+    def _measure_again(self, key: str, found: str) -> None:
         _LOG.info("%s: %s; the next call measures the levers again, once.", self.plan.level, found)
-        self._wait(again=True)
+        self._wait(again=key)
 
     def step(
         self, loss_fn: Callable[..., Tensor | tuple[Tensor, float]] | None = None, model: nn.Module | None = None
@@ -217,6 +218,8 @@ class Boosted:
         state: dict[str, Any] = {"attached": self.attached.state_dict()}
         if self.choice is not None:
             state["choice"] = self.choice.model_dump_json()
+        elif self._calibration is None and self.plan.levers:
+            state["levers"] = {lever.name: lever.name in self.attached for lever in self.plan.levers}
         if self.withdrawn:
             state["withdrawn"] = dict(self.withdrawn)
         if self.brings_scaler and self.scaler is not None:
@@ -230,7 +233,7 @@ class Boosted:
             ValueError: The checkpoint was written with other algorithms. Nothing is loaded, but what it had withdrawn
                 is withdrawn.
         """
-        optional = {"choice", "withdrawn"}
+        optional = {"choice", "levers", "withdrawn"}
         present = set(self.state_dict()) - optional
         if set(state) - optional != present:
             raise ValueError(
@@ -240,8 +243,8 @@ class Boosted:
         for name, reason in state.get("withdrawn", {}).items():
             self.withdraw(name, reason)
         self._load_choice(state)
-        self._follow(state["attached"])
         self.attached.load_state_dict(state["attached"])
+        self._follow(state)
         if self.brings_scaler and self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
 
@@ -261,19 +264,23 @@ class Boosted:
                 *(self.plan.level, differences),
             )
 
-    def _follow(self, written: Collection[str]) -> None:
-        """Compute as the checkpoint did, if no trial decides: another speed of bfloat16 may be measured here."""
-        if self._waiting is not None or self.choice is not None:
+    def _follow(self, state: Mapping[str, Any]) -> None:
+        """Compute as the checkpoint did, if nothing is measured: bfloat16 may be found faster or slower here."""
+        if self._calibration is not None or not len(self.attached):
             return
+        written = state.get("levers", {})
+        if "choice" in state:
+            written = {v.lever: v.kept for v in Choice.model_validate_json(state["choice"]).verdicts}
         differing = {
-            lever.name: (lever.name in written, "the checkpoint was trained without it")
+            lever.name: (written[lever.name], "the checkpoint was trained without it")
             for lever in self.plan.levers
             if type(lever).transform is Algorithm.transform
             and not REGISTRY[lever.name].once
-            and (lever.name in written) != (lever.name in self.attached)
+            and written.get(lever.name, lever.name in self.attached) != (lever.name in self.attached)
         }
         self.plan = self.plan.chosen(differing)
-        for name in differing:
+        for name, (on, _) in differing.items():
+            _LOG.info("%s: %s is %s, as in the checkpoint.", self.plan.level, name, "on" if on else "off")
             self.attached.detach(name)
         attach_levers(self._target, self.attached, [a for a in self.plan.algorithms if a.name in differing])
 
@@ -452,9 +459,9 @@ def attach(
     with shared_traces():
         plan = plan.fit(model, given)
         calibration = _calibration(plan, calibrate, wrapper, host)
-        if calibration is not None and calibrate is not False:
+        if calibration is not None:
             plan = plan.chosen({lever.name: (lever.name in calibration.prior, _OPEN) for lever in plan.levers})
-        before = None if calibration is None or calibrate is False else _before(plan, calibration, target)
+        before = None if calibration is None else _before(plan, calibration, target)
         made = Boosted(plan, target, plan.attach(target), given, scaler, calibration, before)
     _BOOSTED[model] = weakref.ref(made)
     return made
@@ -464,19 +471,15 @@ _OPEN = "the trial at the first training call decides"
 
 
 def _calibration(plan: Plan, calibrate: Calibrate, wrapper: str | None, host: Host) -> Calibration | None:
-    """Return what the first training call has to decide; None if there is nothing to decide.
-
-    On several ranks it decides even if nothing is measured: they agree.
-    """
+    """Return what the first training call has to decide; None if there is nothing to measure."""
     on = {algorithm.name for algorithm in plan.algorithms}
     levers = {lever.name for lever in plan.levers}
     replaced = any(algorithm.traits.replaces_optimizer for algorithm in plan.algorithms)
-    if not levers or wrapper is not None or replaced or (calibrate is False and Topology.current().world_size == 1):
+    if calibrate is False or not levers or wrapper is not None or replaced:
         return None
-    tried = {name for name in levers if REGISTRY[name].once and calibrate is not False}
     return Calibration(
         levers=plan.levers,
-        prior=frozenset((on & levers) - tried),
+        prior=frozenset(name for name in on & levers if not REGISTRY[name].once),
         calibrate=calibrate,
         total_steps=plan.total_steps,
         compiled=any(REGISTRY[name].once for name in on - levers),

@@ -215,15 +215,15 @@ def _stepped_by_the_trainer(facts: Facts) -> str | None:
 
 
 SHORT_RUN = 1_000
-"""Steps below which LessBN, centralisation and freezing cost more accuracy than O1 promises (docs/levels.md)."""
+"""Steps below which the levels use levers alone: LessBN cost more accuracy than O1 promises (docs/levels.md)."""
 
 
 def _too_short(facts: Facts, name: str) -> str | None:
     if facts.total_steps is None or facts.total_steps >= SHORT_RUN:
         return None
     return (
-        f"in runs of fewer than {SHORT_RUN:,} steps it cost accuracy, and this one has {facts.total_steps:,}; ask for "
-        f"it with extra.{name}"
+        f"runs of fewer than {SHORT_RUN:,} steps get the speed levers only, since LessBN cost accuracy in them; this "
+        f"one has {facts.total_steps:,}. Ask for it with extra.{name}"
     )
 
 

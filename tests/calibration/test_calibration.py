@@ -297,6 +297,25 @@ def test_a_choice_whose_time_was_over_is_not_kept_for_the_next_start(monkeypatch
     assert sources == ["trial", "trial"]
 
 
+def test_a_choice_that_is_measured_again_replaces_the_one_in_the_cache(monkeypatch):
+    model = network()
+    choose(monkeypatch, {"fused_optimizer"})
+    boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)
+    report = []
+    monkeypatch.setattr(watch_module.StepWatch, "_look", lambda watch, *_: report.append(watch._report))
+    train(*boosted, steps=1)
+    choose(monkeypatch, {"channels_last"})
+    report[0]("steps have become slower")
+    train(*boosted, steps=1)
+    monkeypatch.setattr(module, "Trial", None)
+    again = network()
+    boosted = torchboost.boost(again, adamw(again), total_steps=9, config=CUT, calibrate=5.0)
+    train(*boosted, steps=1)
+    assert boosted.choice is not None
+    assert boosted.choice.source == "cache"
+    assert boosted.choice.kept == {"channels_last"}
+
+
 def test_another_length_of_the_run_is_measured_again(monkeypatch):
     sources = []
     for steps in (9, 10):
@@ -355,6 +374,30 @@ def test_a_compilation_that_was_asked_for_stays(monkeypatch):
     assert all("compile was asked for" in verdict.reason for verdict in boosted.choice.verdicts)
     boosted.remove()
     assert compiled_call(model) is None
+
+
+def test_a_compilation_that_was_withdrawn_does_not_keep_the_trial_away(monkeypatch):
+    choose(monkeypatch, {"fused_optimizer"})
+    model = network()
+    config = {"extra": {"compile": {"backend": "eager"}}}
+    boosted = torchboost.boost(model, adamw(model), total_steps=9, config=config, calibrate=5.0)
+    boosted.withdraw("compile", "a test")
+    train(*boosted, steps=1)
+    assert compiled_call(model) is None
+    assert boosted.choice is not None
+    assert boosted.choice.source == "trial"
+
+
+def test_a_state_that_is_refused_switches_nothing(bfloat16):
+    config = {"extra": {"compile": False, "grad_freeze": {"pattern": "progressive", "groups": 1}}}
+    made = [network(), network()]
+    written = torchboost.boost(made[0], adamw(made[0]), total_steps=10_000, config=config, calibrate=False)
+    bfloat16(0.5, 0.5)
+    other = torchboost.boost(made[1], adamw(made[1]), total_steps=10_000, config=UNFROZEN, calibrate=False)
+    before = list(other.attached)
+    with pytest.raises(ValueError, match="grad_freeze"):
+        other.load_state_dict(written.state_dict())
+    assert list(other.attached) == before
 
 
 @pytest.mark.parametrize("before", [True, False])

@@ -62,10 +62,10 @@ class Calibration:
     Args:
         levers: The algorithms that a trial may switch on and off.
         fixed: Levers that stay as the prior says, with the reason.
-        compiled: Whether the model is compiled whatever the levers are.
         prior: Names of those that are on without a trial.
         calibrate: Whether and how long to measure.
         total_steps: Updates of the run; None if unknown.
+        compiled: Whether the model is compiled whatever the levers are.
         forward: Makes the context in which a trainer computes each forward pass.
     """
 
@@ -79,7 +79,11 @@ class Calibration:
 
     def without(self, name: str) -> Calibration:
         """Return the same without one lever."""
-        return replace(self, levers=tuple(lever for lever in self.levers if lever.name != name))
+        return replace(
+            self,
+            levers=tuple(lever for lever in self.levers if lever.name != name),
+            compiled=self.compiled and not REGISTRY[name].once,
+        )
 
     def seconds(self, step_seconds: float) -> float:
         """Return the budget of a trial, from the time of a plain step."""
@@ -91,8 +95,6 @@ class Calibration:
 
     def obstacle(self, model: nn.Module) -> str | None:
         """Return why no trial takes place; None if it does."""
-        if self.calibrate is False:
-            return "calibrate is False"
         if self.compiled:
             return "compile was asked for, and the trial runs the other levers uncompiled"
         share = None if self.total_steps is None else int(_SHARE_OF_RUN * self.total_steps)
@@ -192,7 +194,7 @@ class FirstCall(Interceptor):
         decided: Called after the levers were attached, with the choice and the entries of the inputs that it was
             measured on; None if these are not known, after :meth:`give`.
         before: Copies from before boost, if the level has changed the model. They are freed with this object.
-        again: Measure even if the cache has a choice, which is then replaced.
+        again: The key in the cache of a choice that is measured once more and replaced; None for a first choice.
     """
 
     def __init__(
@@ -203,13 +205,13 @@ class FirstCall(Interceptor):
         decided: Callable[[Choice, int | None], None],
         *,
         before: Pair | None = None,
-        again: bool = False,
+        again: str | None = None,
     ) -> None:
         self._target, self._attached = target, attached
         self._calibration, self._decided = calibration, decided
         self._model = target.model
         self._given: Choice | None = None
-        self._before, self._again = before, again
+        self._before, self._again, self.key = before, again is not None, again
         self.compiled = compiled_call(self._model)
         set_compiled_call(self._model, self)
 
@@ -229,10 +231,11 @@ class FirstCall(Interceptor):
         places = step_pre_hook_keys(optimizer)
         open_now = [lever for lever in calibration.levers if lever.name not in calibration.fixed]
         before = [lever for lever in open_now if lever.name in self._attached]
-        key = None if ranks is not None else _key(calibration, self._target, call)
+        if ranks is None and self.key is None:
+            self.key = _key(calibration, self._target, call)
         choice = self._given
-        if choice is None and key is not None and not self._again:
-            choice = ChoiceCache().load(key)
+        if choice is None and self.key and not self._again:
+            choice = ChoiceCache().load(self.key)
         if choice is None and calibration.obstacle(self._model) is not None:
             choice = self._measured(calibration, ranks, call, None)
         self.remove()
@@ -242,13 +245,14 @@ class FirstCall(Interceptor):
                 self._attached.detach(lever.name)
         try:
             if choice is None:
-                choice = self._measured(calibration, ranks, call, key)
+                choice = self._measured(calibration, ranks, call, self.key)
             missing = [lever for lever in open_now if lever.name in choice.kept and lever.name not in self._attached]
             attach_levers(self._target, self._attached, missing, places)
         except BaseException:
             with streams_kept(self._model):
                 missing = [lever for lever in before if lever.name not in self._attached]
                 attach_levers(self._target, self._attached, missing, places)
+            self.key = self.key if self._again else None
             self.compiled = compiled_call(self._model)
             set_compiled_call(self._model, self)
             raise
@@ -276,7 +280,7 @@ class FirstCall(Interceptor):
         if ranks is not None:
             return _agreed(calibration, ranks, self._target, call, before=self._before)
         choice = calibration.measure(self._target, call, before=self._before)
-        if key is not None and choice.source == "trial" and not any(v.interrupted for v in choice.verdicts):
+        if key and choice.source == "trial" and not any(v.interrupted for v in choice.verdicts):
             ChoiceCache().store(key, choice)
         return choice
 
@@ -299,14 +303,11 @@ def attach_levers(
 
 
 def _on_ranks(calibration: Calibration, model: nn.Module) -> tuple[Calibration, list[int] | None]:
-    """Return what may be decided, and the ranks that must decide the same; None for a single process.
-
-    DDP may wrap a parent of the model, as trainers do: its forward runs on all ranks.
-    """
+    """Return what may be decided, and the ranks that must decide the same; None for a single process."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return calibration, None
     ddp = active_ddp()
-    if ddp is None or all(module is not model for module in unwrap(ddp).modules()):
+    if ddp is None or unwrap(ddp) is not model:
         return calibration, []
     reason = "DistributedDataParallel has laid out its buckets for the kernels as they are"
     fixed = {a.name: reason for a in calibration.levers if type(a).transform is not Algorithm.transform}

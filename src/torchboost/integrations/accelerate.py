@@ -76,7 +76,12 @@ def prepare(
         total_steps=total_steps,
         config=config,
         scaler=accelerator.scaler,
-        host=Host(loop="accelerate", precision="" if mixed == "no" else mixed, forward=lambda: accelerator.autocast()),
+        host=Host(
+            loop="accelerate",
+            precision="" if mixed == "no" else mixed,
+            forward=lambda: accelerator.autocast(),
+            together=True,
+        ),
         calibrate=calibrate,
         caller="torchboost.integrations.accelerate.prepare",
     )

@@ -212,4 +212,4 @@ class Boost(Callback):
 
 def _host(trainer: Trainer) -> Host:
     precision = str(trainer.precision)
-    return Host(loop="lightning", precision="" if precision in _FULL else precision)
+    return Host(loop="lightning", precision="" if precision in _FULL else precision, together=True)

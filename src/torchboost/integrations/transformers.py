@@ -131,6 +131,7 @@ class BoostMixin(_Base):
                 loop="transformers",
                 precision="" if mixed in (None, "no") else mixed,
                 forward=lambda: accelerator.autocast(),
+                together=True,
             ),
             calibrate=self._calibrate if self.args.n_gpu < 2 else False,  # DataParallel calls replicas
             caller="trainer.train",
