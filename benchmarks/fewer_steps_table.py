@@ -79,8 +79,10 @@ def needed(result: dict[str, Any], stock: str, factor: float = 1.0) -> str:
     middle = statistics.median(share for share, _ in shares)
     exact = all(known for share, known in shares if share == middle)
     low, high = min(share for share, _ in shares), max(share for share, _ in shares)
-    longest = f"{factor * high:.2f}" if math.isfinite(high) else "not at all"
-    return f"{'' if exact else 'under '}{factor * middle:.2f} ({factor * low:.2f} to {longest})"
+    shortest, usual, longest = (
+        f"{factor * share:.2f}" if math.isfinite(share) else "not at all" for share in (low, middle, high)
+    )
+    return f"{'' if exact or not math.isfinite(middle) else 'under '}{usual} ({shortest} to {longest})"
 
 
 def step_ratio(folder: Path, name: str) -> Interval | None:
