@@ -379,3 +379,30 @@ def test_a_rate_without_a_name_and_a_wrong_name_are_refused():
 def small_cnn() -> nn.Module:
     layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 4 * 4, 2))
+
+
+def test_a_state_that_is_refused_switches_nothing(bfloat16):
+    written = boost(*pair(), level="O2", total_steps=10_000, config=NO_COMPILE, calibrate=False)
+    bfloat16(0.5, 0.5)
+    other = boost(*pair(), level="O1", total_steps=10_000, config=NO_COMPILE, calibrate=False)
+    before = list(other.attached)
+    with pytest.raises(ValueError, match="grad_freeze"):
+        other.load_state_dict(written.state_dict())
+    assert list(other.attached) == before
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_resumed_run_that_measures_nothing_computes_as_before(before, bfloat16):
+    runs = []
+    for fast in (before, not before):
+        bfloat16(2.0 if fast else 0.5, 2.0 if fast else 0.5)
+        boosted = boost(*pair(), total_steps=10_000, config=NO_COMPILE, calibrate=False)
+        assert ("autocast" in boosted.attached) is fast
+        if runs:
+            boosted.load_state_dict(runs[0].state_dict())
+        train(*boosted, 1)
+        runs.append(boosted)
+    assert list(runs[0].attached) == list(runs[1].attached)
+    assert ("autocast" in runs[1].attached) is before
+    off = [entry.reason for entry in runs[1].plan.dropped if entry.name == "autocast"]
+    assert off == [] if before else ["the checkpoint was trained without it"]

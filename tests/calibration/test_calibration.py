@@ -388,36 +388,6 @@ def test_a_compilation_that_was_withdrawn_does_not_keep_the_trial_away(monkeypat
     assert boosted.choice.source == "trial"
 
 
-def test_a_state_that_is_refused_switches_nothing(bfloat16):
-    config = {"extra": {"compile": False, "grad_freeze": {"pattern": "progressive", "groups": 1}}}
-    made = [network(), network()]
-    written = torchboost.boost(made[0], adamw(made[0]), total_steps=10_000, config=config, calibrate=False)
-    bfloat16(0.5, 0.5)
-    other = torchboost.boost(made[1], adamw(made[1]), total_steps=10_000, config=UNFROZEN, calibrate=False)
-    before = list(other.attached)
-    with pytest.raises(ValueError, match="grad_freeze"):
-        other.load_state_dict(written.state_dict())
-    assert list(other.attached) == before
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_a_resumed_run_that_measures_nothing_computes_as_before(before, bfloat16):
-    runs = []
-    for fast in (before, not before):
-        bfloat16(2.0 if fast else 0.5, 2.0 if fast else 0.5)
-        model = network()
-        boosted = torchboost.boost(model, adamw(model), total_steps=10_000, config=UNFROZEN, calibrate=False)
-        assert ("autocast" in boosted.attached) is fast
-        if runs:
-            boosted.load_state_dict(runs[0].state_dict())
-        train(*boosted, steps=1)
-        runs.append(boosted)
-    assert list(runs[0].attached) == list(runs[1].attached)
-    assert ("autocast" in runs[1].attached) is before
-    off = [entry.reason for entry in runs[1].plan.dropped if entry.name == "autocast"]
-    assert off == [] if before else ["the checkpoint was trained without it"]
-
-
 @pytest.mark.parametrize("level", ["O0"])
 def test_o0_measures_nothing(level):
     model = network()

@@ -333,7 +333,7 @@ def test_step_without_a_closure_says_how() -> None:
 
 
 def test_a_plan_drops_everything_else() -> None:
-    plan = Plan.of("O1", {"extra": {"dim_reduce": {"n_components": 4}}})
+    plan = Plan.of("O2", {"extra": {"dim_reduce": {"n_components": 4}}})
     assert plan.algorithms == (SubspaceDescent(n_components=4),)
     assert all("dim_reduce is on, and it cannot be combined" in d.reason for d in plan.dropped)
     assert {"less_bn", "grad_freeze"} <= {d.name for d in plan.dropped}
