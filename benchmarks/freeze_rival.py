@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from options import Options, options_of, parser
-from promises import WORKLOADS
+from options import Options, run_each
+from promises import WORKLOADS, signed
 
 from torchboost.bench.report import wording
 from torchboost.bench.report.table import Table
@@ -72,7 +72,7 @@ def table(folder: Path) -> tuple[Table, str]:
     files = [path for name in NETWORKS if (path := folder / f"freeze_rival-{name}.json").is_file()]
     results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     lines = [line for result in results for line in _lines(result)]
-    against = ("points against everything trained", "against fewer steps in as much time")
+    against = ("against everything trained", "against fewer steps in as much time")
     head = ("network", "way", "time of a run", "accuracy", "seeds", *against)
     machines = "; ".join(sorted({result["environment"]["processor"] for result in results}))
     said = (
@@ -110,23 +110,12 @@ def _difference(baseline: dict[int, dict[str, Any]], runs: dict[int, dict[str, A
     if len(seeds) < 2:
         return ""
     found = paired_difference([baseline[s]["metric"] for s in seeds], [runs[s]["metric"] for s in seeds])
-    mid, low, high = (
-        wording.difference(v, share=True).removesuffix(" points") for v in (found.mid, found.low, found.high)
-    )
-    return f"{mid} ({low} to {high})"
+    return signed(found, share=True)
 
 
 def _of(result: dict[str, Any], way: str) -> dict[int, dict[str, Any]]:
     return {one["seed"]: one for one in result["runs"] if one["way"] == way}
 
 
-def main(argv: list[str] | None = None) -> None:
-    made = parser(__doc__)
-    made.add_argument("network", nargs="*", default=[], help=f"any of {', '.join(NETWORKS)}; all without one")
-    arguments = made.parse_args(argv)
-    for name in arguments.network or NETWORKS:
-        print(f"wrote {measure(name, options_of(arguments))}")
-
-
 if __name__ == "__main__":
-    main()
+    run_each(__doc__, "network", NETWORKS, measure)

@@ -48,6 +48,16 @@ class Options:
 Measure = Callable[[Options], list[Path]]
 
 
+def run_each(doc: str | None, noun: str, names: Iterable[str], measure: Callable[[str, Options], Path]) -> None:
+    """Measure what the command line names, or all of it, and tell which files were written."""
+    known = tuple(names)
+    made = parser(doc)
+    made.add_argument(noun, nargs="*", default=[], help=f"any of {', '.join(known)}; all without one")
+    arguments = made.parse_args()
+    for name in getattr(arguments, noun) or known:
+        print(f"wrote {measure(name, options_of(arguments))}")
+
+
 def added_cost(found: Comparison, way: str, baseline: str, algorithm: AlgorithmRow) -> Contestant:
     """Report a step and its extra time over the step without the algorithm, in microseconds."""
     bare = way == baseline

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from options import Options, options_of, parser
+from options import Options, run_each
 from torch import nn
 
 from torchboost.bench.report import wording
@@ -186,11 +186,12 @@ def _lines(name: str, report: TuneReport) -> list[tuple[str, ...]]:
 
 def _cells(found: Finding, share: bool) -> tuple[str, ...]:
     speed = "" if found.speed is None else wording.ratio_interval(found.speed)
-    rival = "" if found.rival is None else f"{_signed(found.rival, share)}, {found.rival_share:.0%} of the steps"
-    return speed, _signed(found.difference, share), str(found.seeds), rival
+    rival = "" if found.rival is None else f"{signed(found.rival, share)}, {found.rival_share:.0%} of the steps"
+    return speed, signed(found.difference, share), str(found.seeds), rival
 
 
-def _signed(interval: Interval | None, share: bool) -> str:
+def signed(interval: Interval | None, share: bool) -> str:
+    """Format a difference of the metric with its bounds."""
     if interval is None:
         return ""
     low, mid, high = (wording.difference(value, share=share) for value in (interval.low, interval.mid, interval.high))
@@ -209,13 +210,5 @@ def _verdict(found: Finding, drop: float, share: bool) -> str:
     return f"{promise}: {'not kept' if found.difference.high < -drop else 'not decided'}"
 
 
-def main(argv: list[str] | None = None) -> None:
-    made = parser(__doc__)
-    made.add_argument("workload", nargs="*", default=[], help=f"any of {', '.join(WORKLOADS)}; all without one")
-    arguments = made.parse_args(argv)
-    for name in arguments.workload or WORKLOADS:
-        print(f"wrote {measure(name, options_of(arguments))}")
-
-
 if __name__ == "__main__":
-    main()
+    run_each(__doc__, "workload", WORKLOADS, measure)

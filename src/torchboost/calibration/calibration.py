@@ -21,7 +21,6 @@ from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, att
 from torchboost.core.torch_private import (
     Interceptor,
     active_ddp,
-    call_uncompiled,
     compiled_call,
     interceptor_of,
     keep_step_pre_hook_places,
@@ -220,9 +219,7 @@ class FirstCall(Interceptor):
         if is_training_call(self._model, args, kwargs):
             self.decide((args, kwargs))
             return self._model(*args, **kwargs)
-        if self.compiled is not None:
-            return self.compiled(*args, **kwargs)
-        return call_uncompiled(self._model, *args, **kwargs)
+        return self.pass_on(self._model, *args, **kwargs)
 
     def decide(self, call: Call) -> None:
         """Choose, and attach what was chosen. If this is interrupted, the next training call decides."""

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from torchboost.core.torch_private import (
     Interceptor,
-    call_uncompiled,
     compiled_call,
     interceptor_of,
     is_tracing,
@@ -45,9 +44,7 @@ class NextCall(Interceptor):
             self.remove()
             self._seen(entries_in(args, kwargs))
             return self._model(*args, **kwargs)
-        if self.compiled is not None:
-            return self.compiled(*args, **kwargs)
-        return call_uncompiled(self._model, *args, **kwargs)
+        return self.pass_on(self._model, *args, **kwargs)
 
     def remove(self) -> None:
         """Put back what was there before. A second call does nothing."""

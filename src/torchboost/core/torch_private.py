@@ -318,6 +318,12 @@ class Interceptor:
         """Answer a call of the module."""
         raise NotImplementedError
 
+    def pass_on(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Answer a call as if there were no interceptor."""
+        if self.compiled is not None:
+            return self.compiled(*args, **kwargs)
+        return call_uncompiled(module, *args, **kwargs)
+
 
 def compiled_call(module: nn.Module) -> Any:
     """Return what ``module.compile()`` made of the call, also behind an interceptor: ``Module._compiled_call_impl``."""
