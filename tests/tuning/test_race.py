@@ -80,6 +80,20 @@ def test_what_becomes_of_a_candidate(effect, time, skips, wanted):
     assert made.findings["a"].reason
 
 
+def test_a_candidate_that_only_varies_too_much_is_not_called_lost():
+    """It costs nothing on average, but its runs are many times as far apart as the drop that is accepted."""
+
+    def wide(candidate: Candidate, seed: int, *_: float) -> Run:
+        run = Planted({}, {"a": 0.7})(candidate, seed)
+        shift = 0.0 if candidate.name == STOCK else 20 * POINT * (-1) ** seed
+        return run.model_copy(update={"metric": run.metric + shift})
+
+    made = race(wide, ["a"])
+    assert made.decide() == {}
+    assert (made.findings["a"].outcome, made.findings["a"].seeds < 12) == ("not shown", True)
+    assert "more seeds would hardly show" in made.findings["a"].reason
+
+
 def test_a_training_that_diverges_is_lost_and_a_stock_loop_that_does_is_an_error():
     def diverging(candidate: Candidate, seed: int, *_: float) -> Run:
         run = Planted({}, {"a": 0.7})(candidate, seed)

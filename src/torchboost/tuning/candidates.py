@@ -14,7 +14,15 @@ from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuning.evidence import STOCK, Candidate, Finding
 from torchboost.tuning.training import boosted_by
 
-__all__ = ["fingerprint_of", "fresh", "named_candidates", "recipe_candidates", "standard_candidates", "usable"]
+__all__ = [
+    "fingerprint_of",
+    "fresh",
+    "kept_levers",
+    "named_candidates",
+    "recipe_candidates",
+    "standard_candidates",
+    "usable",
+]
 
 Make = Callable[[int], object]
 

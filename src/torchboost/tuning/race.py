@@ -332,5 +332,6 @@ def _lost(look: Look, drop: float) -> tuple[Outcome, str]:
     if look.state == "failed":
         return "lost", f"it costs more than {drop:g}: {look.difference.mid:+.4g} on average"
     if look.state == "futile":
-        return "lost", f"{look.difference.mid:+.4g} on average; more seeds would hardly show that it keeps {drop:g}"
+        outcome: Outcome = "lost" if look.difference.mid < -drop else "not shown"
+        return outcome, f"{look.difference.mid:+.4g} on average; more seeds would hardly show that it keeps {drop:g}"
     return "not shown", f"{look.pairs} seeds do not show that it keeps the metric"
