@@ -19,11 +19,14 @@ from torchboost import (
     Plan,
     Target,
     TrainStep,
+    boost,
     freeze_blocks,
 )
 from torchboost.algorithms import AccumulationSteps, BatchNormRemoval, BlockFreeze
-from torchboost.algorithms.freezing.freezer import compiled_prefixes
+from torchboost.algorithms.freezing.freezer import Freezing, compiled_prefixes
 from torchboost.algorithms.freezing.schedule import Switches
+from torchboost.calibration.calibration import Calibration
+from torchboost.calibration.choice import Choice, Verdict
 from torchboost.core import attach_all
 
 PATTERNS = ("continuous", "interval", "progressive")
@@ -140,15 +143,75 @@ def test_a_compiled_model_gets_as_many_graphs_as_announced(pattern, backend):
     assert not counters["recompile_limit"]
 
 
-def test_compiling_afterwards_warns_before_the_graphs_run_out():
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_compiling_before_the_first_update_that_freezes_limits_the_graphs(pattern):
+    """A level decides about compilation at the first training call, after freezing was attached."""
+
+    def begun() -> tuple[nn.Module, torch.optim.Optimizer, Freezing]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        chosen = settings(pattern, groups=10, full_share=0.5, total_steps=40)
+        return model, optimizer, freeze_blocks(model, optimizer, chosen)
+
+    model, optimizer, freezing = begun()
+    model.compile(backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        indices, states = [], []
+        for _ in range(40):
+            indices.append(freezing.index)
+            states.append(freezing.state_dict())
+            optimizer.step()
+    assert 1 < len(set(indices)) <= freezing.graphs <= compiled_prefixes() == 3
+    for number, state in enumerate(states):
+        model, optimizer, resumed = begun()
+        resumed.load_state_dict(state)
+        model.compile(backend="eager")
+        rest = []
+        for _ in range(number, 40):
+            rest.append(resumed.index)
+            optimizer.step()
+        assert rest == indices[number:]
+
+
+def test_a_resumed_run_keeps_the_schedule_of_its_checkpoint():
+    """Freezing that began uncompiled stays as it was, also if the resumed model is compiled from the start."""
+    chosen = settings("progressive", groups=10, full_share=0.5, total_steps=40)
+    indices: dict[bool, list[int]] = {}
+    state: dict[str, object] = {}
+    for compiled in (False, True):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if compiled:
+            model.compile(backend="eager")
+        freezing = freeze_blocks(model, optimizer, chosen)
+        if compiled:
+            freezing.load_state_dict(state)
+        indices[compiled] = []
+        for step in range(30 if compiled else 0, 40):
+            if step == 30:
+                state = freezing.state_dict()
+            if step >= 30:
+                indices[compiled].append(freezing.index)
+            optimizer.step()
+    assert indices[True] == indices[False]
+    assert len(set(indices[True])) > 1
+
+
+def test_compiling_after_freezing_began_warns_before_the_graphs_run_out():
     for prefixes, warned in ((None, True), (3, False)):
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        freeze_blocks(model, optimizer, settings("progressive", groups=10, full_share=0.0, prefixes=prefixes))
+        freezing = freeze_blocks(
+            model, optimizer, settings("progressive", groups=10, full_share=0.0, prefixes=prefixes)
+        )
+        while not freezing.index:
+            optimizer.step()
         model.compile(backend="eager")
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            for _ in range(12):
+            for _ in range(freezing.step, 12):
                 optimizer.step()
         assert [str(w.message) for w in seen if "set prefixes=3" in str(w.message)] == [str(w.message) for w in seen], (
             "nothing else warns"
@@ -324,3 +387,28 @@ def test_the_cache_needs_a_bare_model_and_settled_norms():
     with pytest.raises(IncompatibleError, match="set cache_mebibytes=0"):
         attach_all(Target(model, optimizer), [settings("fixed", norms="eval", cache_mebibytes=1)])
     assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch, as it compiles
+def test_a_level_that_compiles_at_the_first_call_needs_few_graphs(monkeypatch):
+    """The trial keeps compilation, after O2 has attached freezing."""
+
+    def kept(self: Calibration, *_: object, **__: object) -> Choice:
+        verdicts = (Verdict(lever=lever.name, kept=lever.name == "compile", reason="planted") for lever in self.levers)
+        return Choice(verdicts=tuple(verdicts), source="trial")
+
+    monkeypatch.setattr(Calibration, "measure", kept)
+    model, total = BottleneckNet(), 2000
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer = boosted = boost(model, optimizer, level="O2", total_steps=total, calibrate=1.0)
+    with torch.compiler.set_stance("force_eager"):
+        F.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+    assert {"compile", "grad_freeze"} <= set(boosted.attached)
+    freezing = boosted.attached["grad_freeze"]
+    frozen = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for _ in range(total):
+            frozen.add(freezing.index)
+            optimizer.step()
+    assert 1 < len(frozen) <= freezing.graphs <= compiled_prefixes()

@@ -222,12 +222,13 @@ def freeze_blocks(
     alike = {"seed": seed, "checksum of the settings": _fingerprint(settings)}
     shares = settings.costs or (1 / len(blocks),) * len(blocks)
     costs = [sum(shares[a:b]) for a, b in zip(starts, [*starts[1:], len(blocks)], strict=True)]
-    limit = settings.prefixes or (compiled_prefixes() if is_compiled(model) else None)
+    few = None if settings.prefixes else settings.schedule(costs, seed=seed, prefixes=compiled_prefixes())
     return Freezing(
         model,
         optimizer,
         prefixes,
-        settings.schedule(costs, seed=seed, prefixes=limit),
+        settings.schedule(costs, seed=seed, prefixes=settings.prefixes),
+        compiled=few,
         norms=settings.norms,
         fast=fast,
         total_steps=None if settings.pattern == "fixed" else settings.total_steps,

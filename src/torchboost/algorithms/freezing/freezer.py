@@ -130,6 +130,8 @@ class Freezing(Attachment):
         optimizer: The optimizer whose updates are counted. Held weakly.
         prefixes: The frozen part at index 0, 1, ...
         schedule: Index for each update, counted from 0.
+        compiled: Schedule to use instead if the model is compiled when this is attached, or later but before the first
+            update that freezes. None always uses ``schedule``.
         norms: Whether BatchNorms in the frozen part keep updating their statistics or run in eval mode.
         fast: Runs the frozen part; it detects what is frozen, and is removed with this.
         total_steps: Number of updates after which everything is thawed; later updates warn once. None never ends.
@@ -152,6 +154,7 @@ class Freezing(Attachment):
         prefixes: Sequence[Prefix],
         schedule: Callable[[int], int],
         *,
+        compiled: Callable[[int], int] | None = None,
         norms: Norms = "update",
         fast: FastPrefix | None = None,
         total_steps: int | None = None,
@@ -164,7 +167,8 @@ class Freezing(Attachment):
         self._model = model
         self._optimizer = ref(optimizer)
         self._prefixes = tuple(prefixes)
-        self._schedule = schedule
+        self._schedules = schedule, compiled
+        self._settle_schedule(self._compiled_as(None))
         self._total = total_steps
         self._flags = HeldFlags(self, trained)
         frozen = [prefix.parameters for prefix in prefixes]
@@ -240,7 +244,8 @@ class Freezing(Attachment):
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates, the unusable indices, and, as a check, the frozen parameters."""
         index = self._reach.usable(self._scheduled(self.step))
-        return {"step": self.step, "frozen": len(self._prefixes[index].parameters), **self._reach.state_dict()}
+        frozen = len(self._prefixes[index].parameters)
+        return {"step": self.step, "frozen": frozen, "compiled": self._for_compiled, **self._reach.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a checkpoint. Flags follow as in training: what the user froze in this process stays frozen.
@@ -249,6 +254,7 @@ class Freezing(Attachment):
             ValueError: These settings freeze another part of the network at that step; nothing was changed.
         """
         index = self._checked_index(state)
+        self._settle_schedule(self._compiled_as(state.get("compiled")))
         self.step = int(state["step"])
         self._reach.load_state_dict(state)
         self._apply(index)
@@ -264,10 +270,29 @@ class Freezing(Attachment):
         return index
 
     def _index_of(self, state: Mapping[str, Any]) -> int:
-        return self._scheduled(int(state["step"]))
+        step = int(state["step"])
+        return 0 if self._over(step) else self._schedule_if(self._compiled_as(state.get("compiled")))(step)
 
     def _scheduled(self, step: int) -> int:
-        return 0 if self._over(step) else self._schedule(step)
+        """Return the index of an update. The first one that freezes settles which schedule is used."""
+        if self._over(step):
+            return 0
+        if self._for_compiled is None and self._schedule(step):
+            self._settle_schedule(is_compiled(self._model) if self._model is not None else False)
+        return self._schedule(step)
+
+    def _compiled_as(self, known: bool | None) -> bool | None:
+        """Return whether the schedule for a compiled model is used; None if the first update that freezes decides."""
+        if self._schedules[1] is None:
+            return False
+        return True if known is None and self._model is not None and is_compiled(self._model) else known
+
+    def _schedule_if(self, compiled: bool | None) -> Callable[[int], int]:
+        plain, other = self._schedules
+        return other if compiled and other is not None else plain
+
+    def _settle_schedule(self, compiled: bool | None) -> None:
+        self._for_compiled, self._schedule = compiled, self._schedule_if(compiled)
 
     def _over(self, step: int) -> bool:
         return self._total is not None and step >= self._total
