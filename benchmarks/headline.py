@@ -170,7 +170,7 @@ FIGURES: Mapping[str, Callable[[], str]] = MappingProxyType(
         ),
         "channels_last": _faster(_DEEP, "stock+channels_last", "stock", "the stock loop (bottleneck ResNet)"),
         "autocast": _faster(_DEEP, "stock+autocast", "stock", "the stock loop (bottleneck ResNet)"),
-        "grad_freeze": _faster(_RUN, "O1+progressive", "O1+full", "O1 without it, over a run (bottleneck ResNet)"),
+        "grad_freeze": _faster(_RUN, "O1+progressive", "O1+full", "O1, over a run (bottleneck ResNet)"),
         "fused_optimizer": _faster(_DEEP, "stock+fused_optimizer", "stock", "the stock loop (bottleneck ResNet)"),
         "compile": _faster(_DEEP, "hand+compile", "hand", "the loop by hand (bottleneck ResNet)"),
         "grad_accumulation": _accumulated,

@@ -368,7 +368,8 @@ def boost(
         lr: Learning rate of an optimizer that is given by name, in the size of AdamW's. None takes 0.001.
         level: ``"O0"`` changes nothing, ``"O1"`` keeps the accuracy within 0.5 points, ``"O2"`` within 3 points. See
             ``docs/levels.md`` for what each level turns on, and for the measurements.
-        total_steps: Number of updates in the whole run. Gradient freezing and compilation need it.
+        total_steps: Number of updates in the whole run. Gradient freezing and compilation need it. In a run of fewer
+            than 1,000 the levels only use the speed levers. None counts as a long run.
         config: Settings that override the level: a dict, a path to a JSON file, JSON text, or a :class:`BoostConfig`.
         scaler: The ``GradScaler`` of the loop; autocast to float16 needs one.
         loop: Who owns the training loop: ``"own"``, or a trainer: ``"transformers"``, ``"lightning"`` or
@@ -376,9 +377,9 @@ def boost(
         calibrate: Whether to measure which speed levers pay: memory format, autocast, fused optimizer, compilation. The
             first training call tries them on copies of model and optimizer, with the inputs that arrive, and keeps
             those that make a step faster. ``"auto"`` spends at most 1 % of ``total_steps`` and at most 60 s on it, or
-            the time of 30 steps without ``total_steps``. A number is the seconds to spend. False measures nothing; the
-            levers are then chosen by the kind of the machine and the model. Levers that ``config`` names under
-            ``extra`` are not measured.
+            the time of 30 steps without ``total_steps``; below 1,200 updates it measures nothing. A number is the
+            seconds to spend. False measures nothing. What is not measured is chosen by the kind of the machine and the
+            model. Levers that ``config`` names under ``extra`` are not measured.
 
     Returns:
         The boosted pair: ``model, optimizer = boost(...)``, or keep the object for ``explain()``, ``state_dict()``,
@@ -509,7 +510,7 @@ def prepare(
     """Change the modules of a bare model before it is sharded or wrapped, and return the plan to attach later.
 
     FSDP2 replaces the parameters, so the optimizer is built after sharding. Prepare the bare model, shard it, build the
-    optimizer, then attach the plan::
+    optimizer, then attach the plan. Nothing is measured: the machine and the model choose the levers::
 
         plan = torchboost.prepare(model, level="O1", total_steps=10_000)
         fully_shard(model)

@@ -22,7 +22,7 @@ from torchboost.algorithms.freezing.freezer import (
 from torchboost.algorithms.freezing.prefix.activation_cache import ActivationCache
 from torchboost.algorithms.freezing.prefix.frozen_prefix import FastPrefix, fast_prefix
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
-from torchboost.core.wrapping import is_compiled, wrapper_of
+from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.blocks import Block, blocks_of, group_starts
 
