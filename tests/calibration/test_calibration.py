@@ -149,7 +149,7 @@ def test_the_gain_counts_what_the_level_removed_from_the_model(layers, caplog):
     blocks = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(layers)]
     model = nn.Sequential(nn.Conv2d(3, 4, 3), *blocks, nn.Flatten(), nn.Linear(4 * 100, 4))
     given = set(living(nn.BatchNorm2d))
-    boosted = torchboost.boost(model, adamw(model), level="O1", calibrate=5.0, config=UNFROZEN)
+    boosted = torchboost.boost(model, adamw(model), level="O1", calibrate=20.0, config=UNFROZEN)
     gc.collect()
     kept_alive = set(living(nn.BatchNorm2d)) - set(model.modules()) - given
     assert len(kept_alive) == layers
