@@ -67,7 +67,7 @@ class Workload:
 def images(options: Options, name: str) -> Workload:
     job = replace(find_job(name), batch=32, epochs=2)
     data = cifar10(options.data, train_limit=320 if options.smoke else 16_000)
-    return Workload(f"{job.model_name} on CIFAR-10", job, data, budget=7200.0)
+    return Workload(f"{job.model_name} on CIFAR-10", job, data, budget=6200.0)
 
 
 def digits(options: Options) -> Workload:

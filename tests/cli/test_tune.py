@@ -169,7 +169,7 @@ def test_ctrl_c_at_any_moment_leaves_a_report_that_is_resumed(tmp_path):
     file = tmp_path / "slow.py"
     file.write_text(SLOW, encoding="utf-8")
     program = "from torchboost.cli import main; main()"
-    options = ["--budget", "60s", "--drop", "1", "--epochs", "5", "--resume"]
+    options = ["--budget", "60s", "--drop", "1", "--epochs", "10", "--resume"]
     command = [sys.executable, "-c", program, "tune", f"{file}:make", *options, "--out", str(out)]
     draw, kept, interrupted = random.Random(0), 0, 0
     for _ in range(10):

@@ -273,6 +273,29 @@ def test_a_candidate_that_takes_more_than_twice_as_long_is_stopped():
     assert [key for key in made.runs if key[0] == "b"] == [("b", 0)]
 
 
+@pytest.mark.parametrize(
+    ("change", "outcome", "reason"),
+    [
+        ({"too_slow": True}, "no gain", "more than 2 times as long"),
+        ({"failure": "RuntimeError: boom"}, "not usable", "its training raised RuntimeError: boom"),
+    ],
+)
+def test_a_final_test_whose_training_is_stopped_says_why(change, outcome, reason):
+    """The machine was busy with other work by then, or something broke."""
+    planted = Planted({}, {"a": 0.7})
+
+    def train(candidate: Candidate, seed: int, *_: float) -> Run:
+        made = planted(candidate, seed)
+        ended = candidate.name == "a" and seed == FRESH_SEED + 1
+        return made.model_copy(update={"metric": math.nan, **change}) if ended else made
+
+    made = race(train, ["a"], skips=False)
+    assert made.decide() == {}
+    assert made.whole[-1].outcome == outcome
+    assert reason in made.whole[-1].reason
+    assert made.whole[-1].seeds == 1
+
+
 def test_a_factory_that_ignores_its_seed_is_an_error():
     planted = Planted({}, {"a": 0.7})
 

@@ -155,10 +155,10 @@ class Race:
         return max(own or [candidate.share * value for value in stock], default=0.0)
 
     def _most_seconds(self, candidate: Candidate) -> float:
-        stock = self.runs.get((STOCK, 0))
-        if stock is None or candidate.name not in self.findings:
+        stock = [run.seconds for (name, _), run in self.runs.items() if name == STOCK]
+        if not stock or candidate.name not in self.findings:
             return math.inf
-        return TOO_SLOW * stock.seconds
+        return TOO_SLOW * max(stock)
 
     def _pairs(self, first: str, second: str, *, fresh: bool = False) -> list[int]:
         seeds = [seed for name, seed in self.runs if name == first and (seed >= FRESH_SEED) == fresh]
@@ -184,12 +184,9 @@ class Race:
     def _judge(self, candidate: Candidate) -> None:
         name = candidate.name
         last = [run for (key, _), run in self.runs.items() if key == name][-1]
-        if last.failure:
-            self._set(self.findings[name], "not usable", f"its training raised {last.failure}")
-            return
-        if last.too_slow:
-            reason = f"its steps took more than {TOO_SLOW:g} times as long as stock's, so its training was stopped"
-            self._set(self.findings[name], "no gain", reason)
+        ended = _ended_early(last)
+        if ended is not None:
+            self._set(self.findings[name], *ended)
             return
         look = SequentialTest(margin=self.drop, most=self.most, error=self.error).look(self._differences(name, STOCK))
         finding = self._noted(candidate, look)
@@ -275,7 +272,10 @@ class Race:
         try:
             for seed in range(FRESH_SEED, FRESH_SEED + self.most):
                 self._run(Candidate(name=STOCK), seed)
-                self._run(whole, seed)
+                ended = _ended_early(self._run(whole, seed))
+                if ended is not None:
+                    self.whole[-1] = finding.model_copy(update={"outcome": ended[0], "reason": ended[1]})
+                    return
                 look = test.look(self._differences(whole.name, STOCK, fresh=True))
                 finding = self._noted(whole, look, fresh=True)
                 self.whole[-1] = finding
@@ -324,6 +324,15 @@ def _without_rivals(accepted: Sequence[Finding]) -> list[Finding]:
             chosen.append(found)
             taken |= names
     return chosen
+
+
+def _ended_early(run: Run) -> tuple[Outcome, str] | None:
+    """Return what becomes of a candidate if a training of it did not come to its end; None if it did."""
+    if run.failure:
+        return "not usable", f"its training raised {run.failure}"
+    if run.too_slow:
+        return "no gain", f"its steps took more than {TOO_SLOW:g} times as long as stock's, so its training was stopped"
+    return None
 
 
 def _lost(look: Look, drop: float) -> tuple[Outcome, str]:
