@@ -156,6 +156,7 @@ def test_what_the_budget_cut_short_is_not_accepted():
     made = race(Planted({}, {"a": 0.7}), ["a"], budget=100.0)
     assert made.decide() == {}
     assert outcomes(made) == {"a": "not shown"}
+    assert "s are set aside for the final test" in made.findings["a"].reason
 
 
 def test_every_prefix_of_runs_leads_to_the_same_decisions():

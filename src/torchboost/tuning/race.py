@@ -124,7 +124,11 @@ class Race:
             return self.runs[key]
         expected = self._expected(candidate)
         if self.spent + expected > self._limit:
-            raise OverBudgetError(f"the budget was spent: {self.spent:.0f} s, and the next run takes {expected:.0f} s")
+            aside = self.budget - self._limit
+            rest = f"; {aside:.0f} s are set aside for the final test" if aside > 0 else ""
+            raise OverBudgetError(
+                f"the budget was spent: {self.spent:.0f} s, and the next run takes {expected:.0f} s{rest}"
+            )
         run = self.train(candidate, seed, self._most_seconds(candidate))
         if candidate.name == STOCK and not math.isfinite(run.metric):
             raise FactoryError(
