@@ -278,7 +278,8 @@ class Race:
                 self._run(Candidate(name=STOCK), seed)
                 ended = _ended_early(self._run(whole, seed))
                 if ended is not None:
-                    self.whole[-1] = finding.model_copy(update={"outcome": ended[0], "reason": ended[1]})
+                    outcome, reason = ended
+                    self.whole[-1] = finding.model_copy(update={"outcome": outcome, "reason": reason})
                     return
                 look = test.look(self._differences(whole.name, STOCK, fresh=True))
                 finding = self._noted(whole, look, fresh=True)

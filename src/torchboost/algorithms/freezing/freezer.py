@@ -278,7 +278,7 @@ class Freezing(Attachment):
         if self._over(step):
             return 0
         if self._for_compiled is None and self._schedule(step):
-            self._settle_schedule(is_compiled(self._model) if self._model is not None else False)
+            self._settle_schedule(bool(self._compiled_as(None)))
         return self._schedule(step)
 
     def _compiled_as(self, known: bool | None) -> bool | None:
