@@ -27,7 +27,8 @@ from torchboost.bench.workloads.data import Images, cifar10
 from torchboost.bench.workloads.factory import factory_of, made_by
 from torchboost.bench.workloads.jobs import Job, find_job
 from torchboost.front import boost
-from torchboost.measure.evidence import Interval
+from torchboost.measure.evidence import Environment, Interval
+from torchboost.measure.stopwatch import instructions
 from torchboost.plan import Plan
 from torchboost.registry import Facts
 from torchboost.tuning.candidates import kept_levers
@@ -43,6 +44,9 @@ MARGINS = {"O1": "margin", "O2": "loose_margin"}
 SAME = " = "
 """Between the names of candidates that turn on the same."""
 
+NARROW = "-avx2"
+"""Ending of the names of results from a processor that has AVX2 at most."""
+
 JOBS = {"digits": "digits-resnet", "text-gpt": "text-gpt"}
 """The jobs of those workloads that have another one than the basic ResNet's."""
 
@@ -56,12 +60,14 @@ class Workload:
         job: The job; ``epochs`` passes over the data are a run.
         data: Its data.
         budget: Seconds.
+        seeds: Most seeds of a test.
     """
 
     title: str
     job: Job
     data: Any
     budget: float = 4200.0
+    seeds: int = 8
 
 
 def images(options: Options, name: str) -> Workload:
@@ -72,13 +78,13 @@ def images(options: Options, name: str) -> Workload:
 
 def digits(options: Options) -> Workload:
     job = find_job("digits-resnet")
-    return Workload(f"{job.model_name} on digits", job, job.load(None, None), budget=600.0)
+    return Workload(f"{job.model_name} on digits", job, job.load(None, None), budget=900.0, seeds=16)
 
 
 def gpt(options: Options) -> Workload:
     job = replace(find_job("text-gpt"), batch=16)
     data = job.load(options.text, 320 if options.smoke else 9_600)
-    return Workload(f"{job.model_name} on text", job, data)
+    return Workload(f"{job.model_name} on text", job, data, budget=5600.0)
 
 
 def fine_tuning(options: Options) -> Workload:
@@ -146,7 +152,7 @@ def joined(candidates: dict[str, dict[str, Any]], make: Callable[[int], Any]) ->
 
 def measure(name: str, options: Options) -> Path:
     work = WORKLOADS[name](options)
-    out = options.out / f"promises-{name}{'-smoke' if options.smoke else ''}.json"
+    out = options.out / f"promises-{name}{_narrow()}{'-smoke' if options.smoke else ''}.json"
     make = factory_of(work.job, work.data)
     steps = work.job.epochs * work.data.steps(work.job.batch)
     trial = 2.0 if options.smoke else TRIAL
@@ -164,7 +170,7 @@ def measure(name: str, options: Options) -> Path:
         budget=20.0 if options.smoke else work.budget,
         epochs=work.job.epochs,
         candidates=candidates,
-        seeds=8,
+        seeds=work.seeds,
         title=work.title,
         out=out,
         resume=True,
@@ -174,9 +180,14 @@ def measure(name: str, options: Options) -> Path:
     return report_path(out)
 
 
-def load(folder: Path) -> dict[str, TuneReport]:
+def _narrow() -> str:
+    """Return the ending of file names for a processor that has AVX2 at most, or is told to be one (``zoo.py``)."""
+    return NARROW if instructions() == "AVX2" else ""
+
+
+def load(folder: Path, ending: str = "") -> dict[str, TuneReport]:
     """Return the reports of the workloads that were run."""
-    found = {name: report_path(folder / f"promises-{name}.json") for name in WORKLOADS}
+    found = {name: report_path(folder / f"promises-{name}{ending}.json") for name in WORKLOADS}
     return {name: TuneReport.load(path) for name, path in found.items() if path.is_file()}
 
 
@@ -200,20 +211,26 @@ def job_of(name: str) -> Job:
     return find_job(JOBS.get(name, "cifar10-resnet-basic"))
 
 
-def table(folder: Path) -> tuple[Table, str]:
-    """Return the levels, their parts and the result of the tuning on every workload that was run, and a note."""
-    reports = load(folder)
+def table(folder: Path, ending: str = "") -> tuple[Table, str]:
+    """Return the levels, the levers and the result of the tuning on every workload that was run, and a note."""
+    reports = load(folder, ending)
     lines = [line for name, report in reports.items() for line in _lines(name, report)]
     head = ("workload", "way", "speed of a run", "metric, against stock", "seeds", "against fewer steps", "verdict")
-    machines = sorted({f"{r.environment.processor}, {r.environment.threads} threads" for r in reports.values()})
+    machines = sorted({_machine(r.environment) for r in reports.values()})
     said = (
         "Speed is the time of a stock run over that of the way, with its set-up. The learning rate ends at zero, so a "
         "way reaches stock's final metric at the end of its run, if at all. The levers were chosen before the runs by "
         "a trial of at most 60 s, which is not counted. Intervals of the metric hold at every look of the test. The "
         "text has bits per character as its metric, with the sign turned. A row that was not "
-        f"tried to the end says so. {'; '.join(machines)}. Every run: `benchmarks/results/promises-*.report.json`."
+        f"tried to the end says so. {'; '.join(machines)}. "
+        f"Every run: `benchmarks/results/promises-*{ending}.report.json`."
     )
     return Table(headings=head, rows=tuple(lines)), said
+
+
+def _machine(found: Environment) -> str:
+    told = (found.processor, found.instructions, wording.count(found.threads, "thread"))
+    return ", ".join(filter(None, told))
 
 
 def _lines(name: str, report: TuneReport) -> list[tuple[str, ...]]:

@@ -78,6 +78,7 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "planted_effects": lambda folder: rows(planted_effects.table(RESULTS / "planted_effects-tune.json")),
     "freeze_rival": lambda folder: own(freeze_rival.table(RESULTS)),
     "promises": lambda folder: own(promises.table(RESULTS)),
+    "promises_avx2": lambda folder: own(promises.table(RESULTS, promises.NARROW)),
     "promises_short": lambda folder: rows(promises.summary(RESULTS)),
     "low_precision": lambda folder: own(low_precision.table(RESULTS / "low_precision-gpt-characters.json")),
     "algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=False)),

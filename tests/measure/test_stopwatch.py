@@ -232,6 +232,7 @@ def test_environment_names_machine_and_versions() -> None:
     assert found.cores >= 1
     assert found.threads == torch.get_num_threads()
     assert found.processor
+    assert found.instructions.startswith(torch.backends.cpu.get_cpu_capability())
     assert found.date.endswith("+00:00")
 
 

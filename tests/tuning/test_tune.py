@@ -113,6 +113,24 @@ def test_a_report_of_another_tuning_is_not_continued(tmp_path):
         tuned(out, epochs=3, resume=True)
 
 
+@pytest.mark.usefixtures("fake")
+def test_a_report_of_other_vector_instructions_is_not_continued(tmp_path, monkeypatch):
+    out = tmp_path / "boost.json"
+    tuned(out)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "OTHER")
+    with pytest.raises(ValueError, match=r"was made with instructions .*, but now it is 'OTHER'"):
+        tuned(out, resume=True)
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_report_that_does_not_tell_its_vector_instructions_is_continued(tmp_path):
+    out = tmp_path / "boost.json"
+    saved = tuned(out)
+    unknown = saved.environment.model_copy(update={"instructions": ""})
+    saved.model_copy(update={"environment": unknown}).save(report_path(out))
+    assert tuned(out, resume=True).state == "complete"
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

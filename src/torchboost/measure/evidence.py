@@ -65,7 +65,10 @@ class Interval(Record):
 
 
 class Environment(Record):
-    """The machine and the versions of a result."""
+    """The machine and the versions of a result.
+
+    ``instructions`` are the vector instructions that torch computes with. Earlier files do not tell them.
+    """
 
     torchboost: str
     torch: str
@@ -77,6 +80,7 @@ class Environment(Record):
     device: str
     commit: str
     date: str
+    instructions: str = ""
 
 
 class AlgorithmRow(Record):

@@ -240,6 +240,7 @@ def environment(device: torch.device | str = "cpu") -> Environment:
         python=platform.python_version(),
         platform=platform.platform(),
         processor=processor_name(),
+        instructions=instructions(),
         cores=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         device=device_name(device),
@@ -264,6 +265,14 @@ def processor_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def instructions() -> str:
+    """Return the vector instructions that torch computes with, such as ``AVX512, avx512_bf16``."""
+    widest = torch.backends.cpu.get_cpu_capability()
+    found = torch.cpu.get_capabilities()
+    further = (name for name in ("avx512_bf16", "amx_bf16") if found.get(name) and widest.startswith("AVX512"))
+    return ", ".join((widest, *further))
 
 
 def device_name(device: torch.device | str) -> str:

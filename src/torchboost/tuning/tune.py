@@ -197,8 +197,11 @@ class _Session:
         )
         for key in compared:
             _must_agree(path, key, getattr(saved, key), getattr(self.report, key))
-        for key in ("torch", "torchboost", "processor", "device", "threads"):
-            _must_agree(path, key, getattr(saved.environment, key), getattr(self.report.environment, key))
+        then, now = saved.environment, self.report.environment
+        if not then.instructions:
+            then = then.model_copy(update={"instructions": now.instructions})
+        for key in ("torch", "torchboost", "processor", "instructions", "device", "threads"):
+            _must_agree(path, key, getattr(then, key), getattr(now, key))
         self.report = saved.model_copy(update={"budget_seconds": self.seconds, "state": "running", "whole": []})
 
     def run(self, given: Mapping[str, Mapping[str, Any]] | None) -> TuneReport:

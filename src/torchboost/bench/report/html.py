@@ -66,6 +66,7 @@ def environment_section(env: Environment) -> str:
     """Return the section about machine and versions."""
     entries = [
         ("Processor", f"{env.processor}, {wording.count(env.cores, 'core')}"),
+        ("Vector instructions", env.instructions or "not recorded"),
         ("Threads used", str(env.threads)),
         ("Device", env.device),
         ("System", env.platform),
