@@ -13,6 +13,7 @@ import freeze_savings
 import freeze_types
 import gpu
 import inference
+import less_memory_time
 import loss_scale
 import optimizer_rules
 import optimizer_step
@@ -37,6 +38,7 @@ CLAIMS = {
     "inference": inference.measure,
     "optimizer_step": optimizer_step.measure,
     "optimizer_rules": optimizer_rules.measure,
+    "less_memory_time": less_memory_time.measure,
     "catch_up": catch_up.measure,
     "adasum_time": adasum_time.measure,
     "accuracy": accuracy.measure,
