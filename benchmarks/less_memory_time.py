@@ -1,4 +1,4 @@
-"""Claim: what a step of AdamW costs with stochastic rounding and with moments in 8 bits, on the weights of ResNet-50."""
+"""Claim: what a step of AdamW costs with stochastic rounding and with moments in 8 bits, on ResNet-50."""
 
 from __future__ import annotations
 
