@@ -350,6 +350,16 @@ def test_ranks_withdraw_the_same_at_the_same_step():
     assert "autocast" in first[0]
 
 
+def test_an_excess_is_a_share_of_the_loss_while_that_is_large():
+    """A steady excess of 3 % is less than the 5 % that are accepted, also where the loss is ten times its mean."""
+    _, boosted = train(0, {**HARMFUL, "autocast": True}, steps=1)
+    reference = [2.3 / (1 + at / 100) + 0.05 for at in range(6000)]
+    guard = Guard(boosted, reference)
+    assert all(guard.update(1.03 * loss) is None for loss in reference)
+    guard = Guard(boosted, reference)
+    assert any(guard.update(1.3 * loss) for loss in reference[:2000])
+
+
 def test_after_the_end_of_the_reference_nothing_is_compared():
     _, boosted = train(0, {"autocast": True}, steps=2)
     guard = Guard(boosted, [1.0] * 10, block=5, log=lambda text: None)

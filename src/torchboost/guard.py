@@ -37,8 +37,9 @@ _NORMAL = 2 / math.sqrt(math.pi)
 class Guard:
     """Compares the training loss with a reference, and withdraws algorithms while the run is worse.
 
-    The loss is averaged over blocks of steps. Each block gives its excess over a reference, as a share of the mean
-    absolute loss of all of it, minus ``tolerance``, at most 1 and at least -1. If a test that is valid at every
+    The loss is averaged over blocks of steps. Each block gives its excess over a reference, as a share of the absolute
+    loss there or of its mean over the whole reference, whichever is larger, minus ``tolerance``, at most 1 and at least
+    -1. If a test that is valid at every
     look finds that the mean is above 0, one algorithm is withdrawn: gradient freezing first, then reduced precision,
     then centralised gradients. Further tests begin during the run, first after every 25 blocks and later at intervals
     of about a tenth of the run so far, so harm that comes late is found too. They share the error, the k-th has 1 / (k
@@ -68,8 +69,8 @@ class Guard:
             row of this run so far. Two standard deviations of a block, estimated from the differences of the last 50,
             are accepted in addition to the tolerance. This finds runs that get worse by more than their noise, not
             runs that learn slowly, and not runs that were bad from the beginning.
-        tolerance: Excess that is accepted, as a share of the mean absolute loss of ``reference``, or of the lowest
-            mean. None takes 0.05, and 0.25 for ``"trend"``.
+        tolerance: Excess that is accepted, as a share of the loss of ``reference`` as above, or of the lowest mean.
+            None takes 0.05, and 0.25 for ``"trend"``.
         drop: Excess of the metric that is accepted, in its own units; None if no metric is watched.
         error: Largest probability of a false alarm in the whole run. If a metric is watched, it gets half. All tests of
             one quantity together get half of its part until the first withdrawal, then a quarter, and so on.
@@ -273,7 +274,10 @@ class Guard:
             scale = max(size + lowest.spread, _TINY)
             return (mean - lowest.mean) / scale, (self._tolerance * size + _SPREADS * lowest.spread) / scale
         part = self._reference[self._step - self._block : self._step]
-        return ((mean - sum(part) / len(part)) / self._scale, self._tolerance) if len(part) == self._block else None
+        if len(part) < self._block:
+            return None
+        wanted = sum(part) / len(part)
+        return (mean - wanted) / max(abs(wanted), self._scale), self._tolerance
 
     def _live(self) -> list[Algorithm]:
         return [

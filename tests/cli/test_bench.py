@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from tests.bench.workloads.test_factory import GOOD
 from tests.support.reports import winning_report
 from torchboost.cli.app import app
+from torchboost.errors import FactoryError
 from torchboost.measure.evidence import BenchReport
 
 
@@ -59,7 +60,9 @@ def test_json_answers_on_standard_output_alone(calls, tmp_path):
         (("digits", "--device", "toaster"), "--device"),
         (("none.py:make",), "found no file"),
         (("train.py",), "train.py:make"),
-        (("none.py:make", "--model", "x"), "builds its own model"),
+        (("none.py:make", "--model", "x"), "builds model and data"),
+        (("none.py:make", "--data", "x"), "builds model and data"),
+        (("digits", "--decide", "5x"), "--decide: found '5x'"),
     ],
 )
 def test_errors_before_anything_runs(words, said, tmp_path):
@@ -68,6 +71,25 @@ def test_errors_before_anything_runs(words, said, tmp_path):
     assert result.stderr.startswith("Error: ")
     assert said in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_a_factory_at_fault_while_training_is_one_line(monkeypatch, tmp_path):
+    def fail(job, **options):
+        options["progress"]("training", 0, 1)
+        raise FactoryError("the factory's loss returned a float")
+
+    monkeypatch.setattr("torchboost.cli.bench.run_bench", fail)
+    result = run("--out", str(tmp_path))
+    assert result.exit_code == 1
+    assert "Error: the factory's loss returned a float" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_report_that_was_cut_is_one_line(tmp_path):
+    (tmp_path / "report.json").write_text('{"format": 1, "tit')
+    result = run("digits", "--out", str(tmp_path), "--resume", "--pairs", "1")
+    assert result.exit_code == 1
+    assert "Error: this is not a report of torchboost" in result.stderr
 
 
 def test_faults_while_training_are_not_hidden(monkeypatch, tmp_path):

@@ -62,6 +62,22 @@ def test_json_answers_on_standard_output_alone(factory, tmp_path):
     assert found["headline"]
 
 
+def test_what_a_factory_prints_is_not_in_the_json(factory, tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(file.read_text().replace("def make(seed):", "def make(seed):\n    print('loading')"))
+    words = ("--budget", "3s", "--drop", "20", "--seeds", "3", "--out", str(tmp_path / "b.json"), "--json")
+    result = run(factory, *words)
+    assert json.loads(result.stdout)["state"] == "complete"
+    assert "loading" in result.stderr
+
+
+def test_a_folder_is_no_file(factory, tmp_path):
+    result = run(factory, "--budget", "3s", "--out", str(tmp_path))
+    assert result.exit_code == 1
+    assert "a folder; give a file" in result.stderr
+    assert "Traceback" not in result.output
+
+
 def test_a_report_that_is_there_is_not_overwritten(factory, tmp_path):
     out = tmp_path / "boost.json"
     words = (factory, "--budget", "3s", "--drop", "20", "--seeds", "3", "--out", str(out))
@@ -76,6 +92,9 @@ def test_a_report_that_is_there_is_not_overwritten(factory, tmp_path):
     ("words", "said"),
     [
         (("none.py:make",), "found no file"),
+        (("train.py",), "needed: train.py:make"),
+        (("none.py:make", "--data", "there"), "--data: found 'there'"),
+        (("none.py:make", "--train-limit", "5"), "--train-limit: found '5'"),
         (("digitz",), "Did you mean 'digits-resnet'"),
         (("digits", "--budget", "soon"), "budget: found 'soon'"),
         (("digits", "--drop", "0"), "drop: found 0.0"),

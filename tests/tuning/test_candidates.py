@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -108,10 +109,11 @@ def test_a_recipe_that_trains_the_parameters_of_stock_is_refused():
     body = make(0)[0]
 
     def around(seed: int) -> Any:
-        return (torch.nn.Sequential(body), *make(seed)[1:])
+        model = torch.nn.Sequential(body)
+        return (model, torch.optim.SGD(model.parameters(), lr=0.1), *make(seed)[2:])
 
     with pytest.raises(FactoryError, match=r"the same parameter twice \(0.0.weight\)"):
-        recipe_candidates({"a": (lambda seed: (torch.nn.Sequential(body), *make(seed)[1:]), 0.5)}, made_by(around, 0))
+        recipe_candidates({"a": (lambda seed: (torch.nn.Sequential(body), *around(seed)[1:]), 0.5)}, made_by(around, 0))
     with pytest.raises(FactoryError, match="the same parameter twice"):
         fresh(around)
 
@@ -120,6 +122,32 @@ def test_a_recipe_that_trains_the_parameters_of_stock_is_refused():
 def test_names_that_would_be_taken_for_others_are_refused(name):
     with pytest.raises(ValueError, match="does not begin with 'stock'"):
         named_candidates({name: {"autocast": True}})
+
+
+def test_the_fingerprint_sees_modules_and_buffers():
+    def changed(change: Callable[[torch.nn.Module], object]) -> str:
+        parts = made_by(make, 0)
+        change(parts.model)
+        return fingerprint_of(parts)
+
+    same = changed(lambda model: None)
+    assert changed(lambda model: None) == same
+    assert changed(lambda model: setattr(model, "2", torch.nn.Dropout(0.9))) != same
+    assert changed(lambda model: model.get_submodule("1").get_buffer("running_mean").add_(1)) != same
+    assert changed(lambda model: model.register_buffer("mask", torch.ones(3, dtype=torch.bool))) != same
+    assert changed(lambda model: model.register_buffer("phase", torch.ones(3, dtype=torch.complex64))) != same
+
+
+@pytest.mark.parametrize("given", [{1: {"autocast": True}}, {None: {"autocast": True}}])
+def test_a_name_that_is_no_text_is_refused(given):
+    with pytest.raises(ValueError, match="give a name"):
+        named_candidates(given)
+
+
+@pytest.mark.parametrize(("given", "said"), [([1], "found a list"), ({"a": (make, "half")}, "with 'half'")])
+def test_recipes_of_other_types_are_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        recipe_candidates(given, made_by(make, 0))
 
 
 def test_a_section_that_is_no_mapping_is_refused():

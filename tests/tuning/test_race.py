@@ -274,6 +274,37 @@ def test_a_candidate_that_takes_more_than_twice_as_long_is_stopped():
     assert [key for key in made.runs if key[0] == "b"] == [("b", 0)]
 
 
+def test_a_first_run_that_leaves_no_time_for_a_decision_is_stopped():
+    planted, limits = Planted({}, {}), []
+
+    def train(candidate: Candidate, seed: int, limit: float = math.inf) -> Run:
+        limits.append(limit)
+        made = planted(candidate, seed)
+        return made.model_copy(update={"metric": math.nan, "seconds": limit, "wall_seconds": limit, "too_slow": True})
+
+    made = race(train, ["a"], budget=63.0, spent=7.0)
+    assert made.decide() == {}
+    assert limits == [8.0]
+    assert outcomes(made) == {"a": "not tried"}
+    assert made.findings["a"].reason.startswith("a run takes more than 8 s, and a decision needs at least 7")
+    assert made.spent == 15.0
+    assert not made.runs
+
+
+def test_a_metric_that_never_changes_is_noted():
+    planted = Planted({}, {"a": 0.7})
+
+    def constant(candidate: Candidate, seed: int, *_: float) -> Run:
+        return planted(candidate, seed).model_copy(update={"metric": 0.5})
+
+    made = race(constant, ["a"], skips=False)
+    made.decide()
+    assert any(note.startswith("the metric of stock was 0.5 for all") for note in made.notes)
+    made = race(planted, ["a"], skips=False)
+    made.decide()
+    assert not made.notes
+
+
 @pytest.mark.parametrize(
     ("change", "outcome", "reason"),
     [

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.support.ranks import run_ranks
 from tests.tuning.test_training import make
-from torchboost.errors import FactoryError
+from torchboost.errors import FactoryError, RankDisagreementError
 from torchboost.front import boost
 from torchboost.tuning import tune as tuning
 from torchboost.tuning.evidence import STOCK, Candidate, Run, TuneReport
@@ -131,9 +131,26 @@ def test_a_report_that_does_not_tell_its_vector_instructions_is_continued(tmp_pa
     assert tuned(out, resume=True).state == "complete"
 
 
+@pytest.mark.usefixtures("fake")
+def test_a_report_of_another_version_of_the_file_is_not_continued(tmp_path, monkeypatch):
+    out = tmp_path / "boost.json"
+    assert tuned(out).source
+    monkeypatch.setattr(tuning, "source_of", lambda make: "another")
+    with pytest.raises(ValueError, match="another version of the file that defines the factory"):
+        tuned(out, resume=True)
+
+
+def test_a_folder_has_no_report():
+    with pytest.raises(ValueError, match="a folder; give a file"):
+        tune(make, drop=0.5, budget=5, out="")
+    with pytest.raises(ValueError, match="a folder; give a file"):
+        report_path(".")
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
+        ({"error": "small"}, "error: found 'small'"),
         ({"drop": 0.0}, "drop: found 0.0"),
         ({"budget": "soon"}, "budget: found 'soon'"),
         ({"budget": 0}, "budget: found 0"),
@@ -218,6 +235,28 @@ def _tuned_on_ranks(folder: str, interrupted_at: int | None) -> tuple[dict[str, 
         report = TuneReport.load(report_path(out))
     outcomes = {found.candidate.name: found.outcome for found in report.findings}
     return outcomes, [(run.name, run.seed) for run in report.runs], state
+
+
+def _uneven() -> str:
+    def wrapped(seed: int) -> Any:
+        model, _, loss, loader, evaluate = make(seed)[:5]
+        model = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        return model, optimizer, loss, list(loader)[: 3 + dist.get_rank()], evaluate
+
+    try:
+        tune(wrapped, drop=0.5, budget=20)
+    except RankDisagreementError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+def test_ranks_with_different_numbers_of_batches_are_told_so():
+    first, second = run_ranks(_uneven, 2)
+    assert first == second
+    assert "the number of steps of a run is 3 on rank 0 and 4 on rank 1" in first
+    assert first.endswith("Give all ranks equally many batches.")
 
 
 @pytest.mark.dist

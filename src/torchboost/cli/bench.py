@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
+from pydantic import ValidationError
 
 from torchboost.bench.report.report import print_report, write_html
 from torchboost.bench.workloads.bench import CONTESTANTS, run_bench
@@ -13,9 +14,11 @@ from torchboost.bench.workloads.contestants import Recipe
 from torchboost.bench.workloads.factory import job_from
 from torchboost.bench.workloads.jobs import JOBS, Job, find_job
 from torchboost.cli.device import usable_device
-from torchboost.cli.output import fail, print_json, summary_of, user_errors
+from torchboost.cli.factory import is_factory
+from torchboost.cli.output import fail, json_only, print_json, summary_of, user_errors
 from torchboost.cli.progress import display
 from torchboost.core.arguments import seconds_of
+from torchboost.errors import FactoryError
 from torchboost.measure.evidence import BenchReport
 
 __all__ = ["bench"]
@@ -52,11 +55,11 @@ def bench(
     path = out / "report.json"
     before = None if resume else _written(path)
     names = [name.strip() for name in contestants.split(",") if name.strip()]
-    with user_errors(), display() as shown:
+    with user_errors(), json_only(json), display() as shown:
         try:
             for name in names:
                 Recipe.parse(name)
-            job = _job(workload, model, epochs)
+            job = _job(workload, model, data, epochs)
             if not (resume or force):
                 _check_place(path, job)
             report = run_bench(
@@ -70,11 +73,12 @@ def bench(
                 device=usable_device(device),
                 out=path,
                 resume=resume,
-                decide=None if decide is None else seconds_of(decide),
+                decide=None if decide is None else seconds_of(decide, "--decide"),
                 progress=shown,
             )
         except ValueError as error:
-            if shown.phase not in EARLY:
+            ours = isinstance(error, FactoryError) or shown.phase in EARLY
+            if isinstance(error, ValidationError) or not ours:
                 raise
             fail(str(error))
         except KeyboardInterrupt:
@@ -90,13 +94,9 @@ def bench(
             typer.echo(f"wrote {written}")
 
 
-def _job(workload: str, model: str | None, epochs: int | None) -> Job:
-    if workload.rpartition(":")[0].endswith(".py"):
-        if model is not None:
-            raise ValueError(f"--model: found {model!r}; leave it out, since a factory builds its own model.")
+def _job(workload: str, model: str | None, data: Path | None, epochs: int | None) -> Job:
+    if is_factory(workload, model=model, data=data):
         return job_from(workload, epochs=epochs)
-    if workload.endswith(".py"):
-        raise ValueError(f"found {workload!r} without a function; needed: {workload}:make.")
     return find_job(workload if model is None else f"{workload}-{model}")
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any, NoReturn
 
 import typer
@@ -15,10 +15,10 @@ from pydantic import ValidationError
 from torchboost.bench.report.table import Table, plain
 from torchboost.bench.report.verdict import headline, verdicts
 from torchboost.cli.environment import EXTRAS
-from torchboost.errors import ConfigError, IncompatibleError
+from torchboost.errors import ConfigError, IncompatibleError, RankDisagreementError
 from torchboost.measure.evidence import BenchReport
 
-__all__ = ["fail", "print_json", "print_table", "settings_of", "summary_of", "user_errors"]
+__all__ = ["fail", "json_only", "print_json", "print_table", "settings_of", "summary_of", "user_errors"]
 
 
 def fail(message: str) -> NoReturn:
@@ -32,7 +32,7 @@ def user_errors() -> Iterator[None]:
     """Turn user errors into one message and exit code 1. Bugs of torchboost keep their traceback."""
     try:
         yield
-    except (ConfigError, IncompatibleError) as error:
+    except (ConfigError, IncompatibleError, RankDisagreementError) as error:
         fail(str(error))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -46,6 +46,13 @@ def user_errors() -> Iterator[None]:
     except OSError as error:
         what = f"{error.filename}: " if error.filename else ""
         fail(f"{what}{error.strerror or error}")
+
+
+@contextmanager
+def json_only(json: bool) -> Iterator[None]:
+    """Send what the user's code prints to standard error if standard output is for JSON."""
+    with redirect_stdout(sys.stderr) if json else nullcontext():
+        yield
 
 
 def _in_an_extra(package: str | None) -> bool:

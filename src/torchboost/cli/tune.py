@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from torchboost.bench.workloads.factory import factory_of, function_at
 from torchboost.bench.workloads.jobs import find_job
 from torchboost.cli.device import usable_device
-from torchboost.cli.output import fail, print_json, print_table, user_errors
+from torchboost.cli.factory import is_factory
+from torchboost.cli.output import fail, json_only, print_json, print_table, user_errors
 from torchboost.cli.progress import display
 from torchboost.core.arguments import seconds_of
 from torchboost.distributed.shared import is_first_rank
@@ -63,10 +64,10 @@ def tune(
     json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:
     """Find out what may be turned on for your model without losing accuracy, and write it as a configuration."""
-    path = report_path(out)
-    with user_errors(), display() as shown:
+    with user_errors(), json_only(json), display() as shown:
         try:
             seconds_of(budget)
+            path = report_path(out)
             if path.exists() and not resume:
                 fail(f"{path} exists; continue it with --resume, or choose another file with --out.")
             where = usable_device(device)
@@ -91,10 +92,11 @@ def tune(
                 raise
             fail(str(error))
         except KeyboardInterrupt:
-            _interrupted(path)
+            _interrupted(report_path(out))
     if not is_first_rank():
         shutdown()
         return
+    path = report_path(out)
     written = write_page(report, path.with_suffix(".html")) if html else None
     if json:
         print_json({"headline": headline(report), **report.model_dump(mode="json"), "config": str(out)})
@@ -119,9 +121,7 @@ def _print(report: TuneReport, files: tuple[Path | None, ...]) -> None:
 def _factory(
     workload: str, model: str | None, data: Path | None, train_limit: int | None, device: torch.device
 ) -> tuple[Callable[[int], Any], int]:
-    if workload.rpartition(":")[0].endswith(".py"):
-        if model is not None:
-            raise ValueError(f"--model: found {model!r}; leave it out, since a factory builds its own model.")
+    if is_factory(workload, model=model, data=data, train_limit=train_limit):
         return function_at(workload), 1
     job = find_job(workload if model is None else f"{workload}-{model}")
     loaded = job.load(data, train_limit).to(device)

@@ -122,7 +122,7 @@ def _found(value: Any) -> str:
     return f"{type(value).__name__}{shown}"
 
 
-def seconds_of(budget: float | str) -> float:
+def seconds_of(budget: float | str, name: str = "budget") -> float:
     """Return a time in seconds: a number, or text such as ``"90s"``, ``"30m"``, ``"2h"``.
 
     Raises:
@@ -131,5 +131,5 @@ def seconds_of(budget: float | str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", str(budget))
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if not seconds > 0:
-        raise ValueError(f"budget: found {budget!r}; give seconds above 0, or text such as '90s', '30m' or '2h'.")
+        raise ValueError(f"{name}: found {budget!r}; give seconds above 0, or text such as '90s', '30m' or '2h'.")
     return seconds

@@ -165,7 +165,10 @@ class Contestant(Record):
 
 
 class BenchReport(SavedRecord):
-    """The result of one benchmark: several contestants on one workload in one process."""
+    """The result of one benchmark: several contestants on one workload in one process.
+
+    ``source`` tells apart the versions of the user's file that defines the workload.
+    """
 
     format: Literal[1] = 1
     title: str
@@ -180,3 +183,4 @@ class BenchReport(SavedRecord):
     environment: Environment
     contestants: list[Contestant]
     notes: list[str] = []
+    source: str = ""

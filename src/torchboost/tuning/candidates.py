@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
-from torchboost.bench.workloads.factory import Parts, made_by, on_device, pair_of
+from torchboost.bench.workloads.factory import Parts, check_fresh, loss_of, made_by, on_device, pair_of
+from torchboost.core.arguments import is_number
 from torchboost.errors import ConfigError, FactoryError, IncompatibleError
 from torchboost.front import boost
 from torchboost.registry import LEVELS, REGISTRY
@@ -67,7 +69,7 @@ def kept_levers(make: Make, *, steps: int, seconds: float) -> list[str]:
     )
     for inputs, targets in map(pair_of, islice(iter(parts.batches), 1)):
         device = next(parts.model.parameters()).device
-        parts.loss(boosted.model(on_device(inputs, device)), on_device(targets, device)).backward()
+        loss_of(parts.loss, boosted.model(on_device(inputs, device)), on_device(targets, device)).backward()
     boosted.optimizer.zero_grad()
     on = list(boosted.attached)
     boosted.remove()
@@ -111,12 +113,14 @@ def recipe_candidates(given: Mapping[str, tuple[Make, float]], stock: Parts) -> 
         FactoryError: A factory has no ``evaluate``, or returns the same parameters twice.
         ValueError: A name is empty, or a share is not above 0 and at most 1.
     """
+    if not isinstance(given, Mapping):
+        raise ValueError(f"recipes: found a {type(given).__name__}; give a dict of names and (factory, share).")
     found = []
     for name, pair in given.items():
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and callable(pair[0])):
             raise ValueError(f"recipes: found {pair!r} for {name!r}; give a factory and a share of the steps.")
         make, share = pair
-        if not _is_free(name) or not 0 < share <= 1:
+        if not _is_free(name) or not is_number(share) or not 0 < share <= 1:
             raise ValueError(
                 f"recipes: found {name!r} with {share!r} of the steps; give a name without ' + ' that does not begin "
                 f"with {STOCK!r}, a factory and a share above 0 and at most 1."
@@ -137,31 +141,28 @@ def fresh(make: Make, *others: Parts) -> Parts:
         FactoryError: A parameter is one of another call, so that one run would continue the training of the other.
     """
     parts = made_by(make, 0)
-    others = (*others, made_by(make, 0))
-    known = {id(param) for other in others for param in other.model.parameters()}
-    shared = [name for name, param in parts.model.named_parameters() if id(param) in known]
-    if shared:
-        raise FactoryError(
-            f"the factory returned the same parameter twice ({shared[0]}); build the whole model inside it, or copy it "
-            "there with copy.deepcopy, so that each run has its own."
-        )
+    check_fresh(parts, *others, made_by(make, 0))
     return parts
 
 
 def fingerprint_of(parts: Parts) -> str:
-    """Return a text that tells trainings apart by the optimizer's settings and the start weights."""
-    digest = hashlib.sha256()
+    """Return a text that tells trainings apart by the optimizer's settings, the modules, the start weights and buffers.
+
+    It sees no change of the loss, the data or ``evaluate``.
+    """
+    digest = hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", repr(parts.model)).encode())
     for group in parts.optimizer.param_groups:
         digest.update(repr(sorted((key, str(value)) for key, value in group.items() if key != "params")).encode())
     digest.update(type(parts.optimizer).__name__.encode())
-    for param in parts.model.parameters():
-        digest.update(f"{float(param.detach().double().abs().sum()):.12e}".encode())
+    for tensor in (*parts.model.parameters(), *parts.model.buffers()):
+        real = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
+        digest.update(f"{float(real.double().abs().sum()):.12e}".encode())
     return digest.hexdigest()[:16]
 
 
-def _is_free(name: str) -> bool:
+def _is_free(name: object) -> bool:
     """Whether a name cannot be taken for that of the stock loop or of a composition."""
-    return bool(name) and not name.startswith(STOCK) and " + " not in name
+    return isinstance(name, str) and bool(name) and not name.startswith(STOCK) and " + " not in name
 
 
 def usable(candidate: Candidate, make: Make, steps: int) -> Finding | None:

@@ -110,7 +110,8 @@ class Finding(Record):
 class TuneReport(SavedRecord):
     """The result of a tuning, complete or as far as it came.
 
-    ``fingerprint`` tells trainings apart: the optimizer's settings and the start weights of seed 0.
+    ``fingerprint`` tells trainings apart: the optimizer's settings, the modules, and the start weights and buffers of
+    seed 0. ``source`` tells apart the versions of the file that defines the factory; it is empty if there is none.
     ``extra`` is what the final configuration turns on: the accepted candidates together, if they passed as a whole.
     """
 
@@ -133,6 +134,7 @@ class TuneReport(SavedRecord):
     notes: list[str] = Field(default_factory=list)
     environment: Environment
     fingerprint: str = ""
+    source: str = ""
 
     def stock_losses(self) -> list[float]:
         """Return the training loss of stock at every step, for :class:`torchboost.Guard`.

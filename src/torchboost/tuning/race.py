@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torchboost.bench.workloads.factory import ignored_seed
 from torchboost.errors import FactoryError
 from torchboost.measure.evidence import Interval
 from torchboost.measure.sequential import Look, SequentialTest
@@ -25,6 +26,9 @@ LEAST_GAIN = 1.03
 
 RESERVED_PAIRS, RESERVED = 6, 0.4
 """So many pairs of runs are set aside for the final test, but at most this share of the budget."""
+
+LEAST_RUNS = 7
+"""A decision needs so many runs as long as stock's."""
 
 FRESH_SEED = 1000
 """The first seed of the final test, which shares no training with the tests that chose its members."""
@@ -91,6 +95,7 @@ class Race:
         except OverBudgetError as error:
             self._close("not shown", str(error))
         self._limit = self.budget
+        self._note_constant()
         accepted = [found for found in self.findings.values() if found.outcome == "kept" and not found.candidate.recipe]
         return self._composed(_without_rivals(accepted))
 
@@ -111,10 +116,11 @@ class Race:
         self._close("not shown", f"{self.most} seeds show neither that it keeps the metric nor that it does not")
 
     def _check_affordable(self) -> None:
-        needed = 6 * self.runs[STOCK, 0].wall_seconds
+        run = self.runs[STOCK, 0].wall_seconds
+        needed = (LEAST_RUNS - 1) * run
         if needed > self.budget - self.spent:
             raise OverBudgetError(
-                f"a run takes {needed / 6:.0f} s, and a decision needs at least six more, {needed:.0f} s; "
+                f"a run takes {run:.0f} s, and a decision needs at least six more, {needed:.0f} s; "
                 f"{max(0.0, self.budget - self.spent):.0f} s are left. Shorten the run, or allow more time"
             )
 
@@ -129,7 +135,14 @@ class Race:
             raise OverBudgetError(
                 f"the budget was spent: {self.spent:.0f} s, and the next run takes {expected:.0f} s{rest}"
             )
-        run = self.train(candidate, seed, self._most_seconds(candidate))
+        most = self._most_seconds(candidate)
+        run = self.train(candidate, seed, most)
+        if candidate.name == STOCK and run.too_slow:
+            self.spent += run.wall_seconds
+            raise OverBudgetError(
+                f"a run takes more than {most:.0f} s, and a decision needs at least {LEAST_RUNS}; the budget is "
+                f"{self.budget:.0f} s. Shorten the run, or allow more time"
+            )
         if candidate.name == STOCK and not math.isfinite(run.metric):
             raise FactoryError(
                 f"the stock loop ended with the metric {run.metric} (seed {seed}); there is nothing to keep."
@@ -147,18 +160,25 @@ class Race:
             if name == STOCK and run.first_loss is not None:
                 same = seen.setdefault((run.first_loss, *run.losses, run.last_loss, run.metric), seed)
                 if same != seed:
-                    raise FactoryError(
-                        f"the stock loop had the same losses and metric for the seeds {same} and {seed}, so the "
-                        "factory ignores its seed. Let make(seed) draw weights or data from torch's generator, which "
-                        "is seeded before each call, or from the seed."
-                    )
+                    raise ignored_seed(same, seed)
 
     def _expected(self, candidate: Candidate) -> float:
         own = [run.wall_seconds for (name, _), run in self.runs.items() if name == candidate.name]
         stock = [run.wall_seconds for (name, _), run in self.runs.items() if name == STOCK]
         return max(own or [candidate.share * value for value in stock], default=0.0)
 
+    def _note_constant(self) -> None:
+        found = [run.metric for (name, _), run in self.runs.items() if name == STOCK]
+        if len(found) > 2 and len(set(found)) == 1:
+            self.notes.append(
+                f"the metric of stock was {found[0]:g} for all {len(found)} seeds; if it does not depend on the "
+                "training, it cannot show a loss"
+            )
+
     def _most_seconds(self, candidate: Candidate) -> float:
+        """Return when a training is stopped: the first one if the budget is too small for as many as are needed."""
+        if not self.runs:
+            return (self.budget - self.spent) / LEAST_RUNS
         stock = [run.seconds for (name, _), run in self.runs.items() if name == STOCK]
         if not stock or candidate.name not in self.findings:
             return math.inf

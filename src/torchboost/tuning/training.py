@@ -14,9 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.bench.workloads.factory import Parts, made_by, on_device, pair_of, scheduled
+from torchboost.bench.workloads.factory import (
+    Parts,
+    loss_of,
+    made_by,
+    metric_of,
+    nothing_in,
+    on_device,
+    pair_of,
+    scheduled,
+)
 from torchboost.distributed.shared import mean_over_ranks
-from torchboost.errors import FactoryError
 from torchboost.front import Boosted, boost
 from torchboost.measure.memory import PeakMemory
 from torchboost.measure.stopwatch import Clock, Stopwatch
@@ -164,9 +172,7 @@ def _stepper(parts: Parts, candidate: Candidate, steps: int) -> Callable[[Any, A
     model.train()
 
     def step(inputs: Any, targets: Any) -> Tensor:
-        loss = parts.loss(model(inputs), targets)
-        if not isinstance(loss, Tensor):
-            raise FactoryError(f"the factory's loss returned a {type(loss).__name__}; needed: a tensor of one number.")
+        loss = loss_of(parts.loss, model(inputs), targets)
         loss.backward()
         optimizer.step()
         if schedule is not None:
@@ -188,22 +194,14 @@ def _batches(epoch: Iterable[Any], seed: int, device: torch.device) -> Iterator[
             empty = False
             yield on_device(inputs, device), on_device(targets, device)
         if empty:
-            raise FactoryError(
-                f"the factory's batches gave nothing in pass {number + 1}; give an iterable that starts again in every "
-                "pass, such as a list or a DataLoader."
-            )
+            raise nothing_in(number + 1)
 
 
 def _evaluated(parts: Parts) -> float:
     """Compute the metric without another compilation of the model."""
-    assert parts.evaluate is not None
     parts.model.eval()
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        found = parts.evaluate(parts.model)
-    try:
-        return float(found)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise FactoryError(f"the factory's evaluate returned a {type(found).__name__}; needed: a number.") from error
+    with torch.compiler.set_stance("force_eager"):
+        return metric_of(parts, parts.model)
 
 
 def _agreed(run: Run) -> Run:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from torchboost.bench.workloads.factory import Parts, made_by
-from torchboost.core.arguments import check_count, check_number, seconds_of
+from torchboost.bench.workloads.factory import Parts, made_by, source_of
+from torchboost.core.arguments import check_count, check_number, is_number, seconds_of
+from torchboost.distributed.agreement import Agreement
 from torchboost.distributed.shared import from_first_rank, is_first_rank
 from torchboost.errors import FactoryError
 from torchboost.measure.stopwatch import Progress, environment
@@ -100,7 +102,8 @@ def tune(
 
     Raises:
         FactoryError: The factory returns something else or has no ``evaluate``, or the stock loop cannot be compared:
-            it diverges, or ends equally for two seeds.
+            it diverges, or has the same losses and metric for two seeds.
+        RankDisagreementError: The ranks have different numbers of batches.
         ValueError: An argument is out of range, or the report belongs to another tuning.
         KeyboardInterrupt: Passed on. The report holds all finished runs.
 
@@ -109,6 +112,8 @@ def tune(
         >>> report = torchboost.tune(make, drop=0.005, budget="30m", out="boost.json")  # doctest: +SKIP
         >>> model, optimizer = torchboost.boost(model, optimizer, config="boost.json")  # doctest: +SKIP
     """
+    if not callable(make):
+        raise TypeError(f"make: found {make!r}; give a function of a seed.")
     _check_arguments(drop=drop, epochs=epochs, total_steps=total_steps, seeds=seeds, error=error)
     started, seconds, place = time.perf_counter(), seconds_of(budget), torch.device(device)
     path = None if out is None else Path(out)
@@ -125,11 +130,12 @@ def tune(
         title=title,
         drop=drop,
         budget_seconds=seconds,
-        steps=_steps(epochs, parts, seconds),
+        steps=_agreed(_steps(epochs, parts, seconds)),
         total_steps=total_steps,
         most_seeds=seeds,
         error=error,
         device=place,
+        source=from_first_rank(source_of(make)),
     )
     session = _Session(
         started=started,
@@ -149,8 +155,14 @@ def tune(
 
 
 def report_path(out: str | Path) -> Path:
-    """Return where the report of a configuration file is: ``boost.report.json`` for ``boost.json`` and ``boost``."""
+    """Return where the report of a configuration file is: ``boost.report.json`` for ``boost.json`` and ``boost``.
+
+    Raises:
+        ValueError: It is a folder.
+    """
     path = Path(out)
+    if not path.name or path.is_dir():
+        raise ValueError(f"out: found {str(out)!r}, a folder; give a file, such as boost.json.")
     return path.with_name(path.name.removesuffix(".json") + ".report.json")
 
 
@@ -202,6 +214,11 @@ class _Session:
             then = then.model_copy(update={"instructions": now.instructions})
         for key in ("torch", "torchboost", "processor", "instructions", "device", "threads"):
             _must_agree(path, key, getattr(then, key), getattr(now, key))
+        if saved.source and saved.source != self.report.source:
+            raise ValueError(
+                f"{path} was made with another version of the file that defines the factory; runs of both cannot be "
+                "mixed. Restore the file, choose another one with out, or do not resume."
+            )
         self.report = saved.model_copy(update={"budget_seconds": self.seconds, "state": "running", "whole": []})
 
     def run(self, given: Mapping[str, Mapping[str, Any]] | None) -> TuneReport:
@@ -343,8 +360,6 @@ def _checked_total(total_steps: int, steps: int) -> int:
 def _check_free(out: Path, resume: bool) -> None:
     """Raise ``ValueError`` if the files cannot be written, or would replace something."""
     report = report_path(out)
-    if not out.name or out.is_dir():
-        raise ValueError(f"out: found {str(out)!r}, a folder; give a file, such as boost.json.")
     if not is_first_rank():
         return
     try:
@@ -367,7 +382,7 @@ def _check_arguments(*, drop: float, epochs: int, total_steps: int | None, seeds
         raise ValueError(f"seeds: found {seeds}; give {LEAST_SEEDS} or more, since the test needs them.")
     if total_steps is not None:
         check_count("total_steps", total_steps, of="updates")
-    if not LEAST_ERROR <= error < MOST_ERROR:
+    if not is_number(error) or not LEAST_ERROR <= error < MOST_ERROR:
         raise ValueError(f"error: found {error!r}; give a number from {LEAST_ERROR} to below {MOST_ERROR}.")
 
 
@@ -375,6 +390,19 @@ def _steps(epochs: int, parts: Parts, seconds: float) -> int:
     steps = epochs * _length(parts, seconds)
     if steps < LEAST_STEPS:
         raise FactoryError("a run has one step, of which no speed is known; give more batches, or more epochs.")
+    return steps
+
+
+def _agreed(steps: int) -> int:
+    """Return the steps of a run, which must be those of all ranks.
+
+    Raises:
+        RankDisagreementError: They are not, so the ranks would wait for each other without end.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        agreement = Agreement(range(dist.get_world_size()), subject="tune")
+        agreement.check({"the number of steps of a run": steps}, hint="Give all ranks equally many batches.")
+        agreement.close()
     return steps
 
 

@@ -176,10 +176,11 @@ def test_nothing_is_kept_against_a_stock_loop_that_diverged():
     made = report(nan_losses(STOCK), contestant("O1", "level", 0.02, stock=0.05))
     texts = said(made, "O1")
     assert any(tone == "open" and text.startswith("stock diverged on at least one seed") for tone, text in texts)
-    assert texts[-1][1].endswith("neither shown nor refuted by this run.")
+    assert texts[-1][1].endswith("not decided, since stock diverged.")
     assert target_of(made) is None
     both = report(nan_losses(STOCK), nan_losses(contestant("O1", "level", 0.02, stock=0.05)))
     assert not any(tone == "good" and "promises" in text for tone, text in said(both, "O1"))
+    assert any(text.startswith("stock diverged") for _, text in said(both, "O1"))
     assert "kept" not in " ".join(text for _, text in said(both, "O1"))
 
 

@@ -13,6 +13,7 @@ from torchboost.algorithms.compile import Compile
 from torchboost.bench.workloads import bench
 from torchboost.bench.workloads.bench import run_bench
 from torchboost.bench.workloads.contestants import plan_for
+from torchboost.errors import FactoryError
 from torchboost.measure.evidence import BenchReport, Contestant, Curve
 from torchboost.measure.stopwatch import Clock, Warmup
 from torchboost.plan import Plan
@@ -238,7 +239,7 @@ def decided(monkeypatch: pytest.MonkeyPatch, metrics: dict[str, list[float]], **
 
     def curve(name: str, seed: int, settings: Any, done: int, total: int) -> Curve:
         values = metrics[name]
-        return Curve(seed=seed, epochs=[1], seconds=[1], train_loss=[1], metric=[values[seed % len(values)]])
+        return Curve(seed=seed, epochs=[1], seconds=[1], train_loss=[seed], metric=[values[seed % len(values)]])
 
     monkeypatch.setattr(bench, "_curve", curve)
     given = {"pairs": 1, "epochs": 1, "warmup": QUICK, "clock": tick(), "planner": halving_planner, "decide": 600.0}
@@ -279,3 +280,35 @@ def test_a_decision_is_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     report = decided(monkeypatch, metrics, out=out, resume=True)
     assert by_name(report)["O1"].quality[0].passed
     assert [curve.seed for curve in by_name(report)["O1"].curves] == list(range(seeds_of(report)["O1"]))
+
+
+def equal_curve(name: str, seed: int, settings: Any, done: int, total: int) -> Curve:
+    return Curve(seed=seed, epochs=[1], seconds=[1], train_loss=[0.5], metric=[0.9])
+
+
+@pytest.mark.parametrize("more", [{"seeds": 3}, {"decide": 600.0}])
+def test_a_workload_that_ignores_its_seed_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(bench, "_curve", equal_curve)
+    out = tmp_path / "report.json"
+    given = {"pairs": 1, "epochs": 1, "warmup": QUICK, "clock": tick(), "planner": halving_planner, "out": out}
+    with pytest.raises(FactoryError, match="the same losses and metric for the seeds 0 and 1"):
+        run_bench(tiny_job(), contestants=("stock", "O1"), **given, **more)
+    assert by_name(BenchReport.load(out))["O1"].quality == []
+
+
+@pytest.mark.parametrize("changed", ["source", "instructions"])
+def test_a_report_of_another_version_is_not_continued(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: str
+) -> None:
+    job, out = replace(tiny_job(), source="before"), tmp_path / "report.json"
+    given: dict[str, Any] = {"contestants": ("stock",), "pairs": 1, "epochs": 0, "warmup": QUICK, "clock": tick()}
+    run_bench(job, out=out, **given)
+    run_bench(job, out=out, resume=True, **given)
+    if changed == "source":
+        job = replace(job, source="after")
+    else:
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "OTHER")
+    with pytest.raises(ValueError, match=r"another version of the file|instructions"):
+        run_bench(job, out=out, resume=True, **given)

@@ -6,7 +6,7 @@ import textwrap
 import pytest
 import torch
 
-from torchboost.bench.workloads.factory import job_from, parts_from, scheduled
+from torchboost.bench.workloads.factory import job_from, parts_from, scheduled, source_of
 from torchboost.errors import FactoryError, NoEffectWarning
 
 GOOD = """
@@ -201,3 +201,63 @@ def test_a_path_that_is_no_text_can_be_saved(tmp_path):
     job = job_from(f"{odd}:make")
     assert job.name.endswith("tr\\udcff.py:make")
     assert job.title == "tr\\udcff.py"
+
+
+SHARED = """
+    model = None
+
+    def shared(seed):
+        global model
+        found = make(seed)
+        model = model or found[0]
+        return (model, torch.optim.SGD(model.parameters(), lr=0.1), *found[2:])
+
+    def number(seed):
+        return (*make(seed)[:2], lambda outputs, targets: 0.5, *make(seed)[3:])
+
+    def text(seed):
+        return (*make(seed)[:4], lambda model: "good")
+
+    spent = iter(make(0)[3])
+
+    def kept(seed):
+        return (*make(seed)[:3], spent, make(seed)[4])
+"""
+
+
+def test_a_factory_that_returns_one_model_for_all_seeds_is_refused(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(textwrap.dedent(GOOD) + textwrap.dedent(SHARED))
+    job = job_from(f"{file}:shared")
+    with pytest.raises(FactoryError, match=r"returned the same parameter twice \(weight\)"):
+        job.model(job.load(None, None), 1)
+
+
+def test_what_the_parts_return_is_checked(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(textwrap.dedent(GOOD) + textwrap.dedent(SHARED))
+    job = job_from(f"{file}:number")
+    with pytest.raises(FactoryError, match="loss returned a float"):
+        job.loss(torch.zeros(2, 2), torch.zeros(2))
+    job = job_from(f"{file}:text")
+    with pytest.raises(FactoryError, match="evaluate returned a str"):
+        job.evaluate(torch.nn.Linear(2, 2), job.load(None, None))
+    job = job_from(f"{file}:kept")
+    with pytest.raises(FactoryError, match="gave nothing in pass 1"):
+        list(job.load(None, None).train(5, seed=1, epoch=0))
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(textwrap.dedent(GOOD) + "\n\ndef other(seed):\n    return (make(seed)[0], *make(seed)[1:])\n")
+    with pytest.raises(FactoryError, match="optimizer has no parameter of its model"):
+        job_from(f"{file}:other")
+
+
+def test_the_source_of_a_factory_tells_versions_of_its_file_apart(file):
+    before = job_from(f"{file}:make").source
+    assert before
+    assert job_from(f"{file}:make").source == before
+    file.write_text(file.read_text() + "\n# changed\n")
+    assert job_from(f"{file}:make").source not in ("", before)
+    assert source_of(print) == ""

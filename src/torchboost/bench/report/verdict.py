@@ -85,6 +85,7 @@ class Summary:
         seconds_to_target: Training time including set-up until the mean metric reaches the target of the report.
         repaid_after: Number of steps that repay the longer warm-up compared with stock.
         peak_bytes: How far the memory rose in a training run, the median over the seeds.
+        stock_diverged: Whether a training of stock ended without a finite metric.
     """
 
     contestant: Contestant
@@ -95,6 +96,7 @@ class Summary:
     seconds_to_target: float | None = None
     repaid_after: int | None = None
     peak_bytes: float | None = None
+    stock_diverged: bool = False
 
 
 class Verdict(NamedTuple):
@@ -207,6 +209,7 @@ def summarise(report: BenchReport) -> list[Summary]:
                 seconds_to_target=None if target is None else _seconds_to(contestant, target, sign),
                 repaid_after=_repaid_after(contestant, stock) if stock else None,
                 peak_bytes=_peak(contestant),
+                stock_diverged=stock is not None and _diverged(stock),
             )
         )
     return summaries
@@ -233,11 +236,11 @@ def _metric(summary: Summary, name: str, share: bool) -> Verdict | None:
     if found is None:
         return None
     mean = wording.difference(found.mean, share=share)
-    if _diverged(contestant):
-        return Verdict("bad", f"{contestant.name} diverged on at least one seed: its loss or {name} is not a number.")
-    if not math.isfinite(found.mean):
+    if summary.stock_diverged:
         text = f"stock diverged on at least one seed, so the {name} of {contestant.name} cannot be compared with it."
         return Verdict("open", text)
+    if _diverged(contestant):
+        return Verdict("bad", f"{contestant.name} diverged on at least one seed: its loss or {name} is not a number.")
     if found.seeds < 2:
         text = f"{contestant.name} ends {mean} from stock in {name} on one seed: too few to say anything."
         return Verdict("open", text)
@@ -268,6 +271,8 @@ def _promise(summary: Summary, share: bool) -> Verdict | None:
     interval = summary.stock.interval
     if interval.high < 1:
         return Verdict("bad", f"{asked}: missed here, it is slower.")
+    if summary.stock_diverged:
+        return Verdict("open", f"{asked}: not decided, since stock diverged.")
     if _diverged(summary.contestant):
         return Verdict("bad", f"{asked}: missed here, the training diverged.")
     if found is None or margin is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from torchboost.bench.workloads.contestants import Loop, Planner, Recipe, build_loop, plan_for
 from torchboost.bench.workloads.data import Data
+from torchboost.bench.workloads.factory import ignored_seed
 from torchboost.bench.workloads.jobs import Job
 from torchboost.measure.evidence import BenchReport, Contestant, Curve, Quality
 from torchboost.measure.memory import PeakMemory
@@ -185,15 +187,22 @@ def _frame(settings: _Settings) -> BenchReport:
         train_samples=settings.data.samples,
         environment=environment(settings.device),
         contestants=[],
+        source=job.source,
     )
 
 
 def _resumed(saved: BenchReport, now: BenchReport, path: Path) -> BenchReport:
     """Return the saved report if it belongs to the same measurement, otherwise raise ``ValueError``."""
-    for key in ("workload", "model", "batch", "epochs", "train_samples"):
+    for key in ("workload", "model", "parameters", "batch", "epochs", "train_samples"):
         _must_agree(key, getattr(saved, key), getattr(now, key), path)
-    for key in ("torch", "torchboost", "processor", "device", "threads"):
+    keys = ("torch", "torchboost", "processor", "device", "threads")
+    for key in (*keys, "instructions") if saved.environment.instructions else keys:
         _must_agree(key, getattr(saved.environment, key), getattr(now.environment, key), path)
+    if saved.source and saved.source != now.source:
+        raise ValueError(
+            f"{path} was measured with another version of the file {now.workload.rpartition(':')[0]!r}; runs of both "
+            "cannot be mixed. Restore the file, save to another one, or do not resume."
+        )
     if saved.environment.commit == now.environment.commit:
         return saved
     note = f"continued at commit {now.environment.commit or 'unknown'}"
@@ -264,6 +273,7 @@ def _trained(
         if (name, seed) not in held:
             curve = _curve(name, seed, settings, done * settings.epochs, len(runs) * settings.epochs)
             report = _judged(_with_curve(report, name, curve), settings.job)
+            _check_seeds(report)
             _save(report, out)
     if runs:
         settings.progress("training", len(runs) * settings.epochs, len(runs) * settings.epochs)
@@ -287,9 +297,19 @@ def _decided(
             if (name, seed) not in held:
                 curve = _curve(name, seed, settings, round(now - began), max(1, round(end - began)))
                 report = _judged(_with_curve(report, name, curve), settings.job, sequential=True)
+                _check_seeds(report)
                 _save(report, out)
         longest = max(longest, time.monotonic() - now)
     return report
+
+
+def _check_seeds(report: BenchReport) -> None:
+    """Raise ``FactoryError`` if two trainings of stock with different seeds are the same training."""
+    seen: dict[tuple[float, ...], int] = {}
+    for curve in next((c.curves for c in report.contestants if c.name == STOCK), []):
+        same = seen.setdefault((*curve.train_loss, *curve.metric), curve.seed)
+        if same != curve.seed and math.isfinite(curve.train_loss[-1]):
+            raise ignored_seed(same, curve.seed)
 
 
 def _open(report: BenchReport, job: Job) -> list[str]:

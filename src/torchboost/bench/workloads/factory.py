@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib.util
 import inspect
 import itertools
@@ -25,14 +27,20 @@ from torchboost.optim.rebuild import described_groups, rebuilt
 
 __all__ = [
     "Parts",
+    "check_fresh",
     "factory_of",
     "function_at",
+    "ignored_seed",
     "job_from",
+    "loss_of",
     "made_by",
+    "metric_of",
+    "nothing_in",
     "on_device",
     "pair_of",
     "parts_from",
     "scheduled",
+    "source_of",
 ]
 
 RETURNS = "(model, optimizer, loss, batches), and after them, if you like, evaluate and schedule"
@@ -70,7 +78,9 @@ class _Factory:
     epochs: dict[int, Iterable[Batch]] = field(default_factory=dict)
 
     def build(self, seed: int) -> Parts:
-        self.last["parts"] = parts = made_by(self.make, seed)
+        parts = made_by(self.make, seed)
+        check_fresh(parts, *self.last.values())
+        self.last["parts"] = parts
         # A generator can be read only once, but an epoch is needed many times.
         spent = iter(parts.batches) is parts.batches
         self.epochs[seed] = list(parts.batches) if spent else parts.batches
@@ -114,7 +124,82 @@ def _checked(found: object) -> Parts:
             f"the factory's optimizer is a {type(parts.optimizer).__name__}, whose step needs a closure; needed: one "
             "that steps once per backward pass."
         )
+    own = {id(param) for param in parts.model.parameters()}
+    if not any(id(param) in own for group in parts.optimizer.param_groups for param in group["params"]):
+        raise FactoryError(
+            "the factory's optimizer has no parameter of its model; build it from the parameters of the model that is "
+            "returned."
+        )
     return parts
+
+
+def check_fresh(parts: Parts, *others: Parts) -> None:
+    """Check that the model is not that of another call, so that no run continues the training of another.
+
+    Raises:
+        FactoryError: A parameter is one of the others'.
+    """
+    known = {id(param) for other in others for param in other.model.parameters()}
+    shared = [name for name, param in parts.model.named_parameters() if id(param) in known]
+    if shared:
+        raise FactoryError(
+            f"the factory returned the same parameter twice ({shared[0]}); build the whole model inside it, or copy it "
+            "there with copy.deepcopy, so that each run has its own."
+        )
+
+
+def ignored_seed(first: int, second: int) -> FactoryError:
+    """Return the error for two trainings of stock that were the same."""
+    return FactoryError(
+        f"the stock loop had the same losses and metric for the seeds {first} and {second}, so the factory ignores its "
+        "seed. Let make(seed) draw weights or data from torch's generator, which is seeded before each call, or from "
+        "the seed."
+    )
+
+
+def nothing_in(number: int) -> FactoryError:
+    """Return the error for a pass over the batches, counted from 1, that gave none."""
+    return FactoryError(
+        f"the factory's batches gave nothing in pass {number}; give an iterable that starts again in every pass, such "
+        "as a list or a DataLoader."
+    )
+
+
+def loss_of(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any) -> Tensor:
+    """Compute a loss.
+
+    Raises:
+        FactoryError: It is not a tensor.
+    """
+    found = loss(outputs, targets)
+    if not isinstance(found, Tensor):
+        raise FactoryError(f"the factory's loss returned a {type(found).__name__}; needed: a tensor of one number.")
+    return found
+
+
+def metric_of(parts: Parts, model: Callable[..., Any]) -> float:
+    """Compute the metric of a model, which is in evaluation mode.
+
+    Raises:
+        FactoryError: It is not a number.
+    """
+    assert parts.evaluate is not None
+    with torch.no_grad():
+        found = parts.evaluate(model)
+    try:
+        return float(found)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FactoryError(f"the factory's evaluate returned a {type(found).__name__}; needed: a number.") from error
+
+
+def source_of(make: Callable[..., Any]) -> str:
+    """Return a text that tells apart the versions of the file that defines a function; empty if there is none."""
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(make))
+        content = b"" if file is None else Path(file).read_bytes()
+    except (TypeError, OSError):
+        return ""
+    return hashlib.sha256(content).hexdigest()[:16] if content else ""
 
 
 def scheduled(parts: Parts, optimizer: Optimizer, steps: int) -> LRScheduler | None:
@@ -196,8 +281,12 @@ class _Batches:
     def train(self, batch: int, *, seed: int, epoch: int) -> Iterator[Batch]:
         # A shuffling loader draws its order from the global generator, which must be the same for every contestant.
         torch.manual_seed(1_000_003 * seed + epoch)
+        empty = True
         for inputs, targets in map(pair_of, itertools.islice(self.factory.batches(seed), self.count)):
+            empty = False
             yield on_device(inputs, self.device), on_device(targets, self.device)
+        if empty:
+            raise nothing_in(epoch + 1)
 
     def test(self, batch: int) -> Iterator[Batch]:
         raise NotImplementedError("a factory has its own evaluate()")
@@ -224,10 +313,7 @@ class _FactoryJob(Job):
         return LambdaLR(optimizer, lambda step: 1.0) if given is None else given
 
     def evaluate(self, predict: Callable[[Tensor], Tensor], data: Data) -> float:
-        evaluate = self.factory.last["parts"].evaluate
-        assert evaluate is not None
-        with torch.no_grad():
-            return float(evaluate(predict))
+        return metric_of(self.factory.last["parts"], predict)
 
 
 def parts_from(source: str, seed: int = 0) -> Parts:
@@ -279,7 +365,8 @@ def job_from(source: str, *, epochs: int | None = None) -> Job:
         load=load,
         build=lambda data: factory.build(0).model,
         optimizer=optimizer,
-        loss=parts.loss,
+        loss=functools.partial(loss_of, parts.loss),
+        source=source_of(factory.make),
         batch=sizes[0],
         epochs=0 if parts.evaluate is None else 1,
         factory=factory,

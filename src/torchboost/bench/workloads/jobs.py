@@ -42,6 +42,7 @@ class Job:
         metric: The metric on the test set.
         margin: Drop of the metric that counts as unchanged, in units of the metric.
         loose_margin: Drop that level O2 may cost.
+        source: Tells apart the versions of the user's file that defines the job.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Job:
     metric: Metric = "accuracy"
     margin: float = 0.005
     loose_margin: float = 0.03
+    source: str = ""
 
     @property
     def higher_is_better(self) -> bool:
