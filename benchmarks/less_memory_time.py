@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from optimizer_rules import weights
 from optimizer_step import resnet50
-from options import Options, added_cost, parser, run
+from options import Options, parser, run, timed_contestants
 
-from torchboost.measure.evidence import AlgorithmRow, BenchReport
+from torchboost.measure.evidence import BenchReport
 from torchboost.measure.stopwatch import compare, environment
 from torchboost.optim import AdamW
 
@@ -38,8 +38,6 @@ def optimizer(dtype: torch.dtype, options: dict[str, Any]) -> AdamW:
 def measure(options: Options) -> list[Path]:
     steps = {way: optimizer(dtype, given).step for way, (dtype, given) in WAYS.items()}
     found = compare(steps, baselines=[BARE], pairs=2 if options.smoke else 20)
-    rows = {way: ", ".join(f"{key}={value!r}" for key, value in given.items()) for way, (_, given) in WAYS.items()}
-    made = [added_cost(found, way, BARE, AlgorithmRow(name="AdamW", settings=rows[way])) for way in WAYS]
     report = BenchReport(
         title="A step of AdamW that keeps less: ResNet-50",
         workload="less_memory_time-resnet50",
@@ -48,7 +46,7 @@ def measure(options: Options) -> list[Path]:
         batch=1,
         metric_name="none",
         environment=environment(),
-        contestants=made,
+        contestants=timed_contestants(found, WAYS, BARE),
     )
     return [report.save(options.file("less_memory_time", "resnet50"))]
 
