@@ -216,7 +216,7 @@ def table(folder: Path, ending: str = "") -> tuple[Table, str]:
     reports = load(folder, ending)
     lines = [line for name, report in reports.items() for line in _lines(name, report)]
     head = ("workload", "way", "speed of a run", "metric, against stock", "seeds", "against fewer steps", "verdict")
-    machines = sorted({_machine(r.environment) for r in reports.values()})
+    machines = sorted({machine(r.environment) for r in reports.values()})
     said = (
         "Speed is the time of a stock run over that of the way, with its set-up. The learning rate ends at zero, so a "
         "way reaches stock's final metric at the end of its run, if at all. The levers were chosen before the runs by "
@@ -228,7 +228,7 @@ def table(folder: Path, ending: str = "") -> tuple[Table, str]:
     return Table(headings=head, rows=tuple(lines)), said
 
 
-def _machine(found: Environment) -> str:
+def machine(found: Environment) -> str:
     told = (found.processor, found.instructions, wording.count(found.threads, "thread"))
     return ", ".join(filter(None, told))
 

@@ -16,6 +16,7 @@ import fewer_steps_table
 import freeze_rival
 import headline
 import low_precision
+import parts_accuracy
 import planted_effects
 import promises
 import subspace_recipe
@@ -77,6 +78,7 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "fewer_steps_rates": lambda folder: own(fewer_steps_table.rates_table(RESULTS)),
     "planted_effects": lambda folder: rows(planted_effects.table(RESULTS / "planted_effects-tune.json")),
     "freeze_rival": lambda folder: own(freeze_rival.table(RESULTS)),
+    "parts_accuracy": lambda folder: own(parts_accuracy.table(RESULTS)),
     "promises": lambda folder: own(promises.table(RESULTS)),
     "promises_avx2": lambda folder: own(promises.table(RESULTS, promises.NARROW)),
     "promises_short": lambda folder: rows(promises.summary(RESULTS)),

@@ -57,13 +57,13 @@ def test_every_snippet_runs_when_it_is_copied_alone(page, snippet, tmp_path, mon
     run(page, snippet)
 
 
-def test_the_readme_has_a_snippet_that_trains_with_fewer_batch_norms():
+def test_the_readme_has_a_snippet_that_trains_boosted():
     page = ROOT / "README.md"
     (snippet,) = snippets(page)
     assert "loss.backward()" in snippet
     boosted = boosted_of(run(page, snippet)["optimizer"])
     assert boosted is not None
-    assert "less_bn" in [algorithm.name for algorithm in boosted.plan.algorithms]
+    assert "gradient_centralization" in [algorithm.name for algorithm in boosted.plan.algorithms]
 
 
 def test_the_readme_begins_with_what_was_measured():

@@ -73,6 +73,7 @@ def test_the_pair_trains_in_the_loop_that_was_there():
     assert not hooks(optimizer)
     assert not model._forward_pre_hooks
     assert boosted_of(optimizer) is None
+    assert "removed" in boosted.explain().splitlines()[0]
 
 
 def test_o0_changes_nothing():
@@ -116,7 +117,7 @@ def test_a_wrapped_model_is_told_which_line_to_move():
 
 
 def test_a_prepared_model_is_attached_later():
-    model = vgg()
+    model = ResNet(Bottleneck, [1, 1], width=8)
     norms = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
     plan = prepare(model, total_steps=1000)
     assert sum(isinstance(module, nn.BatchNorm2d) for module in model.modules()) < norms
@@ -255,7 +256,7 @@ def test_the_model_is_traced_once_before_it_is_changed_and_once_after(monkeypatc
     traces = []
     record = dataflow.record_symbols
     monkeypatch.setattr(dataflow, "record_symbols", lambda *args, **kwargs: traces.append(1) or record(*args, **kwargs))
-    boosted = boost(*pair(vgg), level="O2", total_steps=10_000)
+    boosted = boost(*pair(lambda: ResNet(Bottleneck, [1, 1], width=8)), level="O2", total_steps=10_000)
     assert {"less_bn", "grad_freeze"} <= set(boosted.attached)
     assert len(traces) == 2
 

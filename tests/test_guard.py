@@ -360,6 +360,49 @@ def test_an_excess_is_a_share_of_the_loss_while_that_is_large():
     assert any(guard.update(1.3 * loss) for loss in reference[:2000])
 
 
+@pytest.mark.parametrize(
+    ("loss", "settings", "said"),
+    [
+        (1.65, {}, "the loss is 65 % above its reference (5 % is accepted), on average over"),
+        (1.65, {"tolerance": 0.125}, "the loss is 65 % above its reference (12.5 % is accepted), on average over"),
+        (9.0, {}, "the loss is at least 105 % above its reference (5 % is accepted), on average over"),
+    ],
+)
+def test_the_log_says_how_far_the_loss_is_above(loss, settings, said):
+    _, boosted = train(0, {"autocast": True}, steps=1)
+    lines: list[str] = []
+    guard = Guard(boosted, [1.0] * 1000, log=lines.append, **settings)
+    while not lines:
+        guard.update(loss)
+    assert lines[0].startswith(f"guard: {said}")
+    assert lines[0].endswith("; withdrew autocast.")
+
+
+def test_the_log_says_what_is_accepted_without_a_reference():
+    _, boosted = train(0, {"autocast": True}, steps=1)
+    lines: list[str] = []
+    guard = Guard(boosted, log=lines.append, block=1)
+    for loss in [1.0] * 60 + [1.5] * 60:
+        guard.update(loss)
+    assert "% further above its lowest mean than is accepted (25 % and 2 standard deviations of a block), " in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (0.82, "the metric is 0.02 below that of the stock loop (0.01 is accepted), on average over"),
+        (None, "further below its best mean than is accepted (0.01 and 2 standard deviations of an evaluation), "),
+    ],
+)
+def test_the_log_says_how_far_the_metric_is_below(wanted, said):
+    _, boosted = train(0, {"autocast": True}, steps=1)
+    lines: list[str] = []
+    guard = Guard(boosted, drop=0.01, log=lines.append)
+    for value in [0.9] * 8 * (wanted is None) + [0.8] * 30:
+        guard.update_metric(value, wanted)
+    assert said in lines[0]
+
+
 def test_after_the_end_of_the_reference_nothing_is_compared():
     _, boosted = train(0, {"autocast": True}, steps=2)
     guard = Guard(boosted, [1.0] * 10, block=5, log=lambda text: None)
@@ -431,7 +474,6 @@ def test_figures_for_a_log():
         ({"drop": -1.0}, "drop: found -1"),
         ({"error": 1.5}, "error: found 1.5"),
         ({"error": 0}, "error: found 0"),
-        ({"block": 2.5}, "block: found 2.5; give a whole number"),
         ({"reference": [1.0] * 19}, "found 19 losses, and a block has 20 steps"),
         ({"reference": [0.0] * 20}, "found only zeros"),
     ],
@@ -448,6 +490,12 @@ def test_a_guard_checks_what_it_is_given():
         Guard(tuple(boosted))  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"log: found 'guard.log'; give a function"):
         Guard(boosted, log="guard.log")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"tolerance: found 'a'; give a finite number"):
+        Guard(boosted, tolerance="a")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"drop: found True; give a finite number"):
+        Guard(boosted, drop=True)
+    with pytest.raises(TypeError, match=r"block: found 2\.5; give an integer"):
+        Guard(boosted, block=2.5)  # pyright: ignore[reportArgumentType]
     guard = Guard(boosted, drop=0.01)
     with pytest.raises(ValueError, match="wanted: found nan"):
         guard.update_metric(0.5, math.nan)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from tests.support.conv_nets import vgg
 from torchboost import ConfigError, Facts, IncompatibleError, Plan, Target
 from torchboost.algorithms import AccumulationSteps
+from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.config import BoostConfig
 from torchboost.plan import resolve
 from torchboost.registry import LEVELS, REGISTRY
@@ -183,6 +184,7 @@ def test_auto_keys_the_user_wrote_override_the_level_and_explain_says_so():
         "extra.loss_scale_group",
     }
     text = plan.explain()
+    assert ": normalize_head=True, keep='narrowest', keep_every=1, blocks_per_norm=8\n" in text
     assert "your settings, with which the promise of O2 was not measured:" in text
     assert all(entry in text for entry in plan.unmeasured)
 
@@ -331,7 +333,7 @@ def test_facts_rule_out_with_a_reason():
     left_out = reasons(plan)
     assert "bfloat16" in left_out["autocast"]
     assert "no convolution" in left_out["channels_last"]
-    assert "convolutional networks with BatchNorm only" in left_out["gradient_centralization"]
+    assert "networks of two-dimensional convolutions only" in left_out["gradient_centralization"]
     assert "extra.compile" in left_out["compile"]
 
 
@@ -424,7 +426,7 @@ def test_transform_twice_is_harmless():
 
 
 def test_fit_after_transform_keeps_what_was_transformed():
-    model = vgg()
+    model = ResNet(Bottleneck, [1, 1], width=8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     whole = Plan.of("O1", {"extra": {"compile": False}}, facts=FAST)
     before = whole.fit(model, optimizer)
@@ -517,8 +519,8 @@ def test_short_runs_keep_what_costs_accuracy_in_them_out(level):
     assert not costly & {one.name for one in short.algorithms}
     for name in costly:
         said = reasons(short)[name]
-        assert said.startswith("runs of fewer than 1,000 steps get the speed levers only")
-        assert said.endswith(f"this one has 999. Ask for it with extra.{name}")
+        assert said.startswith("what changes the training was measured in runs of 1,000 steps or more")
+        assert said.endswith(f"this run has 999. Ask for it with extra.{name}")
         assert said in short.explain()
     asked = Plan.of(level, {"extra": dict.fromkeys(costly, True)}, FAST, total_steps=999)
     assert costly <= {one.name for one in asked.algorithms}

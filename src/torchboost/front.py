@@ -133,7 +133,9 @@ class Boosted:
 
     def explain(self) -> str:
         """Return which algorithms are on, with their settings, and which were left out, with the reasons."""
-        return self.plan.explain() + ("" if self.choice is None else f"\n{_explained(self.choice)}")
+        said = self.plan.explain() + ("" if self.choice is None else f"\n{_explained(self.choice)}")
+        gone = bool(self.plan.algorithms) and not len(self.attached)
+        return f"removed; before, this was so:\n{said}" if gone else said
 
     def _wait(self, before: Pair | None = None, *, again: str | None = None) -> None:
         """Let the next training call choose the levers."""
@@ -376,10 +378,11 @@ def boost(
             ``"accelerate"``. A trainer accumulates gradients and scales the loss itself, so both are left out.
         calibrate: Whether to measure which speed levers pay: memory format, autocast, fused optimizer, compilation. The
             first training call tries them on copies of model and optimizer, with the inputs that arrive, and keeps
-            those that make a step faster. ``"auto"`` spends at most 1 % of ``total_steps`` and at most 60 s on it, or
-            the time of 30 steps without ``total_steps``; below 1,200 updates it measures nothing. A number is the
-            seconds to spend. False measures nothing. What is not measured is chosen by the kind of the machine and the
-            model. Levers that ``config`` names under ``extra`` are not measured.
+            those that make a step faster. ``"auto"`` spends at most 1 % of ``total_steps`` and at most 60 s on it, in
+            runs of fewer than 4,000 updates up to 40 steps and 4 %, and without ``total_steps`` the time of 30 steps;
+            below 300 updates it measures nothing. A number is the seconds to spend. False measures nothing. What is not
+            measured is chosen by the kind of the machine and the model. Levers that ``config`` names under ``extra``
+            are not measured.
 
     Returns:
         The boosted pair: ``model, optimizer = boost(...)``, or keep the object for ``explain()``, ``state_dict()``,
@@ -461,7 +464,8 @@ def attach(
         plan = plan.fit(model, given)
         calibration = _calibration(plan, calibrate, wrapper, host)
         if calibration is not None:
-            plan = plan.chosen({lever.name: (lever.name in calibration.prior, _OPEN) for lever in plan.levers})
+            reason = _OPEN if calibration.too_short is None else f"not measured: {calibration.too_short}"
+            plan = plan.chosen({lever.name: (lever.name in calibration.prior, reason) for lever in plan.levers})
         before = None if calibration is None else _before(plan, calibration, target)
         made = Boosted(plan, target, plan.attach(target), given, scaler, calibration, before)
     _BOOSTED[model] = weakref.ref(made)

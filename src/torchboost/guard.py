@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchboost.core.algorithm import Algorithm
+from torchboost.core.arguments import check_count, check_number, is_number
 from torchboost.distributed.shared import mean_over_ranks
 from torchboost.front import Boosted
 from torchboost.measure.anytime import ChangeTest
@@ -78,6 +79,7 @@ class Guard:
         log: Called with every decision as text; by default the logger ``"torchboost"``.
 
     Raises:
+        TypeError: An argument has the wrong type.
         ValueError: An argument is out of range, or ``reference`` is not finite, shorter than a block, or only zeros.
 
     Example:
@@ -188,10 +190,14 @@ class Guard:
         if not self._metric_test.add(-value - best.mean - _SPREADS * best.spread - self._drop):
             return None
         found = self._metric_test.leading
-        return self._withdraw(
-            f"the metric is {found.total / found.count:.4g} further below its reference than is accepted, on average "
-            f"over {found.count} evaluations, at step {self._step}"
+        beyond = found.total / found.count
+        said = (
+            f"{beyond + self._drop:.4g} below that of the stock loop ({self._drop:g} is accepted)"
+            if wanted is not None
+            else f"{beyond:.4g} further below its best mean than is accepted ({self._drop:g} and {_SPREADS:g} standard "
+            "deviations of an evaluation)"
         )
+        return self._withdraw(f"the metric is {said}, on average over {found.count} evaluations, at step {self._step}")
 
     def figures(self) -> dict[str, float]:
         """Return the state for a log: excess of the last block, evidence, and how many algorithms were withdrawn."""
@@ -260,9 +266,18 @@ class Guard:
             return None
         test = self._test.leading
         return self._withdraw(
-            f"the loss is {test.total / test.count:.1%} further above its reference than is accepted, on average over "
+            f"the loss is {self._above(test.total / test.count, cut=self._excess - accepted > 1)}, on average over "
             f"{test.count * self._block} steps, at step {self._step}"
         )
+
+    def _above(self, beyond: float, *, cut: bool) -> str:
+        """Say how far the loss is above: ``beyond`` what is accepted on average, or more if a block was cut."""
+        least = "at least " if cut else ""
+        if self._reference is not None:
+            found = f"{least}{_percent(beyond + self._tolerance)} above its reference"
+            return f"{found} ({_percent(self._tolerance)} is accepted)"
+        accepted = f"{_percent(self._tolerance)} and {_SPREADS:g} standard deviations of a block"
+        return f"{least}{_percent(beyond)} further above its lowest mean than is accepted ({accepted})"
 
     def _compared(self, mean: float) -> tuple[float, float] | None:
         """Return the excess of this block and the accepted excess. Return None without a reference."""
@@ -339,15 +354,17 @@ class _Trend:
         return _Level(before, sum(steps) / len(steps) / _NORMAL)
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
 def _check(tolerance: float, drop: float | None, error: float, block: int) -> None:
-    if not 0 <= tolerance < math.inf:
-        raise ValueError(f"tolerance: found {tolerance!r}; give a share of the loss, at least 0.")
-    if drop is not None and not 0 <= drop < math.inf:
-        raise ValueError(f"drop: found {drop!r}; give a number in units of the metric, at least 0.")
-    if not 0 < error < 1:
+    check_number("tolerance", tolerance)
+    if drop is not None:
+        check_number("drop", drop)
+    if not is_number(error) or not 0 < error < 1:
         raise ValueError(f"error: found {error!r}; give a probability between 0 and 1.")
-    if not isinstance(block, int) or block < 1:
-        raise ValueError(f"block: found {block!r}; give a whole number of steps, at least 1.")
+    check_count("block", block, of="steps in a block")
 
 
 def _checked(reference: Sequence[float], block: int) -> list[float]:

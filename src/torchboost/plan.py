@@ -218,11 +218,11 @@ class Plan:
             return attach_all(target, self.algorithms)
 
     def explain(self) -> str:
-        """Return which algorithms are on, with their settings, and which were left out, with the reasons."""
+        """Return which algorithms are on, with settings other than the defaults, and what was left out and why."""
         lines = [f"level {self.level}, mode {self.mode}"]
         width = max((len(n) for n in [a.name for a in self.algorithms] + [d.name for d in self.dropped]), default=0)
         lines.append("on:" if self.algorithms else "on: nothing, training is unchanged")
-        lines += [f"  {a.name:<{width}}  {REGISTRY[a.name].summary}: {a!r}" for a in self.algorithms]
+        lines += [f"  {a.name:<{width}}  {REGISTRY[a.name].summary}{_own_settings(a)}" for a in self.algorithms]
         if self.dropped:
             lines.append("left out:")
             lines += [f"  {d.name:<{width}}  {d.reason}" for d in self.dropped]
@@ -310,6 +310,13 @@ def _written_length(config: BoostConfig) -> int | None:
     if isinstance(extra, dict) and type(extra.get(_LENGTH)) is int and extra[_LENGTH] >= 1:
         return extra[_LENGTH]
     return config.grad_freeze.total_steps if _LENGTH in config.grad_freeze.model_fields_set else None
+
+
+def _own_settings(algorithm: Algorithm) -> str:
+    """Return the settings that differ from the defaults, after a colon; empty if none does."""
+    found = [(f.name, getattr(algorithm, f.name), f.default) for f in fields(algorithm)]  # pyright: ignore[reportArgumentType]
+    said = ", ".join(f"{name}={value!r}" for name, value, default in found if value != default)
+    return f": {said}" if said else ""
 
 
 def _place(algorithm: Algorithm) -> tuple[int, int]:

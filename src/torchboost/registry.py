@@ -47,7 +47,11 @@ class Facts:
         half_precision: Whether the device computes faster in bfloat16 than in float32; None if the device is not here.
         half_precision_reason: One clause that says what was measured; empty if nothing was.
         convolutions: Number of convolutions in the model; None without a model.
+        image_convolutions: Number of those that are two-dimensional; None without a model.
+        grouped_convolutions: Number of convolutions in groups, depthwise ones for instance; None without a model.
         batch_norms: Number of BatchNorms in the model, with those that ``less_bn`` removed; None without a model.
+        largest_matrix: Entries of the largest parameter of two dimensions that is not an embedding; None without a
+            model.
         trained: Whether the model was trained before, judged by its BatchNorm statistics; None without a model or
             without BatchNorms. If ``less_bn`` removed some before, False, because that was decided then.
         total_steps: Number of planned training steps; None if not given.
@@ -67,7 +71,10 @@ class Facts:
     half_precision: bool | None = False
     half_precision_reason: str = ""
     convolutions: int | None = None
+    image_convolutions: int | None = None
+    grouped_convolutions: int | None = None
     batch_norms: int | None = None
+    largest_matrix: int | None = None
     trained: bool | None = None
     total_steps: int | None = None
     loop: Loop = "torchboost"
@@ -98,12 +105,16 @@ class Facts:
         0.2 s on the CPU.
         """
         topology = Topology.current()
-        device, convolutions, batch_norms, trained = torch.get_default_device(), None, None, None
+        device, convolutions, images, grouped = torch.get_default_device(), None, None, None
+        batch_norms, largest, trained = None, None, None
         if model is not None:
             check_module(model)
             device = next((p.device for p in model.parameters()), device)
-            convolutions = sum(isinstance(m, AnyConv) for m in model.modules())
+            found = [m for m in model.modules() if isinstance(m, AnyConv)]
+            convolutions, grouped = len(found), sum(m.groups > 1 for m in found)
+            images = sum(isinstance(m, nn.Conv2d) for m in found)
             batch_norms = sum(isinstance(m, (AnyBatchNorm, RemovedNorm)) for m in model.modules())
+            largest = _largest_matrix(model)
             trained = False if BatchNormRemoval().applied(model) else was_trained(model)
         half = half_precision(device, convolutions)
         return cls(
@@ -114,12 +125,20 @@ class Facts:
             half_precision=half.fast,
             half_precision_reason=half.reason,
             convolutions=convolutions,
+            image_convolutions=images,
+            grouped_convolutions=grouped,
             batch_norms=batch_norms,
+            largest_matrix=largest,
             trained=trained,
             total_steps=total_steps,
             loop=loop,
             precision=precision,
         )
+
+
+def _largest_matrix(model: nn.Module) -> int:
+    layers = (module for module in model.modules() if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+    return max((p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.ndim == 2), default=0)
 
 
 def _never(facts: Facts) -> str | None:
@@ -171,7 +190,17 @@ def _needs_convolutions(facts: Facts) -> str | None:
     return "the model has no convolution" if facts.convolutions == 0 else None
 
 
+LARGE_MATRIX = 65_536
+"""Entries from which on a matrix counts as large enough for bfloat16 if nothing is measured: 256 x 256."""
+
+
 def _half_unproven(facts: Facts) -> str | None:
+    small = facts.convolutions == 0 and facts.largest_matrix is not None and facts.largest_matrix < LARGE_MATRIX
+    if facts.half_precision and small and facts.device == "cpu":
+        return (
+            f"the largest matrix has {facts.largest_matrix:,} entries; on CPU the casts of layers below "
+            f"{LARGE_MATRIX:,} can take longer than bfloat16 saves; ask for it with extra.autocast"
+        )
     if facts.half_precision:
         return None
     if facts.half_precision is None:
@@ -222,12 +251,30 @@ def _too_short(facts: Facts, name: str) -> str | None:
     if facts.total_steps is None or facts.total_steps >= SHORT_RUN:
         return None
     return (
-        f"runs of fewer than {SHORT_RUN:,} steps get the speed levers only, since LessBN cost accuracy in them; this "
-        f"one has {facts.total_steps:,}. Ask for it with extra.{name}"
+        f"what changes the training was measured in runs of {SHORT_RUN:,} steps or more, and LessBN cost accuracy in a "
+        f"shorter one; this run has {facts.total_steps:,}. Ask for it with extra.{name}"
     )
 
 
+def _of_another_kind(facts: Facts, name: str) -> str | None:
+    if facts.convolutions == 0 or facts.image_convolutions == 0:
+        return (
+            "measured on networks of two-dimensional convolutions only, and LessBN cost accuracy in one of "
+            f"one-dimensional ones; ask for it with extra.{name}"
+        )
+    return None
+
+
 def _less_bn_unproven(facts: Facts) -> str | None:
+    if facts.batch_norms == 0:
+        return None  # the algorithm itself says that it has nothing to do
+    if (other := _of_another_kind(facts, "less_bn")) is not None:
+        return other
+    if facts.grouped_convolutions:
+        return (
+            "it cost accuracy in a network of depthwise convolutions, and was measured on networks without grouped "
+            "convolutions only; ask for it with extra.less_bn"
+        )
     if not facts.trained:
         return _too_short(facts, "less_bn")
     return (
@@ -237,9 +284,9 @@ def _less_bn_unproven(facts: Facts) -> str | None:
 
 
 def _centralization_unproven(facts: Facts) -> str | None:
-    if facts.convolutions == 0 or facts.batch_norms == 0:
-        return "measured on convolutional networks with BatchNorm only; ask for it with extra.gradient_centralization"
-    return _too_short(facts, "gradient_centralization")
+    if facts.batch_norms == 0:
+        return "measured on networks with BatchNorm only; ask for it with extra.gradient_centralization"
+    return _of_another_kind(facts, "gradient_centralization") or _too_short(facts, "gradient_centralization")
 
 
 # On CPU compilation paid in deep networks only, after so many steps (docs/levels.md).
@@ -261,8 +308,8 @@ def _compile_unproven(facts: Facts) -> str | None:
 
 
 def _freeze_unproven(facts: Facts) -> str | None:
-    if facts.convolutions == 0:
-        return "measured on convolutional networks only; ask for it with extra.grad_freeze"
+    if (other := _of_another_kind(facts, "grad_freeze")) is not None:
+        return other
     if facts.total_steps is None:
         return "it must know the length of the run: pass total_steps, the number of updates"
     return _too_short(facts, "grad_freeze")
@@ -385,14 +432,14 @@ LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "O1": MappingProxyType(
             {
                 **_SYSTEM,
-                "less_bn": {"keep": "narrowest"},
+                "less_bn": {"keep": "narrowest", "keep_every": 1},
                 "gradient_centralization": {},
             }
         ),
         "O2": MappingProxyType(
             {
                 **_SYSTEM,
-                "less_bn": {"keep": "narrowest", "blocks_per_norm": 8},
+                "less_bn": {"keep": "narrowest", "keep_every": 1, "blocks_per_norm": 8},
                 "gradient_centralization": {},
                 "grad_freeze": {"pattern": "progressive", "full_share": 0.7},
             }

@@ -149,7 +149,8 @@ def test_the_gain_counts_what_the_level_removed_from_the_model(layers, caplog):
     blocks = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(layers)]
     model = nn.Sequential(nn.Conv2d(3, 4, 3), *blocks, nn.Flatten(), nn.Linear(4 * 100, 4))
     given = set(living(nn.BatchNorm2d))
-    boosted = torchboost.boost(model, adamw(model), level="O1", calibrate=20.0, config=UNFROZEN)
+    asked = {"extra": {**UNFROZEN["extra"], "less_bn": {"keep_every": 2}}}
+    boosted = torchboost.boost(model, adamw(model), level="O1", calibrate=20.0, config=asked)
     gc.collect()
     kept_alive = set(living(nn.BatchNorm2d)) - set(model.modules()) - given
     assert len(kept_alive) == layers
@@ -537,7 +538,7 @@ def test_the_environment_switches_auto_off(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("calibrate", "steps", "measured"), [("auto", 1199, False), ("auto", 1200, True), (5.0, 100, True)]
+    ("calibrate", "steps", "measured"), [("auto", 299, False), ("auto", 300, True), (5.0, 100, True)]
 )
 def test_a_run_that_is_too_short_for_a_trial_has_none(calibrate, steps, measured, monkeypatch):
     monkeypatch.delenv("TORCHBOOST_CALIBRATE")
@@ -551,7 +552,16 @@ def test_a_run_that_is_too_short_for_a_trial_has_none(calibrate, steps, measured
 
 @pytest.mark.parametrize(
     ("calibrate", "steps", "expected"),
-    [("auto", None, 3.0), ("auto", 1000, 1.0), ("auto", 10**6, 60.0), (True, 1000, 1.0), (7.5, 10, 7.5)],
+    [
+        ("auto", None, 3.0),
+        ("auto", 500, 2.0),
+        ("auto", 1000, 4.0),
+        ("auto", 4000, 4.0),
+        ("auto", 10_000, 10.0),
+        ("auto", 10**6, 60.0),
+        (True, 1000, 4.0),
+        (7.5, 10, 7.5),
+    ],
 )
 def test_the_price_follows_the_length_of_the_run(calibrate, steps, expected):
     made = module.Calibration(levers=(), prior=frozenset(), calibrate=calibrate, total_steps=steps)

@@ -233,6 +233,48 @@ def test_an_undecided_lever_stays_as_it_was_unless_its_samples_speak_against_it(
         assert verdict.ratio is None
 
 
+def test_a_lever_without_time_stays_as_it_was():
+    """The budget ends while the first lever is timed. The others are as without a trial, and nothing else is."""
+    factors = {"first": 0.5, "second": 0.9, "third": 1.0}
+    bench = Planted(factors, noise=0.001)
+    undecided = {"first": True, "second": True, "third": False}
+    bench.pauses = {"first": 0.1}
+    verdicts, ratio = search(list(factors), bench, seconds=0.16, undecided=undecided, step_seconds=0.01)
+    found = {verdict.lever: verdict for verdict in verdicts}
+    assert (found["second"].kept, found["third"].kept) == (True, False)
+    assert "not measured" in found["second"].reason
+    assert "on as usual" in found["second"].reason
+    assert found["second"].pairs == 0
+    assert ratio is None
+
+
+@pytest.mark.parametrize(("factor", "kept"), [(1.0, True), (200.0, False)])
+def test_a_step_that_the_end_of_the_trial_interrupts_says_nothing_unless_it_had_time_for_several(factor, kept):
+    bench = Planted({"lever": factor}, noise=0.001)
+    told = {"undecided": {"lever": True}, "step_seconds": 0.01}
+    (verdict,), _ = search(["lever"], bench, seconds=0.035 if kept else 1.0, **told)
+    assert verdict.kept is kept
+    assert "1000000" not in verdict.reason
+
+
+def test_a_lever_that_stayed_without_time_is_dropped_if_it_is_timed_later():
+    """The price that time was set aside for is not needed, so the lever is tried again."""
+    bench = Planted({"slow": 1.3, "compile": 0.5}, step=0.01, noise=0.01, prices={"compile": 0.2})
+    bench.pauses = {"slow": 0.0}
+    given = {"undecided": {"slow": True}, "prices": {"compile": Price(expected=0.3)}, "step_seconds": 0.01}
+    verdicts, _ = search(["slow", "compile"], bench, seconds=2.0, steps=10**6, **given)
+    found = {verdict.lever: verdict for verdict in verdicts}
+    assert not found["slow"].kept
+    assert found["slow"].pairs > 0
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.045, "1 pair of steps did"), (0.06, "2 pairs of steps did")])
+def test_pairs_are_counted_in_words(seconds, said):
+    bench = Planted({"lever": 0.9}, noise=0.001)
+    (verdict,) = search(["lever"], bench, seconds=seconds, undecided={"lever": True}).verdicts
+    assert verdict.reason.startswith(said)
+
+
 def test_without_time_nothing_is_built():
     bench = Planted({"lever": 0.5})
     bench.now = 1.0

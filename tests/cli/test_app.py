@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 import torchboost
 from tests.support.reports import winning_report
+from tests.tuning.test_sentences import finding
+from tests.tuning.test_sentences import report as tuning
 from torchboost.cli import main
 from torchboost.cli.app import app
 from torchboost.registry import LEVELS, REGISTRY
@@ -143,6 +145,25 @@ def test_report(saved, tmp_path):
     assert answer("report", str(saved), "--html", str(page), "--json")["html"] == str(page)
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert run("report", str(saved), "--html", str(page)).stdout == f"wrote {page}\n"
+
+
+def test_report_of_a_tuning(tmp_path):
+    saved = tuning(findings=[finding("kept", "it saves time")], whole=[finding("kept")], notes=["a note"])
+    path = str(saved.save(tmp_path / "boost.report.json"))
+    shown = run("report", path)
+    assert shown.exit_code == 0, shown.output
+    for said in ("it saves time", "Turn on fast: a training takes 67% of the time.", "steps", "Note: a note."):
+        assert said in shown.stdout
+    page = tmp_path / "page.html"
+    assert run("report", path, "--html", str(page)).stdout == f"wrote {page}\n"
+    assert "Tuning of a model" in page.read_text(encoding="utf-8")
+    found = answer("report", path, "--json")
+    assert (found["headline"][:12], found["html"], found["drop"]) == ("Turn on fast", None, 0.005)
+    refused = run("report", path, "--markdown")
+    assert refused.exit_code == 1
+    assert "Error: --markdown: this is a report of `torchboost tune`" in refused.stderr
+    (tmp_path / "broken.json").write_text('{"findings": []}', encoding="utf-8")
+    assert "this is not a report of torchboost: title" in run("report", str(tmp_path / "broken.json")).stderr
 
 
 def test_report_refuses_other_files(tmp_path):

@@ -63,6 +63,7 @@ def test_json_answers_on_standard_output_alone(calls, tmp_path):
         (("none.py:make", "--model", "x"), "builds model and data"),
         (("none.py:make", "--data", "x"), "builds model and data"),
         (("digits", "--decide", "5x"), "--decide: found '5x'"),
+        (("digits", "--accuracy"), "--accuracy: leave it out"),
     ],
 )
 def test_errors_before_anything_runs(words, said, tmp_path):
@@ -170,6 +171,11 @@ def test_a_factory_of_the_user_end_to_end(tmp_path):
     assert result.exit_code == 0, result.output
     made = BenchReport.load(tmp_path / "out" / "report.json")
     stock, level = made.contestants
+    assert made.metric_name == "metric"
+    assert "accuracy" not in result.stdout
+    assert "O0 ends 0 from stock in the metric over 2 seeds, with 95 % bounds 0 to 0" in result.stdout.replace(
+        "+0", "0"
+    )
     # Level O0 changes nothing: the same numbers, seed by seed.
     assert [c.metric for c in stock.curves] == [c.metric for c in level.curves]
     assert [c.train_loss for c in stock.curves] == [c.train_loss for c in level.curves]
@@ -177,3 +183,8 @@ def test_a_factory_of_the_user_end_to_end(tmp_path):
     assert again.exit_code == 0, again.output
     assert BenchReport.load(tmp_path / "out" / "report.json").contestants == made.contestants
     assert torch.isfinite(torch.tensor(stock.step_seconds.mid))
+    share = run(f"{path}:make", *words[:-1], str(tmp_path / "share"), "--accuracy", "--no-html")
+    assert "O0 keeps accuracy within 0.5 points of stock: +0.00 points" in share.stdout
+    refused = run(f"{path}:make", *words, "--force", "--decide", "5s")
+    assert refused.exit_code == 1
+    assert "--accuracy if it is an accuracy" in refused.stderr

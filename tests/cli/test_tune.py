@@ -53,6 +53,8 @@ def test_a_factory_is_tuned_and_the_configuration_written(factory, tmp_path):
     assert f"wrote {out}" in result.stdout
     assert "A drop that only shows later" in result.stdout
     assert "tuning:" in result.stderr
+    again = CliRunner().invoke(app, ["report", str(tmp_path / "boost.report.json")])
+    assert again.stdout == result.stdout[: result.stdout.index("wrote ")]
 
 
 def test_json_answers_on_standard_output_alone(factory, tmp_path):
@@ -188,7 +190,7 @@ def test_ctrl_c_at_any_moment_leaves_a_report_that_is_resumed(tmp_path):
     file = tmp_path / "slow.py"
     file.write_text(SLOW, encoding="utf-8")
     program = "from torchboost.cli import main; main()"
-    options = ["--budget", "60s", "--drop", "1", "--epochs", "10", "--resume"]
+    options = ["--budget", "60s", "--drop", "1", "--epochs", "20", "--resume"]
     command = [sys.executable, "-c", program, "tune", f"{file}:make", *options, "--out", str(out)]
     draw, kept, interrupted = random.Random(0), 0, 0
     for _ in range(10):

@@ -109,7 +109,9 @@ def test_no_sequence_of_levers_takes_more_than_its_share(interrupts: bool, chang
         tried += bench.incumbent != ()
         over = KERNEL * 2 * max(factors.values()) * step if interrupts else bench.longest
         assert bench.now <= 1.1 * seconds + over
-        assert not any(v.kept and factors[v.lever] >= 60 for v in found.verdicts), (step, factors, budget)
+        slow = [v for v in found.verdicts if v.kept and factors[v.lever] >= 60]
+        # Nothing speaks against a lever for which no time was left; it is as without a trial.
+        assert all("on as usual" in v.reason for v in slow), (step, factors, budget)
     assert tried > 50
 
 

@@ -76,7 +76,7 @@ def untried() -> list[str]:
     """Rank 0 alone measured that bfloat16 is fast, and there is no memory for a trial."""
     ratio = 2.0 if dist.get_rank() == 0 else 0.5
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    model = nn.Sequential(nn.Linear(8, 8_192), nn.Linear(8_192, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hardware, "half_speed", lambda kind, device: Products(kind=kind, ratio=ratio, pairs=9))

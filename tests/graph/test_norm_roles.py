@@ -108,6 +108,12 @@ def test_keep_every_counts_from_the_end():
         assert sum(bool(r) for r in kept(vgg(), keep_every=every).values()) == expected
 
 
+def test_keep_every_of_one_keeps_the_blocks_without_skip_too():
+    layers = [part for _ in range(3) for part in (nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU())]
+    model = nn.Sequential(*layers[:-1], nn.Conv2d(4, 4, 1), nn.Flatten(), nn.Linear(4, 2))
+    assert [sum(bool(r) for r in kept(model, keep_every=every).values()) for every in (1, 2)] == [3, 2]
+
+
 def test_flow_of_an_untouched_tensor_is_stable():
     torch.manual_seed(0)
     assert kept(ForeignNames()) == kept(ForeignNames())

@@ -142,6 +142,15 @@ def test_equal_speeds_on_a_busy_machine_rarely_count_as_a_gain():
     assert sum(found.half_pays for found in busy) <= 20
 
 
+def test_a_machine_that_stands_still_for_a_moment_is_judged_nevertheless():
+    """Another program takes the core during the warm-up, for longer than the time limit."""
+    here = Machine(2e11, 8e11, first=0.06)
+    found = here.climbed()
+    assert found.pairs == 3
+    assert found.half_pays
+    assert here.now <= 5 * PRIOR_SECONDS
+
+
 def test_a_machine_that_is_too_slow_to_be_timed_promises_nothing():
     here = Machine(1e7, 2e7)
     found = here.climbed()

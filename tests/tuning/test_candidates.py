@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.tuning.test_training import make
@@ -15,12 +15,12 @@ from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuning.candidates import (
     fingerprint_of,
     fresh,
+    looked_at,
     named_candidates,
     recipe_candidates,
     standard_candidates,
-    usable,
 )
-from torchboost.tuning.evidence import Candidate
+from torchboost.tuning.evidence import Candidate, Finding
 
 
 def test_the_standard_candidates_are_the_settings_of_the_levels():
@@ -53,6 +53,23 @@ def linear(seed: int) -> Any:
     return model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, data, lambda model: 0.0
 
 
+def plain(seed: int) -> Any:
+    stages = [
+        layer
+        for inputs, outputs in ((3, 8), (8, 16), (16, 32))
+        for layer in (nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU())
+    ]
+    model = nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 2))
+    data = [(torch.randn(4, 3, 8, 8), torch.randint(0, 2, (4,)))]
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, data, lambda model: 0.0
+
+
+def look(candidate: Candidate, make: Callable[[int], Any], steps: int) -> Finding:
+    (found,) = looked_at([candidate], make, steps)
+    assert found.candidate == candidate
+    return found
+
+
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
@@ -63,21 +80,69 @@ def linear(seed: int) -> Any:
     ],
 )
 def test_what_cannot_work_here_is_left_out_with_a_reason(extra, said):
-    found = usable(Candidate(name="a", extra=extra), linear, 100)
-    assert found is not None
+    found = look(Candidate(name="a", extra=extra), linear, 100)
     assert found.outcome == "not usable"
     assert said in found.reason
 
 
 def test_a_candidate_is_left_out_whole_if_a_part_of_it_cannot_work():
-    found = usable(Candidate(name="a", extra={"fused_optimizer": True, "less_bn": {}}), linear, 100)
-    assert found is not None
+    found = look(Candidate(name="a", extra={"fused_optimizer": True, "less_bn": {}}), linear, 100)
     assert found.reason.startswith("less_bn: ")
 
 
 def test_what_can_work_is_not_left_out():
-    assert usable(Candidate(name="a", extra={"fused_optimizer": True}), linear, 100) is None
-    assert usable(Candidate(name="a", extra={"gradient_centralization": True}), make, 100) is None
+    assert look(Candidate(name="a", extra={"fused_optimizer": True}), linear, 100).outcome is None
+    assert look(Candidate(name="a", extra={"gradient_centralization": True}), make, 100).outcome is None
+
+
+def residual(blocks: int) -> Callable[[int], Any]:
+    """A factory of a network with so many residual blocks."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branch = nn.Sequential(
+                *(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+                *(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)),
+            )
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return F.relu(inputs + self.branch(inputs))
+
+    def factory(seed: int) -> Any:
+        stem = (nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        body = (Block() for _ in range(blocks))
+        model = nn.Sequential(*stem, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+        data = [(torch.randn(4, 3, 8, 8), torch.randint(0, 2, (4,)))]
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, data, lambda model: 0.0
+
+    return factory
+
+
+@pytest.mark.parametrize(("factory", "outcome"), [(residual(1), "duplicate"), (residual(4), None)])
+def test_two_candidates_that_come_to_the_same_training_are_one(factory, outcome):
+    """The levels keep one BatchNorm in every block or in one of eight, which is the same for a single block."""
+    norms = {"gradient_centralization": {}}
+    given = {
+        "mild": {"less_bn": dict(LEVELS["O1"]["less_bn"]), **norms},
+        "strong": {"less_bn": dict(LEVELS["O2"]["less_bn"]), **norms},
+        "alone": {"less_bn": dict(LEVELS["O1"]["less_bn"])},
+    }
+    mild, strong, alone = looked_at(named_candidates(given), factory, 100)
+    assert (mild.outcome, alone.outcome) == (None, None)
+    assert strong.outcome == outcome
+    assert strong.reason == ("on this model it is the same as 'mild'" if outcome else "")
+
+
+def test_settings_of_what_is_done_in_the_loop_tell_trainings_apart():
+    shares = {"early": 0.3, "late": 0.7, "again": 0.7}
+    given = {name: {"grad_freeze": {"pattern": "progressive", "full_share": share}} for name, share in shares.items()}
+    assert [one.outcome for one in looked_at(named_candidates(given), residual(4), 100)] == [None, None, "duplicate"]
+
+
+def test_two_recipes_are_never_taken_for_one():
+    found = recipe_candidates({"a": (make, 0.5), "b": (make, 0.5)}, made_by(make, 0))
+    assert [one.outcome for one in looked_at(found, make, 10)] == [None, None]
 
 
 def test_recipes_are_candidates_that_must_beat_fewer_steps():
@@ -85,7 +150,7 @@ def test_recipes_are_candidates_that_must_beat_fewer_steps():
     (found,) = recipe_candidates({"half": (make, 0.5)}, stock)
     wanted = Candidate(name="half", recipe=True, share=0.5, skips_work=True, fingerprint=fingerprint_of(stock))
     assert found == wanted
-    assert usable(found, make, 10) is None
+    assert look(found, make, 10).outcome is None
 
 
 @pytest.mark.parametrize(("name", "share"), [("", 0.5), ("a", 0.0), ("a", 1.5), ("a", -1.0)])

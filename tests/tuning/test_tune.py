@@ -181,6 +181,17 @@ def test_an_unusable_candidate_is_reported_and_not_trained():
     assert "wrong" not in {name for name, _ in Fake.made}
 
 
+@pytest.mark.usefixtures("fake")
+def test_a_duplicate_is_reported_and_not_trained(tmp_path):
+    given = {**CANDIDATES, "again": {"channels_last": True}}
+    for resume in (False, True):
+        report = tuned(tmp_path / "boost.json", candidates=given, resume=resume)
+        found = {one.candidate.name: one for one in report.findings}["again"]
+        assert (found.outcome, found.reason) == ("duplicate", "on this model it is the same as 'memory'")
+        assert "again" not in {name for name, _ in Fake.made}
+        assert report.extra == {"channels_last": True}
+
+
 def test_progress_counts_the_budget(fake):
     seen: list[tuple[str, int, int]] = []
     tuned(progress=lambda phase, done, total, note="": seen.append((phase, done, total)))
@@ -310,6 +321,8 @@ def test_a_recipe_is_trained_by_its_own_factory_for_its_share(tmp_path):
         ({"error": 0.6}, r"error: found 0.6; give a number from 0.01 to below 0.5"),
         ({"error": 0.008}, r"error: found 0.008"),
         ({"candidates": ["autocast"]}, "candidates: found a list"),
+        ({"title": 5}, "title: found 5; give a text"),
+        ({"progress": 5}, "progress: found 5; give a function of"),
     ],
 )
 @pytest.mark.usefixtures("fake")

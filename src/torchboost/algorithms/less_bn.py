@@ -91,7 +91,8 @@ class BatchNormRemoval(Algorithm):
         keep: Which BatchNorm of a residual branch stays: the ``"last"``, as in MindSpore, or the ``"narrowest"``, which
             costs least.
         keep_shortcut: Keep the BatchNorms of the shortcuts.
-        keep_every: In plain stacks, keep one of every ``keep_every``.
+        keep_every: In plain stacks, keep one of every ``keep_every``. 1 keeps all of them, and all of the
+            inverted residuals without skip.
         blocks_per_norm: Keep a BatchNorm only in one of so many residual blocks.
         init: ``"unit_variance"`` rescales the layers that lose their BatchNorm in an untrained network;
             ``"keep"`` leaves the weights as they are.
@@ -126,7 +127,11 @@ class BatchNormRemoval(Algorithm):
         """Explain why nothing would be removed; None if something would be."""
         if not any(isinstance(module, AnyBatchNorm) for module in model.modules()) and not self.normalize_head:
             return "the model has no BatchNorm"
-        return None if self.needs_transform(model) else "the model has no BatchNorm left that can go"
+        if self.needs_transform(model):
+            return None
+        if self.keep_every == 1 and not self.applied(model):
+            return "no BatchNorm of the model can go: its residual blocks, if any, need theirs, and others stay"
+        return "the model has no BatchNorm left that can go"
 
     def applied(self, model: nn.Module) -> bool:
         """Whether a layer was removed from the model, or its head normalised."""
@@ -192,7 +197,8 @@ def remove_batch_norms(
             channels (of several the last): in a bottleneck a quarter of the cost. The branch then ends
             without one, see ``blocks_per_norm`` for how it starts.
         keep_shortcut: Keep the BatchNorms of the shortcuts.
-        keep_every: In plain stacks, keep one of every ``keep_every``.
+        keep_every: In plain stacks, keep one of every ``keep_every``. 1 keeps all of them, and all of the
+            inverted residuals without skip.
         blocks_per_norm: Above 1, only one of so many consecutive residual blocks keeps its BatchNorm; blocks with
             a projection and the last block keep theirs. In untrained networks a branch that no longer ends in one
             starts at ``1 / sqrt(number of residual blocks)`` of unit scale.

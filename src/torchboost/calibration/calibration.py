@@ -36,11 +36,14 @@ from torchboost.registry import REGISTRY
 __all__ = ["Calibrate", "Calibration", "FirstCall", "attach_levers", "check_calibrate", "describe", "gain", "resolved"]
 
 Calibrate = bool | float | Literal["auto"]
-"""``"auto"`` or True: a trial within 1 % of the run and 60 s. False: none. A number: its seconds."""
+"""``"auto"`` or True: a trial within 1 % of the run and 60 s, but within 40 steps if these are at most 4 % of the run.
+False: none. A number: its seconds."""
 
 _SWITCH = "TORCHBOOST_CALIBRATE"
 """Environment variable. If it is 0, ``"auto"`` measures nothing."""
 _SHARE_OF_RUN = 0.01
+_MOST_SHARE, _FEW_STEPS = 0.04, 40
+"""A short run gives a larger share of its time, since 1 % of it would decide nothing."""
 _MOST_SECONDS = 60.0
 _STEPS_WITHOUT_LENGTH = 30
 _LEAST_STEPS = 12
@@ -90,18 +93,27 @@ class Calibration:
             return float(self.calibrate)
         if self.total_steps is None:
             return min(_MOST_SECONDS, _STEPS_WITHOUT_LENGTH * step_seconds)
-        return min(_MOST_SECONDS, _SHARE_OF_RUN * self.total_steps * step_seconds)
+        return min(_MOST_SECONDS, _steps_of_trial(self.total_steps) * step_seconds)
+
+    @property
+    def too_short(self) -> str | None:
+        """Why the run is too short for a trial; None if it is not."""
+        if self.total_steps is None or not isinstance(self.calibrate, (bool, str)):
+            return None
+        if _steps_of_trial(self.total_steps) >= _LEAST_STEPS:
+            return None
+        return (
+            f"{_MOST_SHARE:.0%} of {self.total_steps:,} steps is less than the {_LEAST_STEPS} steps that a trial "
+            "needs; allow more with calibrate=seconds"
+        )
 
     def obstacle(self, model: nn.Module) -> str | None:
         """Return why no trial takes place; None if it does."""
         if self.compiled:
             return "compile was asked for, and the trial runs the other levers uncompiled"
-        share = None if self.total_steps is None else int(_SHARE_OF_RUN * self.total_steps)
-        if isinstance(self.calibrate, (bool, str)) and share is not None and share < _LEAST_STEPS:
-            return (
-                f"{_SHARE_OF_RUN:.0%} of {self.total_steps:,} steps is less than the {_LEAST_STEPS} steps that a trial "
-                "needs; allow more with calibrate=seconds"
-            )
+        too_short = self.too_short
+        if too_short is not None:
+            return too_short
         together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if together and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
             return "SyncBatchNorm exchanges numbers within a step, which a trial must not interrupt on one rank"
@@ -160,6 +172,7 @@ class Calibration:
                     steps=self.total_steps,
                     prices={name: _price(model) for name in levers if REGISTRY[name].once},
                     undecided={name: name in self.prior for name in levers},
+                    step_seconds=trial.step_seconds,
                     changed=before is not None,
                 )
         except RankDisagreementError:
@@ -339,6 +352,10 @@ def _key(calibration: Calibration, target: Target, call: Call) -> str | None:
         machine=Machine.of(_device(target.model)),
         conditions={"total_steps": calibration.total_steps, "calibrate": calibration.calibrate},
     )
+
+
+def _steps_of_trial(total_steps: int) -> float:
+    return max(_SHARE_OF_RUN * total_steps, min(_FEW_STEPS, _MOST_SHARE * total_steps))
 
 
 def check_calibrate(calibrate: Any) -> None:

@@ -41,6 +41,8 @@ _AGAIN = 2.0
 """An undecided lever is tried again if so many times the price of the kept levers is left. It pays that price again."""
 _PATIENCE = 30
 """A lever whose first steps take longer than so many steps of the incumbent is not tried again."""
+_FEW = 4.0
+"""If a lever had less time than so many steps, and was not timed, this says nothing about its speed."""
 _OVERTIME = 0.5
 """Share of the time left that a lever may take to its first look after its own time is up."""
 _SET_ASIDE = 0.75
@@ -136,6 +138,7 @@ def search(
     steps: int | None = None,
     prices: Mapping[str, Price] | None = None,
     undecided: Mapping[str, bool] | None = None,
+    step_seconds: float | None = None,
     changed: bool = False,
 ) -> Found:
     """Try the levers one after the other on top of those that were kept, then those again that were dropped too early.
@@ -155,10 +158,12 @@ def search(
         steps: Updates that remain in the run; None if unknown. Levers with a price are then not tried.
         prices: Lever -> what it costs once.
         undecided: Lever -> whether to keep it if the budget does not suffice for a decision. Missing means no. A lever
-            whose few samples speak against it is dropped.
+            whose few samples speak against it is dropped, and so is one that was not timed although it had time.
+        step_seconds: Time of a plain step; None if unknown.
         changed: Whether the loop before boost differs from the incumbent.
     """
-    return _Search(list(levers), bench, seconds, steps, dict(prices or {}), dict(undecided or {}), changed).run()
+    told = dict(prices or {}), dict(undecided or {}), changed
+    return _Search(list(levers), bench, seconds, steps, *told, last_step=step_seconds).run()
 
 
 def _is_clearly_slower(ratios: Sequence[float]) -> bool:
@@ -180,6 +185,7 @@ class _Search:
     kept: list[str] = field(default_factory=list)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     open: set[str] = field(default_factory=set)
+    assumed: set[str] = field(default_factory=set)
     last_step: float | None = None
 
     def __post_init__(self) -> None:
@@ -207,7 +213,8 @@ class _Search:
     def _try_again(self, lever: str) -> None:
         first = self.verdicts[lever]
         self._try(lever, share=self._left())
-        if not self.verdicts[lever].kept:
+        found = self.verdicts[lever]
+        if not found.kept and not (lever in self.assumed and found.pairs):
             self.verdicts[lever] = first
 
     def _try_with_neutral(self, lever: str, free: Sequence[str]) -> None:
@@ -238,13 +245,18 @@ class _Search:
     def _try(self, lever: str, share: float, also: Sequence[str] = ()) -> None:
         refusal, within = self._too_dear(lever, share), self._left()
         if refusal is not None:
-            self._decide(lever, False, refusal, None)
             if within <= 0:
-                self.open.add(lever)
+                self._leave_open(lever, refusal)
+            else:
+                self._decide(lever, False, refusal, None)
             return
+        began = self.bench.elapsed()
         try:
             price = self.bench.build([*self.kept, *also, lever], within=within)
         except TimeoutError as error:
+            if self._is_few(within):
+                self._leave_open(lever, "the trial had no time left for its first steps")
+                return
             self._decide(lever, False, f"{error}; give it more with calibrate=seconds", None)
             self._mark_interrupted(lever)
             if self.last_step is not None and within < _PATIENCE * self.last_step:
@@ -260,9 +272,24 @@ class _Search:
             second=bool(also),
         )
         found.price = price
+        if not found.ratios and self._is_few(self.bench.elapsed() - began):
+            self._leave_open(lever, "the time for the trial was used up before its first pair of steps")
+            return
         self._judge(lever, found)
         if len(found.ratios) < _EARLY:
             self._mark_interrupted(lever)
+
+    def _is_few(self, seconds: float) -> bool:
+        return self.last_step is not None and seconds < _FEW * self.last_step
+
+    def _leave_open(self, lever: str, reason: str) -> None:
+        """Decide about a lever of which nothing is known as if there were no trial."""
+        self.open.add(lever)
+        usual = self.undecided.get(lever, False) and lever not in self.prices
+        if usual:
+            self.assumed.add(lever)
+            reason = f"not measured: {reason}; on as usual"
+        self.verdicts[lever] = Verdict(lever=lever, kept=usual, reason=reason)
 
     def _mark_interrupted(self, lever: str) -> None:
         """Only a price becomes less at a later start; a lever that is far too slow stays so."""
@@ -278,7 +305,7 @@ class _Search:
             if left <= 0:
                 return found
             base, own = self.bench.sample(within=left)
-            if math.isinf(base):
+            if math.isinf(base) or (math.isinf(own) and left < _FEW * base):
                 return found
             found.incumbent.append(base)
             found.ratios.append(base / own if own > 0 and math.isfinite(own) else 0.0)
@@ -308,7 +335,8 @@ class _Search:
         self.last_step = sorted(found.incumbent)[len(found.incumbent) // 2]
         middle = sorted(found.ratios)[len(found.ratios) // 2]
         if _is_clearly_slower(found.ratios) or max(found.ratios) < _SLOWER_BY_FAR:
-            self._decide(lever, False, f"a step takes {1 / max(middle, 1e-9):.2f} times as long", found)
+            text = f"a step takes {1 / middle:.2f} times as long" if middle else "a step did not end in the time left"
+            self._decide(lever, False, text, found)
         elif found.interval is not None and found.interval.low > 1 and middle >= self._least_gain(lever):
             saving = self._saving(found.interval.mid)
             if lever in self.prices and saving is not None and saving <= found.price:
@@ -323,7 +351,9 @@ class _Search:
         else:
             keep = self.undecided.get(lever, False) and middle > 1
             what = "kept as usual" if keep else "left out"
-            text = f"{len(found.ratios)} pairs of steps did not decide ({middle:.2f} times as fast); {what}"
+            count = len(found.ratios)
+            pairs = "1 pair" if count == 1 else f"{count} pairs"
+            text = f"{pairs} of steps did not decide ({middle:.2f} times as fast); {what}"
             self._decide(lever, keep, text, found)
             if not keep:
                 self.open.add(lever)
@@ -378,6 +408,8 @@ class _Search:
 
     def _compare_with_plain(self) -> Interval | None:
         """Return the gain of all together. Drop the levers if the loop before boost is faster than they are."""
+        if any(verdict.kept and lever not in self.kept for lever, verdict in self.verdicts.items()):
+            return None
         if len(self.kept) == 1 and not self.changed:
             return self.verdicts[self.kept[0]].ratio
         if not (self.kept or self.changed) or self._left() <= 0:

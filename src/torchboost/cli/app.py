@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from torchboost import __version__
 from torchboost.bench.report.report import markdown, print_report, write_html
 from torchboost.cli.bench import bench
 from torchboost.cli.doctor import doctor
-from torchboost.cli.output import fail, print_json, print_table, settings_of, summary_of, user_errors
+from torchboost.cli.output import fail, print_json, print_table, print_tuning, settings_of, summary_of, user_errors
 from torchboost.cli.pca import pca
 from torchboost.cli.tune import tune
 from torchboost.config import BoostConfig
@@ -23,6 +24,8 @@ from torchboost.errors import ConfigError
 from torchboost.measure.evidence import BenchReport
 from torchboost.plan import Plan, resolve
 from torchboost.registry import LEVELS, REGISTRY, Facts
+from torchboost.tuning.evidence import TuneReport
+from torchboost.tuning.page import write_page
 
 __all__ = ["app"]
 
@@ -167,21 +170,47 @@ def _facts(config: BoostConfig, nodes: int, device: str, convolutions: int | Non
 
 @app.command()
 def report(
-    source: Annotated[Path, typer.Argument(help="A report that `torchboost bench` saved.", metavar="REPORT.JSON")],
+    source: Annotated[
+        Path, typer.Argument(help="A report that `torchboost bench` or `torchboost tune` saved.", metavar="REPORT.JSON")
+    ],
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page to this file.")] = None,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown; not for a tuning.")] = False,
     json: Json = False,
 ) -> None:
     """Show a saved report as a table, as Markdown or as an HTML page."""
     with user_errors():
-        loaded = BenchReport.load(source)
-        page = write_html(loaded, html) if html is not None else None
+        loaded = _report_in(source)
+        if as_markdown and isinstance(loaded, TuneReport):
+            fail(
+                "--markdown: this is a report of `torchboost tune`, which has no Markdown; leave it out, or use --html."
+            )
+        page = _page_of(loaded, html) if html is not None else None
     if json:
         print_json({**summary_of(loaded), "html": str(page) if page else None})
         return
-    if as_markdown:
-        typer.echo(markdown(loaded), nl=False)
-    elif page is None:
-        print_report(loaded)
+    if page is None or as_markdown:
+        _print(loaded, as_markdown)
     if page is not None:
         typer.echo(f"wrote {page}", err=as_markdown)
+
+
+def _report_in(source: Path) -> BenchReport | TuneReport:
+    """Read a report. Only a tuning has findings; any other file is checked as a report of ``bench``."""
+    try:
+        content = json.loads(source.read_bytes())
+    except ValueError:
+        content = None
+    return (TuneReport if isinstance(content, dict) and "findings" in content else BenchReport).load(source)
+
+
+def _page_of(loaded: BenchReport | TuneReport, html: Path) -> Path:
+    return write_page(loaded, html) if isinstance(loaded, TuneReport) else write_html(loaded, html)
+
+
+def _print(loaded: BenchReport | TuneReport, as_markdown: bool) -> None:
+    if isinstance(loaded, TuneReport):
+        print_tuning(loaded)
+    elif as_markdown:
+        typer.echo(markdown(loaded), nl=False)
+    else:
+        print_report(loaded)

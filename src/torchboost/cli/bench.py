@@ -46,6 +46,9 @@ def bench(
         str | None,
         typer.Option(help="Add seeds until the accuracy of every level is decided, or this time is over: 240s, 10m."),
     ] = None,
+    accuracy: Annotated[
+        bool, typer.Option("--accuracy", help="A factory's evaluate returns an accuracy, a share between 0 and 1.")
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the report in --out.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the report of another workload in --out.")] = False,
     html: Annotated[bool, typer.Option("--html/--no-html", help="Write report.html.")] = True,
@@ -59,7 +62,7 @@ def bench(
         try:
             for name in names:
                 Recipe.parse(name)
-            job = _job(workload, model, data, epochs)
+            job = _job(workload, model, data, epochs, accuracy)
             if not (resume or force):
                 _check_place(path, job)
             report = run_bench(
@@ -94,9 +97,11 @@ def bench(
             typer.echo(f"wrote {written}")
 
 
-def _job(workload: str, model: str | None, data: Path | None, epochs: int | None) -> Job:
+def _job(workload: str, model: str | None, data: Path | None, epochs: int | None, accuracy: bool) -> Job:
     if is_factory(workload, model=model, data=data):
-        return job_from(workload, epochs=epochs)
+        return job_from(workload, epochs=epochs, accuracy=accuracy)
+    if accuracy:
+        raise ValueError("--accuracy: leave it out; the metric of a named workload is known.")
     return find_job(workload if model is None else f"{workload}-{model}")
 
 

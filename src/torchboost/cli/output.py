@@ -17,8 +17,11 @@ from torchboost.bench.report.verdict import headline, verdicts
 from torchboost.cli.environment import EXTRAS
 from torchboost.errors import ConfigError, IncompatibleError, RankDisagreementError
 from torchboost.measure.evidence import BenchReport
+from torchboost.tuning.evidence import TuneReport
+from torchboost.tuning.sentences import HEADINGS, cost, horizon, rows
+from torchboost.tuning.sentences import headline as answer
 
-__all__ = ["fail", "json_only", "print_json", "print_table", "settings_of", "summary_of", "user_errors"]
+__all__ = ["fail", "json_only", "print_json", "print_table", "print_tuning", "settings_of", "summary_of", "user_errors"]
 
 
 def fail(message: str) -> NoReturn:
@@ -87,8 +90,18 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Console().print(table)
 
 
-def summary_of(report: BenchReport) -> dict[str, Any]:
-    """Return the title, the headline and the sentences about every contestant of a report."""
+def print_tuning(report: TuneReport) -> None:
+    """Print a tuning: what became of each candidate, the answer, and for which runs it holds."""
+    print_table(list(HEADINGS), rows(report))
+    for line in (answer(report), cost(report), horizon(report), *(f"Note: {note}." for note in report.notes)):
+        if line:
+            typer.echo(line)
+
+
+def summary_of(report: BenchReport | TuneReport) -> dict[str, Any]:
+    """Return the headline of a report, and the sentences about every contestant or the data of a tuning."""
+    if isinstance(report, TuneReport):
+        return {"headline": answer(report), **report.model_dump(mode="json")}
     said = {name: [verdict._asdict() for verdict in group] for name, group in verdicts(report).items()}
     return {"title": report.title, "headline": headline(report).text, "verdicts": said}
 

@@ -15,7 +15,7 @@ from torchboost.bench.workloads.factory import factory_of, function_at
 from torchboost.bench.workloads.jobs import find_job
 from torchboost.cli.device import usable_device
 from torchboost.cli.factory import is_factory
-from torchboost.cli.output import fail, json_only, print_json, print_table, user_errors
+from torchboost.cli.output import fail, json_only, print_json, print_tuning, summary_of, user_errors
 from torchboost.cli.progress import display
 from torchboost.core.arguments import seconds_of
 from torchboost.distributed.shared import is_first_rank
@@ -23,7 +23,6 @@ from torchboost.distributed.teardown import shutdown
 from torchboost.errors import FactoryError
 from torchboost.tuning.evidence import TuneReport
 from torchboost.tuning.page import write_page
-from torchboost.tuning.sentences import HEADINGS, cost, headline, horizon, rows
 from torchboost.tuning.tune import report_path
 from torchboost.tuning.tune import tune as run_tune
 
@@ -99,23 +98,13 @@ def tune(
     path = report_path(out)
     written = write_page(report, path.with_suffix(".html")) if html else None
     if json:
-        print_json({"headline": headline(report), **report.model_dump(mode="json"), "config": str(out)})
+        print_json({**summary_of(report), "config": str(out)})
     else:
-        _print(report, (out, path, written))
+        print_tuning(report)
+        for file in (out, path, written):
+            if file is not None:
+                typer.echo(f"wrote {file}")
     shutdown()
-
-
-def _print(report: TuneReport, files: tuple[Path | None, ...]) -> None:
-    print_table(list(HEADINGS), rows(report))
-    typer.echo(headline(report))
-    if cost(report):
-        typer.echo(cost(report))
-    typer.echo(horizon(report))
-    for note in report.notes:
-        typer.echo(f"Note: {note}.")
-    for file in files:
-        if file is not None:
-            typer.echo(f"wrote {file}")
 
 
 def _factory(

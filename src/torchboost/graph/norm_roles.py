@@ -240,7 +240,7 @@ def reasons_to_stay(
         blocks: Its residual blocks.
         keep: Which BatchNorm of a residual branch stays: the last, or the last of those over the fewest channels.
         keep_shortcut: Whether shortcuts keep their BatchNorm.
-        keep_every: Layers per BatchNorm in plain stacks.
+        keep_every: Layers per BatchNorm in plain stacks; 1 keeps all, in blocks without skip too.
         blocks_per_norm: Blocks per BatchNorm while neither width nor resolution changes.
     """
     reasons = _block_reasons(flow, blocks, keep, keep_shortcut, blocks_per_norm)
@@ -254,8 +254,8 @@ def reasons_to_stay(
             reasons[norm] = None
             if at == last:
                 reasons[norm] = "the last of a block without skip" if stack.linear_end else "the last of its run"
-            elif not stack.linear_end and (last - at) % keep_every == 0:
-                reasons[norm] = f"one of every {keep_every} in a plain stack"
+            elif (keep_every == 1 or not stack.linear_end) and (last - at) % keep_every == 0:
+                reasons[norm] = "in a plain stack" if keep_every == 1 else f"one of every {keep_every} in a plain stack"
     if stem is not None:
         reasons[stem] = "the first of the network"
     return reasons

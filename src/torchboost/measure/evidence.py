@@ -167,7 +167,8 @@ class Contestant(Record):
 class BenchReport(SavedRecord):
     """The result of one benchmark: several contestants on one workload in one process.
 
-    ``source`` tells apart the versions of the user's file that defines the workload.
+    ``metric_name`` is "metric" for the metric of a user, whose units are not known. ``source`` tells apart the versions
+    of the user's file that defines the workload.
     """
 
     format: Literal[1] = 1

@@ -25,6 +25,8 @@ PRIOR_SECONDS = 0.1
 PAIRS = 9
 LEAST_PAIRS = 3
 """Pairs that a verdict needs."""
+BUSY = 5.0
+"""The pairs of the smallest size may take so many times the time limit, since without them nothing is known."""
 PAYS = 1.1
 """Least ratio at which bfloat16 counts as fast."""
 FAR = 5.0
@@ -110,7 +112,8 @@ def _half_speed(kind: Kind, device: torch.device, threads: int) -> Products:
 def half_speed(kind: Kind, device: torch.device | str = "cpu") -> Products:
     """Return :func:`products` from a short measurement, made once per process, device and number of threads.
 
-    Cost: at most 0.1 s on the CPU for each kind, where a call that has begun is finished; later calls nothing.
+    Cost: at most 0.1 s on the CPU for each kind, 0.5 s if other programs use it, where a call that has begun is
+    finished; later calls nothing.
 
     Raises:
         ValueError: See :func:`products`.
@@ -168,7 +171,8 @@ def climb(
     A next size is tried if its warm-up and three pairs are expected to fit, judged by the last size and the number of
     operations. It is not tried if one precision is already five times as fast as the other and the slower call takes
     2 ms or more. The result is that of the last size with at least three pairs. If no size has three, it is that of the
-    first one. A call that has begun is finished.
+    first one, whose pairs may take up to five times the limit, on a machine that other programs use. A call that has
+    begun is finished.
 
     Args:
         kind: For the result.
@@ -192,7 +196,8 @@ def climb(
             timer(call)
         times: list[tuple[float, float]] = []
         while len(times) < (pairs if last else LEAST_PAIRS):
-            if times and clock() - start + sum(times[-1]) > seconds:
+            limit = seconds * (BUSY if len(times) < LEAST_PAIRS and position == 0 else 1.0)
+            if times and clock() - start + sum(times[-1]) > limit:
                 break
             order = list(calls) if len(times) % 2 == 0 else list(reversed(calls))
             taken = {dtype: timer(calls[dtype]) for dtype in order}

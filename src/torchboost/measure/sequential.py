@@ -21,6 +21,9 @@ _PATHS = 100_000
 _SAFETY = 0.002
 """Subtracted from the error rate, for the error of the simulation that finds the limits."""
 
+LEAST_ERROR = 0.003
+"""The simulation finds no limits for smaller error rates."""
+
 _LEAST_SPREAD = 1 / 3
 """Share of the margin that the spread counts as at least: a few equal differences do not show that all are equal."""
 
@@ -70,7 +73,7 @@ class SequentialTest:
         margin: Largest accepted drop, at least 0, in units of the metric.
         most: Number of pairs after which the test ends.
         least: Number of pairs before the first look, at least 2.
-        error: One-sided, between 0 and 0.5.
+        error: One-sided, from 0.003 to below 0.5.
 
     Raises:
         ValueError: An argument is out of range.
@@ -86,8 +89,8 @@ class SequentialTest:
             raise ValueError(f"margin: found {self.margin!r}; give a finite number, at least 0.")
         if not 2 <= self.least <= self.most:
             raise ValueError(f"found least={self.least}, most={self.most}; needed: 2 <= least <= most.")
-        if not 0.005 <= self.error < 0.5:
-            raise ValueError(f"error: found {self.error!r}; give a number from 0.005 to below 0.5.")
+        if not LEAST_ERROR <= self.error < 0.5:
+            raise ValueError(f"error: found {self.error!r}; give a number from {LEAST_ERROR} to below 0.5.")
 
     def look(self, differences: Sequence[float]) -> Look:
         """Decide after these differences, candidate minus baseline, in the order in which they were made.

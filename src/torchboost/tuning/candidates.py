@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from torchboost.bench.workloads.factory import Parts, check_fresh, loss_of, made_by, on_device, pair_of
+from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import is_number
 from torchboost.errors import ConfigError, FactoryError, IncompatibleError
-from torchboost.front import boost
+from torchboost.front import Boosted, boost
 from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuning.evidence import STOCK, Candidate, Finding
 from torchboost.tuning.training import boosted_by
@@ -20,10 +21,10 @@ __all__ = [
     "fingerprint_of",
     "fresh",
     "kept_levers",
+    "looked_at",
     "named_candidates",
     "recipe_candidates",
     "standard_candidates",
-    "usable",
 ]
 
 Make = Callable[[int], object]
@@ -165,19 +166,42 @@ def _is_free(name: object) -> bool:
     return isinstance(name, str) and bool(name) and not name.startswith(STOCK) and " + " not in name
 
 
-def usable(candidate: Candidate, make: Make, steps: int) -> Finding | None:
-    """Return a finding with the reason if an algorithm of a candidate cannot work here; None if all can."""
+def looked_at(candidates: Sequence[Candidate], make: Make, steps: int) -> list[Finding]:
+    """Return a finding for each candidate, with an outcome for those that are not trained.
+
+    These are candidates of which an algorithm cannot work here, and those whose training would be that of an earlier
+    one.
+    """
+    known: dict[str, str] = {}
+    return [_looked_at(one, make, steps, known) for one in candidates]
+
+
+def _looked_at(candidate: Candidate, make: Make, steps: int, known: dict[str, str]) -> Finding:
     if candidate.recipe:
-        return None
+        return Finding(candidate=candidate)
     parts = made_by(make, 0)
     try:
         boosted = boosted_by(parts, candidate.extra, steps)
     except (ConfigError, IncompatibleError, ValueError) as error:
         return Finding(candidate=candidate, outcome="not usable", reason=str(error))
-    running = {one.name for one in boosted.plan.algorithms}
-    absent = [name for name, value in candidate.extra.items() if value is not False and name not in running]
-    missing = [f"{one.name}: {one.reason}" for one in boosted.plan.dropped if one.name in absent]
+    plan, training = boosted.plan, _training_of(boosted, parts)
     boosted.remove()
-    if not absent:
-        return None
-    return Finding(candidate=candidate, outcome="not usable", reason="; ".join(missing) or "it changes nothing")
+    running = {one.name for one in plan.algorithms}
+    absent = [name for name, value in candidate.extra.items() if value is not False and name not in running]
+    if absent:
+        missing = [f"{one.name}: {one.reason}" for one in plan.dropped if one.name in absent]
+        return Finding(candidate=candidate, outcome="not usable", reason="; ".join(missing) or "it changes nothing")
+    same = known.setdefault(training, candidate.name)
+    if same != candidate.name:
+        return Finding(candidate=candidate, outcome="duplicate", reason=f"on this model it is the same as {same!r}")
+    return Finding(candidate=candidate)
+
+
+def _training_of(boosted: Boosted, parts: Parts) -> str:
+    """Return a text that tells boosted trainings apart: by the algorithms, and the model and optimizer that they made.
+
+    If an algorithm only transforms modules, these tell what it did, and its settings do not count.
+    """
+    only = [type(one).attach is Algorithm.attach for one in boosted.plan.algorithms]
+    on = [one.name if alone else repr(one) for one, alone in zip(boosted.plan.algorithms, only, strict=True)]
+    return "; ".join([*on, fingerprint_of(parts)])

@@ -15,8 +15,10 @@ STOCK = "stock"
 BLOCK = 20
 """Steps whose training losses are averaged for the curve of a run."""
 
-Outcome = Literal["kept", "lost", "not shown", "no gain", "not better than fewer steps", "not usable", "not tried"]
-"""What became of a candidate: accepted, or why not."""
+Outcome = Literal[
+    "kept", "lost", "not shown", "no gain", "not better than fewer steps", "not usable", "duplicate", "not tried"
+]
+"""What became of a candidate: accepted, or why not. A duplicate's training would be that of an earlier candidate."""
 
 
 class Candidate(Record):

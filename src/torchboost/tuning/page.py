@@ -131,7 +131,11 @@ def _method(report: TuneReport) -> str:
             "What leaves out a part of the training must end with a better metric than stock that trains for equally "
             "long with fewer steps and its schedule fitted to them.",
         ),
-        ("Together", "The accepted candidates are trained together with fresh seeds, at half of the error rate."),
+        (
+            "Together",
+            "The accepted candidates are trained together with fresh seeds; if they fail, fewer of them. At most three "
+            "such attempts share the error rate.",
+        ),
     ]
     shown = "".join(f"<dt>{escape(name)}</dt><dd>{escape(said)}</dd>\n" for name, said in entries)
     return section("How it was decided", f"<dl>{shown}</dl>", class_="method")

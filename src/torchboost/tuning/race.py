@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from torchboost.bench.workloads.factory import ignored_seed
 from torchboost.errors import FactoryError
-from torchboost.measure.evidence import Interval
 from torchboost.measure.sequential import Look, SequentialTest
 from torchboost.measure.statistics import paired_ratio
 from torchboost.tuning.evidence import STOCK, Candidate, Finding, Outcome, Run
@@ -25,7 +24,11 @@ LEAST_GAIN = 1.03
 """A gain of less than 3 % is not worth the complexity."""
 
 RESERVED_PAIRS, RESERVED = 6, 0.4
-"""So many pairs of runs are set aside for the final test, but at most this share of the budget."""
+"""So many pairs of runs are set aside for the final test, but at most this share of the budget. If there are several
+candidates, so many runs more are set aside for its last attempt, which has the runs of stock already."""
+
+MOST_ATTEMPTS = 3
+"""The final test composes the accepted candidates in at most so many ways."""
 
 LEAST_RUNS = 7
 """A decision needs so many runs as long as stock's."""
@@ -63,7 +66,7 @@ class Race:
         budget: Seconds of all runs together, at least those of the first.
         total_steps: Steps of the run that the user has in mind, over which set-up is spread.
         most: Largest number of seeds per comparison.
-        error: Error rate of each test.
+        error: Error rate of each test; the attempts of the final test share it.
         spent: Seconds that were spent before.
         told: Called after every run, with the findings so far.
     """
@@ -84,7 +87,7 @@ class Race:
     _limit: float = field(default=math.inf, init=False)
 
     def __post_init__(self) -> None:
-        SequentialTest(margin=self.drop, most=self.most, error=self.error / 2)  # of the final test: the strictest
+        SequentialTest(margin=self.drop, most=self.most, error=self.error / MOST_ATTEMPTS)  # the strictest
         self.findings = {one.name: Finding(candidate=one) for one in self.candidates}
 
     def decide(self) -> dict[str, Any]:
@@ -108,12 +111,16 @@ class Race:
             self._run(stock, seed)
             if len(self.runs) == 1:  # a resumed tuning has shown that it can afford more
                 self._check_affordable()
-            aside = 2 * RESERVED_PAIRS * self.runs[STOCK, 0].wall_seconds
-            self._limit = self.budget - min(RESERVED * self.budget, aside)
+            self._limit = self.budget - self._aside()
             for candidate in trying:
                 self._run(candidate, seed)
-                self._judge(candidate)
+                self._judge(candidate, range(seed + 1))
         self._close("not shown", f"{self.most} seeds show neither that it keeps the metric nor that it does not")
+
+    def _aside(self) -> float:
+        """Return the seconds that are set aside for the final test."""
+        runs = 2 if sum(not one.recipe for one in self.candidates) < 2 else 3
+        return min(RESERVED * self.budget, runs * RESERVED_PAIRS * self.runs[STOCK, 0].wall_seconds)
 
     def _check_affordable(self) -> None:
         run = self.runs[STOCK, 0].wall_seconds
@@ -128,13 +135,11 @@ class Race:
         key = candidate.name, seed
         if key in self.runs:
             return self.runs[key]
-        expected = self._expected(candidate)
-        if self.spent + expected > self._limit:
+        if self.spent + self._expected(candidate) > self._limit:
             aside = self.budget - self._limit
-            rest = f"; {aside:.0f} s are set aside for the final test" if aside > 0 else ""
-            raise OverBudgetError(
-                f"the budget was spent: {self.spent:.0f} s, and the next run takes {expected:.0f} s{rest}"
-            )
+            purpose = "its last attempt" if self.whole else "the final test"
+            rest = f"; {aside:.0f} s are set aside for {purpose}" if aside > 0 else ""
+            raise OverBudgetError(f"the budget of {self.budget:.0f} s does not allow another run{rest}")
         most = self._most_seconds(candidate)
         run = self.train(candidate, seed, most)
         if candidate.name == STOCK and run.too_slow:
@@ -168,7 +173,7 @@ class Race:
         return max(own or [candidate.share * value for value in stock], default=0.0)
 
     def _note_constant(self) -> None:
-        found = [run.metric for (name, _), run in self.runs.items() if name == STOCK]
+        found = [run.metric for (name, seed), run in self.runs.items() if name == STOCK and seed < FRESH_SEED]
         if len(found) > 2 and len(set(found)) == 1:
             self.notes.append(
                 f"the metric of stock was {found[0]:g} for all {len(found)} seeds; if it does not depend on the "
@@ -184,43 +189,41 @@ class Race:
             return math.inf
         return TOO_SLOW * max(stock)
 
-    def _pairs(self, first: str, second: str, *, fresh: bool = False) -> list[int]:
-        seeds = [seed for name, seed in self.runs if name == first and (seed >= FRESH_SEED) == fresh]
-        return sorted(seed for seed in seeds if (second, seed) in self.runs)
+    def _pairs(self, first: str, second: str, seeds: range) -> list[tuple[Run, Run]]:
+        """Return the runs of both. Only these seeds count: a resumed tuning has runs of later ones already."""
+        keys = [((first, seed), (second, seed)) for seed in seeds]
+        return [(self.runs[one], self.runs[other]) for one, other in keys if one in self.runs and other in self.runs]
 
-    def _differences(self, first: str, second: str, *, fresh: bool = False) -> list[float]:
-        seeds = self._pairs(first, second, fresh=fresh)
-        return [self.runs[first, seed].metric - self.runs[second, seed].metric for seed in seeds]
+    def _differences(self, first: str, second: str, seeds: range) -> list[float]:
+        return [one.metric - other.metric for one, other in self._pairs(first, second, seeds)]
 
-    def _speed(self, candidate: Candidate, *, fresh: bool = False) -> Interval | None:
-        seeds = self._pairs(candidate.name, STOCK, fresh=fresh)
-        if not seeds:
-            return None
-        own = [self.runs[candidate.name, seed].projected(self.total_steps, candidate.share) for seed in seeds]
-        return paired_ratio([self.runs[STOCK, seed].projected(self.total_steps) for seed in seeds], own)
+    def _times(self, candidate: Candidate, seeds: range) -> tuple[list[float], list[float]]:
+        """Return the seconds of stock and of a candidate for the run that the user has in mind."""
+        pairs = self._pairs(STOCK, candidate.name, seeds)
+        stock = [run.projected(self.total_steps) for run, _ in pairs]
+        return stock, [run.projected(self.total_steps, candidate.share) for _, run in pairs]
 
-    def _memory(self, name: str, *, fresh: bool) -> float | None:
-        pairs = [(self.runs[name, seed], self.runs[STOCK, seed]) for seed in self._pairs(name, STOCK, fresh=fresh)]
-        known = [(own.peak_bytes, stock.peak_bytes) for own, stock in pairs]
+    def _memory(self, name: str, seeds: range) -> float | None:
+        known = [(own.peak_bytes, stock.peak_bytes) for own, stock in self._pairs(name, STOCK, seeds)]
         found = [own / stock for own, stock in known if own is not None and stock]
         return statistics.median(found) if found else None
 
-    def _judge(self, candidate: Candidate) -> None:
+    def _judge(self, candidate: Candidate, seeds: range) -> None:
         name = candidate.name
-        last = [run for (key, _), run in self.runs.items() if key == name][-1]
-        ended = _ended_early(last)
+        ended = _ended_early(self.runs[name, seeds[-1]])
         if ended is not None:
             self._set(self.findings[name], *ended)
             return
-        look = SequentialTest(margin=self.drop, most=self.most, error=self.error).look(self._differences(name, STOCK))
-        finding = self._noted(candidate, look)
-        speed = finding.speed
+        test = SequentialTest(margin=self.drop, most=self.most, error=self.error)
+        look = test.look(self._differences(name, STOCK, seeds))
+        finding = self._noted(self.findings[name], look, seeds)
+        saves = self._saves(candidate, seeds)
         if look.state in ("failed", "futile"):
             self._set(finding, *_lost(look, self.drop))
-        elif speed is not None and look.pairs >= 2 and speed.mid < LEAST_GAIN:
-            reason = f"it takes {1 / speed.mid:.2f} times as long as stock; a gain below 3 % is not worth it"
+        elif saves is False and finding.speed is not None:
+            reason = f"it takes {1 / finding.speed.mid:.2f} times as long as stock; a gain below 3 % is not worth it"
             self._set(finding, "no gain", reason)
-        elif look.state == "passed":
+        elif look.state == "passed" and saves:
             self.findings[name] = finding
             self._against_fewer_steps(candidate)
         elif look.state == "exhausted":
@@ -228,13 +231,23 @@ class Race:
         else:
             self.findings[name] = finding
 
-    def _noted(self, candidate: Candidate, look: Look, *, fresh: bool = False) -> Finding:
+    def _saves(self, candidate: Candidate, seeds: range) -> bool | None:
+        """Whether a run is at least 3 % faster; None if it is not in these seeds, but more of them may show that."""
+        stock, own = self._times(candidate, seeds)
+        if paired_ratio(stock, own).mid >= LEAST_GAIN:
+            return True
+        beyond = [math.log(one / (LEAST_GAIN * other)) for one, other in zip(stock, own, strict=True)]
+        test = SequentialTest(margin=0.0, most=self.most, error=self.error)
+        return False if test.look(beyond).state == "failed" or len(beyond) >= self.most else None
+
+    def _noted(self, finding: Finding, look: Look, seeds: range) -> Finding:
         bounded = math.isfinite(look.difference.low) and look.pairs > 0
-        return self.findings.get(candidate.name, Finding(candidate=candidate)).model_copy(
+        stock, own = self._times(finding.candidate, seeds)
+        return finding.model_copy(
             update={
                 "seeds": look.pairs,
-                "speed": self._speed(candidate, fresh=fresh),
-                "memory": self._memory(candidate.name, fresh=fresh),
+                "speed": paired_ratio(stock, own) if own else None,
+                "memory": self._memory(finding.candidate.name, seeds),
                 "difference": look.difference if bounded else None,
                 "detectable": look.detectable if math.isfinite(look.detectable) else None,
             }
@@ -248,11 +261,12 @@ class Race:
         share = _share_for(finding.speed.mid)
         rival = Candidate(name=f"stock, {share:.0%} of the steps", share=share)
         test = SequentialTest(margin=0.0, most=self.most, error=self.error)
-        look = test.look([])
+        look, seeds = test.look([]), range(0)
         for seed in range(self.most):
+            seeds = range(seed + 1)
             for one in (Candidate(name=STOCK), candidate, rival):
                 self._run(one, seed)
-            look = test.look(self._differences(candidate.name, rival.name))
+            look = test.look(self._differences(candidate.name, rival.name, seeds))
             if look.decided:
                 break
         finding = finding.model_copy(update={"rival": look.difference, "rival_share": share})
@@ -261,38 +275,37 @@ class Race:
         else:
             reason = f"stock trained for {share:.0%} of its steps takes as long, and is not shown to do worse"
             self._set(finding, "not better than fewer steps", reason)
-        self._note_rival(rival)
+        self._note_rival(rival, seeds)
 
-    def _note_rival(self, rival: Candidate) -> None:
+    def _note_rival(self, rival: Candidate, seeds: range) -> None:
         test = SequentialTest(margin=self.drop, most=self.most, error=self.error)
-        if test.look(self._differences(rival.name, STOCK)).state == "passed":
+        if test.look(self._differences(rival.name, STOCK, seeds)).state == "passed":
             note = f"{rival.share:.0%} of the steps, with the schedule fitted to them, keep the metric of stock too"
             self.notes += [] if note in self.notes else [note]
 
     def _composed(self, accepted: Sequence[Finding]) -> dict[str, Any]:
-        """Test the accepted candidates together with fresh seeds; without the weakest if they fail."""
-        members = sorted(accepted, key=lambda found: -(found.speed.mid if found.speed else 1.0))
-        for attempt in range(2):
-            if not members:
-                return {}
+        """Test the accepted candidates together with fresh seeds; if they fail, fewer of them.
+
+        The attempts are known before the first one, and each has an equal part of the error rate, so that the
+        probability that any of them passes although it harms is at most the error rate.
+        """
+        attempts = _attempts(accepted)
+        for number, members in enumerate(attempts, start=1):
             whole = Candidate(
                 name=" + ".join(found.candidate.name for found in members),
                 extra=combined([found.candidate.extra for found in members]),
                 skips_work=any(found.candidate.skips_work for found in members),
             )
             self.whole.append(Finding(candidate=whole))
-            self._test_whole(whole)
+            self._limit = self.budget - (0.0 if number == len(attempts) else self._aside() / 3)
+            self._test_whole(whole, self.error / len(attempts))
             if self.whole[-1].outcome == "kept":
                 return whole.extra
-            if attempt or len(members) == 1 or self.whole[-1].outcome == "not tried":
-                return {}
-            weakest = min(members, key=lambda found: found.difference.mid if found.difference else 0.0)
-            members = [found for found in members if found is not weakest]
         return {}
 
-    def _test_whole(self, whole: Candidate) -> None:
-        test = SequentialTest(margin=self.drop, most=self.most, error=self.error / 2)
-        finding, look = self.whole[-1], test.look([])
+    def _test_whole(self, whole: Candidate, rate: float) -> None:
+        test = SequentialTest(margin=self.drop, most=self.most, error=rate)
+        finding, look, saves = self.whole[-1], test.look([]), None
         try:
             for seed in range(FRESH_SEED, FRESH_SEED + self.most):
                 self._run(Candidate(name=STOCK), seed)
@@ -301,10 +314,12 @@ class Race:
                     outcome, reason = ended
                     self.whole[-1] = finding.model_copy(update={"outcome": outcome, "reason": reason})
                     return
-                look = test.look(self._differences(whole.name, STOCK, fresh=True))
-                finding = self._noted(whole, look, fresh=True)
+                seeds = range(FRESH_SEED, seed + 1)
+                look = test.look(self._differences(whole.name, STOCK, seeds))
+                finding = self._noted(finding, look, seeds)
                 self.whole[-1] = finding
-                if look.decided:
+                saves = self._saves(whole, seeds)
+                if look.decided and (saves is not None or look.state != "passed"):
                     break
         except OverBudgetError as error:
             tried: Outcome = "not shown" if finding.seeds else "not tried"
@@ -313,7 +328,7 @@ class Race:
         outcome, reason = (
             ("kept", "together they keep the metric") if look.state == "passed" else _lost(look, self.drop)
         )
-        if outcome == "kept" and finding.speed is not None and finding.speed.mid < LEAST_GAIN:
+        if outcome == "kept" and not saves:
             outcome, reason = "no gain", "together they save less than 3 %"
         self.whole[-1] = finding.model_copy(update={"outcome": outcome, "reason": reason})
 
@@ -349,6 +364,22 @@ def _without_rivals(accepted: Sequence[Finding]) -> list[Finding]:
             chosen.append(found)
             taken |= names
     return chosen
+
+
+def _attempts(accepted: Sequence[Finding]) -> list[list[Finding]]:
+    """Return what the final test tries in turn: all, all but one, and at last what leaves out no work.
+
+    What leaves out work goes first; among equals what was shown to cost something, then what saves least.
+    """
+
+    def place(found: Finding) -> tuple[bool, bool, float]:
+        costs = found.difference is not None and found.difference.high < 0
+        return found.candidate.skips_work, costs, -(found.speed.mid if found.speed else 1.0)
+
+    members = sorted(accepted, key=place)
+    count, exact = len(members), sum(not found.candidate.skips_work for found in members)
+    last = exact if 0 < exact < count - 1 else 1
+    return [members[:size] for size in dict.fromkeys((count, count - 1, last)) if 0 < size <= count]
 
 
 def _ended_early(run: Run) -> tuple[Outcome, str] | None:

@@ -24,10 +24,10 @@ from torchboost.registry import Facts
 from torchboost.tuning.candidates import (
     fingerprint_of,
     fresh,
+    looked_at,
     named_candidates,
     recipe_candidates,
     standard_candidates,
-    usable,
 )
 from torchboost.tuning.evidence import Candidate, Finding, TuneReport
 from torchboost.tuning.race import Race
@@ -39,7 +39,7 @@ TRIAL_SHARE, TRIAL_MOST = 0.1, 60.0
 """The trial of the levers takes at most this share of the budget, and at most so many seconds."""
 
 LEAST_ERROR, MOST_ERROR = 0.01, 0.5
-"""Limits of ``error``; the final test, with half of it, needs 0.005 at least."""
+"""Limits of ``error``; an attempt of the final test, with a third of it, needs 0.003 at least."""
 
 LEAST_SEEDS = 3
 
@@ -70,7 +70,9 @@ def tune(
     by seed, until a sequential test shows that it keeps the metric within ``drop``, or that it does not, or that more
     seeds would hardly decide. What leaves out work must also end with a better metric than stock trained for equally
     long with fewer steps. At last the accepted candidates are trained together, with fresh seeds, and tested as a
-    whole; the result turns them on only if that passes.
+    whole; the result turns them on only if that passes. If not, fewer of them are tested, at last those that leave out
+    no work. These attempts, at most three, have equal parts of ``error``, so the probability that something which costs
+    more than ``drop`` is turned on is at most ``error``.
 
     Under ``torch.distributed`` all ranks of the default group call this with the same arguments; the factory wraps the
     model. They take the metric of the first rank and the times of the slowest, so they decide the same; the first one
@@ -92,7 +94,7 @@ def tune(
         recipes: Name -> ``(make, share)``: other factories, for instance with another optimizer, trained for a share of
             the steps. They are compared like candidates, but no configuration can turn them on.
         seeds: Most seeds per comparison, at least 3.
-        error: Probability of a wrong decision in each comparison.
+        error: Probability of a wrong decision in each comparison, and in the final test as a whole.
         device: Where the batches go.
         title: Of the report.
         out: JSON file of the resulting configuration; the report is saved next to it after every run, see
@@ -104,6 +106,7 @@ def tune(
         FactoryError: The factory returns something else or has no ``evaluate``, or the stock loop cannot be compared:
             it diverges, or has the same losses and metric for two seeds.
         RankDisagreementError: The ranks have different numbers of batches.
+        TypeError: An argument has the wrong type.
         ValueError: An argument is out of range, or the report belongs to another tuning.
         KeyboardInterrupt: Passed on. The report holds all finished runs.
 
@@ -112,9 +115,8 @@ def tune(
         >>> report = torchboost.tune(make, drop=0.005, budget="30m", out="boost.json")  # doctest: +SKIP
         >>> model, optimizer = torchboost.boost(model, optimizer, config="boost.json")  # doctest: +SKIP
     """
-    if not callable(make):
-        raise TypeError(f"make: found {make!r}; give a function of a seed.")
-    _check_arguments(drop=drop, epochs=epochs, total_steps=total_steps, seeds=seeds, error=error)
+    _check_functions(make, progress)
+    _check_arguments(title=title, drop=drop, epochs=epochs, total_steps=total_steps, seeds=seeds, error=error)
     started, seconds, place = time.perf_counter(), seconds_of(budget), torch.device(device)
     path = None if out is None else Path(out)
     if path is not None:
@@ -259,7 +261,7 @@ class _Session:
             self._check_recipes()
             if given is not None:
                 self._check_same(named_candidates(given))
-            kept = [found for found in self.report.findings if found.outcome == "not usable"]
+            kept = [found for found in self.report.findings if found.outcome in ("not usable", "duplicate")]
             names = {found.candidate.name for found in kept}
             return [
                 *kept,
@@ -276,7 +278,7 @@ class _Session:
         twice = [name for name, count in Counter(one.name for one in wanted).items() if count > 1]
         if twice:
             raise ValueError(f"found {twice[0]!r} among the candidates and the recipes; give each its own name.")
-        return [usable(one, self.make, self.report.steps) or Finding(candidate=one) for one in wanted]
+        return looked_at(wanted, self.make, self.report.steps)
 
     def _check_same(self, given: list[Candidate]) -> None:
         """Raise ``ValueError`` if the candidates are not those of the report that is continued."""
@@ -374,7 +376,18 @@ def _check_free(out: Path, resume: bool) -> None:
         raise ValueError(f"{out} exists and is not from a tuning, since {report.name} is missing; choose another file.")
 
 
-def _check_arguments(*, drop: float, epochs: int, total_steps: int | None, seeds: int, error: float) -> None:
+def _check_functions(make: Any, progress: Any) -> None:
+    if not callable(make):
+        raise TypeError(f"make: found {make!r}; give a function of a seed.")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress: found {progress!r}; give a function of (phase, done, total, note), or None.")
+
+
+def _check_arguments(
+    *, title: str, drop: float, epochs: int, total_steps: int | None, seeds: int, error: float
+) -> None:
+    if not isinstance(title, str):
+        raise TypeError(f"title: found {title!r}; give a text.")
     check_number("drop", drop, above=True)
     check_count("epochs", epochs, of="passes over the batches")
     check_count("seeds", seeds, of="seeds per comparison")

@@ -28,7 +28,9 @@ def test_sections_and_figures():
         '<section class="c">\n<h2>T &amp; U</h2>\n<p class="lead">lead</p><p>x</p>\n</section>'
     )
     assert "<figcaption>a &lt; b</figcaption>" in figure("<svg/>", "<svg/>", "a < b")
-    assert "<dt>Versions</dt>" in environment_section(environment())
+    here = environment()
+    assert "<dt>Versions</dt>" in environment_section(here)
+    assert "<dt>Commit</dt><dd>not recorded</dd>" in environment_section(here.model_copy(update={"commit": ""}))
 
 
 def test_a_page_is_written_as_a_whole(tmp_path: Path):

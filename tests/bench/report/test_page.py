@@ -62,6 +62,13 @@ def test_everything_is_on_the_page():
     assert text.count("<svg") == 8
 
 
+def test_the_margin_of_an_accuracy_is_not_stated_for_another_metric():
+    assert "It must stay inside the margin: half a point" in html_page(winning_report())
+    own = html_page(winning_report().model_copy(update={"metric_name": "metric"}))
+    assert "half a point" not in own
+    assert "torchboost tune --drop tests a limit of your own" in own
+
+
 def test_no_text_of_a_report_becomes_markup():
     page = Page(html_page(hostile_report()))
     tags = {tag for tag, _ in page.seen}

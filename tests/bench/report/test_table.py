@@ -69,6 +69,13 @@ def test_markdown_escapes_and_stays_a_table():
     assert "\n# y" not in text
 
 
+def test_a_commit_that_is_not_known_leaves_no_parentheses():
+    made = winning_report()
+    assert "torchboost 0.1.0 (abcdef), 2026" in table.markdown(made)
+    environment = made.environment.model_copy(update={"commit": ""})
+    assert "torchboost 0.1.0, 2026" in table.markdown(made.model_copy(update={"environment": environment}))
+
+
 def test_the_memory_of_a_run_is_shown_if_it_is_known():
     made = table.result_table(winning_report())
     assert made.headings[-1] == "memory"

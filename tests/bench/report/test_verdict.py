@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
@@ -134,6 +135,24 @@ def test_a_stored_judgement_is_used():
     assert ("good", text) in said(report(STOCK, judged), "O1")
 
 
+def test_a_decision_before_its_first_look_says_what_is_missing():
+    quality = Quality(
+        baseline="stock",
+        difference=Interval(low=-math.inf, mid=0.001, high=math.inf),
+        margin=0.005,
+        seeds=2,
+        passed=False,
+        detectable=math.inf,
+    )
+    made = report(STOCK, contestant("O1", "level", 0.02, stock=0.05).model_copy(update={"quality": [quality]}))
+    text = (
+        "O1 ends +0.10 points from stock in accuracy over 2 seeds. Fewer than three seeds decide nothing; "
+        "give --decide more time."
+    )
+    assert ("open", text) in said(made, "O1")
+    assert not any("inf" in text for _, text in said(made, "O1"))
+
+
 def nan_losses(made: Contestant) -> Contestant:
     """The contestant with losses that are not numbers and the metrics it had: classes of NaN logits are counted too."""
     curves = [curve.model_copy(update={"train_loss": [math.nan] * len(curve.epochs)}) for curve in made.curves]
@@ -213,6 +232,23 @@ def test_a_margin_in_the_units_of_the_metric():
         "O1 promises to be no slower than stock and to lose at most 0.02: neither shown nor refuted by this run."
         in texts
     )
+
+
+def test_a_metric_of_unknown_units_is_neither_kept_nor_missed():
+    level = contestant("O1", "level", 0.02, 0.6, stock=0.05)
+    made = report(contestant("stock", "stock", 0.05, 0.64), level, metric="metric")
+    texts = said(made, "O1")
+    (difference,) = [text for _, text in texts if " ends " in text]
+    pattern = r"O1 ends -0.0\d+ from stock in the metric over 4 seeds, with 95 % bounds -0.0\d+ to -0.0\d+; above 0"
+    assert re.match(pattern, difference.replace("\N{MINUS SIGN}", "-")), difference
+    assert texts[-1] == (
+        "open",
+        "O1 promises to lose at most 0.5 points of accuracy, which has no meaning in the units of this metric; "
+        "`torchboost tune --drop` tests a limit of your own.",
+    )
+    assert {tone for tone, _ in texts[1:]} == {"open"}
+    slow = report(contestant("stock", "stock", 0.05), contestant("O1", "level", 0.06, stock=0.05), metric="metric")
+    assert said(slow, "O1")[-1] == ("bad", "O1 promises to be no slower than stock: missed here, it is slower.")
 
 
 def test_setup_is_repaid_after_so_many_steps():

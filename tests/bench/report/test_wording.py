@@ -45,10 +45,16 @@ def test_not_a_number_is_said():
     assert wording.difference(math.nan, share=True) == "nan"
 
 
-def test_share_is_recognised_by_its_values():
+def test_only_an_accuracy_is_a_share():
     assert wording.is_share(report(contestant("stock", "stock", 0.1, 0.9)))
     assert not wording.is_share(report(contestant("stock", "stock", 0.1, 7.0)))
     assert not wording.is_share(report(contestant("stock", "stock", 0.1, seeds=0)))
+    assert not wording.is_share(report(contestant("stock", "stock", 0.1, 0.9), metric="metric"))
+
+
+def test_a_metric_of_the_user_has_its_own_units():
+    assert wording.has_own_units("metric")
+    assert not wording.has_own_units("accuracy")
 
 
 def test_count():

@@ -109,6 +109,18 @@ def test_a_better_metric_is_a_positive_difference(metric: str, sign: float, monk
     assert by_name(report)["O0"].quality[0].difference.mid == pytest.approx(sign * 0.2)
 
 
+def test_a_metric_of_unknown_units_is_not_judged(tmp_path: Path) -> None:
+    job, out = replace(tiny_job(), margin=None, loose_margin=None), tmp_path / "report.json"
+    given: dict[str, Any] = {"pairs": 1, "epochs": 1, "warmup": QUICK, "clock": tick(), "planner": halving_planner}
+    report = run_bench(job, contestants=("stock", "O1"), seeds=2, out=out, **given)
+    assert by_name(report)["O1"].quality == []
+    with pytest.raises(ValueError, match=r"--decide: the levels promise points of accuracy.*tune --drop"):
+        run_bench(job, contestants=("stock", "O1"), decide=600.0, **given)
+    renamed = replace(job, metric="metric")
+    with pytest.raises(ValueError, match="measured with metric_name 'accuracy', but now it is 'metric'"):
+        run_bench(renamed, contestants=("stock", "O1"), out=out, resume=True, **given)
+
+
 def test_runs_whose_loss_is_no_number_pass_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     job = replace(tiny_job(), loss=lambda outputs, targets: outputs.sum() * float("nan"))
     report = run_bench(job, contestants=("stock", "O0"), pairs=1, seeds=2, epochs=1, warmup=QUICK, clock=tick())
@@ -128,6 +140,20 @@ def test_no_epochs_measure_step_times_only() -> None:
 def test_too_few_rounds_for_an_interval_are_noted() -> None:
     report = run_bench(tiny_job(), contestants=("stock",), pairs=5, epochs=0, warmup=QUICK, clock=tick())
     assert ["fewer than six rounds" in note for note in report.notes] == [True]
+
+
+def test_levels_that_turned_on_the_same_are_noted(tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    given: dict[str, Any] = {"pairs": 6, "epochs": 0, "warmup": QUICK, "clock": tick(), "planner": halving_planner}
+    report = run_bench(tiny_job(), contestants=("stock", "O1", "O2", "stock+halved"), out=out, **given)
+    assert report.notes == [f"O1 and O2 {bench.SAME}"]
+    report = run_bench(tiny_job(), contestants=("O0",), out=out, resume=True, **given)
+    assert report.notes == [f"O1, O2 and O0 {bench.SAME}"]
+
+    def planner(level: str, added: Any, model: Any, optimizer: Any, total_steps: int) -> Plan:
+        return Plan(level=level, mode="auto", algorithms=(Compile(backend="eager"),) if level == "O2" else ())
+
+    assert run_bench(tiny_job(), contestants=("O1", "O2"), **(given | {"planner": planner})).notes == []
 
 
 def test_an_interrupted_run_continues_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +263,7 @@ def test_evaluation_gets_a_module_and_compiles_nothing(monkeypatch: pytest.Monke
 def decided(monkeypatch: pytest.MonkeyPatch, metrics: dict[str, list[float]], **more: Any) -> BenchReport:
     """Benchmark with given final metrics per contestant and seed, until every promise is decided."""
 
-    def curve(name: str, seed: int, settings: Any, done: int, total: int) -> Curve:
+    def curve(name: str, seed: int, settings: Any, shown: Any) -> Curve:
         values = metrics[name]
         return Curve(seed=seed, epochs=[1], seconds=[1], train_loss=[seed], metric=[values[seed % len(values)]])
 
@@ -273,6 +299,19 @@ def test_what_cannot_be_decided_ends_after_the_last_seed_or_in_time(monkeypatch:
     assert seeds_of(hurried) == {"stock": bench.FEW_SEEDS, "O1": bench.FEW_SEEDS}
 
 
+def test_the_progress_of_a_decision_is_never_above_its_total() -> None:
+    seen: list[tuple[int, int]] = []
+
+    def note(phase: str, done: int, total: int, note: str = "") -> None:
+        if phase == "training":
+            seen.append((done, total))
+
+    given: dict[str, Any] = {"pairs": 1, "epochs": 5, "warmup": QUICK, "clock": tick(), "planner": halving_planner}
+    run_bench(tiny_job(), contestants=("stock", "O1"), decide=0.0, progress=note, **given)
+    assert len(seen) == 2 * bench.FEW_SEEDS * 5
+    assert all(done <= total for done, total in seen)
+
+
 def test_a_decision_is_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     metrics = {"stock": [0.98, 0.981, 0.982], "O1": [0.9805, 0.9815, 0.982]}
     out = tmp_path / "report.json"
@@ -282,7 +321,7 @@ def test_a_decision_is_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert [curve.seed for curve in by_name(report)["O1"].curves] == list(range(seeds_of(report)["O1"]))
 
 
-def equal_curve(name: str, seed: int, settings: Any, done: int, total: int) -> Curve:
+def equal_curve(name: str, seed: int, settings: Any, shown: Any) -> Curve:
     return Curve(seed=seed, epochs=[1], seconds=[1], train_loss=[0.5], metric=[0.9])
 
 

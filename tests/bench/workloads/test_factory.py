@@ -88,6 +88,24 @@ def test_a_factory_becomes_a_job(file):
     assert 0.0 <= job.evaluate(model, data) <= 1.0
 
 
+def test_the_metric_of_a_factory_is_an_accuracy_only_if_that_is_said(file):
+    job = job_from(f"{file}:make")
+    assert (job.metric, job.margin, job.loose_margin, job.higher_is_better) == ("metric", None, None, True)
+    job = job_from(f"{file}:make", accuracy=True)
+    assert (job.metric, job.margin, job.loose_margin) == ("accuracy", 0.005, 0.03)
+
+
+def test_an_accuracy_that_is_not_a_share_is_named(file):
+    file.write_text(file.read_text() + "\ndef loss(seed):\n    return (*make(seed)[:4], lambda model: -0.5)\n")
+    job = job_from(f"{file}:loss", accuracy=True)
+    data = job.load(None, None)
+    model = job.model(data, 0)
+    with pytest.raises(FactoryError, match=r"evaluate returned -0.5; needed with --accuracy"):
+        job.evaluate(model, data)
+    job = job_from(f"{file}:loss")
+    assert job.evaluate(job.model(data, 0), data) == -0.5
+
+
 def test_the_parts_of_a_factory_as_they_are(file):
     parts = parts_from(f"{file}:once", seed=3)
     assert len(list(parts.batches)) == 4

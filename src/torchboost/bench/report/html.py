@@ -71,7 +71,7 @@ def environment_section(env: Environment) -> str:
         ("Device", env.device),
         ("System", env.platform),
         ("Versions", f"torch {env.torch}, torchboost {env.torchboost}, Python {env.python}"),
-        ("Commit", env.commit),
+        ("Commit", env.commit or "not recorded"),
         ("Date", env.date),
     ]
     shown = "".join(f"<dt>{name}</dt><dd>{escape(value)}</dd>\n" for name, value in entries)

@@ -178,13 +178,18 @@ def _method(report: BenchReport) -> str:
                 "same starting weights and the same order of data, so differences are taken seed by seed.",
             )
         )
+        margin = (
+            "How much is acceptable depends on the units of the metric, which are not known here: "
+            "torchboost tune --drop tests a limit of your own."
+            if wording.has_own_units(report.metric_name)
+            else "It must stay inside the margin: half a point, or what the level promises."
+        )
         entries.append(
             (
                 "Non-inferiority",
                 "Seeing no difference does not prove that none exists. Therefore the worst case is stated: with 95 % "
                 "confidence the loss is at most the figure given as \N{LEFT DOUBLE QUOTATION MARK}at worst"
-                "\N{RIGHT DOUBLE QUOTATION MARK}. It must stay inside the margin: half a point, or what the level "
-                "promises. More seeds make it tighter.",
+                f"\N{RIGHT DOUBLE QUOTATION MARK}. {margin} More seeds make it tighter.",
             )
         )
     shown = "".join(f"<dt>{escape(name)}</dt><dd>{escape(said)}</dd>\n" for name, said in entries)

@@ -112,6 +112,7 @@ def markdown(report: BenchReport) -> str:
     """Return the result as Markdown: headline, table, verdicts and environment."""
     table = result_table(report)
     env = report.environment
+    commit = f" ({_cell(env.commit)})" if env.commit else ""
     lines = [f"## {_cell(report.title)}", "", f"**{_cell(headline(report).text)}**", ""]
     lines.append("| " + " | ".join(_cell(h) for h in table.headings) + " |")
     lines.append("|" + "|".join([" --- ", *[" ---: "] * (len(table.headings) - 1)]) + "|")
@@ -127,7 +128,7 @@ def markdown(report: BenchReport) -> str:
         "",
         f"{_cell(report.model)} ({report.parameters:,} parameters) on {_cell(report.workload)}, batch {report.batch}; "
         f"{_cell(env.processor)}, {wording.count(env.threads, 'thread')}, {_cell(env.device)}; "
-        f"torch {_cell(env.torch)}, torchboost {_cell(env.torchboost)} ({_cell(env.commit)}), {_cell(env.date)}.",
+        f"torch {_cell(env.torch)}, torchboost {_cell(env.torchboost)}{commit}, {_cell(env.date)}.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -235,31 +235,41 @@ def _metric(summary: Summary, name: str, share: bool) -> Verdict | None:
     found, contestant = summary.difference, summary.contestant
     if found is None:
         return None
-    mean = wording.difference(found.mean, share=share)
     if summary.stock_diverged:
         text = f"stock diverged on at least one seed, so the {name} of {contestant.name} cannot be compared with it."
         return Verdict("open", text)
     if _diverged(contestant):
         return Verdict("bad", f"{contestant.name} diverged on at least one seed: its loss or {name} is not a number.")
+    own = wording.has_own_units(name)
+    ends = f"{contestant.name} ends {wording.difference(found.mean, share=share)} from stock in "
+    ends += "the metric" if own else name
+    seeds = wording.count(found.seeds, "seed")
     if found.seeds < 2:
-        text = f"{contestant.name} ends {mean} from stock in {name} on one seed: too few to say anything."
+        return Verdict("open", f"{ends} on one seed: too few to say anything.")
+    if math.isinf(found.worst):
+        text = f"{ends} over {seeds}. Fewer than three seeds decide nothing; give --decide more time."
         return Verdict("open", text)
-    worst, seeds = wording.difference(found.worst, share=share), wording.count(found.seeds, "seed")
+    worst, best = (wording.difference(bound, share=share) for bound in (found.worst, found.best))
     if found.margin is None:
-        text = f"{contestant.name} ends {mean} from stock in {name} over {seeds} (above 0 is better), {worst} at worst."
-        return Verdict("bad" if found.best < 0 else "open", text)
+        text = f"{ends} over {seeds}, with 95 % bounds {worst} to {best}; above 0 is better."
+        return Verdict("bad" if found.best < 0 and not own else "open", text)
     allowed = wording.amount(found.margin, share=share)
+    if -found.margin < found.worst or found.best < -found.margin:
+        return _judged(found, contestant.name, name, share)
+    return Verdict("open", f"{ends}; {seeds} cannot rule out {worst}. Allowed: {allowed}.")
+
+
+def _judged(found: Difference, contestant: str, name: str, share: bool) -> Verdict:
+    assert found.margin is not None
+    mean, worst = (wording.difference(value, share=share) for value in (found.mean, found.worst))
+    seeds, allowed = wording.count(found.seeds, "seed"), wording.amount(found.margin, share=share)
     if found.worst > -found.margin:
-        text = f"{contestant.name} keeps {name} within {allowed} of stock: {mean}, at worst {worst} ({seeds})."
+        text = f"{contestant} keeps {name} within {allowed} of stock: {mean}, at worst {worst} ({seeds})."
         return Verdict("good", text)
-    if found.best < -found.margin:
-        text = f"{contestant.name} costs more {name} than the {allowed} allowed: {mean} ({seeds})."
-        return Verdict("bad", text)
-    text = f"{contestant.name} ends {mean} from stock in {name}; {seeds} cannot rule out {worst}. Allowed: {allowed}."
-    return Verdict("open", text)
+    return Verdict("bad", f"{contestant} costs more {name} than the {allowed} allowed: {mean} ({seeds}).")
 
 
-def _promise(summary: Summary, share: bool) -> Verdict | None:
+def _promise(summary: Summary, metric: str, share: bool) -> Verdict | None:
     name, found = summary.contestant.name, summary.difference
     promise = promise_of(summary.contestant)
     if promise is None or summary.stock is None:
@@ -275,6 +285,13 @@ def _promise(summary: Summary, share: bool) -> Verdict | None:
         return Verdict("open", f"{asked}: not decided, since stock diverged.")
     if _diverged(summary.contestant):
         return Verdict("bad", f"{asked}: missed here, the training diverged.")
+    if found is not None and wording.has_own_units(metric):
+        limit = wording.amount(promise.drop, share=True)
+        text = (
+            f"{name.partition('+')[0]} promises to lose at most {limit} of accuracy, "
+            "which has no meaning in the units of this metric; `torchboost tune --drop` tests a limit of your own."
+        )
+        return Verdict("open", text)
     if found is None or margin is None:
         return Verdict("open", f"{asked}, at nearly the same metric: this run did not judge the metric.")
     if found.best < -margin:
@@ -310,7 +327,7 @@ def verdicts(report: BenchReport) -> dict[str, list[Verdict]]:
             if summary.hand and hand and summary.contestant.kind == "level"
             else None,
             _metric(summary, report.metric_name, share),
-            _promise(summary, share),
+            _promise(summary, report.metric_name, share),
             _setup(summary, report),
         ]
         lines = [v for v in found if v is not None]

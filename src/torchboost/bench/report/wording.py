@@ -10,6 +10,7 @@ __all__ = [
     "amount",
     "count",
     "difference",
+    "has_own_units",
     "is_share",
     "measure",
     "ratio",
@@ -70,9 +71,14 @@ def size(count: float) -> str:
 
 
 def is_share(report: BenchReport) -> bool:
-    """Whether the metric is a share such as accuracy. A share is shown in percent, and its differences in points."""
+    """Whether the metric is an accuracy, as a share. It is shown in percent, and its differences in points."""
     values = [v for c in report.contestants for curve in c.curves for v in curve.metric if math.isfinite(v)]
-    return report.metric_higher_is_better and bool(values) and all(0.0 <= v <= 1.0 for v in values)
+    return report.metric_name == "accuracy" and bool(values) and all(0.0 <= v <= 1.0 for v in values)
+
+
+def has_own_units(metric: str) -> bool:
+    """Whether the metric with this name in a report is a user's, whose units are not known."""
+    return metric == "metric"
 
 
 def measure(value: float, *, share: bool) -> str:

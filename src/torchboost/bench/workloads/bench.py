@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
@@ -16,7 +17,7 @@ from torchboost.bench.workloads.contestants import Loop, Planner, Recipe, build_
 from torchboost.bench.workloads.data import Data
 from torchboost.bench.workloads.factory import ignored_seed
 from torchboost.bench.workloads.jobs import Job
-from torchboost.measure.evidence import BenchReport, Contestant, Curve, Quality
+from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Curve, Quality
 from torchboost.measure.memory import PeakMemory
 from torchboost.measure.sequential import Look, SequentialTest
 from torchboost.measure.statistics import noninferiority
@@ -40,8 +41,17 @@ SEQUENTIAL = (
     "seeds were added until every promise was decided or the time was over; the bounds of the metric hold at all looks "
     "together"
 )
+UNITS_UNKNOWN = (
+    "--decide: the levels promise points of accuracy, and the units of the factory's metric are not known. Add "
+    "--accuracy if it is an accuracy. Otherwise leave --decide out, or test a limit of your own with "
+    "`torchboost tune --drop`."
+)
+SAME = "turned on the same here, so their differences are chance"
 ENOUGH_ROUNDS = 6
 FEW_ROUNDS = "timed in fewer than six rounds: too few for a 95 % interval, the ones shown are too narrow"
+
+Shown = Callable[[int], tuple[int, int]]
+"""How much of all trainings is done, and how much there is, at the start of an epoch of the present one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,16 +125,20 @@ def run_bench(
         resume: Continue the report in ``out`` and do not repeat its measurements.
         decide: Seconds for everything. Seeds are added until a sequential test has decided about the metric of every
             level, or the time is over; ``seeds`` does not count then. Contestants that promise nothing get two seeds.
+            The job must have margins.
         warmup: The rule by which a contestant counts as warm.
         clock: By default that of ``device``.
         planner: Chooses the algorithms of levels and additions.
         progress: Called in every phase.
 
     Raises:
-        ValueError: Contestants are unknown or repeated, or the report in ``out`` belongs to another measurement.
+        ValueError: Contestants are unknown or repeated, the report in ``out`` belongs to another measurement, or
+            ``decide`` is given for a metric of unknown units.
         KeyboardInterrupt: Passed on. The report in ``out`` holds all complete runs.
     """
     _check(contestants, seeds, epochs)
+    if decide is not None and job.margin is None:
+        raise ValueError(UNITS_UNKNOWN)
     started = time.monotonic()
     device = torch.device(device)
     tell: Progress = progress if progress is not None else _silent
@@ -193,7 +207,7 @@ def _frame(settings: _Settings) -> BenchReport:
 
 def _resumed(saved: BenchReport, now: BenchReport, path: Path) -> BenchReport:
     """Return the saved report if it belongs to the same measurement, otherwise raise ``ValueError``."""
-    for key in ("workload", "model", "parameters", "batch", "epochs", "train_samples"):
+    for key in ("workload", "model", "parameters", "batch", "metric_name", "epochs", "train_samples"):
         _must_agree(key, getattr(saved, key), getattr(now, key), path)
     keys = ("torch", "torchboost", "processor", "device", "threads")
     for key in (*keys, "instructions") if saved.environment.instructions else keys:
@@ -254,8 +268,19 @@ def _timed(
                 notes=notes,
             )
         )
-    notes = [note for note in report.notes if note != FEW_ROUNDS] + ([FEW_ROUNDS] if pairs < ENOUGH_ROUNDS else [])
-    return report.model_copy(update={"contestants": found, "notes": notes})
+    kept = [note for note in report.notes if note != FEW_ROUNDS and not note.endswith(SAME)]
+    few = [FEW_ROUNDS] if pairs < ENOUGH_ROUNDS else []
+    return report.model_copy(update={"contestants": found, "notes": [*kept, *few, *_same_plans(found)]})
+
+
+def _same_plans(found: list[Contestant]) -> list[str]:
+    """Return a note about levels with the same algorithms and settings, as O1 and O2 have in short runs."""
+    groups: dict[tuple[AlgorithmRow, ...], list[str]] = {}
+    for contestant in found:
+        if contestant.kind == "level":
+            groups.setdefault(tuple(contestant.algorithms), []).append(contestant.name)
+    same = [names for names in groups.values() if len(names) > 1]
+    return [f"{', '.join(first)} and {last} {SAME}" for *first, last in same]
 
 
 def _stepper(loop: Loop, batches: list[tuple[Tensor, Tensor]]) -> Callable[[], object]:
@@ -271,7 +296,8 @@ def _trained(
     runs = [(seed, name) for seed in range(seeds) for name in names] if settings.epochs else []
     for done, (seed, name) in enumerate(runs):
         if (name, seed) not in held:
-            curve = _curve(name, seed, settings, done * settings.epochs, len(runs) * settings.epochs)
+            shown = functools.partial(_runs_done, done * settings.epochs, len(runs) * settings.epochs)
+            curve = _curve(name, seed, settings, shown)
             report = _judged(_with_curve(report, name, curve), settings.job)
             _check_seeds(report)
             _save(report, out)
@@ -295,12 +321,22 @@ def _decided(
         held = {(c.name, curve.seed) for c in report.contestants for curve in c.curves}
         for name in due:
             if (name, seed) not in held:
-                curve = _curve(name, seed, settings, round(now - began), max(1, round(end - began)))
+                curve = _curve(name, seed, settings, functools.partial(_time_spent, began, end))
                 report = _judged(_with_curve(report, name, curve), settings.job, sequential=True)
                 _check_seeds(report)
                 _save(report, out)
         longest = max(longest, time.monotonic() - now)
     return report
+
+
+def _runs_done(before: int, total: int, epoch: int) -> tuple[int, int]:
+    return before + epoch, total
+
+
+def _time_spent(began: float, end: float, epoch: int) -> tuple[int, int]:
+    """Return the seconds since ``began``, and all of them. The first seeds are trained even if the time is over."""
+    spent = round(time.monotonic() - began)
+    return spent, max(1, spent, round(end - began))
 
 
 def _check_seeds(report: BenchReport) -> None:
@@ -322,23 +358,25 @@ def _open(report: BenchReport, job: Job) -> list[str]:
 
 
 def _look(stock: Contestant, other: Contestant, job: Job) -> Look:
-    return SequentialTest(margin=_margin(other, job), most=MOST_SEEDS).look(_differences(stock, other, job))
+    margin = _margin(other, job)
+    assert margin is not None
+    return SequentialTest(margin=margin, most=MOST_SEEDS).look(_differences(stock, other, job))
 
 
-def _curve(name: str, seed: int, settings: _Settings, done: int, total: int) -> Curve:
+def _curve(name: str, seed: int, settings: _Settings, shown: Shown) -> Curve:
     with PeakMemory(settings.device) as peak:
-        curve = _learned(name, seed, settings, done, total)
+        curve = _learned(name, seed, settings, shown)
     return curve.model_copy(update={"peak_bytes": peak.bytes})
 
 
-def _learned(name: str, seed: int, settings: _Settings, done: int, total: int) -> Curve:
+def _learned(name: str, seed: int, settings: _Settings, shown: Shown) -> Curve:
     setup, watch = Stopwatch(settings.clock), Stopwatch(settings.clock)
     with setup:
         loop = settings.loop(name, seed, settings.steps)
     curve = Curve(seed=seed, epochs=[], seconds=[], train_loss=[], metric=[])
     losses: list[Tensor] = []
     for epoch in range(settings.epochs):
-        settings.progress("training", done + epoch, total, f"{name}, seed {seed}, epoch {epoch + 1}")
+        settings.progress("training", *shown(epoch), f"{name}, seed {seed}, epoch {epoch + 1}")
         batches = settings.data.train(settings.job.batch, seed=seed, epoch=epoch)
         if epoch == 0:
             with setup:
@@ -380,7 +418,7 @@ def _with_curve(report: BenchReport, name: str, curve: Curve) -> BenchReport:
 
 
 def _judged(report: BenchReport, job: Job, *, sequential: bool = False) -> BenchReport:
-    """Return the report with every contestant's final metric judged against stock's."""
+    """Return the report with every contestant's final metric judged against stock's, if the job has margins."""
     stock = next((c for c in report.contestants if c.name == "stock"), None)
     if stock is None:
         return report
@@ -393,7 +431,7 @@ def _judged(report: BenchReport, job: Job, *, sequential: bool = False) -> Bench
 
 def _quality(stock: Contestant, other: Contestant, job: Job, *, sequential: bool) -> list[Quality]:
     margin, found = _margin(other, job), _differences(stock, other, job)
-    if len(found) < 2:
+    if margin is None or len(found) < 2:
         return []
     if not sequential or Recipe.parse(other.name).base not in PROMISING:
         return [noninferiority([0.0] * len(found), found, margin, against=stock.name)]
@@ -410,7 +448,7 @@ def _quality(stock: Contestant, other: Contestant, job: Job, *, sequential: bool
     ]
 
 
-def _margin(contestant: Contestant, job: Job) -> float:
+def _margin(contestant: Contestant, job: Job) -> float | None:
     return job.loose_margin if Recipe.parse(contestant.name).base == "O2" else job.margin
 
 

@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import inspect
 import itertools
+import math
 import sys
 import traceback
 import warnings
@@ -313,7 +314,13 @@ class _FactoryJob(Job):
         return LambdaLR(optimizer, lambda step: 1.0) if given is None else given
 
     def evaluate(self, predict: Callable[[Tensor], Tensor], data: Data) -> float:
-        return metric_of(self.factory.last["parts"], predict)
+        found = metric_of(self.factory.last["parts"], predict)
+        if self.metric == "accuracy" and not (math.isnan(found) or 0 <= found <= 1):
+            raise FactoryError(
+                f"the factory's evaluate returned {found:g}; needed with --accuracy: a share between 0 and 1. Leave "
+                "the option out for another metric."
+            )
+        return found
 
 
 def parts_from(source: str, seed: int = 0) -> Parts:
@@ -330,12 +337,14 @@ def parts_from(source: str, seed: int = 0) -> Parts:
     return made_by(function_at(source), seed)
 
 
-def job_from(source: str, *, epochs: int | None = None) -> Job:
+def job_from(source: str, *, epochs: int | None = None, accuracy: bool = False) -> Job:
     """Load a factory and describe it as a job; without the factory's ``schedule`` the learning rate is constant.
 
     Args:
         source: ``path/to/train.py:make``.
         epochs: The requested number of epochs. Without the factory's ``evaluate`` only 0 (step times only) is allowed.
+        accuracy: Whether ``evaluate`` returns an accuracy. Otherwise its units are not known, and no drop is allowed
+            or refused.
 
     Raises:
         ValueError: The file or the function does not exist, the file raises an error, or the factory's result is
@@ -369,6 +378,9 @@ def job_from(source: str, *, epochs: int | None = None) -> Job:
         source=source_of(factory.make),
         batch=sizes[0],
         epochs=0 if parts.evaluate is None else 1,
+        metric="accuracy" if accuracy else "metric",
+        margin=Job.margin if accuracy else None,
+        loose_margin=Job.loose_margin if accuracy else None,
         factory=factory,
     )
 

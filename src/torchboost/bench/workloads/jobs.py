@@ -22,7 +22,8 @@ from torchboost.errors import nearest
 __all__ = ["JOBS", "Job", "accuracy", "bits_per_character", "find_job", "one_cycle"]
 
 Predict = Callable[[Tensor], Tensor]
-Metric = Literal["accuracy", "bits per character"]
+Metric = Literal["accuracy", "bits per character", "metric"]
+"""``"metric"`` is a user's, in units of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,8 @@ class Job:
         batch: Samples per step.
         epochs: Passes over the training data.
         metric: The metric on the test set.
-        margin: Drop of the metric that counts as unchanged, in units of the metric.
-        loose_margin: Drop that level O2 may cost.
+        margin: Drop of the metric that counts as unchanged, in units of the metric; None if these are not known.
+        loose_margin: Drop that level O2 may cost; None likewise.
         source: Tells apart the versions of the user's file that defines the job.
     """
 
@@ -55,14 +56,14 @@ class Job:
     batch: int
     epochs: int
     metric: Metric = "accuracy"
-    margin: float = 0.005
-    loose_margin: float = 0.03
+    margin: float | None = 0.005
+    loose_margin: float | None = 0.03
     source: str = ""
 
     @property
     def higher_is_better(self) -> bool:
         """Whether a higher metric is better."""
-        return self.metric == "accuracy"
+        return self.metric != "bits per character"
 
     def model(self, data: Data, seed: int) -> nn.Module:
         """Return the model with the weights of ``seed``. The global random state is not changed."""

@@ -1,0 +1,122 @@
+"""Claim: how soon each way of training reaches the final metric of the stock loop.
+
+On the workloads of ``promises.py``, the ways are the levers by themselves, which is what a loop by hand can have, and
+the levels O1 and O2 with what their trial keeps here. Each is trained for the steps of stock and, as long as its mean
+over the seeds is not below that of stock, for a smaller share of them, with the learning rate schedule fitted to it.
+All are paired by seed. The time is that of the last share that was not below. Each run is saved when it ends, and the
+script continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from options import Options, run_each
+from promises import MARGINS, TRIAL, WORKLOADS, job_of, joined, machine, on_at, signed
+
+from torchboost.bench.report import wording
+from torchboost.bench.report.table import Table
+from torchboost.bench.workloads.factory import factory_of
+from torchboost.measure.evidence import Environment
+from torchboost.measure.statistics import paired_difference, paired_ratio
+from torchboost.measure.stopwatch import environment
+from torchboost.tuning.candidates import kept_levers
+from torchboost.tuning.evidence import STOCK, Candidate
+from torchboost.tuning.training import Training
+
+SEEDS = 4
+SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25)
+"""Shares of the steps of stock."""
+
+Result = dict[str, Any]
+
+
+def measure(name: str, options: Options) -> Path:
+    work, file = WORKLOADS[name](options), options.file("time_to_metric", name)
+    make, steps = factory_of(work.job, work.data), work.job.epochs * work.data.steps(work.job.batch)
+    trial, seeds = (2.0, 2) if options.smoke else (TRIAL, SEEDS)
+    if file.is_file():
+        result: Result = json.loads(file.read_text(encoding="utf-8"))
+    else:
+        levers = dict.fromkeys(kept_levers(make, steps=steps, seconds=trial), True)
+        levels = {level: on_at(make, level, steps, trial) for level in MARGINS}
+        ways = joined({**levels, f"levers: {', '.join(levers)}": levers}, make)
+        about = {"title": work.title, "steps": steps, "environment": environment().model_dump()}
+        result = {**about, "ways": {STOCK: {}, **ways}, "runs": []}
+    train = Training(make=make, steps=steps, device=torch.device("cpu"))
+    for share in SHARES:
+        due = [way for way in result["ways"] if _is_due(result, way, share)]
+        for seed in range(seeds):
+            for way in due:
+                if seed not in _of(result, way, share):
+                    run = train(Candidate(name=way, extra=result["ways"][way], share=share), seed)
+                    told = {"metric": run.metric, "seconds": run.setup_seconds + run.seconds, "failure": run.failure}
+                    result["runs"].append({"way": way, "seed": seed, "share": share, **told})
+                    file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                    print(json.dumps(result["runs"][-1]), flush=True)
+    return file
+
+
+def _is_due(result: Result, way: str, share: float) -> bool:
+    """Whether a way is trained for this share: all are for all steps, and then those that reached the metric before."""
+    if share == SHARES[0]:
+        return True
+    before = SHARES[SHARES.index(share) - 1]
+    return way != STOCK and bool(_of(result, way, before)) and _gap(result, way, before)[1] >= 0
+
+
+def _of(result: Result, way: str, share: float) -> dict[int, dict[str, Any]]:
+    return {one["seed"]: one for one in result["runs"] if (one["way"], one["share"]) == (way, share)}
+
+
+def _gap(result: Result, way: str, share: float) -> tuple[Any, float]:
+    """Return the difference to the stock loop in the final metric, with bounds of 95 % on each side, and its mean."""
+    stock, own = _of(result, STOCK, 1.0), _of(result, way, share)
+    found = paired_difference([stock[seed]["metric"] for seed in own], [own[seed]["metric"] for seed in own])
+    return found, found.mid
+
+
+def table(folder: Path) -> tuple[Table, str]:
+    """Return when each way reaches the metric of stock on every workload that was run, and a note."""
+    found = {name: path for name in WORKLOADS if (path := folder / f"time_to_metric-{name}.json").is_file()}
+    results = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in found.items()}
+    lines = [line for name, result in results.items() for line in _lines(name, result)]
+    head = ("workload", "way", "speed of a run", "metric, against stock", "steps to stock's metric", "time to it")
+    machines = sorted({machine(Environment(**result["environment"])) for result in results.values()})
+    said = (
+        f"Means over {SEEDS} seeds; each bound of a difference holds with 95 %. Speed is the time of a stock run over "
+        "that of the way, with its set-up. Steps: the smallest share that was tried at which the mean metric is not "
+        f"below that of stock with all steps; tried were {', '.join(f'{share:.0%}' for share in SHARES)}, in this "
+        "order. Time: that of the stock run over that of this shorter run. The text has bits per character as its "
+        f"metric, with the sign turned. {'; '.join(machines)}. All runs: `benchmarks/results/time_to_metric-*.json`."
+    )
+    return Table(headings=head, rows=tuple(lines)), said
+
+
+def _lines(name: str, result: Result) -> list[tuple[str, ...]]:
+    is_share = job_of(name).metric == "accuracy"
+    stock = statistics.mean(one["metric"] for one in _of(result, STOCK, 1.0).values())
+    final = f"{100 * stock:.2f} %" if is_share else f"{-stock:.3f} bits"
+    lines = [(STOCK, wording.ratio(1.0), final, "100%", wording.ratio(1.0))]
+    for way in sorted((way for way in result["ways"] if way != STOCK), key=lambda way: "levers" not in way):
+        reached = [share for share in SHARES if _of(result, way, share) and _gap(result, way, share)[1] >= 0]
+        speed, gap = _speed(result, way, 1.0), _gap(result, way, 1.0)[0]
+        last = (f"{reached[-1]:.0%}", _speed(result, way, reached[-1])) if reached else ("more than 100%", "")
+        lines.append((way, speed, signed(gap, is_share), *last))
+    title = f"{result['title']}, {result['steps']:,} steps"
+    return [(title if not at else "", *line) for at, line in enumerate(lines)]
+
+
+def _speed(result: Result, way: str, share: float) -> str:
+    stock, own = _of(result, STOCK, 1.0), _of(result, way, share)
+    return wording.ratio_interval(
+        paired_ratio([stock[seed]["seconds"] for seed in own], [own[seed]["seconds"] for seed in own])
+    )
+
+
+if __name__ == "__main__":
+    run_each(__doc__, "workload", WORKLOADS, measure)
