@@ -132,20 +132,6 @@ def trained(work: Workload, name: str, rate: float, seed: int, steps: int, split
     return {**about, "training_loss": last, **metrics, "seconds": round(seconds, 1)}
 
 
-def trained_model(work: Workload, rate: float = 0.1) -> dict[str, torch.Tensor]:
-    """Return the weights of a network that SGD has trained, for fine-tuning."""
-    model, stream = work.model(0), work.batches(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    for step in range(work.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = rate * one_cycle(step, work.steps)
-        inputs, targets = next(stream)
-        optimizer.zero_grad()
-        work.loss(model(inputs), targets).backward()
-        optimizer.step()
-    return model.state_dict()
-
-
 class Runs:
     """The runs of one workload, in a file that grows with each."""
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchboost.bench.workloads.data import Images, cifar10, text
+from torchboost.bench.workloads.jobs import one_cycle
 from torchboost.bench.workloads.models import GPT, BasicBlock, Bottleneck, ResNet
 
 Pair = tuple[Tensor, Tensor]
@@ -251,10 +252,22 @@ def _padded(listed: list[tuple[list[int], int]]) -> Pair:
     return rows, torch.tensor([label for _, label in listed])
 
 
+def trained_model(work: Workload, rate: float = 0.1) -> dict[str, torch.Tensor]:
+    """Return the weights of a network that SGD has trained, for fine-tuning."""
+    model, stream = work.model(0), work.batches(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    for step in range(work.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * one_cycle(step, work.steps)
+        inputs, targets = next(stream)
+        optimizer.zero_grad()
+        work.loss(model(inputs), targets).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
 def fine_tuning(options: Options) -> Workload:
     """A network that has learned classes 0 to 4 learns classes 5 to 9."""
-    from fewer_steps import trained_model
-
     first, splits_before = images(options, range(5))
     before = replace(
         image_workload(options, "before", "", basic, 400),

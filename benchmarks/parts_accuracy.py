@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from inference import MOBILENET, mobilenet
 from options import Options, run_each
-from promises import signed
+from promises import signed, small_mobilenet
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -56,12 +55,6 @@ def _cifar(options: Options, job: Job) -> Case:
     job = replace(job, batch=32, epochs=2)
     data = cifar10(options.data, train_limit=320 if options.smoke else 16_000)
     return Case(f"{job.model_name} on CIFAR-10", factory_of(job, data), job.epochs * data.steps(job.batch))
-
-
-def _mobilenet(options: Options) -> Case:
-    """The first four stages, which is enough for small images."""
-    job, build = find_job("cifar10-vgg"), lambda data: mobilenet(MOBILENET[:4])
-    return _cifar(options, replace(job, model_name="MobileNetV2 of four stages", build=build))
 
 
 CLASSES, LENGTH = 6, 256
@@ -180,7 +173,7 @@ def _drawn(
 
 CASES: dict[str, Callable[[Options], Case]] = {
     "vgg": lambda options: _cifar(options, find_job("cifar10-vgg")),
-    "mobilenet": _mobilenet,
+    "mobilenet": lambda options: _cifar(options, small_mobilenet()),
     "stack-1d": lambda options: _drawn("five one-dimensional convolutions on sweeps", stack, sweeps, options),
     "residual-1d": lambda options: _drawn(
         "residual network of one-dimensional convolutions on sweeps", residual_stack, sweeps, options

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from torchboost.core.torch_private import memory_stamp
 from torchboost.errors import IncompatibleError
-
-if TYPE_CHECKING:
-    from torchboost.optim.rules.base import Batch
+from torchboost.optim.rules.batch import Batch
 
 __all__ = [
     "IN_CACHE",
