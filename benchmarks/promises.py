@@ -32,7 +32,7 @@ from torchboost.measure.evidence import Environment, Interval
 from torchboost.measure.stopwatch import instructions
 from torchboost.plan import Plan
 from torchboost.registry import Facts
-from torchboost.tuning.candidates import kept_levers
+from torchboost.tuning.candidates import try_levers
 from torchboost.tuning.evidence import Finding, TuneReport
 from torchboost.tuning.tune import report_path, tune
 
@@ -168,7 +168,7 @@ def measure(name: str, options: Options) -> Path:
     candidates = None
     if not report_path(out).is_file():
         levels = {level: on_at(make, level, steps, trial) for level in MARGINS}
-        levers = dict.fromkeys(kept_levers(make, steps=steps, seconds=trial), True)
+        levers = dict.fromkeys(try_levers(make, steps=steps, seconds=trial).kept, True)
         ways = {**levels, f"levers: {', '.join(levers)}": levers}
         candidates = joined({name: extra for name, extra in ways.items() if extra}, make)
     else:

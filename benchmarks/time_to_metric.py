@@ -3,14 +3,16 @@
 On the workloads of ``promises.py``, the ways are the levers by themselves, which is what a loop by hand can have, and
 the levels O1 and O2 with what their trial keeps here. Each is trained for the steps of stock and, as long as its mean
 over the seeds is not below that of stock, for a smaller share of them, with the learning rate schedule fitted to it.
-All are paired by seed. The time is that of the last share that was not below. Each run is saved when it ends, and the
-script continues where it stopped.
+All are paired by seed. The time is that of the last share that was not below: the CPU time of a whole run, with its
+set-up and the evaluation at its end, so that other programs on the machine do not count. Use one thread, since the time
+of all is added up. Each run is saved when it ends, and the script continues where it stopped.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from torchboost.bench.workloads.factory import factory_of
 from torchboost.measure.evidence import Environment
 from torchboost.measure.statistics import paired_difference, paired_ratio
 from torchboost.measure.stopwatch import environment
-from torchboost.tuning.candidates import kept_levers
+from torchboost.tuning.candidates import try_levers
 from torchboost.tuning.evidence import STOCK, Candidate
 from torchboost.tuning.training import Training
 
@@ -42,7 +44,7 @@ def measure(name: str, options: Options) -> Path:
     if file.is_file():
         result: Result = json.loads(file.read_text(encoding="utf-8"))
     else:
-        levers = dict.fromkeys(kept_levers(make, steps=steps, seconds=trial), True)
+        levers = dict.fromkeys(try_levers(make, steps=steps, seconds=trial).kept, True)
         levels = {level: on_at(make, level, steps, trial) for level in MARGINS}
         ways = joined({**levels, f"levers: {', '.join(levers)}": levers}, make)
         about = {"title": work.title, "steps": steps, "environment": environment().model_dump()}
@@ -53,8 +55,9 @@ def measure(name: str, options: Options) -> Path:
         for seed in range(seeds):
             for way in due:
                 if seed not in _of(result, way, share):
+                    began = time.process_time()
                     run = train(Candidate(name=way, extra=result["ways"][way], share=share), seed)
-                    told = {"metric": run.metric, "seconds": run.setup_seconds + run.seconds, "failure": run.failure}
+                    told = {"metric": run.metric, "seconds": time.process_time() - began, "failure": run.failure}
                     result["runs"].append({"way": way, "seed": seed, "share": share, **told})
                     file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
                     print(json.dumps(result["runs"][-1]), flush=True)
@@ -87,12 +90,13 @@ def table(folder: Path) -> tuple[Table, str]:
     lines = [line for name, result in results.items() for line in _lines(name, result)]
     head = ("workload", "way", "speed of a run", "metric, against stock", "steps to stock's metric", "time to it")
     machines = sorted({machine(Environment(**result["environment"])) for result in results.values()})
+    tried = ", ".join(f"{share:.0%}" for share in SHARES)
     said = (
-        f"Means over {SEEDS} seeds; each bound of a difference holds with 95 %. Speed is the time of a stock run over "
-        "that of the way, with its set-up. Steps: the smallest share that was tried at which the mean metric is not "
-        f"below that of stock with all steps; tried were {', '.join(f'{share:.0%}' for share in SHARES)}, in this "
-        "order. Time: that of the stock run over that of this shorter run. The text has bits per character as its "
-        f"metric, with the sign turned. {'; '.join(machines)}. All runs: `benchmarks/results/time_to_metric-*.json`."
+        f"Means over {SEEDS} seeds; each bound of a difference holds with 95 %. Speed is the CPU time of a stock run "
+        "over that of the way, with set-up and evaluation. Steps: the smallest share that was tried at which the mean "
+        f"metric is not below that of stock with all steps; tried were {tried}, in this order. Time: the speed of this "
+        f"shorter run. The text has bits per character as its metric, with the sign turned. {'; '.join(machines)}. "
+        "All runs: `benchmarks/results/time_to_metric-*.json`."
     )
     return Table(headings=head, rows=tuple(lines)), said
 

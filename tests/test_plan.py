@@ -333,7 +333,7 @@ def test_facts_rule_out_with_a_reason():
     left_out = reasons(plan)
     assert "bfloat16" in left_out["autocast"]
     assert "no convolution" in left_out["channels_last"]
-    assert "networks of two-dimensional convolutions only" in left_out["gradient_centralization"]
+    assert "networks of two-dimensional convolutions with BatchNorm only" in left_out["gradient_centralization"]
     assert "extra.compile" in left_out["compile"]
 
 
@@ -519,8 +519,8 @@ def test_short_runs_keep_what_costs_accuracy_in_them_out(level):
     assert not costly & {one.name for one in short.algorithms}
     for name in costly:
         said = reasons(short)[name]
-        assert said.startswith("what changes the training was measured in runs of 1,000 steps or more")
-        assert said.endswith(f"this run has 999. Ask for it with extra.{name}")
+        assert said.startswith("in runs of fewer than 1,000 steps it was not shown to keep the accuracy")
+        assert said.endswith(f"this one has 999; ask for it with extra.{name}")
         assert said in short.explain()
     asked = Plan.of(level, {"extra": dict.fromkeys(costly, True)}, FAST, total_steps=999)
     assert costly <= {one.name for one in asked.algorithms}

@@ -84,9 +84,17 @@ def test_what_changes_the_training_is_for_networks_of_the_kind_that_it_was_measu
     assert parts <= {one.name for one in plans[2].algorithms}
     assert not parts & {one.name for one in plans[1].algorithms}
     said = {entry.name: entry.reason for entry in plans[1].dropped}
-    assert all("two-dimensional convolutions only" in said[name] for name in parts)
+    assert all("two-dimensional convolutions with BatchNorm only" in said[name] for name in parts)
     asked = Plan.of("O1", {"extra": {"less_bn": True}}, Facts(convolutions=3, image_convolutions=0))
     assert "less_bn" in {one.name for one in asked.algorithms}
+
+
+def test_a_network_without_batch_norms_is_not_frozen():
+    """A transformer of patches, or a ConvNeXt, has convolutions too; freezing was measured on none."""
+    patches = nn.Sequential(nn.Conv2d(3, 8, 4, stride=4), nn.Flatten(), nn.LayerNorm(128), nn.Linear(128, 10))
+    plan = Plan.of("O2", facts=Facts.measure(patches, total_steps=10_000))
+    assert "grad_freeze" not in {one.name for one in plan.algorithms}
+    assert "with BatchNorm only" in {entry.name: entry.reason for entry in plan.dropped}["grad_freeze"]
 
 
 def test_a_network_of_depthwise_convolutions_keeps_its_batch_norms():

@@ -244,24 +244,21 @@ def _stepped_by_the_trainer(facts: Facts) -> str | None:
 
 
 SHORT_RUN = 1_000
-"""Steps below which the levels use levers alone: LessBN cost more accuracy than O1 promises (docs/levels.md)."""
+"""Steps below which the levels use levers alone: there, LessBN was not shown to keep what O1 promises."""
 
 
 def _too_short(facts: Facts, name: str) -> str | None:
     if facts.total_steps is None or facts.total_steps >= SHORT_RUN:
         return None
     return (
-        f"what changes the training was measured in runs of {SHORT_RUN:,} steps or more, and LessBN cost accuracy in a "
-        f"shorter one; this run has {facts.total_steps:,}. Ask for it with extra.{name}"
+        f"in runs of fewer than {SHORT_RUN:,} steps it was not shown to keep the accuracy, and this one has "
+        f"{facts.total_steps:,}; ask for it with extra.{name}"
     )
 
 
 def _of_another_kind(facts: Facts, name: str) -> str | None:
-    if facts.convolutions == 0 or facts.image_convolutions == 0:
-        return (
-            "measured on networks of two-dimensional convolutions only, and LessBN cost accuracy in one of "
-            f"one-dimensional ones; ask for it with extra.{name}"
-        )
+    if facts.convolutions == 0 or facts.image_convolutions == 0 or facts.batch_norms == 0:
+        return f"measured on networks of two-dimensional convolutions with BatchNorm only; ask for it with extra.{name}"
     return None
 
 
@@ -284,8 +281,6 @@ def _less_bn_unproven(facts: Facts) -> str | None:
 
 
 def _centralization_unproven(facts: Facts) -> str | None:
-    if facts.batch_norms == 0:
-        return "measured on networks with BatchNorm only; ask for it with extra.gradient_centralization"
     return _of_another_kind(facts, "gradient_centralization") or _too_short(facts, "gradient_centralization")
 
 

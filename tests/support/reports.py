@@ -64,7 +64,7 @@ def contestant(
     return Contestant(
         name=name,
         kind=kind,
-        algorithms=[AlgorithmRow(name="channels_last", settings="ChannelsLast()")] if kind == "level" else [],
+        algorithms=_on(name) if kind == "level" else [],
         dropped=[DroppedRow(name="compile", reason="not measured on this device")] if kind == "level" else [],
         step_seconds=interval(step),
         samples=[step * (1 + 0.01 * (k % 3)) for k in range(12)],
@@ -72,6 +72,11 @@ def contestant(
         warmup_seconds=warmup,
         curves=curves(step, final, seeds=seeds, setup=warmup),
     )
+
+
+def _on(level: str) -> list[AlgorithmRow]:
+    freezing = [AlgorithmRow(name="grad_freeze", settings="BlockFreeze()")] if level == "O2" else []
+    return [AlgorithmRow(name="channels_last", settings="ChannelsLast()"), *freezing]
 
 
 def report(*contestants: Contestant, title: str = "A small benchmark", metric: str = "accuracy") -> BenchReport:

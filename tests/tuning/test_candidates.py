@@ -19,14 +19,19 @@ from torchboost.tuning.candidates import (
     named_candidates,
     recipe_candidates,
     standard_candidates,
+    try_levers,
 )
 from torchboost.tuning.evidence import Candidate, Finding
 
 
 def test_the_standard_candidates_are_the_settings_of_the_levels():
-    found = {one.name: one for one in standard_candidates(make, steps=2000, seconds=0.5)}
-    for level, name in (("O1", "less_bn"), ("O2", "less_bn"), ("O2", "grad_freeze")):
-        one = found[f"{name} as in {level}"]
+    trial = try_levers(make, steps=2000, seconds=0.5)
+    assert {*trial.kept, *trial.left_out} == {name for name, entry in REGISTRY.items() if entry.lever}
+    assert all(trial.left_out.values())
+    found = {one.name: one for one in standard_candidates(trial.kept)}
+    both = "less_bn and gradient_centralization"
+    for level, name, called in (("O1", "less_bn", both), ("O2", "less_bn", both), ("O2", "grad_freeze", "grad_freeze")):
+        one = found[f"{called} as in {level}"]
         assert one.skips_work
         assert one.extra[name] == LEVELS[level][name]
     assert "grad_freeze from 30 % on" in found

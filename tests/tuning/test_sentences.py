@@ -29,7 +29,7 @@ def report(**given: object) -> TuneReport:
 
 def test_the_headline_is_the_answer():
     kept = report(findings=[finding("kept")], whole=[finding("kept")])
-    assert headline(kept) == "Turn on fast: a training takes 67% of the time."
+    assert headline(kept) == "Turn on fast. A training then takes 67% of the time."
     assert cost(kept) == (
         "The metric changes by +0.001, at worst -0.004 at 95.0% confidence, over 5 seeds; 0.005 was accepted."
     )

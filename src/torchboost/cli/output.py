@@ -18,7 +18,7 @@ from torchboost.cli.environment import EXTRAS
 from torchboost.errors import ConfigError, IncompatibleError, RankDisagreementError
 from torchboost.measure.evidence import BenchReport
 from torchboost.tuning.evidence import TuneReport
-from torchboost.tuning.sentences import HEADINGS, cost, horizon, rows
+from torchboost.tuning.sentences import HEADINGS, cost, horizon, notes, rows
 from torchboost.tuning.sentences import headline as answer
 
 __all__ = ["fail", "json_only", "print_json", "print_table", "print_tuning", "settings_of", "summary_of", "user_errors"]
@@ -91,11 +91,13 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def print_tuning(report: TuneReport) -> None:
-    """Print a tuning: what became of each candidate, the answer, and for which runs it holds."""
-    print_table(list(HEADINGS), rows(report))
-    for line in (answer(report), cost(report), horizon(report), *(f"Note: {note}." for note in report.notes)):
+    """Print a tuning: the answer, what became of each candidate, and for which runs it holds."""
+    for line in (answer(report), cost(report)):
         if line:
             typer.echo(line)
+    print_table(list(HEADINGS), rows(report))
+    for line in (horizon(report), *(f"Note: {note}" for note in notes(report))):
+        typer.echo(line)
 
 
 def summary_of(report: BenchReport | TuneReport) -> dict[str, Any]:

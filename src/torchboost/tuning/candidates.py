@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchboost.bench.workloads.factory import Parts, check_fresh, loss_of, made_by, on_device, pair_of
 from torchboost.core.algorithm import Algorithm
@@ -18,13 +18,14 @@ from torchboost.tuning.evidence import STOCK, Candidate, Finding
 from torchboost.tuning.training import boosted_by
 
 __all__ = [
+    "Trial",
     "fingerprint_of",
     "fresh",
-    "kept_levers",
     "looked_at",
     "named_candidates",
     "recipe_candidates",
     "standard_candidates",
+    "try_levers",
 ]
 
 Make = Callable[[int], object]
@@ -32,15 +33,15 @@ Make = Callable[[int], object]
 LEVERS = tuple(name for name, entry in REGISTRY.items() if entry.lever)
 
 
-def standard_candidates(make: Make, *, steps: int, seconds: float) -> list[Candidate]:
-    """Return the levers that a trial keeps on this machine, LessBN as in the levels, and freezing.
+class Trial(NamedTuple):
+    """The levers that a trial kept, and why it left out each of the others."""
 
-    Args:
-        make: The factory.
-        steps: Updates of the run over which the levers must pay.
-        seconds: Length of the trial.
-    """
-    levers = kept_levers(make, steps=steps, seconds=seconds)
+    kept: list[str]
+    left_out: dict[str, str]
+
+
+def standard_candidates(levers: Sequence[str]) -> list[Candidate]:
+    """Return the levers that a trial kept, LessBN as in the levels with centralised gradients, and freezing."""
     found = [Candidate(name="levers: " + ", ".join(levers), extra=dict.fromkeys(levers, True))] if levers else []
     if "autocast" in levers and len(levers) > 1:
         exact = [name for name in levers if name != "autocast"]
@@ -48,16 +49,22 @@ def standard_candidates(make: Make, *, steps: int, seconds: float) -> list[Candi
     gentle, strong = LEVELS["O1"], LEVELS["O2"]
     norms = {"gradient_centralization": dict(gentle["gradient_centralization"])}
     algorithms = {
-        "less_bn as in O1": {"less_bn": dict(gentle["less_bn"]), **norms},
-        "less_bn as in O2": {"less_bn": dict(strong["less_bn"]), **norms},
+        "less_bn and gradient_centralization as in O1": {"less_bn": dict(gentle["less_bn"]), **norms},
+        "less_bn and gradient_centralization as in O2": {"less_bn": dict(strong["less_bn"]), **norms},
         "grad_freeze as in O2": {"grad_freeze": dict(strong["grad_freeze"])},
         "grad_freeze from 30 % on": {"grad_freeze": {"pattern": "progressive", "full_share": 0.3}},
     }
     return found + [Candidate(name=name, extra=extra, skips_work=True) for name, extra in algorithms.items()]
 
 
-def kept_levers(make: Make, *, steps: int, seconds: float) -> list[str]:
-    """Return the names of the levers that the trial of :func:`torchboost.boost` keeps; it takes one training step."""
+def try_levers(make: Make, *, steps: int, seconds: float) -> Trial:
+    """Make the trial of :func:`torchboost.boost`, which takes one training step.
+
+    Args:
+        make: The factory.
+        steps: Updates of the run over which the levers must pay.
+        seconds: Length of the trial.
+    """
     parts = made_by(make, 0)
     others = {name: False for name in LEVELS["O1"] if name not in LEVERS}
     boosted = boost(
@@ -73,8 +80,10 @@ def kept_levers(make: Make, *, steps: int, seconds: float) -> list[str]:
         loss_of(parts.loss, boosted.model(on_device(inputs, device)), on_device(targets, device)).backward()
     boosted.optimizer.zero_grad()
     on = list(boosted.attached)
+    reasons = {one.name: one.reason for one in boosted.plan.dropped}
     boosted.remove()
-    return [name for name in LEVERS if name in on]
+    absent = {name: reasons.get(name, "left out") for name in LEVERS if name not in on}
+    return Trial([name for name in LEVERS if name in on], absent)
 
 
 def named_candidates(given: Mapping[str, Mapping[str, Any]]) -> list[Candidate]:

@@ -114,7 +114,8 @@ class TuneReport(SavedRecord):
 
     ``fingerprint`` tells trainings apart: the optimizer's settings, the modules, and the start weights and buffers of
     seed 0. ``source`` tells apart the versions of the file that defines the factory; it is empty if there is none.
-    ``extra`` is what the final configuration turns on: the accepted candidates together, if they passed as a whole.
+    ``left_out`` has the levers that the trial did not keep, with the reasons. ``extra`` is what the final configuration
+    turns on: the accepted candidates together, if they passed as a whole.
     """
 
     format: Literal[1] = 1
@@ -131,6 +132,7 @@ class TuneReport(SavedRecord):
     state: Literal["running", "interrupted", "complete"] = "running"
     findings: list[Finding] = Field(default_factory=list)
     whole: list[Finding] = Field(default_factory=list)
+    left_out: dict[str, str] = Field(default_factory=dict)
     extra: dict[str, Any] = Field(default_factory=dict)
     runs: list[Run] = Field(default_factory=list)
     notes: list[str] = Field(default_factory=list)

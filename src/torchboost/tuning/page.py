@@ -9,7 +9,7 @@ from pathlib import Path
 from torchboost.bench.report import svg, wording
 from torchboost.bench.report.html import environment_section, figure, page, section, table, write_whole_page
 from torchboost.tuning.evidence import STOCK, Finding, Run, TuneReport
-from torchboost.tuning.sentences import HEADINGS, cost, headline, horizon, rows
+from torchboost.tuning.sentences import HEADINGS, cost, headline, horizon, notes, rows
 
 __all__ = ["tune_page", "write_page"]
 
@@ -47,12 +47,12 @@ def _outcomes(report: TuneReport) -> str:
     for name, *cells in rows(report):
         shown = zip(HEADINGS[1:], cells, strict=True)
         lines.append([f'<th scope="row">{escape(name)}</th>', *(_cell(head, cell) for head, cell in shown)])
-    notes = "".join(f"<p>{escape(note)}.</p>" for note in report.notes)
+    said = "".join(f"<p>{escape(note)}</p>" for note in notes(report))
     lead = (
         "Speed is the time of a whole stock run over its own, memory the peak over that of stock. "
         "The metric is the difference to stock, with 95 % bounds."
     )
-    return section("What was tried", notes, table(HEADINGS, lines, class_="text"), lead=lead)
+    return section("What was tried", said, table(HEADINGS, lines, class_="text"), lead=lead)
 
 
 def _cell(head: str, content: str) -> str:

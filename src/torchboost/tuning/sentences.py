@@ -7,7 +7,7 @@ import math
 from torchboost.measure.evidence import Interval
 from torchboost.tuning.evidence import Finding, TuneReport
 
-__all__ = ["HEADINGS", "cost", "headline", "horizon", "rows"]
+__all__ = ["HEADINGS", "cost", "headline", "horizon", "notes", "rows"]
 
 
 HEADINGS = ("candidate", "outcome", "speed", "memory", "metric against stock", "seeds", "why")
@@ -30,8 +30,8 @@ def _of_recipe(found: Finding) -> str:
 def _answer(report: TuneReport) -> str:
     proven = proven_whole(report)
     if proven is not None:
-        gain = "" if proven.speed is None else f": a training takes {1 / proven.speed.mid:.0%} of the time"
-        return f"Turn on {proven.candidate.name}{gain}."
+        gain = "" if proven.speed is None else f" A training then takes {1 / proven.speed.mid:.0%} of the time."
+        return f"Turn on {proven.candidate.name}.{gain}"
     if any(found.outcome == "kept" and not found.candidate.recipe for found in report.findings):
         reason = report.whole[-1].reason if report.whole else "it was not tried"
         return f"Nothing is turned on: what passed alone was not shown to keep the metric in the final test ({reason})."
@@ -63,6 +63,13 @@ def horizon(report: TuneReport) -> str:
         f"Runs of {report.steps:,} steps, at most {report.most_seeds} seeds; the answer is for {report.total_steps:,} "
         f"steps. A drop that only shows later in a longer run cannot be seen.{power}"
     )
+
+
+def notes(report: TuneReport) -> list[str]:
+    """Return what else a reader must know: which levers were no candidates, and the notes of the tuning."""
+    left_out = "; ".join(f"{name} ({reason})" for name, reason in report.left_out.items())
+    said = [f"The trial of the levers left out {left_out}"] if left_out else []
+    return [f"{note}." for note in (*said, *report.notes)]
 
 
 def rows(report: TuneReport) -> list[list[str]]:

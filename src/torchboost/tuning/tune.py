@@ -28,6 +28,7 @@ from torchboost.tuning.candidates import (
     named_candidates,
     recipe_candidates,
     standard_candidates,
+    try_levers,
 )
 from torchboost.tuning.evidence import Candidate, Finding, TuneReport
 from torchboost.tuning.race import Race
@@ -270,7 +271,9 @@ class _Session:
         total = self.report.total_steps
         if given is None:
             self.tell("trial of the levers", 0, 1)
-            wanted = standard_candidates(self.make, steps=total, seconds=min(TRIAL_MOST, TRIAL_SHARE * self.seconds))
+            trial = try_levers(self.make, steps=total, seconds=min(TRIAL_MOST, TRIAL_SHARE * self.seconds))
+            self.report = self.report.model_copy(update={"left_out": trial.left_out})
+            wanted = standard_candidates(trial.kept)
             self.tell("trial of the levers", 1, 1)
         else:
             wanted = named_candidates(given)

@@ -275,3 +275,20 @@ def test_baselines():
     assert (stock_of(made).name, best_hand(made).name) == ("stock", "hand")
     assert "stock" not in verdicts(report(STOCK))
     assert summarise(report(contestant("O1", "level", 0.02)))[0].difference is None
+
+
+def test_levels_that_turned_on_the_same_are_one_answer():
+    """In short runs O1 and O2 are the same training."""
+    same = [contestant(name, "level", 0.05, stock=0.1) for name in ("O1", "O1+again")]
+    assert "(O1 and O1+again turned on the same)" in headline(report(contestant("stock", "stock", 0.1), *same)).text
+    assert "turned on the same" not in headline(winning_report()).text
+
+
+def test_a_level_far_behind_the_loop_by_hand_misses_its_promise():
+    loops = contestant("stock", "stock", 0.1), contestant("hand", "hand", 0.05, stock=0.1)
+    behind = contestant("O1", "level", 0.06, stock=0.1, hand=("hand", 0.05))
+    near = contestant("O1", "level", 0.0502, stock=0.1, hand=("hand", 0.05))
+    assert any(
+        "at most 5% behind the best loop by hand: missed" in text for _, text in said(report(*loops, behind), "O1")
+    )
+    assert not any("missed" in text for _, text in said(report(*loops, near), "O1"))

@@ -39,6 +39,9 @@ MARGIN = 0.005
 MIN_GAIN = 1.03
 """A gain of less than 3 % is not worth the complexity."""
 
+BEHIND_HAND = 0.05
+"""How much slower than the best loop by hand the levels may be."""
+
 COARSE = 0.2
 """A headline gives both ends of a ratio if its interval is wider than this share of the ratio."""
 
@@ -281,6 +284,9 @@ def _promise(summary: Summary, metric: str, share: bool) -> Verdict | None:
     interval = summary.stock.interval
     if interval.high < 1:
         return Verdict("bad", f"{asked}: missed here, it is slower.")
+    if summary.hand is not None and summary.hand.interval.high < 1 - BEHIND_HAND:
+        behind = f"{name.partition('+')[0]} promises to be at most {BEHIND_HAND:.0%} behind the best loop by hand"
+        return Verdict("bad", f"{behind}: missed here.")
     if summary.stock_diverged:
         return Verdict("open", f"{asked}: not decided, since stock diverged.")
     if _diverged(summary.contestant):
@@ -349,7 +355,7 @@ def headline(report: BenchReport) -> Verdict:
     for tone in ("good", "open"):
         found = [s for s in paying if tones[s.contestant.name] == tone]
         if found:
-            return _headline_of(max(found, key=_speed_against_stock), report.metric_name, proven=tone == "good")
+            return _headline_of(max(found, key=_speed_against_stock), report, proven=tone == "good")
     return Verdict("bad", "Nothing measured here is worth turning on.")
 
 
@@ -368,9 +374,16 @@ def _times(interval: Interval) -> str:
     return f"{wording.ratio(interval.low)} to {wording.ratio(interval.high)}"
 
 
-def _headline_of(summary: Summary, metric: str, *, proven: bool) -> Verdict:
+def _same(chosen: Contestant, report: BenchReport) -> str:
+    """Say which levels turned on the same as this one; empty if none."""
+    found = [c.name for c in report.contestants if c.kind == "level" and c.algorithms == chosen.algorithms]
+    return f" ({' and '.join(found)} turned on the same)" if chosen.kind == "level" and len(found) > 1 else ""
+
+
+def _headline_of(summary: Summary, report: BenchReport, *, proven: bool) -> Verdict:
     assert summary.stock is not None
-    text = f"{summary.contestant.name} trains {_times(summary.stock.interval)} as fast as the stock loop"
+    metric, name = report.metric_name, summary.contestant.name + _same(summary.contestant, report)
+    text = f"{name} trains {_times(summary.stock.interval)} as fast as the stock loop"
     against = summary.hand.interval if summary.hand else None
     if against is not None and against.low > 1:
         text += f" and {_times(against)} as fast as the best hand-tuned one"
@@ -378,6 +391,8 @@ def _headline_of(summary: Summary, metric: str, *, proven: bool) -> Verdict:
         text += ", but a hand-tuned loop is faster still"
     elif against is not None:
         text += "; no difference to the best hand-tuned one was shown"
+    if not proven and wording.has_own_units(metric):
+        return Verdict("open", f"{text}. How much of the metric it may cost is not known here, so that is not judged.")
     if not proven:
         return Verdict("open", f"{text}. Whether its {metric} holds is not decided.")
     return Verdict("open" if against is not None and against.high < 1 else "good", f"{text}.")
