@@ -49,8 +49,8 @@ def test_measure_looks_at_the_model():
     assert Facts.measure(nn.Linear(2, 2)).trained is None
     assert Facts.measure(nn.BatchNorm1d(2)).trained is False
     one = Facts.measure(nn.Sequential(nn.Conv1d(2, 2, 1)))
-    assert (one.convolutions, one.image_convolutions) == (1, 0)
-    assert Facts.measure(nn.Sequential(nn.Conv1d(2, 2, 1), nn.Conv2d(2, 2, 1))).image_convolutions == 1
+    assert (one.convolutions, one.other_dimensions) == (1, 1)
+    assert Facts.measure(nn.Sequential(nn.Conv1d(2, 2, 1), nn.Conv2d(2, 2, 1))).other_dimensions == 1
     assert Facts.measure(nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 4))).largest_matrix == 32
     assert Facts.measure(nn.LSTM(16, 32)).largest_matrix == 4 * 32 * 32
     assert Facts.measure(nn.ReLU()).largest_matrix == 0
@@ -85,7 +85,7 @@ def test_what_changes_the_training_is_for_networks_of_the_kind_that_it_was_measu
     assert not parts & {one.name for one in plans[1].algorithms}
     said = {entry.name: entry.reason for entry in plans[1].dropped}
     assert all("two-dimensional convolutions with BatchNorm only" in said[name] for name in parts)
-    asked = Plan.of("O1", {"extra": {"less_bn": True}}, Facts(convolutions=3, image_convolutions=0))
+    asked = Plan.of("O1", {"extra": {"less_bn": True}}, Facts(convolutions=3, other_dimensions=3))
     assert "less_bn" in {one.name for one in asked.algorithms}
 
 
@@ -95,6 +95,21 @@ def test_a_network_without_batch_norms_is_not_frozen():
     plan = Plan.of("O2", facts=Facts.measure(patches, total_steps=10_000))
     assert "grad_freeze" not in {one.name for one in plan.algorithms}
     assert "with BatchNorm only" in {entry.name: entry.reason for entry in plan.dropped}["grad_freeze"]
+
+
+@pytest.mark.parametrize(
+    "trunk",
+    [
+        [nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8)],
+        [nn.Conv3d(8, 8, 3, padding=1), nn.BatchNorm3d(8)],
+        [nn.Linear(8, 8), nn.BatchNorm1d(8)],
+    ],
+)
+def test_one_convolution_of_images_does_not_make_a_network_of_images(trunk):
+    """Such as the front end of a network of speech whose blocks are one-dimensional."""
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), *trunk)
+    on = {one.name for one in Plan.of("O2", facts=Facts.measure(model, total_steps=10_000)).algorithms}
+    assert not on & {"less_bn", "gradient_centralization", "grad_freeze"}
 
 
 def test_a_network_of_depthwise_convolutions_keeps_its_batch_norms():

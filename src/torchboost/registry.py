@@ -47,7 +47,7 @@ class Facts:
         half_precision: Whether the device computes faster in bfloat16 than in float32; None if the device is not here.
         half_precision_reason: One clause that says what was measured; empty if nothing was.
         convolutions: Number of convolutions in the model; None without a model.
-        image_convolutions: Number of those that are two-dimensional; None without a model.
+        other_dimensions: Number of convolutions and BatchNorms that are not two-dimensional; None without a model.
         grouped_convolutions: Number of convolutions in groups, depthwise ones for instance; None without a model.
         batch_norms: Number of BatchNorms in the model, with those that ``less_bn`` removed; None without a model.
         largest_matrix: Entries of the largest parameter of two dimensions that is not an embedding; None without a
@@ -71,7 +71,7 @@ class Facts:
     half_precision: bool | None = False
     half_precision_reason: str = ""
     convolutions: int | None = None
-    image_convolutions: int | None = None
+    other_dimensions: int | None = None
     grouped_convolutions: int | None = None
     batch_norms: int | None = None
     largest_matrix: int | None = None
@@ -105,14 +105,15 @@ class Facts:
         0.2 s on the CPU.
         """
         topology = Topology.current()
-        device, convolutions, images, grouped = torch.get_default_device(), None, None, None
+        device, convolutions, other, grouped = torch.get_default_device(), None, None, None
         batch_norms, largest, trained = None, None, None
         if model is not None:
             check_module(model)
             device = next((p.device for p in model.parameters()), device)
             found = [m for m in model.modules() if isinstance(m, AnyConv)]
             convolutions, grouped = len(found), sum(m.groups > 1 for m in found)
-            images = sum(isinstance(m, nn.Conv2d) for m in found)
+            other = sum(not isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in found)
+            other += sum(isinstance(m, (nn.BatchNorm1d, nn.BatchNorm3d)) for m in model.modules())
             batch_norms = sum(isinstance(m, (AnyBatchNorm, RemovedNorm)) for m in model.modules())
             largest = _largest_matrix(model)
             trained = False if BatchNormRemoval().applied(model) else was_trained(model)
@@ -125,7 +126,7 @@ class Facts:
             half_precision=half.fast,
             half_precision_reason=half.reason,
             convolutions=convolutions,
-            image_convolutions=images,
+            other_dimensions=other,
             grouped_convolutions=grouped,
             batch_norms=batch_norms,
             largest_matrix=largest,
@@ -257,7 +258,7 @@ def _too_short(facts: Facts, name: str) -> str | None:
 
 
 def _of_another_kind(facts: Facts, name: str) -> str | None:
-    if facts.convolutions == 0 or facts.image_convolutions == 0 or facts.batch_norms == 0:
+    if facts.convolutions == 0 or facts.other_dimensions or facts.batch_norms == 0:
         return f"measured on networks of two-dimensional convolutions with BatchNorm only; ask for it with extra.{name}"
     return None
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.tuning.test_training import make
-from torchboost.bench.workloads.factory import made_by
-from torchboost.errors import FactoryError
+from torchboost.bench.workloads.factory import made_by, source_of
+from torchboost.errors import ConfigError, FactoryError
 from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuning.candidates import (
     fingerprint_of,
@@ -80,14 +80,21 @@ def look(candidate: Candidate, make: Callable[[int], Any], steps: int) -> Findin
     [
         ({"less_bn": {"keep": "narrowest"}}, "less_bn"),
         ({"channels_last": True}, "convolution"),
-        ({"les_bn": True}, "Did you mean 'less_bn'"),
-        ({"grad_freeze": {"full_share": 3}}, "full_share"),
     ],
 )
 def test_what_cannot_work_here_is_left_out_with_a_reason(extra, said):
     found = look(Candidate(name="a", extra=extra), linear, 100)
     assert found.outcome == "not usable"
     assert said in found.reason
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [({"les_bn": True}, "Did you mean 'less_bn'"), ({"grad_freeze": {"full_share": 3}}, "full_share")],
+)
+def test_a_wrong_setting_is_an_error_of_the_user(extra, said):
+    with pytest.raises(ConfigError, match=said):
+        look(Candidate(name="a", extra=extra), linear, 100)
 
 
 def test_a_candidate_is_left_out_whole_if_a_part_of_it_cannot_work():
@@ -153,8 +160,9 @@ def test_two_recipes_are_never_taken_for_one():
 def test_recipes_are_candidates_that_must_beat_fewer_steps():
     stock = made_by(make, 0)
     (found,) = recipe_candidates({"half": (make, 0.5)}, stock)
-    wanted = Candidate(name="half", recipe=True, share=0.5, skips_work=True, fingerprint=fingerprint_of(stock))
+    wanted = Candidate(name="half", recipe=True, share=0.5, skips_work=True, fingerprint=found.fingerprint)
     assert found == wanted
+    assert found.fingerprint == f"{fingerprint_of(stock)} {source_of(make)}"
     assert look(found, make, 10).outcome is None
 
 

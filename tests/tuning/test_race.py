@@ -521,3 +521,38 @@ def test_rare_failures_are_found_more_often_than_by_three_equal_runs():
         differences = list(-2.0 * (draw.random(12) < 0.25))
         wrong += any(test.look(differences[:count]).state == "passed" for count in range(3, 13))
     assert wrong / 400 < 0.40  # 0.44 if equal differences counted as certain; the test assumes normal differences
+
+
+def test_a_rival_that_diverges_does_worse():
+    def train(candidate: Candidate, seed: int, limit: float = math.inf, /) -> Run:
+        made = Planted({}, {"a": 0.5})(candidate, seed)
+        return made.model_copy(update={"metric": math.nan}) if candidate.name.startswith("stock,") else made
+
+    made = race(train, ["a"])
+    assert made.decide() == {"a": True}
+    assert "diverged" in made.findings["a"].reason
+
+
+def test_a_run_of_few_steps_has_no_rival_of_as_many():
+    def train(candidate: Candidate, seed: int, limit: float = math.inf, /) -> Run:
+        return Planted({}, {"a": 0.94})(candidate, seed).model_copy(update={"steps": 9})
+
+    made = race(train, ["a"])
+    made.decide()
+    assert made.findings["a"].outcome == "kept"
+    assert not [name for name, _ in made.runs if name.startswith("stock,")]
+
+
+def test_a_recipe_is_timed_over_the_steps_that_it_had():
+    """A share of 0.1 of four steps is less than the least number of steps, two."""
+
+    def train(candidate: Candidate, seed: int, limit: float = math.inf, /) -> Run:
+        steps = 2 if candidate.recipe else 4
+        return Planted({}, {})(candidate, seed).model_copy(update={"steps": steps, "seconds": steps - 1.0})
+
+    recipe = Candidate(name="r", recipe=True, share=0.1, skips_work=True)
+    made = Race(train=train, candidates=[recipe], drop=5 * POINT, budget=1e6, total_steps=4, most=4)
+    made.decide()
+    speed = made.findings["r"].speed
+    assert speed is not None
+    assert speed.mid == pytest.approx(3.0)

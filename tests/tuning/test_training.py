@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -126,11 +127,11 @@ def test_a_training_that_diverges_ends_early_with_nan():
     assert steps == [19 / 500]
 
 
-def test_a_training_that_takes_too_long_is_stopped_at_the_end_of_a_block():
+def test_a_training_that_takes_too_long_is_stopped_after_the_step():
     run = Training(make=make, steps=500, device=torch.device("cpu"))(Candidate(name="stock"), 0, 0.0)
     assert run.too_slow
     assert math.isnan(run.metric)
-    assert len(made[-1][1].orders) == 4
+    assert len(made[-1][1].orders) == 1
     assert not Training(make=make, steps=40, device=torch.device("cpu"))(Candidate(name="stock"), 0, 1e9).too_slow
 
 
@@ -186,3 +187,44 @@ def test_an_error_of_a_candidate_is_part_of_its_run_and_that_of_stock_is_raised(
 
     with pytest.raises(OSError, match="no data"):
         Training(make=broken, steps=3, device=torch.device("cpu"))(Candidate(name="stock"), 0)
+
+
+def test_a_batch_without_a_label_does_not_end_a_training():
+    """Its loss is not a number and its gradient is 0, so plain torch trains through it."""
+
+    def partly(seed: int) -> Any:
+        parts = make(seed)
+        parts[3].targets[:4] = -100
+        batches = list(zip(parts[3].inputs.split(4), parts[3].targets.split(4), strict=True))
+        return (*parts[:3], batches, lambda model: 0.5)
+
+    run = Training(make=partly, steps=48, device=torch.device("cpu"))(Candidate(name="stock"), 0)
+    assert run.metric == 0.5
+    assert len(run.losses) == 2
+    assert all(math.isfinite(loss) for loss in run.losses)
+
+
+def two_shapes(seed: int) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    batches = [(torch.randn(rows, 4), torch.randint(0, 4, (rows,))) for rows in (8, 8, 8, 3)]
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, batches, lambda model: 0.5
+
+
+def test_every_training_pays_for_its_compilation_and_no_step_does():
+    """Else the first training pays for all, and a smaller last batch counts as slow steps."""
+    compiled: list[Any] = []
+
+    def slow(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        time.sleep(0.5)
+        return graph.forward
+
+    torch._dynamo.register_backend(slow, name="slow_for_a_test")  # pyright: ignore[reportArgumentType]
+    training = Training(make=two_shapes, steps=40, device=torch.device("cpu"))
+    candidate = Candidate(name="compile", extra={"compile": {"backend": "slow_for_a_test"}})
+    runs = [training(candidate, seed, 0.45) for seed in range(2)]
+    assert len(compiled) >= 4
+    for run in runs:
+        assert not run.too_slow
+        assert run.setup_seconds > 1.0
+        assert run.seconds < 0.45

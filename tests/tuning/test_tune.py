@@ -174,10 +174,10 @@ def test_a_factory_must_be_able_to_evaluate():
 
 @pytest.mark.usefixtures("fake")
 def test_an_unusable_candidate_is_reported_and_not_trained():
-    report = tuned(candidates={**CANDIDATES, "wrong": {"less_bm": True}})
+    report = tuned(candidates={**CANDIDATES, "wrong": {"adasum": True}})
     found = {one.candidate.name: one for one in report.findings}["wrong"]
     assert found.outcome == "not usable"
-    assert "less_bn" in found.reason
+    assert "adasum" in found.reason
     assert "wrong" not in {name for name, _ in Fake.made}
 
 
@@ -317,7 +317,7 @@ def test_a_recipe_is_trained_by_its_own_factory_for_its_share(tmp_path):
     [
         ({"drop": "0.5"}, "drop: found '0.5'"),
         ({"total_steps": "x"}, "total_steps: found 'x'"),
-        ({"seeds": 2}, "seeds: found 2; give 3 or more"),
+        ({"seeds": 2}, "seeds: found 2; give a number from 3 to 100"),
         ({"error": 0.6}, r"error: found 0.6; give a number from 0.01 to below 0.5"),
         ({"error": 0.008}, r"error: found 0.008"),
         ({"candidates": ["autocast"]}, "candidates: found a list"),

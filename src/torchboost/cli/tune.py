@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -11,6 +12,7 @@ import torch
 import typer
 from pydantic import ValidationError
 
+import torchboost
 from torchboost.bench.workloads.factory import factory_of, function_at
 from torchboost.bench.workloads.jobs import find_job
 from torchboost.cli.device import usable_device
@@ -53,7 +55,7 @@ def tune(
             help="Another factory, trained for a share of the steps. Repeatable.",
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=3, help="Most seeds per comparison.")] = 12,
+    seeds: Annotated[int, typer.Option(min=3, max=100, help="Most seeds per comparison.")] = 12,
     data: Annotated[Path | None, typer.Option(help="Path of the data, for workloads that need it.")] = None,
     train_limit: Annotated[int | None, typer.Option(min=1, help="Use only so many training samples.")] = None,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda, cuda:1, ...")] = "cpu",
@@ -66,6 +68,7 @@ def tune(
     with user_errors(), json_only(json), display() as shown:
         try:
             seconds_of(budget)
+            out = out.absolute()  # a factory may change the folder
             path = report_path(out)
             if path.exists() and not resume:
                 fail(f"{path} exists; continue it with --resume, or choose another file with --out.")
@@ -80,13 +83,13 @@ def tune(
                 recipes=_recipes(recipe or []),
                 seeds=seeds,
                 device=where,
-                title=workload if model is None else f"{workload}-{model}",
+                title=_title(workload, model),
                 out=out,
                 resume=resume,
                 progress=shown,
             )
         except ValueError as error:
-            ours = isinstance(error, FactoryError) or shown.phase in EARLY
+            ours = isinstance(error, FactoryError) or (shown.phase in EARLY and _is_of_the_package(error))
             if isinstance(error, ValidationError) or not ours:
                 raise
             fail(str(error))
@@ -107,6 +110,12 @@ def tune(
     shutdown()
 
 
+def _is_of_the_package(error: ValueError) -> bool:
+    """Whether the package raised an error, and not the user's factory, whose traceback its author needs."""
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+    return raised_in.is_relative_to(Path(torchboost.__file__).resolve().parent)
+
+
 def _factory(
     workload: str, model: str | None, data: Path | None, train_limit: int | None, device: torch.device
 ) -> tuple[Callable[[int], Any], int]:
@@ -115,6 +124,12 @@ def _factory(
     job = find_job(workload if model is None else f"{workload}-{model}")
     loaded = job.load(data, train_limit).to(device)
     return factory_of(job, loaded, device), job.epochs
+
+
+def _title(workload: str, model: str | None) -> str:
+    """Return the title of the report; a path may have bytes that are no text."""
+    title = workload if model is None else f"{workload}-{model}"
+    return title.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _recipes(texts: list[str]) -> dict[str, tuple[Callable[[int], Any], float]]:

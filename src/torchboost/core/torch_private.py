@@ -380,6 +380,12 @@ def compiled_graphs() -> int:
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
 
 
+def forget_compiled() -> None:
+    """Let everything compile again that this process compiled: ``torch.compiler.reset``; imports no compiler."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
 def load_compiler() -> None:
     """Import ``torch._dynamo`` and ``torch._inductor``, which takes seconds."""
     importlib.import_module("torch._dynamo")

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["from_first_rank", "is_first_rank", "mean_over_ranks"]
+__all__ = ["from_first_rank", "is_first_rank", "mean_over_ranks", "several"]
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ def mean_over_ranks(value: Tensor) -> float:
 
     Cost: one all-reduce of a number, and one synchronisation.
     """
-    if not _several():
+    if not several():
         return float(value)
     shared = value.detach().double().clone()
     dist.all_reduce(shared)
@@ -29,7 +29,7 @@ def mean_over_ranks(value: Tensor) -> float:
 
 def from_first_rank(value: T) -> T:
     """Return the value of the first rank, which can be pickled; without a group, the value itself."""
-    if not _several():
+    if not several():
         return value
     values = [value]
     dist.broadcast_object_list(values, src=0)
@@ -38,8 +38,9 @@ def from_first_rank(value: T) -> T:
 
 def is_first_rank() -> bool:
     """Return whether this process is the first rank, or the only one."""
-    return not _several() or dist.get_rank() == 0
+    return not several() or dist.get_rank() == 0
 
 
-def _several() -> bool:
+def several() -> bool:
+    """Return whether the process is a rank of a group."""
     return dist.is_available() and dist.is_initialized()

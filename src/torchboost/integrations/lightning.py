@@ -89,7 +89,9 @@ class Boost(Callback):
             self._check_unsharded(trainer)
             network = self._network(pl_module)
             self._said, self._loaded = False, None
-            plan = Plan.of(self.level, self.config, _host(trainer).facts(network))
+            plan = Plan.of(
+                self.level, self.config, _host(trainer).facts(network), total_steps=_length_before_data(trainer)
+            )
             if not isinstance(trainer.strategy, DDPStrategy):  # on one device the first call tries the levers
                 levers = {lever.name for lever in plan.levers}
                 plan = replace(plan, algorithms=tuple(a for a in plan.algorithms if a.name not in levers))
@@ -104,12 +106,11 @@ class Boost(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the algorithms to the network and its optimizer."""
         network = self._network(pl_module)
-        total = trainer.estimated_stepping_batches
         self.boosted = attach(
             network,
             self._optimizer(trainer, network),
             level=self.level,
-            total_steps=int(total) if total not in (-1, float("inf")) else None,
+            total_steps=_length(trainer),
             config=self.config,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             host=_host(trainer),
@@ -208,6 +209,20 @@ class Boost(Callback):
                 return
             if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
                 callback.setup(trainer, pl_module, "fit")
+
+
+def _length(trainer: Trainer) -> int | None:
+    """Return the number of updates of the run; None if it has no end that is known."""
+    total = trainer.estimated_stepping_batches
+    return int(total) if total not in (-1, float("inf")) else None
+
+
+def _length_before_data(trainer: Trainer) -> int | None:
+    """Return the same before the LightningModule is set up, which may make its data; None if there are none yet."""
+    try:
+        return _length(trainer)
+    except Exception:
+        return None  # if the data raise later too, Lightning says so
 
 
 def _host(trainer: Trainer) -> Host:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from torchboost.bench.workloads.factory import Parts, check_fresh, loss_of, made_by, on_device, pair_of
+from torchboost.bench.workloads.factory import Parts, check_fresh, loss_of, made_by, on_device, pair_of, source_of
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import is_number
 from torchboost.errors import ConfigError, FactoryError, IncompatibleError
@@ -140,7 +140,8 @@ def recipe_candidates(given: Mapping[str, tuple[Make, float]], stock: Parts) -> 
             raise FactoryError(
                 f"recipes: the factory of {name!r} has no evaluate; it needs the same metric as the other."
             )
-        found.append(Candidate(name=name, recipe=True, share=share, skips_work=True, fingerprint=fingerprint_of(parts)))
+        known = f"{fingerprint_of(parts)} {source_of(make)}".strip()
+        found.append(Candidate(name=name, recipe=True, share=share, skips_work=True, fingerprint=known))
     return found
 
 
@@ -180,6 +181,9 @@ def looked_at(candidates: Sequence[Candidate], make: Make, steps: int) -> list[F
 
     These are candidates of which an algorithm cannot work here, and those whose training would be that of an earlier
     one.
+
+    Raises:
+        ConfigError: The settings of a candidate are wrong.
     """
     known: dict[str, str] = {}
     return [_looked_at(one, make, steps, known) for one in candidates]
@@ -191,7 +195,9 @@ def _looked_at(candidate: Candidate, make: Make, steps: int, known: dict[str, st
     parts = made_by(make, 0)
     try:
         boosted = boosted_by(parts, candidate.extra, steps)
-    except (ConfigError, IncompatibleError, ValueError) as error:
+    except ConfigError:
+        raise  # it is not the model that this cannot work on
+    except (IncompatibleError, ValueError) as error:
         return Finding(candidate=candidate, outcome="not usable", reason=str(error))
     plan, training = boosted.plan, _training_of(boosted, parts)
     boosted.remove()

@@ -31,7 +31,7 @@ class Candidate(Record):
             steps. False for what computes the same in less time.
         share: Share of the steps that are trained, with the schedule fitted to them.
         recipe: Whether a factory of its own, known by the name, trains it. It is not part of a configuration.
-        fingerprint: Of that factory: its optimizer's settings and the start weights of seed 0.
+        fingerprint: Of that factory: its optimizer's settings, the start weights of seed 0, and its source.
     """
 
     name: str

@@ -50,7 +50,7 @@ def _outcomes(report: TuneReport) -> str:
     said = "".join(f"<p>{escape(note)}</p>" for note in notes(report))
     lead = (
         "Speed is the time of a whole stock run over its own, memory the peak over that of stock. "
-        "The metric is the difference to stock, with 95 % bounds."
+        f"The metric is the difference to stock, with {1 - report.error:.0%} bounds; those of the final test are wider."
     )
     return section("What was tried", said, table(HEADINGS, lines, class_="text"), lead=lead)
 

@@ -24,7 +24,8 @@ from torchboost.bench.workloads.factory import (
     pair_of,
     scheduled,
 )
-from torchboost.distributed.shared import mean_over_ranks
+from torchboost.core.torch_private import compiled_graphs, forget_compiled
+from torchboost.distributed.shared import mean_over_ranks, several
 from torchboost.front import Boosted, boost
 from torchboost.measure.memory import PeakMemory
 from torchboost.measure.stopwatch import Clock, Stopwatch
@@ -57,11 +58,13 @@ class Training:
     def __call__(self, candidate: Candidate, seed: int, limit: float = math.inf, /) -> Run:
         """Train once. The random generators are as before afterwards; ranks get the numbers of the first one.
 
-        If the steps after the first one take longer than ``limit`` seconds, the training is stopped, on all ranks, at
-        the end of a block of 20 steps. An error of a candidate is part of the run: its ``failure``. An error of stock
-        is raised.
+        What an earlier training compiled is forgotten, so that each one pays for its own compilation; the compiler's
+        cache on disk stays. If the steps after the first one take longer than ``limit`` seconds, without compilation,
+        the training is stopped: in one process after that step, on several ranks on all of them at the end of a block
+        of 20 steps. An error of a candidate is part of the run: its ``failure``. An error of stock is raised.
         """
         started = time.perf_counter()
+        forget_compiled()
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             try:
                 with PeakMemory(self.device) as peak:
@@ -76,7 +79,8 @@ class Training:
         clock = Clock.of(self.device)
         steps = max(LEAST_STEPS, round(candidate.share * self.steps))
         whole, setup, rest = Stopwatch(clock), Stopwatch(clock), Stopwatch(clock)
-        metric, too_slow = math.nan, False
+        compiling = _Compiling(clock)
+        metric, too_slow, diverged = math.nan, False, False
         with whole:
             with setup:
                 parts = made_by(self.recipes[candidate.name] if candidate.recipe else self.make, seed)
@@ -85,13 +89,18 @@ class Training:
                 curve = _Curve(step(*next(batches)))
             with rest:
                 for done in range(1, steps):
-                    curve.add(step(*next(batches)))
-                    if done % BLOCK == BLOCK - 1:
+                    with compiling:
+                        curve.add(step(*next(batches)))
+                    ends = done % BLOCK == BLOCK - 1
+                    if ends or (limit < math.inf and not several()):
+                        too_slow = curve.seconds(without=compiling.seconds) > limit
+                    if ends:
                         self.told(candidate, seed, done / steps)
-                        too_slow = curve.seconds() > limit
-                        if too_slow or not curve.close_block():
-                            break
-            if not too_slow and math.isfinite(curve.last()):
+                        diverged = not curve.close_block() and _has_diverged(parts.model)
+                    if too_slow or diverged:
+                        break
+            diverged = diverged or (not math.isfinite(curve.last()) and _has_diverged(parts.model))
+            if not (too_slow or diverged):
                 metric = _evaluated(parts)
         return Run(
             name=candidate.name,
@@ -101,11 +110,32 @@ class Training:
             losses=curve.means,
             first_loss=curve.first(),
             last_loss=curve.last(),
-            setup_seconds=setup.seconds,
-            seconds=rest.seconds,
+            setup_seconds=setup.seconds + compiling.seconds,
+            seconds=compiling.spread(rest.seconds, steps - 1),
             wall_seconds=whole.seconds,
             too_slow=too_slow,
         )
+
+
+class _Compiling:
+    """Adds up the steps in which something was compiled, such as the first one with inputs of another shape."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.seconds, self.steps = 0.0, 0
+        self._clock, self._began, self._graphs = clock, 0.0, 0
+
+    def __enter__(self) -> None:
+        self._graphs, self._began = compiled_graphs(), self._clock.read()
+
+    def __exit__(self, *_: object) -> None:
+        if compiled_graphs() != self._graphs:
+            self.seconds += self._clock() - self._began
+            self.steps += 1
+
+    def spread(self, seconds: float, steps: int) -> float:
+        """Return the seconds that so many steps take without compilation, from those that they took with it."""
+        left = steps - self.steps
+        return (seconds - self.seconds) * steps / left if left > 0 else seconds
 
 
 class _Curve:
@@ -113,31 +143,42 @@ class _Curve:
 
     def __init__(self, loss: Tensor) -> None:
         self.means: list[float] = []
-        self._first, self._last, self._sum = loss, loss, loss.double()
+        self._first, self._last, self._block = loss, loss, [loss]
         self._began = time.perf_counter()
 
     def add(self, loss: Tensor) -> None:
         self._last = loss
-        self._sum = self._sum + loss
+        self._block.append(loss)
 
     def close_block(self) -> bool:
-        """Note the mean of the block, and return whether it is finite; if not, it is not noted."""
-        mean = mean_over_ranks(self._sum) / BLOCK
-        self._sum = torch.zeros_like(self._sum)
-        if not math.isfinite(mean):
-            return False
-        self.means.append(float(f"{mean:.6g}"))
-        return True
+        """Note the mean of the finite losses of the block, if there are any, and return whether all are finite."""
+        values = torch.stack(self._block).double()
+        finite = values.isfinite()
+        share = mean_over_ranks(finite.double().mean())
+        mean = mean_over_ranks(values.where(finite, 0.0).sum() / finite.sum().clamp(min=1))
+        self._block = []
+        if share > 0:
+            self.means.append(float(f"{mean:.6g}"))
+        return share == 1.0
 
-    def seconds(self) -> float:
-        """Return how long ago the first loss was known, the mean over all ranks."""
-        return mean_over_ranks(torch.tensor(time.perf_counter() - self._began, device=self._last.device))
+    def seconds(self, *, without: float) -> float:
+        """Return how long ago the first loss was known, without some of these seconds, the mean over all ranks."""
+        return mean_over_ranks(torch.tensor(time.perf_counter() - self._began - without, device=self._last.device))
 
     def first(self) -> float:
         return mean_over_ranks(self._first)
 
     def last(self) -> float:
         return mean_over_ranks(self._last)
+
+
+def _has_diverged(model: nn.Module) -> bool:
+    """Return whether a weight or a buffer of any rank is not finite; a single loss that is not may be harmless."""
+    found = (t.detach() for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() or t.is_complex())
+    tensors = [getattr(t, "to_local", lambda t=t: t)() for t in found]
+    local = any(not bool(t.isfinite().all()) for t in tensors)
+    device = tensors[0].device if tensors else torch.device("cpu")
+    return mean_over_ranks(torch.tensor(float(local), device=device)) > 0
 
 
 def _failed(candidate: Candidate, seed: int, steps: int, error: Exception, seconds: float) -> Run:

@@ -42,7 +42,8 @@ TRIAL_SHARE, TRIAL_MOST = 0.1, 60.0
 LEAST_ERROR, MOST_ERROR = 0.01, 0.5
 """Limits of ``error``; an attempt of the final test, with a third of it, needs 0.003 at least."""
 
-LEAST_SEEDS = 3
+LEAST_SEEDS, MOST_SEEDS = 3, 100
+"""The limits of the sequential test are simulated for all seeds, which takes seconds for a hundred."""
 
 LEAST_CALLS = 12
 """Calls of the factory: two to check it, one for the trial, two or more to look at candidates, and seven runs."""
@@ -94,7 +95,7 @@ def tune(
         candidates: Name -> section ``extra`` of a configuration, in place of the standard ones.
         recipes: Name -> ``(make, share)``: other factories, for instance with another optimizer, trained for a share of
             the steps. They are compared like candidates, but no configuration can turn them on.
-        seeds: Most seeds per comparison, at least 3.
+        seeds: Most seeds per comparison, from 3 to 100.
         error: Probability of a wrong decision in each comparison, and in the final test as a whole.
         device: Where the batches go.
         title: Of the report.
@@ -242,7 +243,7 @@ class _Session:
             total_steps=self.report.total_steps,
             most=self.report.most_seeds,
             error=self.report.error,
-            spent=from_first_rank(sum(run.wall_seconds for run in runs.values()) + time.perf_counter() - self.started),
+            spent=from_first_rank(self.report.spent_seconds + time.perf_counter() - self.started),
             told=lambda race: self._note(race, findings),
             runs=runs,
         )
@@ -270,6 +271,7 @@ class _Session:
             ]
         total = self.report.total_steps
         if given is None:
+            self._check_names()
             self.tell("trial of the levers", 0, 1)
             trial = try_levers(self.make, steps=total, seconds=min(TRIAL_MOST, TRIAL_SHARE * self.seconds))
             self.report = self.report.model_copy(update={"left_out": trial.left_out})
@@ -282,6 +284,13 @@ class _Session:
         if twice:
             raise ValueError(f"found {twice[0]!r} among the candidates and the recipes; give each its own name.")
         return looked_at(wanted, self.make, self.report.steps)
+
+    def _check_names(self) -> None:
+        """Raise ``ValueError`` before the trial if a recipe has the name of a standard candidate."""
+        standard = {one.name for one in standard_candidates([])}
+        taken = [one.name for one in self.compared if one.name in standard or one.name.startswith("levers: ")]
+        if taken:
+            raise ValueError(f"recipes: found {taken[0]!r}, the name of a standard candidate; give it another one.")
 
     def _check_same(self, given: list[Candidate]) -> None:
         """Raise ``ValueError`` if the candidates are not those of the report that is continued."""
@@ -299,8 +308,8 @@ class _Session:
         if saved != self.compared:
             known = ", ".join(f"{one.name!r} ({one.share:g})" for one in saved) or "none"
             raise ValueError(
-                f"the report was made with the recipes {known}; give the same ones, with the same optimizers and start "
-                "weights, to continue it."
+                f"the report was made with the recipes {known}; give the same ones, from the same files and with the "
+                "same optimizers and start weights, to continue it."
             )
 
     def _within(self, candidate: Candidate, seed: int, share: float) -> None:
@@ -373,6 +382,8 @@ def _check_free(out: Path, resume: bool) -> None:
         raise ValueError(f"out: {out.parent} cannot be a folder: {error.strerror}.") from error
     if not os.access(out.parent, os.W_OK):
         raise ValueError(f"out: {out.parent} cannot be written to; choose another folder.")
+    if report.is_dir():
+        raise ValueError(f"{report} is a folder, and the report must be saved there; choose another file.")
     if report.exists() and not resume:
         raise ValueError(f"{report} exists; continue it with resume=True, or choose another file.")
     if out.exists() and not report.exists():
@@ -394,8 +405,8 @@ def _check_arguments(
     check_number("drop", drop, above=True)
     check_count("epochs", epochs, of="passes over the batches")
     check_count("seeds", seeds, of="seeds per comparison")
-    if seeds < LEAST_SEEDS:
-        raise ValueError(f"seeds: found {seeds}; give {LEAST_SEEDS} or more, since the test needs them.")
+    if not LEAST_SEEDS <= seeds <= MOST_SEEDS:
+        raise ValueError(f"seeds: found {seeds}; give a number from {LEAST_SEEDS} to {MOST_SEEDS}.")
     if total_steps is not None:
         check_count("total_steps", total_steps, of="updates")
     if not is_number(error) or not LEAST_ERROR <= error < MOST_ERROR:
