@@ -6,7 +6,8 @@ import textwrap
 import pytest
 import torch
 
-from torchboost.bench.workloads.factory import job_from, parts_from, scheduled, source_of
+from torchboost.bench.workloads.contestants import Recipe, build_loop
+from torchboost.bench.workloads.factory import factory_of, job_from, parts_from, scheduled, source_of
 from torchboost.errors import FactoryError, NoEffectWarning
 
 GOOD = """
@@ -263,6 +264,25 @@ def test_what_the_parts_return_is_checked(tmp_path):
     job = job_from(f"{file}:kept")
     with pytest.raises(FactoryError, match="gave nothing in pass 1"):
         list(job.load(None, None).train(5, seed=1, epoch=0))
+
+
+@pytest.mark.parametrize("way", ["stock", "hand", "O0"])
+def test_every_run_has_the_loss_of_its_own_model(file, way):
+    extra = """
+    def penalised(seed):
+        model, optimizer, loss, *rest = make(seed)
+        size = lambda: sum(p.square().sum() for p in model.parameters())
+        return (model, optimizer, lambda o, t: 0 * loss(o, t) + size(), *rest)
+    """
+    file.write_text(file.read_text() + textwrap.dedent(extra))
+    job = job_from(f"{file}:penalised")
+    data = job.load(None, None)
+    loops = [build_loop(Recipe.parse(way), job, data, seed=seed, steps=4) for seed in (0, 1)]
+    others = [factory_of(job, data)(seed) for seed in (0, 1)]
+    inputs, targets = next(iter(data.train(5, seed=0, epoch=0)))
+    for model, loss in [(one.model, one.step) for one in loops] + [(one.model, one.loss) for one in others]:
+        size = sum(p.square().sum() for p in model.parameters())
+        torch.testing.assert_close(loss(inputs, targets), size)
 
 
 def test_an_optimizer_of_another_model_is_refused(tmp_path):

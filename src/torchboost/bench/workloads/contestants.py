@@ -179,10 +179,10 @@ def build_loop(
 
 
 def _plain_body(job: Job, target: Target, steps: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    schedule = job.schedule(target.optimizer, steps)
+    loss_of, schedule = job.loss_of_run(), job.schedule(target.optimizer, steps)
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
-        loss = job.loss(target.model(inputs), targets)
+        loss = loss_of(target.model(inputs), targets)
         loss.backward()
         target.optimizer.step()
         schedule.step()
@@ -194,7 +194,7 @@ def _plain_body(job: Job, target: Target, steps: int, device: torch.device) -> C
 
 def _hand_body(job: Job, target: Target, steps: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
     model, optimizer = target.model, target.optimizer
-    schedule = job.schedule(optimizer, steps)
+    loss_of, schedule = job.loss_of_run(), job.schedule(optimizer, steps)
     images = _convolutional(model)
     half = _fast_half(model, device)
 
@@ -202,7 +202,7 @@ def _hand_body(job: Job, target: Target, steps: int, device: torch.device) -> Ca
         if images:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         with torch.autocast(device.type, torch.bfloat16) if half else contextlib.nullcontext():
-            loss = job.loss(model(inputs), targets)
+            loss = loss_of(model(inputs), targets)
         loss.backward()
         optimizer.step()
         schedule.step()

@@ -309,6 +309,9 @@ class _FactoryJob(Job):
     def model(self, data: Data, seed: int) -> nn.Module:
         return self.factory.build(seed).model
 
+    def loss_of_run(self) -> Callable[[Tensor, Tensor], Tensor]:
+        return functools.partial(loss_of, self.factory.last["parts"].loss)
+
     def schedule(self, optimizer: Optimizer, steps: int) -> LRScheduler:
         given = scheduled(self.factory.last["parts"], optimizer, steps)
         return LambdaLR(optimizer, lambda step: 1.0) if given is None else given
@@ -374,7 +377,7 @@ def job_from(source: str, *, epochs: int | None = None, accuracy: bool = False) 
         load=load,
         build=lambda data: factory.build(0).model,
         optimizer=optimizer,
-        loss=functools.partial(loss_of, parts.loss),
+        loss=lambda outputs, targets: loss_of(factory.last["parts"].loss, outputs, targets),
         source=source_of(factory.make),
         batch=sizes[0],
         epochs=0 if parts.evaluate is None else 1,
@@ -417,7 +420,7 @@ def factory_of(job: Job, data: Data, device: torch.device | str = "cpu") -> Call
         return Parts(
             model=model,
             optimizer=job.optimizer(model.parameters()),
-            loss=job.loss,
+            loss=job.loss_of_run(),
             batches=_Epochs(data=data, batch=job.batch, seed=seed),
             evaluate=lambda predict: sign * job.evaluate(predict, data),
             schedule=job.schedule,
