@@ -134,6 +134,8 @@ def build_loop(
 ) -> Loop:
     """Build model, optimizer and schedule of a job, and the loop body of a contestant around them.
 
+    The model is put into training mode, as a factory may return it in evaluation mode.
+
     Args:
         recipe: The contestant.
         job: The training job.
@@ -149,7 +151,7 @@ def build_loop(
     """
     device = torch.device(device)
     by_hand = recipe.base == "hand"
-    model = job.model(data, seed).to(device)
+    model = job.model(data, seed).to(device).train()
     optimizer = job.optimizer(model.parameters(), fused=True) if by_hand else job.optimizer(model.parameters())
     target = Target(model, optimizer, seed=seed)
     algorithms: list[AlgorithmRow] = []
