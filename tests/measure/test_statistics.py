@@ -121,6 +121,16 @@ def test_noninferiority_needs_the_bound_and_not_only_the_mean() -> None:
     assert (verdict.baseline, verdict.seeds, verdict.margin) == ("stock", 5, 0.005)
 
 
+@pytest.mark.parametrize(("change", "seeds", "passed"), [(0.0, 2, False), (0.0, 3, True), (-0.004, 3, False)])
+def test_a_few_equal_differences_are_not_taken_as_certain(change: float, seeds: int, passed: bool) -> None:
+    verdict = noninferiority([0.9] * seeds, [0.9 + change] * seeds, 0.005)
+    reach = t_quantile(0.95, seeds - 1) * 0.005 / 3 / math.sqrt(seeds)
+    assert verdict.difference.low == pytest.approx(change - reach)
+    assert verdict.difference.high == pytest.approx(change + reach)
+    assert verdict.detectable > reach
+    assert verdict.passed is passed
+
+
 def test_noninferiority_errs_about_as_often_as_it_may() -> None:
     rng = np.random.default_rng(11)
     wrong = 0
