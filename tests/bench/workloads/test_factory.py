@@ -6,6 +6,7 @@ import textwrap
 import pytest
 import torch
 
+from torchboost.bench.workloads import factory
 from torchboost.bench.workloads.contestants import Recipe, build_loop
 from torchboost.bench.workloads.factory import factory_of, job_from, parts_from, scheduled, source_of
 from torchboost.errors import FactoryError, NoEffectWarning
@@ -283,6 +284,53 @@ def test_every_run_has_the_loss_of_its_own_model(file, way):
     for model, loss in [(one.model, one.step) for one in loops] + [(one.model, one.loss) for one in others]:
         size = sum(p.square().sum() for p in model.parameters())
         torch.testing.assert_close(loss(inputs, targets), size)
+
+
+ENDLESS = """
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            while True:
+                yield torch.zeros(2), 0
+
+    class Sized(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from [(torch.zeros(2), 0)] * 20
+
+        def __len__(self):
+            return 20
+
+    def loader(seed):
+        return (*make(seed)[:3], torch.utils.data.DataLoader(Endless(), batch_size=5), make(seed)[4])
+
+    def generator(seed):
+        return (*make(seed)[:3], iter(Endless()), make(seed)[4])
+
+    def sized(seed):
+        return (*make(seed)[:3], torch.utils.data.DataLoader(Sized(), batch_size=5), make(seed)[4])
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "bound", "value"),
+    [
+        ("loader", "SECONDS_OF_AN_EPOCH", 0.1),
+        ("generator", "SECONDS_OF_AN_EPOCH", 0.1),
+        ("generator", "MOST_KEPT", 10),
+    ],
+)
+def test_batches_that_do_not_end_are_named(file, monkeypatch, name, bound, value):
+    file.write_text(file.read_text() + textwrap.dedent(ENDLESS))
+    monkeypatch.setattr(factory, bound, value)
+    with pytest.raises(
+        FactoryError, match=r"batches did not end \([0-9,]+ were read in 0 s\); give those of one epoch"
+    ):
+        job_from(f"{file}:{name}")
+
+
+def test_batches_with_a_length_may_take_any_time(file, monkeypatch):
+    file.write_text(file.read_text() + textwrap.dedent(ENDLESS))
+    monkeypatch.setattr(factory, "SECONDS_OF_AN_EPOCH", -1.0)
+    assert job_from(f"{file}:sized").load(None, None).steps(5) == 4
 
 
 def test_an_optimizer_of_another_model_is_refused(tmp_path):

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import math
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,6 +44,11 @@ __all__ = [
     "scheduled",
     "source_of",
 ]
+
+SECONDS_OF_AN_EPOCH = 60.0
+"""Time in which the batches of an epoch must be read, if they have no length: they may be endless."""
+MOST_KEPT = 100_000
+"""Batches of a generator that are kept for further epochs."""
 
 RETURNS = "(model, optimizer, loss, batches), and after them, if you like, evaluate and schedule"
 
@@ -84,13 +90,38 @@ class _Factory:
         self.last["parts"] = parts
         # A generator can be read only once, but an epoch is needed many times.
         spent = iter(parts.batches) is parts.batches
-        self.epochs[seed] = list(parts.batches) if spent else parts.batches
+        self.epochs[seed] = list(_ending(parts.batches, MOST_KEPT)) if spent else parts.batches
         return parts
 
     def batches(self, seed: int) -> Iterable[Batch]:
         if seed not in self.epochs:
             self.build(seed)
         return self.epochs[seed]
+
+
+def _ending(batches: Iterable[Batch], most: float = math.inf) -> Iterator[Batch]:
+    """Yield the batches of an epoch. Without a length they must end in time, and after ``most``.
+
+    Raises:
+        FactoryError: They do not end.
+    """
+    known, began = _has_length(batches), time.monotonic()
+    for number, batch in enumerate(batches, start=1):
+        spent = time.monotonic() - began
+        if not known and (spent > SECONDS_OF_AN_EPOCH or number > most):
+            raise FactoryError(
+                f"the factory's batches did not end ({number:,} were read in {spent:.0f} s); give those of one epoch, "
+                "as a list or a loader that ends, such as list(itertools.islice(batches, 1000)). If an epoch takes "
+                f"longer than {SECONDS_OF_AN_EPOCH:g} s to read, give batches with a length."
+            )
+        yield batch
+
+
+def _has_length(batches: Iterable[Batch]) -> bool:
+    try:
+        return len(batches) >= 0  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return False
 
 
 def made_by(make: Callable[[int], object], seed: int) -> Parts:
@@ -355,7 +386,7 @@ def job_from(source: str, *, epochs: int | None = None, accuracy: bool = False) 
     """
     factory = _Factory(function_at(source))
     parts = factory.build(0)
-    sizes = [_size(inputs) for inputs, _ in map(pair_of, factory.batches(0))]
+    sizes = [_size(inputs) for inputs, _ in map(pair_of, _ending(factory.batches(0)))]
     if not sizes:
         raise FactoryError("the factory's batches are empty; at least one batch is needed.")
     if epochs and parts.evaluate is None:
