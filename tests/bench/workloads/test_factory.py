@@ -253,6 +253,21 @@ def test_a_factory_that_returns_one_model_for_all_seeds_is_refused(tmp_path):
         job.model(job.load(None, None), 1)
 
 
+def test_a_factory_whose_models_share_a_buffer_is_refused(file):
+    extra = """
+    norm = nn.BatchNorm1d(2, affine=False)
+
+    def normed(seed):
+        model, _, *rest = make(seed)
+        model = nn.Sequential(model, norm)
+        return (model, torch.optim.SGD(model.parameters(), lr=0.1), *rest)
+    """
+    file.write_text(file.read_text() + textwrap.dedent(extra))
+    job = job_from(f"{file}:normed")
+    with pytest.raises(FactoryError, match=r"returned the same buffer twice \(1.running_mean\)"):
+        job.model(job.load(None, None), 1)
+
+
 def test_what_the_parts_return_is_checked(tmp_path):
     file = tmp_path / "train.py"
     file.write_text(textwrap.dedent(GOOD) + textwrap.dedent(SHARED))

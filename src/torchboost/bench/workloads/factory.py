@@ -169,13 +169,14 @@ def check_fresh(parts: Parts, *others: Parts) -> None:
     """Check that the model is not that of another call, so that no run continues the training of another.
 
     Raises:
-        FactoryError: A parameter is one of the others'.
+        FactoryError: A parameter or buffer is one of the others'.
     """
-    known = {id(param) for other in others for param in other.model.parameters()}
-    shared = [name for name, param in parts.model.named_parameters() if id(param) in known]
-    if shared:
+    known = {id(state) for other in others for state in (*other.model.parameters(), *other.model.buffers())}
+    found = {"parameter": parts.model.named_parameters(), "buffer": parts.model.named_buffers()}
+    shared = [(kind, name) for kind, states in found.items() for name, state in states if id(state) in known]
+    for kind, name in shared[:1]:
         raise FactoryError(
-            f"the factory returned the same parameter twice ({shared[0]}); build the whole model inside it, or copy it "
+            f"the factory returned the same {kind} twice ({name}); build the whole model inside it, or copy it "
             "there with copy.deepcopy, so that each run has its own."
         )
 
