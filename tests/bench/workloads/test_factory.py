@@ -8,7 +8,7 @@ import torch
 
 from torchboost.bench.workloads import factory
 from torchboost.bench.workloads.contestants import Recipe, build_loop
-from torchboost.bench.workloads.factory import factory_of, job_from, parts_from, scheduled, source_of
+from torchboost.bench.workloads.factory import factory_of, function_at, job_from, parts_from, scheduled, source_of
 from torchboost.errors import FactoryError, NoEffectWarning
 
 GOOD = """
@@ -362,3 +362,27 @@ def test_the_source_of_a_factory_tells_versions_of_its_file_apart(file):
     file.write_text(file.read_text() + "\n# changed\n")
     assert job_from(f"{file}:make").source not in ("", before)
     assert source_of(print) == ""
+
+
+def test_the_source_of_a_factory_tells_functions_and_their_arguments_apart(file):
+    extra = """
+    import functools
+
+    def sized(seed, *, width=2, inner=None):
+        return make(seed)
+
+    @functools.wraps(sized)
+    def decorated(seed):
+        return sized(seed)
+
+    narrow, wide = functools.partial(sized, width=2), functools.partial(sized, width=20)
+    nested = functools.partial(sized, inner=make)
+    again = functools.partial(sized, inner=make)
+    """
+    file.write_text(file.read_text() + textwrap.dedent(extra))
+    names = ("make", "without", "sized", "narrow", "wide", "nested")
+    found = {name: source_of(function_at(f"{file}:{name}")) for name in (*names, "again", "decorated")}
+    assert "" not in found.values()
+    assert len({found[name] for name in names}) == len(names)
+    assert found["nested"] == found["again"] == source_of(function_at(f"{file}:again"))
+    assert found["decorated"] == found["sized"]

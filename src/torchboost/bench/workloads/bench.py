@@ -214,8 +214,9 @@ def _resumed(saved: BenchReport, now: BenchReport, path: Path) -> BenchReport:
         _must_agree(key, getattr(saved.environment, key), getattr(now.environment, key), path)
     if saved.source and saved.source != now.source:
         raise ValueError(
-            f"{path} was measured with another version of the file {now.workload.rpartition(':')[0]!r}; runs of both "
-            "cannot be mixed. Restore the file, save to another one, or do not resume."
+            f"{path} was measured with another version of the file {now.workload.rpartition(':')[0]!r}, or with other "
+            "arguments of its function; runs of both cannot be mixed. Restore the file, save to another one, or do not "
+            "resume."
         )
     if saved.environment.commit == now.environment.commit:
         return saved

@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import itertools
 import math
+import re
 import sys
 import time
 import traceback
@@ -226,13 +227,31 @@ def metric_of(parts: Parts, model: Callable[..., Any]) -> float:
 
 
 def source_of(make: Callable[..., Any]) -> str:
-    """Return a text that tells apart the versions of the file that defines a function; empty if there is none."""
+    """Return a text that tells factories apart; empty if no file defines the function.
+
+    It depends on the content of the file, on the name of the function, and on the arguments of a ``functools.partial``
+    as they are printed, without addresses in memory.
+    """
+    given: list[str] = []
+    while isinstance(make, functools.partial) or hasattr(make, "__wrapped__"):
+        if isinstance(make, functools.partial):
+            given += map(_printed, [*make.args, *sorted(make.keywords.items())])
+        make = make.func if isinstance(make, functools.partial) else inspect.unwrap(make, stop=_is_partial)
     try:
-        file = inspect.getsourcefile(inspect.unwrap(make))
+        file = inspect.getsourcefile(make)
         content = b"" if file is None else Path(file).read_bytes()
     except (TypeError, OSError):
         return ""
-    return hashlib.sha256(content).hexdigest()[:16] if content else ""
+    named = "\n".join([getattr(make, "__qualname__", ""), *given]).encode("utf-8", "backslashreplace")
+    return hashlib.sha256(named + b"\n" + content).hexdigest()[:16] if content else ""
+
+
+def _is_partial(make: Callable[..., Any]) -> bool:
+    return isinstance(make, functools.partial)
+
+
+def _printed(value: object) -> str:
+    return re.sub(r"0x[0-9a-fA-F]+", "", repr(value))
 
 
 def scheduled(parts: Parts, optimizer: Optimizer, steps: int) -> LRScheduler | None:
@@ -493,14 +512,15 @@ def function_at(source: str) -> Callable[[int], object]:
         raise ValueError(f"{file!r} is not a Python file; needed: path/to/train.py:make.")
     module = importlib.util.module_from_spec(spec)
     # As if the file were run: it can import from its folder, also later inside the function, and dataclasses find it.
-    sys.path.insert(0, str(path.resolve().parent))
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
         where = f"{file}, line {lines[-1]}" if lines else file
-        sys.path.remove(str(path.resolve().parent))
+        sys.path.remove(folder)
         del sys.modules[spec.name]
         raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
