@@ -9,6 +9,7 @@ from torchboost.measure.statistics import (
     bootstrap_median,
     detectable_ratio,
     exact_median,
+    mean_of,
     noninferiority,
     paired_difference,
     paired_ratio,
@@ -98,6 +99,12 @@ def test_detectable_ratio_shrinks_with_more_rounds_and_is_infinite_for_two() -> 
     # Theory: (1.96 + 0.84) * 1.2533 * sqrt(2) * 0.05 / sqrt(n)
     assert many == pytest.approx(math.expm1(2.8016 * 1.2533 * math.sqrt(2) * 0.05 / 20), rel=0.35)
     assert detectable_ratio(base[:2], own[:2]) == math.inf
+
+
+def test_a_mean_that_is_no_number_is_nan() -> None:
+    assert mean_of(iter([1.0, 2.0])) == 1.5
+    assert math.isnan(mean_of([1e308, 1e308]))
+    assert math.isnan(mean_of([math.inf, -math.inf]))
 
 
 def test_difference_by_hand() -> None:

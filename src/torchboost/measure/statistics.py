@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from statistics import NormalDist
+from collections.abc import Iterable, Sequence
+from statistics import NormalDist, fmean
 
 import numpy as np
 
@@ -15,6 +15,7 @@ __all__ = [
     "bootstrap_median",
     "detectable_ratio",
     "exact_median",
+    "mean_of",
     "noninferiority",
     "paired_difference",
     "paired_ratio",
@@ -26,6 +27,14 @@ POWER = 0.8
 RESAMPLES = 2000
 LEAST_SPREAD = 1 / 3
 """Share of the margin that the spread counts as at least: a few equal differences do not show that all are equal."""
+
+
+def mean_of(values: Iterable[float]) -> float:
+    """Return the mean of one or more values; NaN if their sum is too large for a number, or if infinities cancel."""
+    try:
+        return fmean(list(values))
+    except (OverflowError, ValueError):
+        return math.nan
 
 
 def bootstrap_median(
