@@ -336,6 +336,30 @@ def test_a_state_that_is_not_complete_is_refused():
         guard.load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("test", {}),
+        ("metric_test", {"error": 0.1, "tests": [{"unknown": 1}]}),
+        ("trend", {"lowest": 1.0}),
+        ("metric_trend", None),
+        ("step", "many"),
+        ("sum", "much"),
+        ("withdrawn", "autocast"),
+        ("withdrawn", [1]),
+    ],
+)
+def test_of_a_state_with_a_damaged_part_nothing_is_loaded(key, value):
+    _, boosted = train(0, {"autocast": True}, steps=1)
+    guard = Guard(boosted)
+    before = guard.state_dict()
+    state = {**before, "step": 7, "excess": 0.5, "withdrawn": ["autocast"], key: value}
+    with pytest.raises(ValueError, match=f"the state of the guard has a damaged part, {key}: found .*; load what"):
+        guard.load_state_dict(state)
+    assert guard.state_dict() == before
+    assert "autocast" in boosted.attached
+
+
 def _guarded_rank() -> tuple[list[str | None], list[str]]:
     _, boosted = train(0, {"autocast": True, "gradient_centralization": True}, steps=1)
     guard = Guard(boosted, [1.0] * 200, block=5, log=lambda text: None)
@@ -488,6 +512,9 @@ def test_a_guard_checks_what_it_is_given():
     _, boosted = train(0, {"autocast": True})
     with pytest.raises(TypeError, match="boosted: found tuple; keep what"):
         Guard(tuple(boosted))  # pyright: ignore[reportArgumentType]
+    for wrong in (0.5, None, ["a"]):
+        with pytest.raises(TypeError, match=r"reference: found .*; give the losses of the stock loop, one number per"):
+            Guard(boosted, wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"log: found 'guard.log'; give a function"):
         Guard(boosted, log="guard.log")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"tolerance: found 'a'; give a finite number"):

@@ -230,7 +230,7 @@ class Guard:
         The state of the boosted pair may be loaded before or after.
 
         Raises:
-            ValueError: The state is not complete. Nothing is loaded.
+            ValueError: The state is not complete, or a part of it is damaged. Nothing is loaded.
         """
         missing = [key for key in self.state_dict() if key not in state]
         if missing:
@@ -238,15 +238,12 @@ class Guard:
                 f"the state of the guard lacks {', '.join(missing)}; load what Guard.state_dict() of this version "
                 "returned, or begin with a new guard."
             )
-        self._test, self._metric_test = ChangeTest.of(state["test"]), ChangeTest.of(state["metric_test"])
-        self._trend, self._metric_trend = _Trend(**state["trend"]), _Trend(**state["metric_trend"])
-        self._step, self._inside = int(state["step"]), int(state["inside"])
-        self._sum = None if state["sum"] is None else torch.tensor(state["sum"], dtype=torch.float64)
-        self._pause, self._metric_pause = int(state["pause"]), int(state["metric_pause"])
-        self._excess, self._ended = float(state["excess"]), bool(state["ended"])
-        for name in state["withdrawn"]:
+        loaded = {key: _part(key, of, state[key]) for key, of in _PARTS.items()}
+        for name in loaded["withdrawn"]:
             self._boosted.withdraw(name, "it had been withdrawn when the checkpoint was written")
-        self.withdrawn = list(state["withdrawn"])
+        self.withdrawn = loaded.pop("withdrawn")
+        for key, value in loaded.items():
+            setattr(self, f"_{key}", value)
 
     def _device(self) -> torch.device:
         """Return where the ranks exchange numbers; a loss that was given as a float is on the CPU."""
@@ -354,6 +351,47 @@ class _Trend:
         return _Level(before, sum(steps) / len(steps) / _NORMAL)
 
 
+def _trend_of(state: Mapping[str, Any]) -> _Trend:
+    return _Trend(lowest=float(state["lowest"]), recent=[float(value) for value in state["recent"]])
+
+
+def _sum_of(state: float | None) -> Tensor | None:
+    return None if state is None else torch.tensor(float(state), dtype=torch.float64)
+
+
+def _names_of(state: Sequence[str]) -> list[str]:
+    if isinstance(state, str) or not all(isinstance(name, str) for name in state):
+        raise TypeError(f"found {state!r}")
+    return list(state)
+
+
+_PARTS: dict[str, Callable[[Any], object]] = {
+    "test": ChangeTest.of,
+    "metric_test": ChangeTest.of,
+    "trend": _trend_of,
+    "metric_trend": _trend_of,
+    "step": int,
+    "inside": int,
+    "sum": _sum_of,
+    "pause": int,
+    "metric_pause": int,
+    "excess": float,
+    "ended": bool,
+    "withdrawn": _names_of,
+}
+"""The parts of a state, and how each is made from what is stored."""
+
+
+def _part(key: str, of: Callable[[Any], Any], state: object) -> Any:
+    try:
+        return of(state)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"the state of the guard has a damaged part, {key}: found {state!r}; load what Guard.state_dict() of this "
+            "version returned, or begin with a new guard."
+        ) from error
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
@@ -368,7 +406,12 @@ def _check(tolerance: float, drop: float | None, error: float, block: int) -> No
 
 
 def _checked(reference: Sequence[float], block: int) -> list[float]:
-    losses = [float(value) for value in reference]
+    try:
+        losses = [float(value) for value in reference]
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"reference: found {reference!r}; give the losses of the stock loop, one number per step, or 'trend'."
+        ) from error
     if not losses or not all(map(math.isfinite, losses)):
         raise ValueError(f"reference: found {len(losses)} losses; give at least one, all of them finite.")
     if len(losses) < block:

@@ -4,6 +4,8 @@ import builtins
 import importlib.util
 import io
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -173,6 +175,13 @@ def test_report_refuses_other_files(tmp_path):
         result = run("report", str(path))
         assert result.exit_code == 1
         assert "this is not a report of torchboost" in result.stderr
+
+
+def test_the_package_runs_as_a_module():
+    said = subprocess.run(
+        [sys.executable, "-m", "torchboost", "--help"], capture_output=True, text=True, check=True, env=os.environ
+    ).stdout
+    assert "Usage: torchboost" in said
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):

@@ -146,6 +146,17 @@ def test_the_report_of_another_workload_is_not_overwritten(calls, tmp_path):
     assert "holds a file that is not a report of torchboost" in run("--out", str(tmp_path)).stderr
 
 
+def test_a_relative_folder_is_that_of_the_start(calls, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    path = tmp_path / "train.py"
+    path.write_text("import os\nos.chdir('elsewhere')\n" + textwrap.dedent(GOOD))
+    result = run(f"{path}:make", "--out", "found")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "found" / "report.json").is_file()
+    assert calls[0]["out"] == tmp_path / "found" / "report.json"
+
+
 def test_help_names_the_workloads():
     shown = " ".join(run("--help").output.split())
     for name in ("digits", "cifar10", "text"):
@@ -183,7 +194,7 @@ def test_a_factory_of_the_user_end_to_end(tmp_path):
     assert again.exit_code == 0, again.output
     assert BenchReport.load(tmp_path / "out" / "report.json").contestants == made.contestants
     assert torch.isfinite(torch.tensor(stock.step_seconds.mid))
-    share = run(f"{path}:make", *words[:-1], str(tmp_path / "share"), "--accuracy", "--no-html")
+    share = run(f"{path}:make", *words[:-1], str(tmp_path / "share"), "--seeds", "3", "--accuracy", "--no-html")
     assert "O0 keeps accuracy within 0.5 points of stock: +0.00 points" in share.stdout
     refused = run(f"{path}:make", *words, "--force", "--decide", "5s")
     assert refused.exit_code == 1

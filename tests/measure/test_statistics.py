@@ -9,6 +9,7 @@ from torchboost.measure.statistics import (
     bootstrap_median,
     detectable_ratio,
     exact_median,
+    mean_of,
     noninferiority,
     paired_difference,
     paired_ratio,
@@ -100,6 +101,12 @@ def test_detectable_ratio_shrinks_with_more_rounds_and_is_infinite_for_two() -> 
     assert detectable_ratio(base[:2], own[:2]) == math.inf
 
 
+def test_a_mean_that_is_no_number_is_nan() -> None:
+    assert mean_of(iter([1.0, 2.0])) == 1.5
+    assert math.isnan(mean_of([1e308, 1e308]))
+    assert math.isnan(mean_of([math.inf, -math.inf]))
+
+
 def test_difference_by_hand() -> None:
     # Differences 0.01, -0.01, 0.03: mean 0.01, sd 0.02, se 0.02 / sqrt 3, t(0.95, 2) = 2.91999.
     interval = paired_difference([0.90, 0.91, 0.92], [0.91, 0.90, 0.95])
@@ -119,6 +126,16 @@ def test_noninferiority_needs_the_bound_and_not_only_the_mean() -> None:
     assert verdict.difference.mid == pytest.approx(0.0)
     assert verdict.detectable > 0.005
     assert (verdict.baseline, verdict.seeds, verdict.margin) == ("stock", 5, 0.005)
+
+
+@pytest.mark.parametrize(("change", "seeds", "passed"), [(0.0, 2, False), (0.0, 3, True), (-0.004, 3, False)])
+def test_a_few_equal_differences_are_not_taken_as_certain(change: float, seeds: int, passed: bool) -> None:
+    verdict = noninferiority([0.9] * seeds, [0.9 + change] * seeds, 0.005)
+    reach = t_quantile(0.95, seeds - 1) * 0.005 / 3 / math.sqrt(seeds)
+    assert verdict.difference.low == pytest.approx(change - reach)
+    assert verdict.difference.high == pytest.approx(change + reach)
+    assert verdict.detectable > reach
+    assert verdict.passed is passed
 
 
 def test_noninferiority_errs_about_as_often_as_it_may() -> None:

@@ -55,6 +55,7 @@ def bench(
     json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:
     """Measure how fast and how well the levels train a workload, against the stock and the hand-tuned loop."""
+    out = out.absolute()  # a factory's file may change the working directory
     path = out / "report.json"
     before = None if resume else _written(path)
     names = [name.strip() for name in contestants.split(",") if name.strip()]

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from torchboost.measure.evidence import Interval
-from torchboost.measure.statistics import t_quantile
+from torchboost.measure.statistics import LEAST_SPREAD, t_quantile
 
 __all__ = ["Look", "SequentialTest", "State", "critical_values"]
 
@@ -23,9 +23,6 @@ _SAFETY = 0.002
 
 LEAST_ERROR = 0.003
 """The simulation finds no limits for smaller error rates."""
-
-_LEAST_SPREAD = 1 / 3
-"""Share of the margin that the spread counts as at least: a few equal differences do not show that all are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +114,7 @@ class SequentialTest:
         if count < self.least:
             wide = Interval(low=-math.inf, mid=mean, high=math.inf, confidence=1 - self.error)
             return Look(state="open", pairs=count, difference=wide, detectable=math.inf)
-        spread = max(float(np.std(found, ddof=1)), _LEAST_SPREAD * self.margin)
+        spread = max(float(np.std(found, ddof=1)), LEAST_SPREAD * self.margin)
         limits = critical_values(self.least, self.most, self.error)
         reach = limits[count - self.least] * spread / math.sqrt(count)
         last = spread / math.sqrt(self.most)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from statistics import NormalDist
+from collections.abc import Iterable, Sequence
+from statistics import NormalDist, fmean
 
 import numpy as np
 
 from torchboost.measure.evidence import Interval, Quality
 
 __all__ = [
+    "LEAST_SPREAD",
     "bootstrap_median",
     "detectable_ratio",
     "exact_median",
+    "mean_of",
     "noninferiority",
     "paired_difference",
     "paired_ratio",
@@ -23,6 +25,16 @@ __all__ = [
 
 POWER = 0.8
 RESAMPLES = 2000
+LEAST_SPREAD = 1 / 3
+"""Share of the margin that the spread counts as at least: a few equal differences do not show that all are equal."""
+
+
+def mean_of(values: Iterable[float]) -> float:
+    """Return the mean of one or more values; NaN if their sum is too large for a number, or if infinities cancel."""
+    try:
+        return fmean(list(values))
+    except (OverflowError, ValueError):
+        return math.nan
 
 
 def bootstrap_median(
@@ -169,7 +181,8 @@ def noninferiority(
     """Test whether the candidate is at most ``margin`` worse than the baseline. Higher metrics are better.
 
     It passes if the one-sided lower bound of the paired difference is above ``-margin``. To see no difference is not
-    enough: the runs must exclude the drop. Negate the metric if lower is better.
+    enough: the runs must exclude the drop. A spread below a third of the margin counts as a third, so that equal
+    differences are not taken as certain. Negate the metric if lower is better.
 
     Args:
         baseline: Final metric of the baseline, one per seed.
@@ -183,17 +196,18 @@ def noninferiority(
     """
     if not margin > 0:
         raise ValueError(f"margin: found {margin!r}; a non-inferiority margin is positive, in units of the metric.")
-    difference = paired_difference(baseline, candidate, confidence=confidence)
+    mean = paired_difference(baseline, candidate, confidence=confidence).mid
     deltas = np.asarray(candidate, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
-    freedom = deltas.size - 1
-    reach = (t_quantile(confidence, freedom) + t_quantile(POWER, freedom)) * _standard_error(deltas)
+    error = max(_standard_error(deltas), LEAST_SPREAD * margin / math.sqrt(deltas.size))
+    bound = t_quantile(confidence, deltas.size - 1) * error
+    difference = Interval(low=mean - bound, mid=mean, high=mean + bound, confidence=confidence)
     return Quality(
         baseline=against,
         difference=difference,
         margin=margin,
         seeds=deltas.size,
         passed=difference.low > -margin,
-        detectable=reach,
+        detectable=bound + t_quantile(POWER, deltas.size - 1) * error,
     )
 
 

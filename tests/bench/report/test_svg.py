@@ -36,6 +36,9 @@ def test_scales():
     assert log(0.1) == pytest.approx(50.0)
     assert math.isnan(log(0.0))
     assert math.isnan(linear(math.inf))
+    assert math.isnan(linear(1e308))
+    tiny = svg.Scale(5e-324, 1e150, 100.0, 0.0, log=True)
+    assert tiny(1e150) == pytest.approx(0.0)
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 10))
@@ -50,6 +53,7 @@ def test_ticks_are_few_and_inside(low, span, most):
 def test_ticks_of_logarithms_and_of_whole_numbers():
     assert svg.ticks(0.05, 3.0, log=True) == pytest.approx([0.05, 0.1, 0.2, 0.5, 1.0, 2.0])
     assert svg.ticks(0, 3, most=8, whole=True) == [0, 1, 2, 3]
+    assert 2 <= len(svg.ticks(5e-324, 1e150, log=True)) <= 7
 
 
 @given(st.lists(st.floats(0, 300), min_size=1, max_size=10))

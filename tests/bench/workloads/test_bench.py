@@ -15,6 +15,7 @@ from torchboost.bench.workloads.bench import run_bench
 from torchboost.bench.workloads.contestants import plan_for
 from torchboost.errors import FactoryError
 from torchboost.measure.evidence import BenchReport, Contestant, Curve
+from torchboost.measure.sequential import SequentialTest
 from torchboost.measure.stopwatch import Clock, Warmup
 from torchboost.plan import Plan
 
@@ -319,6 +320,27 @@ def test_a_decision_is_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     report = decided(monkeypatch, metrics, out=out, resume=True)
     assert by_name(report)["O1"].quality[0].passed
     assert [curve.seed for curve in by_name(report)["O1"].curves] == list(range(seeds_of(report)["O1"]))
+
+
+def test_a_decision_stays_sequential_if_it_is_resumed_without_decide(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    metrics, out = {"stock": [0.98, 0.981, 0.982], "O1": [0.9805, 0.9815, 0.982]}, tmp_path / "report.json"
+    decided(monkeypatch, metrics, decide=0.0, out=out)
+    report = decided(monkeypatch, metrics, decide=None, seeds=4, out=out, resume=True)
+    assert bench.SEQUENTIAL in report.notes
+    look = SequentialTest(margin=0.005, most=bench.MOST_SEEDS).look([0.0005, 0.0005, 0.0, 0.0005])
+    assert by_name(report)["O1"].quality[0].difference.low == pytest.approx(look.difference.low)
+
+
+def test_a_report_of_fixed_seeds_is_judged_sequentially_with_decide(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    metrics, out = {"stock": [0.98, 0.981, 0.982], "O1": [0.9805, 0.9815, 0.982]}, tmp_path / "report.json"
+    fixed = decided(monkeypatch, metrics, decide=None, seeds=4, out=out)
+    report = decided(monkeypatch, metrics, decide=0.0, out=out, resume=True)
+    assert seeds_of(report) == seeds_of(fixed)
+    assert by_name(report)["O1"].quality[0].difference.low < by_name(fixed)["O1"].quality[0].difference.low
 
 
 def equal_curve(name: str, seed: int, settings: Any, shown: Any) -> Curve:

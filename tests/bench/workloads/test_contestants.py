@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -109,6 +109,13 @@ def test_stock_is_the_loop_one_would_write() -> None:
         schedule.step()
     expected = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert torch.equal(weights("stock"), expected)
+
+
+@pytest.mark.parametrize("name", ["stock", "hand", "O0", "O1"])
+def test_a_model_in_evaluation_mode_is_trained_in_training_mode(name: str) -> None:
+    job = replace(tiny_job(), build=lambda data: tiny_model(data).eval())
+    loop = build_loop(Recipe.parse(name), job, DATA, seed=1, steps=8)
+    assert all(module.training for module in (*loop.model.modules(), *loop.predict.modules()))
 
 
 def test_hand_loop_computes_the_same_in_float32(bfloat16: Callable[..., None]) -> None:

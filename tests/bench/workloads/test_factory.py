@@ -6,7 +6,9 @@ import textwrap
 import pytest
 import torch
 
-from torchboost.bench.workloads.factory import job_from, parts_from, scheduled, source_of
+from torchboost.bench.workloads import factory
+from torchboost.bench.workloads.contestants import Recipe, build_loop
+from torchboost.bench.workloads.factory import factory_of, function_at, job_from, parts_from, scheduled, source_of
 from torchboost.errors import FactoryError, NoEffectWarning
 
 GOOD = """
@@ -251,6 +253,21 @@ def test_a_factory_that_returns_one_model_for_all_seeds_is_refused(tmp_path):
         job.model(job.load(None, None), 1)
 
 
+def test_a_factory_whose_models_share_a_buffer_is_refused(file):
+    extra = """
+    norm = nn.BatchNorm1d(2, affine=False)
+
+    def normed(seed):
+        model, _, *rest = make(seed)
+        model = nn.Sequential(model, norm)
+        return (model, torch.optim.SGD(model.parameters(), lr=0.1), *rest)
+    """
+    file.write_text(file.read_text() + textwrap.dedent(extra))
+    job = job_from(f"{file}:normed")
+    with pytest.raises(FactoryError, match=r"returned the same buffer twice \(1.running_mean\)"):
+        job.model(job.load(None, None), 1)
+
+
 def test_what_the_parts_return_is_checked(tmp_path):
     file = tmp_path / "train.py"
     file.write_text(textwrap.dedent(GOOD) + textwrap.dedent(SHARED))
@@ -263,6 +280,72 @@ def test_what_the_parts_return_is_checked(tmp_path):
     job = job_from(f"{file}:kept")
     with pytest.raises(FactoryError, match="gave nothing in pass 1"):
         list(job.load(None, None).train(5, seed=1, epoch=0))
+
+
+@pytest.mark.parametrize("way", ["stock", "hand", "O0"])
+def test_every_run_has_the_loss_of_its_own_model(file, way):
+    extra = """
+    def penalised(seed):
+        model, optimizer, loss, *rest = make(seed)
+        size = lambda: sum(p.square().sum() for p in model.parameters())
+        return (model, optimizer, lambda o, t: 0 * loss(o, t) + size(), *rest)
+    """
+    file.write_text(file.read_text() + textwrap.dedent(extra))
+    job = job_from(f"{file}:penalised")
+    data = job.load(None, None)
+    loops = [build_loop(Recipe.parse(way), job, data, seed=seed, steps=4) for seed in (0, 1)]
+    others = [factory_of(job, data)(seed) for seed in (0, 1)]
+    inputs, targets = next(iter(data.train(5, seed=0, epoch=0)))
+    for model, loss in [(one.model, one.step) for one in loops] + [(one.model, one.loss) for one in others]:
+        size = sum(p.square().sum() for p in model.parameters())
+        torch.testing.assert_close(loss(inputs, targets), size)
+
+
+ENDLESS = """
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            while True:
+                yield torch.zeros(2), 0
+
+    class Sized(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from [(torch.zeros(2), 0)] * 20
+
+        def __len__(self):
+            return 20
+
+    def loader(seed):
+        return (*make(seed)[:3], torch.utils.data.DataLoader(Endless(), batch_size=5), make(seed)[4])
+
+    def generator(seed):
+        return (*make(seed)[:3], iter(Endless()), make(seed)[4])
+
+    def sized(seed):
+        return (*make(seed)[:3], torch.utils.data.DataLoader(Sized(), batch_size=5), make(seed)[4])
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "bound", "value"),
+    [
+        ("loader", "SECONDS_OF_AN_EPOCH", 0.1),
+        ("generator", "SECONDS_OF_AN_EPOCH", 0.1),
+        ("generator", "MOST_KEPT", 10),
+    ],
+)
+def test_batches_that_do_not_end_are_named(file, monkeypatch, name, bound, value):
+    file.write_text(file.read_text() + textwrap.dedent(ENDLESS))
+    monkeypatch.setattr(factory, bound, value)
+    with pytest.raises(
+        FactoryError, match=r"batches did not end \([0-9,]+ were read in 0 s\); give those of one epoch"
+    ):
+        job_from(f"{file}:{name}")
+
+
+def test_batches_with_a_length_may_take_any_time(file, monkeypatch):
+    file.write_text(file.read_text() + textwrap.dedent(ENDLESS))
+    monkeypatch.setattr(factory, "SECONDS_OF_AN_EPOCH", -1.0)
+    assert job_from(f"{file}:sized").load(None, None).steps(5) == 4
 
 
 def test_an_optimizer_of_another_model_is_refused(tmp_path):
@@ -279,3 +362,27 @@ def test_the_source_of_a_factory_tells_versions_of_its_file_apart(file):
     file.write_text(file.read_text() + "\n# changed\n")
     assert job_from(f"{file}:make").source not in ("", before)
     assert source_of(print) == ""
+
+
+def test_the_source_of_a_factory_tells_functions_and_their_arguments_apart(file):
+    extra = """
+    import functools
+
+    def sized(seed, *, width=2, inner=None):
+        return make(seed)
+
+    @functools.wraps(sized)
+    def decorated(seed):
+        return sized(seed)
+
+    narrow, wide = functools.partial(sized, width=2), functools.partial(sized, width=20)
+    nested = functools.partial(sized, inner=make)
+    again = functools.partial(sized, inner=make)
+    """
+    file.write_text(file.read_text() + textwrap.dedent(extra))
+    names = ("make", "without", "sized", "narrow", "wide", "nested")
+    found = {name: source_of(function_at(f"{file}:{name}")) for name in (*names, "again", "decorated")}
+    assert "" not in found.values()
+    assert len({found[name] for name in names}) == len(names)
+    assert found["nested"] == found["again"] == source_of(function_at(f"{file}:again"))
+    assert found["decorated"] == found["sized"]

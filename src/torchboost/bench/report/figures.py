@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,6 +10,7 @@ from typing import Literal
 from torchboost.bench.report import svg, wording
 from torchboost.bench.report.verdict import Summary, stock_of, summarise, target_of
 from torchboost.measure.evidence import BenchReport, Contestant, Curve
+from torchboost.measure.statistics import mean_of
 
 __all__ = ["colour_classes", "curve_figure", "step_time_figure"]
 
@@ -150,7 +150,7 @@ def _lines(report: BenchReport, x: Against, y: Quantity) -> list[_Line]:
     for contestant in report.contestants:
         seeds = [_points(curve, x, y) for curve in contestant.curves if curve.epochs]
         together = list(zip(*seeds, strict=False))
-        mean = [(statistics.fmean(p[0] for p in at), statistics.fmean(p[1] for p in at)) for at in together]
+        mean = [(mean_of(p[0] for p in at), mean_of(p[1] for p in at)) for at in together]
         if mean:
             lines.append(_Line(contestant, seeds, mean))
     return lines
@@ -176,7 +176,7 @@ def _frame(narrow: bool, wide: bool, names: Sequence[str]) -> _Frame:
 def _vertical(
     lines: Sequence[_Line], y: Quantity, share: bool, frame: _Frame, low_is_start: bool
 ) -> tuple[svg.Scale, bool]:
-    values = sorted(v for line in lines for seed in line.seeds for _, v in seed if math.isfinite(v))
+    values = sorted(v for line in lines for seed in line.seeds for _, v in seed if svg.drawable(v))
     low, high, log, cut = values[0], values[-1], False, False
     if y == "train_loss" or not low_is_start:
         log = low > 0 and high / low > 20
@@ -186,7 +186,8 @@ def _vertical(
         if low < floor:
             low, cut = math.floor(100 * floor) / 100 if share else floor, True
     if high - low <= 1e-9 * max(abs(high), 1e-9):
-        low, high = low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0)
+        reach = 0.5 * abs(high) if abs(high) > svg.SMALLEST else 0.5
+        low, high = low - reach, high + reach
     if log:
         low, high = low * 0.9, high * 1.1
     else:
@@ -216,7 +217,7 @@ def curve_figure(
         The figure, or an empty string if the report does not have this curve.
     """
     lines = _lines(report, x, y)
-    finite = [p for line in lines for seed in line.seeds for p in seed if all(map(math.isfinite, p))]
+    finite = [p for line in lines for seed in line.seeds for p in seed if all(map(svg.drawable, p))]
     if not finite:
         return ""
     frame = _frame(narrow, wide, [line.contestant.name for line in lines])

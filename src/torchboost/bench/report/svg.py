@@ -7,10 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["Scale", "document", "element", "fit", "number", "path", "spread", "text", "text_width", "ticks"]
+__all__ = ["Scale", "document", "drawable", "element", "fit", "number", "path", "spread", "text", "text_width", "ticks"]
 
 FONT = 13.0
 WIDTH = 0.62
+LARGEST = 1e150
+"""Larger values are not drawn, as if they were infinite: their differences and ratios may be too large for a number."""
+
+SMALLEST = 1 / LARGEST
 
 
 def number(value: float) -> str:
@@ -50,6 +54,11 @@ def fit(content: str, width: float, size: float = FONT) -> str:
     return content if len(content) <= room else content[: room - 1].rstrip() + "\N{HORIZONTAL ELLIPSIS}"
 
 
+def drawable(value: float) -> bool:
+    """Whether a value can be drawn: it is finite and not too large."""
+    return abs(value) <= LARGEST
+
+
 def path(points: Sequence[tuple[float, float]], **attributes: str | float) -> str:
     """Return an open line through the points. A point that is not finite leaves a gap."""
     commands, pen = [], "M"
@@ -87,11 +96,12 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Return the pixel of ``value``; NaN if its logarithm does not exist."""
-        if not math.isfinite(value) or (self.log and value <= 0):
+        """Return the pixel of ``value``; NaN if it cannot be drawn, or if its logarithm does not exist."""
+        if not drawable(value) or (self.log and value <= 0):
             return math.nan
         if self.log:
-            share = math.log(value / self.low) / math.log(self.high / self.low)
+            low, high = math.log(self.low), math.log(self.high)
+            share = (math.log(value) - low) / (high - low)
         else:
             share = (value - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
@@ -106,6 +116,7 @@ def ticks(low: float, high: float, *, most: int = 6, log: bool = False, whole: b
             found = [v for v in found if low <= v * (1 + 1e-9) and v <= high * (1 + 1e-9)]
             if len(found) <= most + 1:
                 break
+        found = found[:: math.ceil(len(found) / (most + 1)) or 1]
         return found if len(found) > 1 else ticks(low, high, most=most)
     raw = max((high - low) / most, 1.0 if whole else 0.0)
     power = 10.0 ** math.floor(math.log10(raw))

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from torchboost.bench.report import wording
 from torchboost.measure.evidence import BenchReport, Contestant, Interval, Quality, Ratio
-from torchboost.measure.statistics import paired_difference, t_quantile
+from torchboost.measure.statistics import mean_of, paired_difference, t_quantile
 
 __all__ = [
     "MARGIN",
@@ -136,7 +136,7 @@ def _diverged(contestant: Contestant) -> bool:
 def _mean_interval(values: Sequence[float]) -> Interval | None:
     if not values:
         return None
-    mean = statistics.fmean(values)
+    mean = mean_of(values)
     if len(values) < 2 or not math.isfinite(mean):
         return Interval(low=mean, mid=mean, high=mean)
     half = t_quantile(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
@@ -158,7 +158,7 @@ def _difference(contestant: Contestant, stock: Contestant, sign: float, share: b
     seeds = [seed for seed in ours if seed in theirs]
     if not seeds:
         return None
-    mean = sign * statistics.fmean(ours[seed] - theirs[seed] for seed in seeds)
+    mean = sign * mean_of(ours[seed] - theirs[seed] for seed in seeds)
     if len(seeds) < 2 or not math.isfinite(mean):
         return Difference(mean, -math.inf, math.inf, len(seeds), margin)
     found = paired_difference([sign * theirs[seed] for seed in seeds], [sign * ours[seed] for seed in seeds])
@@ -171,14 +171,15 @@ def target_of(report: BenchReport) -> float | None:
     finals = list(_finals(stock).values()) if stock else []
     if stock is None or not finals or _diverged(stock):
         return None
-    return statistics.fmean(finals) - (MARGIN if wording.is_share(report) else 0.0)
+    target = mean_of(finals) - (MARGIN if wording.is_share(report) else 0.0)
+    return target if math.isfinite(target) else None
 
 
 def _seconds_to(contestant: Contestant, target: float, sign: float) -> float | None:
     points = min((len(curve.metric) for curve in contestant.curves), default=0)
     for k in range(points):
-        if sign * statistics.fmean(curve.metric[k] for curve in contestant.curves) >= sign * target:
-            return statistics.fmean(curve.setup_seconds + curve.seconds[k] for curve in contestant.curves)
+        if sign * mean_of(curve.metric[k] for curve in contestant.curves) >= sign * target:
+            return mean_of(curve.setup_seconds + curve.seconds[k] for curve in contestant.curves)
     return None
 
 

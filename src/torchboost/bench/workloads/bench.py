@@ -214,8 +214,9 @@ def _resumed(saved: BenchReport, now: BenchReport, path: Path) -> BenchReport:
         _must_agree(key, getattr(saved.environment, key), getattr(now.environment, key), path)
     if saved.source and saved.source != now.source:
         raise ValueError(
-            f"{path} was measured with another version of the file {now.workload.rpartition(':')[0]!r}; runs of both "
-            "cannot be mixed. Restore the file, save to another one, or do not resume."
+            f"{path} was measured with another version of the file {now.workload.rpartition(':')[0]!r}, or with other "
+            "arguments of its function; runs of both cannot be mixed. Restore the file, save to another one, or do not "
+            "resume."
         )
     if saved.environment.commit == now.environment.commit:
         return saved
@@ -291,14 +292,17 @@ def _stepper(loop: Loop, batches: list[tuple[Tensor, Tensor]]) -> Callable[[], o
 def _trained(
     report: BenchReport, names: list[str], settings: _Settings, *, seeds: int, out: str | Path | None
 ) -> BenchReport:
-    """Return the report with the missing curves. It is saved after each of them."""
+    """Return the report with the missing curves. It is saved after each of them.
+
+    A report whose seeds were added by a sequential test is judged by that test also after further seeds.
+    """
     held = {(c.name, curve.seed) for c in report.contestants for curve in c.curves}
     runs = [(seed, name) for seed in range(seeds) for name in names] if settings.epochs else []
     for done, (seed, name) in enumerate(runs):
         if (name, seed) not in held:
             shown = functools.partial(_runs_done, done * settings.epochs, len(runs) * settings.epochs)
             curve = _curve(name, seed, settings, shown)
-            report = _judged(_with_curve(report, name, curve), settings.job)
+            report = _judged(_with_curve(report, name, curve), settings.job, sequential=SEQUENTIAL in report.notes)
             _check_seeds(report)
             _save(report, out)
     if runs:
@@ -312,6 +316,7 @@ def _decided(
     """Return the report with curves of as many seeds as the decisions need, begun before ``end`` on the clock."""
     if SEQUENTIAL not in report.notes:
         report = report.model_copy(update={"notes": [*report.notes, SEQUENTIAL]})
+        report = _judged(report, settings.job, sequential=True)
     began, longest = time.monotonic(), 0.0
     for seed in range(MOST_SEEDS):
         now, opened = time.monotonic(), _open(report, settings.job)

@@ -134,6 +134,8 @@ def build_loop(
 ) -> Loop:
     """Build model, optimizer and schedule of a job, and the loop body of a contestant around them.
 
+    The model is put into training mode, as a factory may return it in evaluation mode.
+
     Args:
         recipe: The contestant.
         job: The training job.
@@ -149,7 +151,7 @@ def build_loop(
     """
     device = torch.device(device)
     by_hand = recipe.base == "hand"
-    model = job.model(data, seed).to(device)
+    model = job.model(data, seed).to(device).train()
     optimizer = job.optimizer(model.parameters(), fused=True) if by_hand else job.optimizer(model.parameters())
     target = Target(model, optimizer, seed=seed)
     algorithms: list[AlgorithmRow] = []
@@ -179,10 +181,10 @@ def build_loop(
 
 
 def _plain_body(job: Job, target: Target, steps: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    schedule = job.schedule(target.optimizer, steps)
+    loss_of, schedule = job.loss_of_run(), job.schedule(target.optimizer, steps)
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
-        loss = job.loss(target.model(inputs), targets)
+        loss = loss_of(target.model(inputs), targets)
         loss.backward()
         target.optimizer.step()
         schedule.step()
@@ -194,7 +196,7 @@ def _plain_body(job: Job, target: Target, steps: int, device: torch.device) -> C
 
 def _hand_body(job: Job, target: Target, steps: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
     model, optimizer = target.model, target.optimizer
-    schedule = job.schedule(optimizer, steps)
+    loss_of, schedule = job.loss_of_run(), job.schedule(optimizer, steps)
     images = _convolutional(model)
     half = _fast_half(model, device)
 
@@ -202,7 +204,7 @@ def _hand_body(job: Job, target: Target, steps: int, device: torch.device) -> Ca
         if images:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         with torch.autocast(device.type, torch.bfloat16) if half else contextlib.nullcontext():
-            loss = job.loss(model(inputs), targets)
+            loss = loss_of(model(inputs), targets)
         loss.backward()
         optimizer.step()
         schedule.step()

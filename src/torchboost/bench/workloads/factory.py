@@ -8,7 +8,9 @@ import importlib.util
 import inspect
 import itertools
 import math
+import re
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,6 +45,11 @@ __all__ = [
     "scheduled",
     "source_of",
 ]
+
+SECONDS_OF_AN_EPOCH = 60.0
+"""Time in which the batches of an epoch must be read, if they have no length: they may be endless."""
+MOST_KEPT = 100_000
+"""Batches of a generator that are kept for further epochs."""
 
 RETURNS = "(model, optimizer, loss, batches), and after them, if you like, evaluate and schedule"
 
@@ -84,13 +91,38 @@ class _Factory:
         self.last["parts"] = parts
         # A generator can be read only once, but an epoch is needed many times.
         spent = iter(parts.batches) is parts.batches
-        self.epochs[seed] = list(parts.batches) if spent else parts.batches
+        self.epochs[seed] = list(_ending(parts.batches, MOST_KEPT)) if spent else parts.batches
         return parts
 
     def batches(self, seed: int) -> Iterable[Batch]:
         if seed not in self.epochs:
             self.build(seed)
         return self.epochs[seed]
+
+
+def _ending(batches: Iterable[Batch], most: float = math.inf) -> Iterator[Batch]:
+    """Yield the batches of an epoch. Without a length they must end in time, and after ``most``.
+
+    Raises:
+        FactoryError: They do not end.
+    """
+    known, began = _has_length(batches), time.monotonic()
+    for number, batch in enumerate(batches, start=1):
+        spent = time.monotonic() - began
+        if not known and (spent > SECONDS_OF_AN_EPOCH or number > most):
+            raise FactoryError(
+                f"the factory's batches did not end ({number:,} were read in {spent:.0f} s); give those of one epoch, "
+                "as a list or a loader that ends, such as list(itertools.islice(batches, 1000)). If an epoch takes "
+                f"longer than {SECONDS_OF_AN_EPOCH:g} s to read, give batches with a length."
+            )
+        yield batch
+
+
+def _has_length(batches: Iterable[Batch]) -> bool:
+    try:
+        return len(batches) >= 0  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return False
 
 
 def made_by(make: Callable[[int], object], seed: int) -> Parts:
@@ -138,13 +170,14 @@ def check_fresh(parts: Parts, *others: Parts) -> None:
     """Check that the model is not that of another call, so that no run continues the training of another.
 
     Raises:
-        FactoryError: A parameter is one of the others'.
+        FactoryError: A parameter or buffer is one of the others'.
     """
-    known = {id(param) for other in others for param in other.model.parameters()}
-    shared = [name for name, param in parts.model.named_parameters() if id(param) in known]
-    if shared:
+    known = {id(state) for other in others for state in (*other.model.parameters(), *other.model.buffers())}
+    found = {"parameter": parts.model.named_parameters(), "buffer": parts.model.named_buffers()}
+    shared = [(kind, name) for kind, states in found.items() for name, state in states if id(state) in known]
+    for kind, name in shared[:1]:
         raise FactoryError(
-            f"the factory returned the same parameter twice ({shared[0]}); build the whole model inside it, or copy it "
+            f"the factory returned the same {kind} twice ({name}); build the whole model inside it, or copy it "
             "there with copy.deepcopy, so that each run has its own."
         )
 
@@ -194,13 +227,31 @@ def metric_of(parts: Parts, model: Callable[..., Any]) -> float:
 
 
 def source_of(make: Callable[..., Any]) -> str:
-    """Return a text that tells apart the versions of the file that defines a function; empty if there is none."""
+    """Return a text that tells factories apart; empty if no file defines the function.
+
+    It depends on the content of the file, on the name of the function, and on the arguments of a ``functools.partial``
+    as they are printed, without addresses in memory.
+    """
+    given: list[str] = []
+    while isinstance(make, functools.partial) or hasattr(make, "__wrapped__"):
+        if isinstance(make, functools.partial):
+            given += map(_printed, [*make.args, *sorted(make.keywords.items())])
+        make = make.func if isinstance(make, functools.partial) else inspect.unwrap(make, stop=_is_partial)
     try:
-        file = inspect.getsourcefile(inspect.unwrap(make))
+        file = inspect.getsourcefile(make)
         content = b"" if file is None else Path(file).read_bytes()
     except (TypeError, OSError):
         return ""
-    return hashlib.sha256(content).hexdigest()[:16] if content else ""
+    named = "\n".join([getattr(make, "__qualname__", ""), *given]).encode("utf-8", "backslashreplace")
+    return hashlib.sha256(named + b"\n" + content).hexdigest()[:16] if content else ""
+
+
+def _is_partial(make: Callable[..., Any]) -> bool:
+    return isinstance(make, functools.partial)
+
+
+def _printed(value: object) -> str:
+    return re.sub(r"0x[0-9a-fA-F]+", "", repr(value))
 
 
 def scheduled(parts: Parts, optimizer: Optimizer, steps: int) -> LRScheduler | None:
@@ -309,6 +360,9 @@ class _FactoryJob(Job):
     def model(self, data: Data, seed: int) -> nn.Module:
         return self.factory.build(seed).model
 
+    def loss_of_run(self) -> Callable[[Tensor, Tensor], Tensor]:
+        return functools.partial(loss_of, self.factory.last["parts"].loss)
+
     def schedule(self, optimizer: Optimizer, steps: int) -> LRScheduler:
         given = scheduled(self.factory.last["parts"], optimizer, steps)
         return LambdaLR(optimizer, lambda step: 1.0) if given is None else given
@@ -352,7 +406,7 @@ def job_from(source: str, *, epochs: int | None = None, accuracy: bool = False) 
     """
     factory = _Factory(function_at(source))
     parts = factory.build(0)
-    sizes = [_size(inputs) for inputs, _ in map(pair_of, factory.batches(0))]
+    sizes = [_size(inputs) for inputs, _ in map(pair_of, _ending(factory.batches(0)))]
     if not sizes:
         raise FactoryError("the factory's batches are empty; at least one batch is needed.")
     if epochs and parts.evaluate is None:
@@ -374,7 +428,7 @@ def job_from(source: str, *, epochs: int | None = None, accuracy: bool = False) 
         load=load,
         build=lambda data: factory.build(0).model,
         optimizer=optimizer,
-        loss=functools.partial(loss_of, parts.loss),
+        loss=lambda outputs, targets: loss_of(factory.last["parts"].loss, outputs, targets),
         source=source_of(factory.make),
         batch=sizes[0],
         epochs=0 if parts.evaluate is None else 1,
@@ -417,7 +471,7 @@ def factory_of(job: Job, data: Data, device: torch.device | str = "cpu") -> Call
         return Parts(
             model=model,
             optimizer=job.optimizer(model.parameters()),
-            loss=job.loss,
+            loss=job.loss_of_run(),
             batches=_Epochs(data=data, batch=job.batch, seed=seed),
             evaluate=lambda predict: sign * job.evaluate(predict, data),
             schedule=job.schedule,
@@ -458,14 +512,15 @@ def function_at(source: str) -> Callable[[int], object]:
         raise ValueError(f"{file!r} is not a Python file; needed: path/to/train.py:make.")
     module = importlib.util.module_from_spec(spec)
     # As if the file were run: it can import from its folder, also later inside the function, and dataclasses find it.
-    sys.path.insert(0, str(path.resolve().parent))
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
         where = f"{file}, line {lines[-1]}" if lines else file
-        sys.path.remove(str(path.resolve().parent))
+        sys.path.remove(folder)
         del sys.modules[spec.name]
         raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)

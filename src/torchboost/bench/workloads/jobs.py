@@ -71,6 +71,10 @@ class Job:
             torch.manual_seed(seed)
             return self.build(data)
 
+    def loss_of_run(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return the loss of the model that :meth:`model` returned last, also after it returns another."""
+        return self.loss
+
     def schedule(self, optimizer: Optimizer, steps: int) -> LRScheduler:
         """Return the learning-rate schedule of a run of ``steps`` steps. Step it after every update."""
         return LambdaLR(optimizer, functools.partial(one_cycle, total=steps))
