@@ -46,6 +46,8 @@ def measure(name: str, options: Options) -> Path:
     else:
         levers = dict.fromkeys(try_levers(make, steps=steps, seconds=trial).kept, True)
         levels = {level: on_at(make, level, steps, trial) for level in MARGINS}
+        for extra in levels.values():
+            extra.get("grad_freeze", {}).pop("total_steps", None)  # each run has its own
         ways = joined({**levels, f"levers: {', '.join(levers)}": levers}, make)
         about = {"title": work.title, "steps": steps, "environment": environment().model_dump()}
         result = {**about, "ways": {STOCK: {}, **ways}, "runs": []}

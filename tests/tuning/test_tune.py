@@ -136,7 +136,7 @@ def test_a_report_of_another_version_of_the_file_is_not_continued(tmp_path, monk
     out = tmp_path / "boost.json"
     assert tuned(out).source
     monkeypatch.setattr(tuning, "source_of", lambda make: "another")
-    with pytest.raises(ValueError, match="another version of the file that defines the factory"):
+    with pytest.raises(ValueError, match="another factory, another version of its file"):
         tuned(out, resume=True)
 
 

@@ -220,8 +220,8 @@ class _Session:
             _must_agree(path, key, getattr(then, key), getattr(now, key))
         if saved.source and saved.source != self.report.source:
             raise ValueError(
-                f"{path} was made with another version of the file that defines the factory; runs of both cannot be "
-                "mixed. Restore the file, choose another one with out, or do not resume."
+                f"{path} was made with another factory, another version of its file, or other arguments of it; runs of "
+                "both cannot be mixed. Restore the factory, choose another file with out, or do not resume."
             )
         self.report = saved.model_copy(update={"budget_seconds": self.seconds, "state": "running", "whole": []})
 
