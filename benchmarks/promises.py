@@ -227,11 +227,9 @@ def table(folder: Path, ending: str = "") -> tuple[Table, str]:
     head = ("workload", "way", "speed of a run", "metric, against stock", "seeds", "against fewer steps", "verdict")
     machines = sorted({machine(r.environment) for r in reports.values()})
     said = (
-        "Speed is the time of a stock run over that of the way, with its set-up. The learning rate ends at zero, so a "
-        "way reaches stock's final metric at the end of its run, if at all. The levers were chosen before the runs by "
-        "a trial of at most 60 s, which is not counted. Intervals of the metric hold at every look of the test. The "
-        "text has bits per character as its metric, with the sign turned. A row that was not "
-        f"tried to the end says so. {'; '.join(machines)}. "
+        "Speed is the time of a stock run over that of the way, with its set-up. The levers were chosen before the runs "
+        "by a trial of at most 60 s, which is not counted. Intervals of the metric hold at every look of the test. The "
+        f"text has bits per character as its metric, with the sign turned. {'; '.join(machines)}. "
         f"Every run: `benchmarks/results/promises-*{ending}.report.json`."
     )
     return Table(headings=head, rows=tuple(lines)), said

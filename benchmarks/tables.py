@@ -20,6 +20,7 @@ import parts_accuracy
 import planted_effects
 import promises
 import subspace_recipe
+import time_to_metric
 import trainers
 
 from torchboost.bench.report import wording
@@ -82,6 +83,7 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "promises": lambda folder: own(promises.table(RESULTS)),
     "promises_avx2": lambda folder: own(promises.table(RESULTS, promises.NARROW)),
     "promises_short": lambda folder: rows(promises.summary(RESULTS)),
+    "time_to_metric": lambda folder: own(time_to_metric.table(RESULTS)),
     "low_precision": lambda folder: own(low_precision.table(RESULTS / "low_precision-gpt-characters.json")),
     "algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=False)),
     "measured_algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=True)),
