@@ -112,6 +112,7 @@ class Boosted:
         self.withdrawn: dict[str, str] = {}
         self.plan, self.attached, self._target, self._given = plan, attached, target, given
         self.model, self.scaler = target.model, target.scaler
+        self._called: nn.Module = target.model
         self.brings_scaler = target.scaler is not scaler
         self.optimizer = target.optimizer
         if isinstance(target.accumulator, Accumulator):
@@ -188,16 +189,15 @@ class Boosted:
             check_loss_fn(loss_fn)
         if model is not None:
             check_module(model)
-            self._target.model = model
+            self._called = model  # the target keeps the bare model: the trial copies it, and levers are attached to it
             if isinstance(self._target.accumulator, Accumulator):
                 self._target.accumulator.model = model
         if isinstance(self.optimizer, AccumulatingOptimizer):
             self.optimizer.direct.remove()  # the step knows when a window is full, and steps the inner optimizer
-        target = self._target
         if loss_fn is None:
-            return TrainStep(target, lambda *inputs: target.model(*inputs), attached=self.attached)
+            return TrainStep(self._target, lambda *inputs: self._called(*inputs), attached=self.attached)
         return TrainStep(
-            target, lambda *inputs: loss_fn(target.model(*inputs[:-1]), inputs[-1]), attached=self.attached
+            self._target, lambda *inputs: loss_fn(self._called(*inputs[:-1]), inputs[-1]), attached=self.attached
         )
 
     def eval_model(self, sample: Any = None) -> nn.Module:
