@@ -196,8 +196,8 @@ class Calibration:
 class FirstCall(Interceptor):
     """Waits in front of a model for the first training call, decides about the levers, and lets the call run.
 
-    It answers each call of the model until then. Calls in eval mode, without gradients, inside a compiler or a tracer,
-    or with tensors other than plain ones pass through.
+    It answers each call of the model until then. Calls in eval mode, without gradients, inside a compiler, a tracer, a
+    checkpoint or a transform of ``torch.func``, or with tensors other than plain ones pass through.
 
     Args:
         target: The pair. Its levers are attached as the prior says.
