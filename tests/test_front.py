@@ -407,3 +407,103 @@ def test_a_resumed_run_that_measures_nothing_computes_as_before(before, bfloat16
     assert ("autocast" in runs[1].attached) is before
     off = [entry.reason for entry in runs[1].plan.dropped if entry.name == "autocast"]
     assert off == [] if before else ["the checkpoint was trained without it"]
+
+
+def runs_with(monkeypatch: pytest.MonkeyPatch, *, kept: bool) -> None:
+    """Let each trial keep all levers, or none."""
+
+    def measure(self: Calibration, *_: object, **__: object) -> Choice:
+        return Choice(
+            verdicts=tuple(Verdict(lever=a.name, kept=kept, reason="a test") for a in self.levers), source="trial"
+        )
+
+    monkeypatch.setattr(Calibration, "measure", measure)
+    monkeypatch.setenv("TORCHBOOST_CACHE", "off")
+
+
+@pytest.mark.parametrize("part", ["boosted", "step", "attached"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_each_documented_checkpoint_holds_the_choice(part, kept, monkeypatch):
+    def of(boosted: Boosted):
+        return {"boosted": boosted, "step": boosted.step(F.cross_entropy), "attached": boosted.attached}[part]
+
+    runs_with(monkeypatch, kept=kept)
+    boosted = waiting()
+    assert "levers" not in boosted.attached.state_dict()
+    train(*boosted, 1)
+    state = copy.deepcopy(of(boosted).state_dict())
+    runs_with(monkeypatch, kept=not kept)
+    again = waiting()
+    of(again).load_state_dict(state)
+    assert ("autocast" in again.attached) is kept  # also if no training call of the model is ever seen
+    assert again.attached.state_dict()["levers"] == boosted.attached.state_dict()["levers"]
+    train(*again, 1)
+    assert again.choice is not None
+    assert again.choice.source == "checkpoint"
+    assert list(again.attached) == list(boosted.attached)
+
+
+def test_a_model_that_is_compiled_after_boost_keeps_its_levers_in_the_checkpoint(bfloat16):
+    bfloat16(2.0, 2.0)
+    boosted = waiting()
+    compiled = torch.compile(boosted.model, backend="eager")
+    assert "levers" not in boosted.state_dict()
+    train(compiled, boosted.optimizer, 1)
+    assert boosted.choice is None
+    assert boosted.state_dict()["levers"]["autocast"]
+    assert "no training call of the model was seen" in boosted.explain()
+    assert "trial" not in boosted.explain()
+    bfloat16(0.5, 0.5)
+    again = waiting()
+    assert "autocast" not in again.attached
+    assert "the trial at the first training call decides" in again.explain()
+    again.load_state_dict(copy.deepcopy(boosted.state_dict()))
+    assert list(again.attached) == list(boosted.attached)
+    train(torch.compile(again.model, backend="eager"), again.optimizer, 1)
+    assert list(again.attached) == list(boosted.attached)
+    assert again.state_dict()["attached"].keys() == boosted.state_dict()["attached"].keys()
+    train(*boosted, 1)  # a training call that is seen still decides
+    assert boosted.choice is not None
+    assert "no training call" not in boosted.explain()
+
+
+@pytest.mark.usefixtures("chosen")
+def test_a_state_that_is_refused_leaves_no_choice():
+    trained = waiting()
+    train(*trained, 1)
+    boosted = waiting()
+    for damaged in ({"attached": {}}, {"choice": "{"}, {"choice": 7}):
+        with pytest.raises(ValueError, match=r"no state of grad_freeze|the checkpoint holds"):
+            boosted.load_state_dict({**trained.state_dict(), **damaged})
+    assert "choice" not in boosted.state_dict()
+    train(*boosted, 1)
+    assert boosted.choice is not None
+    assert boosted.choice.source == "trial"
+
+
+def test_two_models_do_not_share_an_optimizer():
+    first, second = small_net(), small_net()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    boosted = boost(first, optimizer, total_steps=10_000)
+    before = list(boosted.attached)
+    with pytest.raises(IncompatibleError, match="boosted with another one, a Sequential; give each its own optimizer"):
+        boost(second, optimizer, total_steps=10_000)
+    assert list(boosted.attached) == before
+    assert boosted_of(optimizer) is boosted
+    both = boost(nn.ModuleList([first, second]), optimizer, total_steps=10_000)
+    assert boosted_of(optimizer) is both
+    both.remove()
+    boost(second, optimizer, total_steps=10_000).remove()
+
+
+def test_an_empty_plan_that_is_removed_says_so():
+    boosted = boost(*pair(), level="O0")
+    assert "removed" not in boosted.explain()
+    boosted.remove()
+    assert boosted.explain().startswith("removed; before, this was so")
+    open_now = waiting()
+    open_now.withdraw("grad_freeze", "a test")
+    open_now.remove()
+    assert open_now.explain().startswith("removed")
+    assert "the trial" not in open_now.explain()
+    assert open_now.state_dict() == {"attached": {}, "withdrawn": {"grad_freeze": "a test"}}

@@ -19,20 +19,30 @@ from torch.optim import Optimizer
 from torchboost.algorithms.accumulation import AccumulationSteps, Accumulator
 from torchboost.algorithms.accumulation.optimizer import AccumulatingOptimizer
 from torchboost.calibration.calibration import (
+    UNSEEN,
     Calibrate,
     Calibration,
     FirstCall,
     attach_levers,
     describe,
+    explain,
     gain,
+    measured_elsewhere,
     resolved,
 )
-from torchboost.calibration.choice import Choice, Machine
-from torchboost.calibration.trial import Pair, copied
+from torchboost.calibration.choice import Choice
+from torchboost.calibration.trial import Pair
 from torchboost.calibration.watch import StepWatch
 from torchboost.config import ConfigSource
-from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Scaler, Target
-from torchboost.core.arguments import check_loss_fn, check_module, check_optimizer, check_pair, check_scaler
+from torchboost.core.algorithm import LEVERS, Algorithm, AttachedAlgorithms, Scaler, Target
+from torchboost.core.arguments import (
+    check_loss_fn,
+    check_module,
+    check_optimizer,
+    check_pair,
+    check_scaler,
+    check_shapes,
+)
 from torchboost.core.step import TrainStep
 from torchboost.core.torch_private import step_pre_hooks
 from torchboost.core.wrapping import hookable, wrapper_of
@@ -112,6 +122,8 @@ class Boosted:
         self.withdrawn: dict[str, str] = {}
         self.plan, self.attached, self._target, self._given = plan, attached, target, given
         self.model, self.scaler = target.model, target.scaler
+        self._called: nn.Module = target.model
+        self._unseen = self._removed = False
         self.brings_scaler = target.scaler is not scaler
         self.optimizer = target.optimizer
         if isinstance(target.accumulator, Accumulator):
@@ -121,6 +133,9 @@ class Boosted:
         for optimizer in {id(o): o for o in (hookable(given), hookable(self.optimizer))}.values():
             if len(attached) or calibration is not None:
                 attached.with_undo(optimizer.register_step_pre_hook(_Mark(self)).remove)
+        attached.with_undo(self._note_removal).with_levers(
+            self._levers, lambda levers: self._follow(Choice.saved({LEVERS: levers}))
+        )
         self._calibration = calibration
         self._waiting: FirstCall | None = None
         self._wait(before)
@@ -133,9 +148,9 @@ class Boosted:
 
     def explain(self) -> str:
         """Return which algorithms are on, with their settings, and which were left out, with the reasons."""
-        said = self.plan.explain() + ("" if self.choice is None else f"\n{_explained(self.choice)}")
-        gone = bool(self.plan.algorithms) and not len(self.attached)
-        return f"removed; before, this was so:\n{said}" if gone else said
+        unseen = f"levers:\n  {UNSEEN}" if self._unseen else ""
+        said = f"{self.plan.explain()}\n{explain(self.choice) if self.choice is not None else unseen}".rstrip()
+        return f"removed; before, this was so:\n{said}" if self._removed else said
 
     def _wait(self, before: Pair | None = None, *, again: str | None = None) -> None:
         """Let the next training call choose the levers."""
@@ -145,10 +160,25 @@ class Boosted:
             )
             self.attached.with_undo(self._waiting.remove)
 
+    def _updated(self) -> None:
+        """Note an update before the first training call of the model, which may never come."""
+        if self._waiting is not None and self._waiting.given is None and self.choice is None and not self._unseen:
+            self._unseen = True
+            self._leave_open(UNSEEN)
+
+    def _note_removal(self) -> None:
+        if self._waiting is not None and self.choice is None:
+            self._leave_open("removed before the first training call")
+        self._removed, self._waiting = True, None
+
+    def _leave_open(self, reason: str) -> None:
+        """Say why no trial has decided about the levers. They stay as they are."""
+        on = {algorithm.name for algorithm in self.plan.algorithms}
+        self.plan = self.plan.chosen({lever.name: (lever.name in on, reason) for lever in self.plan.levers})
+
     def _decide(self, choice: Choice, entries: int | None) -> None:
         again = self.choice is not None
-        ours = {lever.name for lever in self.plan.levers}  # a choice that was loaded may name one that was withdrawn
-        choice = choice.model_copy(update={"verdicts": tuple(v for v in choice.verdicts if v.lever in ours)})
+        choice = choice.only(self.plan.levers)  # one that was loaded may name a lever that was withdrawn
         key = "" if self._waiting is None else self._waiting.key or ""
         self.choice, self._waiting = choice, None
         self.plan = self.plan.chosen({v.lever: (v.kept, v.reason) for v in choice.verdicts})
@@ -188,17 +218,16 @@ class Boosted:
             check_loss_fn(loss_fn)
         if model is not None:
             check_module(model)
-            self._target.model = model
+            self._called = model  # the target keeps the bare model: the trial copies it, and levers are attached to it
             if isinstance(self._target.accumulator, Accumulator):
                 self._target.accumulator.model = model
         if isinstance(self.optimizer, AccumulatingOptimizer):
             self.optimizer.direct.remove()  # the step knows when a window is full, and steps the inner optimizer
-        target = self._target
-        if loss_fn is None:
-            return TrainStep(target, lambda *inputs: target.model(*inputs), attached=self.attached)
-        return TrainStep(
-            target, lambda *inputs: loss_fn(target.model(*inputs[:-1]), inputs[-1]), attached=self.attached
-        )
+
+        def loss(*inputs: Any) -> Tensor | tuple[Tensor, float]:
+            return self._called(*inputs) if loss_fn is None else loss_fn(self._called(*inputs[:-1]), inputs[-1])
+
+        return TrainStep(self._target, loss, attached=self.attached)
 
     def eval_model(self, sample: Any = None) -> nn.Module:
         """Return a fast copy for inference with BatchNorm folded. The model itself can continue to train.
@@ -218,10 +247,12 @@ class Boosted:
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs in addition to the states of model, optimizer and the loop's scaler."""
         state: dict[str, Any] = {"attached": self.attached.state_dict()}
-        if self.choice is not None:
-            state["choice"] = self.choice.model_dump_json()
-        elif self._calibration is None and self.plan.levers:
-            state["levers"] = {lever.name: lever.name in self.attached for lever in self.plan.levers}
+        levers = state["attached"].pop(LEVERS, None)
+        choice = self.choice if self._waiting is None else self._waiting.given or self.choice
+        if choice is not None:
+            state["choice"] = choice.model_dump_json()
+        elif levers:
+            state["levers"] = levers
         if self.withdrawn:
             state["withdrawn"] = dict(self.withdrawn)
         if self.brings_scaler and self.scaler is not None:
@@ -242,37 +273,33 @@ class Boosted:
                 f"the checkpoint holds {sorted(state)}, this boosted model has {sorted(present)}; boost it with the "
                 "level and the configuration that it was written with."
             )
+        chosen = Choice.saved(state)
         for name, reason in state.get("withdrawn", {}).items():
             self.withdraw(name, reason)
-        self._load_choice(state)
         self.attached.load_state_dict(state["attached"])
-        self._follow(state)
+        self._follow(chosen)
         if self.brings_scaler and self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
 
-    def _load_choice(self, state: Mapping[str, Any]) -> None:
-        """Let the levers of the checkpoint be attached at the first training call, without a trial."""
-        if self._waiting is None or "choice" not in state:
-            return
-        loaded = Choice.model_validate_json(state["choice"]).model_copy(update={"source": "checkpoint"})
-        self._waiting.give(loaded)
-        here = Machine.of(next(self.model.parameters()).device)
-        differences = "" if loaded.machine is None else loaded.machine.differences(here)
-        if differences:
-            _LOG.warning(
-                "%s: the levers of the checkpoint were measured elsewhere (%s). They are used without a new trial. To "
-                'measure here, boost again and load the state without its key "choice"; to choose, name the levers in '
-                'boost(..., config={"extra": {...}}).',
-                *(self.plan.level, differences),
-            )
+    def _levers(self) -> dict[str, bool]:
+        """Return the levers that a resumed run must have; empty if the first training call has still to decide."""
+        if self._removed:
+            return {}
+        if self._waiting is not None and self._waiting.given is not None:
+            return {lever.name: lever.name in self._waiting.given.kept for lever in self.plan.levers}
+        undecided = self._waiting is not None and self.choice is None and not self._unseen
+        return {} if undecided else {lever.name: lever.name in self.attached for lever in self.plan.levers}
 
-    def _follow(self, state: Mapping[str, Any]) -> None:
-        """Compute as the checkpoint did, if nothing is measured: bfloat16 may be found faster or slower here."""
-        if self._calibration is not None or not len(self.attached):
+    def _follow(self, chosen: Choice | None) -> None:
+        """Compute as the checkpoint did, without a trial: bfloat16 may be found faster or slower here."""
+        if chosen is None or self._removed or (self._calibration is not None and self._waiting is None):
             return
-        written = state.get("levers", {})
-        if "choice" in state:
-            written = {v.lever: v.kept for v in Choice.model_validate_json(state["choice"]).verdicts}
+        if self._waiting is not None:
+            self._waiting.give(chosen)
+            self._leave_open("the checkpoint decides")
+            if said := measured_elsewhere(chosen, self.model):
+                _LOG.warning("%s: %s", self.plan.level, said)
+        written = {verdict.lever: verdict.kept for verdict in chosen.verdicts}
         differing = {
             lever.name: (written[lever.name], "the checkpoint was trained without it")
             for lever in self.plan.levers
@@ -329,13 +356,13 @@ class Boosted:
 
 
 class _Mark:
-    """A hook that does nothing. It leads from an optimizer to the :class:`Boosted` that it belongs to."""
+    """A hook that tells of updates. It leads from an optimizer to the :class:`Boosted` that it belongs to."""
 
     def __init__(self, boosted: Boosted) -> None:
         self.boosted = boosted
 
     def __call__(self, *_: Any) -> None:
-        pass
+        self.boosted._updated()
 
 
 def boosted_of(optimizer: Optimizer) -> Boosted | None:
@@ -391,9 +418,10 @@ def boost(
     Raises:
         TypeError: An argument is not a module, an optimizer, a scaler or a number of steps.
         ValueError: No parameter of the optimizer belongs to the model, ``total_steps`` is below 1, there is no
-            optimizer of this name, or ``lr`` is given with an optimizer that has its own.
+            optimizer of this name, a module is lazy, or ``lr`` is given with an optimizer that has its own.
         ConfigError: An unknown level, section, key or setting, or a value of a wrong type or out of range.
-        IncompatibleError: The model is already wrapped, or an algorithm cannot work on this pair. Nothing is changed.
+        IncompatibleError: The model is already wrapped, the optimizer was boosted with another model, or an algorithm
+            cannot work on this pair. Nothing is changed.
 
     Warns:
         NoEffectWarning: Algorithms of the level were left out because ``total_steps`` is not given.
@@ -444,6 +472,8 @@ def attach(
     check_scaler(scaler)
     calibrate = resolved(calibrate)
     plan = Plan.of(level, config, host.facts(model), total_steps=total_steps)
+    if plan.algorithms:
+        check_shapes(model)
     wrapper = wrapper_of(model)
     if wrapper is not None and any(algorithm.needs_transform(model) for algorithm in plan.algorithms):
         raise IncompatibleError(
@@ -451,9 +481,10 @@ def attach(
             f"it: pass the bare {name}, and wrap what is returned."
         )
     earlier = boosted_of(optimizer)
+    _check_one_model(earlier, model, name)
     given = optimizer if earlier is None else earlier._given
     for module in model.modules():
-        before = _BOOSTED.get(module, _nothing)()
+        before = _BOOSTED.get(module, lambda: None)()
         if before is not None:
             before.remove()
     if earlier is not None:
@@ -466,13 +497,23 @@ def attach(
         if calibration is not None:
             reason = _OPEN if calibration.too_short is None else f"not measured: {calibration.too_short}"
             plan = plan.chosen({lever.name: (lever.name in calibration.prior, reason) for lever in plan.levers})
-        before = None if calibration is None else _before(plan, calibration, target)
+        before = None if calibration is None else calibration.before(plan.algorithms, target)
         made = Boosted(plan, target, plan.attach(target), given, scaler, calibration, before)
     _BOOSTED[model] = weakref.ref(made)
     return made
 
 
 _OPEN = "the trial at the first training call decides"
+
+
+def _check_one_model(earlier: Boosted | None, model: nn.Module, name: str) -> None:
+    """Refuse an optimizer that another model was boosted with. One of them may be a part of the other."""
+    if earlier is None or earlier.model in set(model.modules()) or model in set(earlier.model.modules()):
+        return
+    raise IncompatibleError(
+        f"the optimizer of this {name} was boosted with another one, a {type(earlier.model).__name__}; give each its "
+        "own optimizer, or put both into one module and boost that; to give up the first boost, call its remove()."
+    )
 
 
 def _calibration(plan: Plan, calibrate: Calibrate, wrapper: str | None, host: Host) -> Calibration | None:
@@ -490,17 +531,6 @@ def _calibration(plan: Plan, calibrate: Calibrate, wrapper: str | None, host: Ho
         compiled=any(REGISTRY[name].once for name in on - levers),
         forward=host.forward,
     )
-
-
-def _before(plan: Plan, calibration: Calibration, target: Target) -> Pair | None:
-    """Return copies of the pair if the level is about to change the model, for the trial to compare with."""
-    levers = {lever.name for lever in calibration.levers}
-    if not any(a.needs_transform(target.model) for a in plan.algorithms if a.name not in levers):
-        return None
-    try:
-        return copied(target.model, target.optimizer)
-    except TypeError:  # then the trial does not take place either
-        return None
 
 
 def prepare(
@@ -530,6 +560,7 @@ def prepare(
 
     Raises:
         TypeError: An argument is not a module, or not an optimizer.
+        ValueError: A lazy module has no shape yet.
         ConfigError: See :func:`boost`.
         IncompatibleError: The model is already wrapped. Nothing is changed.
     """
@@ -548,21 +579,6 @@ def fastest(forms: Mapping[str, nn.Module], sample: Any) -> str:
     warmup = Warmup(least=2, window=1, limit=4, seconds=10)
     times = compare(calls, baselines=[], pairs=8, warmup=warmup, clock=Clock.of(device)).samples
     return min(times, key=lambda name: statistics.median(times[name]))
-
-
-def _explained(choice: Choice) -> str:
-    lines = [f"measured at the first training call, {choice.seconds:.1f} s:" if choice.source == "trial" else "levers:"]
-    for verdict in choice.verdicts:
-        interval = verdict.ratio
-        figure = "" if interval is None else f" ({interval.low:.2f} to {interval.high:.2f}, {verdict.pairs} pairs)"
-        lines.append(f"  {verdict.lever}  {'on' if verdict.kept else 'off'}: {verdict.reason}{figure}")
-    if choice.ratio is not None:
-        lines.append(f"  together {gain(choice.ratio)}")
-    return "\n".join(lines)
-
-
-def _nothing() -> None:
-    return None
 
 
 def warn_of_missing_length(made: Boosted, config: ConfigSource | None, total_steps: int | None, loop: Loop) -> None:

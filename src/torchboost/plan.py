@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSum
 from torchboost.config import BoostConfig, BoostSwitches, ConfigSource
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
-from torchboost.core.arguments import check_module, check_optimizer, check_pair
+from torchboost.core.arguments import check_module, check_optimizer, check_pair, check_shapes
 from torchboost.core.wrapping import hookable, wrapper_of
 from torchboost.errors import ConfigError, IncompatibleError, nearest
 from torchboost.graph.dataflow import shared_traces
@@ -192,12 +192,15 @@ class Plan:
 
         Raises:
             TypeError: Not a module, or not an optimizer.
+            ValueError: A lazy module has no shape yet.
             IncompatibleError: The model is already wrapped, and an algorithm still has to change it.
         """
         check_module(model)
         if optimizer is not None:
             check_optimizer(optimizer)
             optimizer = hookable(optimizer)
+        if self.algorithms:
+            check_shapes(model)
         with shared_traces():
             self._transform(model, optimizer)
 
@@ -253,6 +256,7 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
         if name not in REGISTRY:
             allowed, hint = ", ".join(REGISTRY), nearest(name, REGISTRY)
             raise ConfigError(f"extra.{name}", found="an unknown algorithm", allowed=allowed, hint=hint)
+    _of_extra(config.extra)
     length = _written_length(config)
     if length is not None:
         facts = replace(facts, total_steps=length)

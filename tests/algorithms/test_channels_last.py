@@ -491,3 +491,25 @@ def test_gradients_per_sample_by_vmap_are_those_of_the_loop():
         alone = torch.func.grad(loss)(parameters, image)
         for name, gradient in alone.items():
             torch.testing.assert_close(per_sample[name][number], gradient)
+
+
+class Reshaping(Flattening):
+    """Runs in either format. Its size is not guessed, so the first batch decides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv(x).flatten(1)).square().mean()
+
+
+def test_other_tensors_in_place_of_the_parameters() -> None:
+    torch.manual_seed(0)
+    model, images = Reshaping(), torch.randn(2, 3, 9, 9)
+    values = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, values, images)
+
+    expected, gradients = loss(values), torch.func.grad(loss)(values)
+    with to_channels_last(model):
+        torch.testing.assert_close(loss(values), expected)
+        torch.testing.assert_close(torch.func.grad(loss)(values), gradients)
+        torch.testing.assert_close(model(images), expected)

@@ -49,3 +49,17 @@ def test_a_machine_is_described_by_what_this_process_uses(monkeypatch):
     assert here.torchboost == environment().torchboost
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     assert Machine.of("cuda:1").device == "GPU 1"
+
+
+@pytest.mark.parametrize("state", [{"choice": "{"}, {"choice": 7}, {"levers": 7}, {"levers": {"autocast": "maybe"}}])
+def test_a_damaged_state_is_said(state):
+    with pytest.raises(ValueError, match=f"{next(iter(state))}: the checkpoint holds .* says nothing about levers"):
+        Choice.saved(state)
+
+
+def test_a_checkpoint_holds_a_choice_the_levers_or_neither():
+    assert Choice.saved({}) is None
+    assert Choice.saved({"choice": choice().model_dump_json()}) == choice().model_copy(update={"source": "checkpoint"})
+    found = Choice.saved({"levers": {"autocast": True, "compile": False}})
+    assert found is not None
+    assert (found.source, found.kept, len(found.verdicts)) == ("checkpoint", {"autocast"}, 2)

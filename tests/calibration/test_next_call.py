@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from torchboost.algorithms import Compile
 from torchboost.calibration.next_call import NextCall, entries_in
@@ -105,7 +106,22 @@ def copies(model: Net) -> None:
         other(X)
 
 
+def inside_checkpoint(model: Net) -> None:
+    checkpoint(model, X, use_reentrant=False).sum().backward()
+
+
+def functional(model: Net) -> None:
+    values = {name: value.detach().clone() for name, value in model.named_parameters()}
+    torch.func.functional_call(model, values, (X,))
+    torch.func.grad(lambda values: torch.func.functional_call(model, values, (X,)).sum())(values)
+
+
+def mapped(model: Net) -> None:
+    torch.func.vmap(lambda factor: factor * model(X), randomness="same")(torch.ones(2))
+
+
 OTHER_CALLS = [no_gradients, evaluation, jit_trace, jit_script, export, symbolic_trace, compile_it, copies]
+OTHER_CALLS += [inside_checkpoint, functional, mapped]
 
 
 @pytest.mark.parametrize("use", OTHER_CALLS, ids=lambda use: use.__name__)

@@ -23,6 +23,8 @@ from torchboost import (
     WithLoss,
 )
 from torchboost.algorithms.accumulation.optimizer import AccumulatingOptimizer
+from torchboost.calibration.calibration import Calibration
+from torchboost.calibration.choice import Choice, Verdict
 
 
 def pair(seed: int = 0):
@@ -259,3 +261,33 @@ def _in_ddp() -> list[int]:
 @pytest.mark.dist
 def test_a_network_wrapped_after_auto_boost_is_not_synchronised_inside_the_window():
     assert run_ranks(_in_ddp, 2) == [[0, 0, 1]] * 2
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_belongs_in_the_checkpoint_of_a_cell_holds_the_levers(kept, monkeypatch):
+    def start() -> tuple[AutoBoost, BoostTrainOneStepCell]:
+        torch.manual_seed(0)
+        network = WithLoss(nn.Linear(4, 2), F.cross_entropy)
+        booster = AutoBoost("O1", {"extra": {"compile": False}}, total_steps=10_000, calibrate=0.1)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=0.1)
+        return booster, BoostTrainOneStepCell(*booster.network_auto_process_train(network, optimizer))
+
+    def trial_keeps(on: bool) -> None:
+        def measure(self: Calibration, *_: object, **__: object) -> Choice:
+            found = tuple(Verdict(lever=lever.name, kept=on, reason="a test") for lever in self.levers)
+            return Choice(verdicts=found, source="trial")
+
+        monkeypatch.setattr(Calibration, "measure", measure)
+
+    monkeypatch.setenv("TORCHBOOST_CACHE", "off")
+    trial_keeps(kept)
+    booster, cell = start()
+    cell(torch.ones(8, 4), torch.zeros(8, dtype=torch.long))
+    saved = copy.deepcopy((booster.attached.state_dict(), cell.state_dict()))
+    trial_keeps(not kept)
+    again, again_cell = start()
+    for part, state in zip((again.attached, again_cell), saved, strict=True):
+        part.load_state_dict(state)
+    again_cell(torch.ones(8, 4), torch.zeros(8, dtype=torch.long))
+    assert list(again.attached) == list(booster.attached)
+    assert ("fused_optimizer" in again.attached) is kept

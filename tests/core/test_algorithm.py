@@ -310,3 +310,22 @@ def test_attachments_are_detached_and_adopted_one_by_one():
     others.remove()
     attached.remove()
     assert undone == ["third", "all", "third", "second", "first"]
+
+
+def test_the_state_says_which_levers_were_chosen():
+    loaded: list[object] = []
+    attached = attach_all(make_target(), [Count()]).with_levers(lambda: {"fast": True}, loaded.append)
+    state = attached.state_dict()
+    assert state == {"count": {"steps": 0}, "levers": {"fast": True}}
+    attached.load_state_dict(state)
+    assert loaded == [{"fast": True}]
+    attach_all(make_target(), [Count()]).load_state_dict(state)  # it chooses nothing
+    attached.load_state_dict({"count": {"steps": 1}})  # one of an older version
+    assert len(loaded) == 1
+
+    def refuses(levers: object) -> None:
+        raise ValueError("damaged")
+
+    with pytest.raises(ValueError, match="damaged"):
+        attached.with_levers(dict, refuses).load_state_dict(state)
+    assert attached.state_dict() == {"count": {"steps": 1}}

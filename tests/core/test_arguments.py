@@ -111,3 +111,13 @@ def test_numbers_out_of_range_are_refused_with_what_was_found(value):
     with pytest.raises(kind, match=f"lr: found {value!r}; give a finite number above 0"):
         check_number("lr", value, above=True)
     check_number("lr", 0.0)
+
+
+@pytest.mark.parametrize("layers", [[nn.LazyLinear(8)], [nn.LazyConv2d(8, 3)], [nn.Linear(2, 2), nn.LazyLinear(8)]])
+def test_a_lazy_module_is_told_to_run_first(layers):
+    model = nn.Sequential(*layers)
+    with pytest.raises(ValueError, match="of a lazy module, which has no shape yet; call model"):
+        boost(model, sgd(model), total_steps=10_000)
+    with pytest.raises(ValueError, match="of a lazy module"):
+        torchboost.prepare(model)
+    boost(model, sgd(model), level="O0").remove()

@@ -189,6 +189,28 @@ def test_gradients_are_checked_and_divided_in_one_pass():
     assert found.item() == 1
 
 
+def test_hooks_for_saved_tensors_show_inside_a_checkpoint():
+    seen = []
+
+    def looks(x: torch.Tensor) -> torch.Tensor:
+        seen.append((torch.is_grad_enabled(), private.has_saved_tensor_hooks()))
+        return x.exp()
+
+    x = torch.ones(1, requires_grad=True)
+    checkpoint(looks, x, use_reentrant=False).backward()
+    assert seen == [(True, True), (True, True)]
+    with torch.autograd.graph.save_on_cpu():
+        assert private.has_saved_tensor_hooks()
+    assert not private.has_saved_tensor_hooks()
+
+
+def test_a_transform_of_functions_is_seen():
+    seen = []
+    torch.func.grad(lambda x: (seen.append(private.inside_function_transform()), x.sum())[1])(torch.ones(2))
+    assert seen == [True]
+    assert not private.inside_function_transform()
+
+
 def test_a_reentrant_checkpoint_shows_in_the_graph():
     x = torch.ones(1, requires_grad=True)
     reentrant = checkpoint(torch.exp, x, use_reentrant=True)

@@ -172,7 +172,7 @@ class _ConvertInputs:
         if not self.dimensions:
             return args, kwargs
         converted = tuple(map(self._convert, args)), {key: self._convert(value) for key, value in kwargs.items()}
-        if self.untried and not torch.compiler.is_compiling():
+        if self.untried and not torch.compiler.is_compiling() and _has_its_parameters(module):
             reason = _objection_to(module, (args, kwargs), converted)
             self.untried = reason is None
             if reason:
@@ -335,8 +335,14 @@ def _dimensions(model: nn.Module) -> frozenset[int]:
 
 
 def _kernels(model: nn.Module) -> list[nn.Parameter]:
-    weights = (module.get_parameter("weight") for module in _convolutions(model))
+    slots = (parameter_slots(module)["weight"] for module in _convolutions(model))
+    weights = [weight for weight in slots if isinstance(weight, nn.Parameter)]
     return [w for w in dict.fromkeys(weights) if _is_plain(w) and w.ndim in _FORMATS and _has_own_memory(w)]
+
+
+def _has_its_parameters(model: nn.Module) -> bool:
+    """Whether no other tensors stand in the places of its parameters, as they do inside ``functional_call``."""
+    return all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
 
 
 def _has_own_memory(weight: nn.Parameter) -> bool:

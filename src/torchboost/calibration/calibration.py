@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from torchboost.calibration.cache import ChoiceCache, key_of
 from torchboost.calibration.choice import Choice, Machine, Source, Verdict
 from torchboost.calibration.next_call import entries_in, is_training_call
 from torchboost.calibration.search import Price, search
-from torchboost.calibration.trial import Call, Pair, Reduce, Trial, free_bytes, needed_bytes, streams_kept
+from torchboost.calibration.trial import Call, Pair, Reduce, Trial, copied, free_bytes, needed_bytes, streams_kept
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
 from torchboost.core.torch_private import (
     Interceptor,
@@ -33,11 +33,29 @@ from torchboost.errors import RankDisagreementError
 from torchboost.measure.evidence import Interval
 from torchboost.registry import REGISTRY
 
-__all__ = ["Calibrate", "Calibration", "FirstCall", "attach_levers", "check_calibrate", "describe", "gain", "resolved"]
+__all__ = [
+    "UNSEEN",
+    "Calibrate",
+    "Calibration",
+    "FirstCall",
+    "attach_levers",
+    "check_calibrate",
+    "describe",
+    "explain",
+    "gain",
+    "measured_elsewhere",
+    "resolved",
+]
 
 Calibrate = bool | float | Literal["auto"]
 """``"auto"`` or True: a trial within 1 % of the run and 60 s, but within 40 steps if these are at most 4 % of the run.
 False: none. A number: its seconds."""
+
+UNSEEN = (
+    "not measured: the optimizer was stepped, but no training call of the model was seen. It was compiled after boost, "
+    "only a part of it is called, or all calls are inside a checkpoint"
+)
+"""Why nothing is measured if updates come before the first training call."""
 
 _SWITCH = "TORCHBOOST_CALIBRATE"
 """Environment variable. If it is 0, ``"auto"`` measures nothing."""
@@ -119,6 +137,16 @@ class Calibration:
             return "SyncBatchNorm exchanges numbers within a step, which a trial must not interrupt on one rank"
         return None
 
+    def before(self, algorithms: Iterable[Algorithm], target: Target) -> Pair | None:
+        """Return copies of a pair for the trial to compare with, if other algorithms than levers change the model."""
+        levers = {lever.name for lever in self.levers}
+        if not any(a.needs_transform(target.model) for a in algorithms if a.name not in levers):
+            return None
+        try:
+            return copied(target.model, target.optimizer)
+        except TypeError:  # then the trial does not take place either
+            return None
+
     def without_trial(self, reason: str, source: Source = "prior") -> Choice:
         """Return the choice of the prior, with the reason why nothing was measured."""
         return Choice(verdicts=tuple(self._unmeasured(lever, reason) for lever in self.levers), source=source)
@@ -196,8 +224,8 @@ class Calibration:
 class FirstCall(Interceptor):
     """Waits in front of a model for the first training call, decides about the levers, and lets the call run.
 
-    It answers each call of the model until then. Calls in eval mode, without gradients, inside a compiler or a tracer,
-    or with tensors other than plain ones pass through.
+    It answers each call of the model until then. Calls in eval mode, without gradients, inside a compiler, a tracer, a
+    checkpoint or a transform of ``torch.func``, or with tensors other than plain ones pass through.
 
     Args:
         target: The pair. Its levers are attached as the prior says.
@@ -207,6 +235,9 @@ class FirstCall(Interceptor):
             measured on; None if these are not known, after :meth:`give`.
         before: Copies from before boost, if the level has changed the model. They are freed with this object.
         again: The key in the cache of a choice that is measured once more and replaced; None for a first choice.
+
+    Attributes:
+        given: The choice of a checkpoint, which is used instead of a trial.
     """
 
     def __init__(
@@ -222,7 +253,7 @@ class FirstCall(Interceptor):
         self._target, self._attached = target, attached
         self._calibration, self._decided = calibration, decided
         self._model = target.model
-        self._given: Choice | None = None
+        self.given: Choice | None = None
         self._before, self._again, self.key = before, again is not None, again
         self.compiled = compiled_call(self._model)
         set_compiled_call(self._model, self)
@@ -243,7 +274,7 @@ class FirstCall(Interceptor):
         before = [lever for lever in open_now if lever.name in self._attached]
         if ranks is None and self.key is None:
             self.key = _key(calibration, self._target, call)
-        choice = self._given
+        choice = self.given
         if choice is None and self.key and not self._again:
             choice = ChoiceCache().load(self.key)
         if choice is None and calibration.obstacle(self._model) is not None:
@@ -267,12 +298,11 @@ class FirstCall(Interceptor):
             set_compiled_call(self._model, self)
             raise
         self._before = None
-        self._decided(choice, None if self._given is not None else entries_in(*call))
+        self._decided(choice, None if self.given is not None else entries_in(*call))
 
     def give(self, choice: Choice) -> None:
         """Use a choice that was made earlier instead of a trial. Levers that are not among ours are ignored."""
-        ours = {lever.name for lever in self._calibration.levers}
-        self._given = choice.model_copy(update={"verdicts": tuple(v for v in choice.verdicts if v.lever in ours)})
+        self.given = choice.only(self._calibration.levers)
 
     def withdraw(self, name: str) -> None:
         """Decide nothing about one lever. If none is left, stop waiting."""
@@ -384,6 +414,30 @@ def describe(choice: Choice) -> str:
     where = {"trial": f"measured in {choice.seconds:.1f} s", "cache": "measured earlier on this machine"}
     whole = [] if choice.ratio is None else [f"together {gain(choice.ratio)}"]
     return f"{'; '.join(parts + whole)}. Source: {where.get(choice.source, choice.source)}."
+
+
+def explain(choice: Choice) -> str:
+    """Return the choice in one line per lever."""
+    lines = [f"measured at the first training call, {choice.seconds:.1f} s:" if choice.source == "trial" else "levers:"]
+    for verdict in choice.verdicts:
+        interval = verdict.ratio
+        figure = "" if interval is None else f" ({interval.low:.2f} to {interval.high:.2f}, {verdict.pairs} pairs)"
+        lines.append(f"  {verdict.lever}  {'on' if verdict.kept else 'off'}: {verdict.reason}{figure}")
+    if choice.ratio is not None:
+        lines.append(f"  together {gain(choice.ratio)}")
+    return "\n".join(lines)
+
+
+def measured_elsewhere(choice: Choice, model: nn.Module) -> str:
+    """Return how the machine of a checkpoint's choice differs from this one, and what to do; empty if it does not."""
+    differences = "" if choice.machine is None else choice.machine.differences(Machine.of(_device(model)))
+    if not differences:
+        return ""
+    return (
+        f"the levers of the checkpoint were measured elsewhere ({differences}). They are used without a new trial. To "
+        'measure here, boost again and load the state without its key "choice"; to choose, name the levers in '
+        'boost(..., config={"extra": {...}}).'
+    )
 
 
 def gain(ratio: Interval) -> str:

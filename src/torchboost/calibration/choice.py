@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from torchboost.core.algorithm import Algorithm
 from torchboost.measure.evidence import Interval
 from torchboost.measure.stopwatch import device_name, package_version, processor_name
 
@@ -94,6 +96,33 @@ class Choice(_Record):
     step_seconds: float | None = None
     ratio: Interval | None = None
     machine: Machine | None = None
+
+    @classmethod
+    def saved(cls, state: Mapping[str, Any]) -> Self | None:
+        """Return what a checkpoint says about the levers, measured or as they were; None if it says nothing.
+
+        Raises:
+            ValueError: It is damaged.
+        """
+        key = next((key for key in ("choice", "levers") if key in state), None)
+        if key is None:
+            return None
+        try:
+            if key == "choice":
+                return cls.model_validate_json(state[key]).model_copy(update={"source": "checkpoint"})
+            pairs = state[key].items()
+            verdicts = tuple(Verdict(lever=name, kept=on, reason="as in the checkpoint") for name, on in pairs)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{key}: the checkpoint holds {str(state[key])[:60]!r}, which says nothing about levers; load another "
+                f"checkpoint, or this state without its key {key!r}, and the first training call measures again."
+            ) from error
+        return cls(verdicts=verdicts, source="checkpoint")
+
+    def only(self, levers: Iterable[Algorithm]) -> Self:
+        """Return the same without the verdicts about other levers."""
+        names = {lever.name for lever in levers}
+        return self.model_copy(update={"verdicts": tuple(v for v in self.verdicts if v.lever in names)})
 
     @property
     def kept(self) -> frozenset[str]:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torchboost.core.torch_private import (
     Interceptor,
     compiled_call,
+    has_saved_tensor_hooks,
+    inside_function_transform,
     interceptor_of,
     is_tracing,
     set_compiled_call,
@@ -23,8 +25,7 @@ __all__ = ["NextCall", "entries_in", "is_training_call"]
 class NextCall(Interceptor):
     """Counts the entries of the inputs of the next training call. The call then runs as if nothing had been there.
 
-    Calls in eval mode, without gradients, inside a compiler or a tracer, or with tensors other than plain ones pass
-    through. Copies and pickles of the model do not have it.
+    Calls that :func:`is_training_call` does not count pass through. Copies and pickles of the model do not have it.
 
     Args:
         model: The bare model. No other interceptor may answer its calls. If it is compiled in place, it stays so.
@@ -53,8 +54,16 @@ class NextCall(Interceptor):
 
 
 def is_training_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call computes gradients in training mode, on plain tensors, outside compilers and tracers."""
+    """Whether a call computes gradients in training mode, on plain tensors, outside compilers and tracers.
+
+    A call inside ``torch.utils.checkpoint``, whose hooks would count the tensors that a trial saves, is none. Neither
+    is one inside a transform of ``torch.func``, or with other tensors in place of the parameters.
+    """
     if torch.compiler.is_compiling() or is_tracing() or not torch.is_grad_enabled() or not model.training:
+        return False
+    if has_saved_tensor_hooks() or inside_function_transform():
+        return False
+    if not all(isinstance(parameter, nn.Parameter) for parameter in model.parameters()):
         return False
     return all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors_in([args, kwargs]))
 

@@ -21,6 +21,7 @@ from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError
 
 __all__ = [
+    "LEVERS",
     "Algorithm",
     "AttachedAlgorithms",
     "Attachment",
@@ -31,6 +32,10 @@ __all__ = [
     "Traits",
     "attach_all",
 ]
+
+
+LEVERS = "levers"
+"""The key in the state of :class:`AttachedAlgorithms` that says which speed levers were on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +263,7 @@ class AttachedAlgorithms:
     def __init__(self, algorithms: Iterable[Algorithm] = (), attachments: Iterable[Attachment] = ()) -> None:
         self._entries = {a.name: (a, live) for a, live in zip(algorithms, attachments, strict=True)}
         self._undo: list[Callable[[], None]] = []
+        self._levers: tuple[Callable[[], Mapping[str, bool]], Callable[[Any], None]] | None = None
 
     def __getitem__(self, name: str) -> Attachment:
         return self._entries[name][1]
@@ -278,7 +284,11 @@ class AttachedAlgorithms:
         return "\n".join(f"{i}. {a!r}" for i, (a, _) in enumerate(self._entries.values(), start=1))
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the state of every attachment under its algorithm's name."""
+        """Return the state of every attachment under its algorithm's name, and which levers were chosen, if any."""
+        chosen = dict(self._levers[0]()) if self._levers is not None else {}
+        return self._states() | ({LEVERS: chosen} if chosen else {})
+
+    def _states(self) -> dict[str, dict[str, Any]]:
         return {name: live.state_dict() for name, (_, live) in self._entries.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -291,7 +301,8 @@ class AttachedAlgorithms:
             ValueError: The checkpoint holds the state of an algorithm that is not attached, or it lacks the state of an
                 attached algorithm. Nothing is loaded.
         """
-        own = self.state_dict()
+        own = self._states()
+        chosen, state = state.get(LEVERS), {name: value for name, value in state.items() if name != LEVERS}
         extra = sorted(name for name in state if state[name] and name not in own)
         missing = sorted(name for name in own if own[name] and name not in state)
         if extra or missing:
@@ -305,6 +316,8 @@ class AttachedAlgorithms:
                 if name in state:
                     self[name].load_state_dict(state[name])
                     loaded.append(name)
+            if self._levers is not None and chosen is not None:
+                self._levers[1](chosen)
         except BaseException:
             for name in loaded:
                 self[name].load_state_dict(own[name])
@@ -313,6 +326,16 @@ class AttachedAlgorithms:
     def with_undo(self, undo: Callable[[], None]) -> Self:
         """Let :meth:`remove` call ``undo`` too, before everything else."""
         self._undo.append(undo)
+        return self
+
+    def with_levers(self, read: Callable[[], Mapping[str, bool]], load: Callable[[Any], None]) -> Self:
+        """Let the state say which speed levers are on, so that a resumed run has the same.
+
+        Args:
+            read: Returns it by the name of the lever; empty while nothing is decided.
+            load: Called with what ``read`` returned. If it raises, nothing is loaded.
+        """
+        self._levers = read, load
         return self
 
     def detach(self, name: str) -> None:

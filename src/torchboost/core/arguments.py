@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "check_pair",
     "check_scaler",
     "check_sens",
+    "check_shapes",
     "is_integer",
     "is_number",
     "seconds_of",
@@ -55,6 +57,16 @@ def check_pair(model: Any, optimizer: Any, *, name: str = "model") -> None:
         raise ValueError(
             f"none of the {len(held)} parameters of the optimizer belongs to the {name}, a {type(model).__name__}; "
             f"build the optimizer from the current parameters of this {name}."
+        )
+
+
+def check_shapes(model: nn.Module) -> None:
+    """Raise ``ValueError`` if a parameter or buffer of a lazy module has no shape yet."""
+    lazy = next((n for n, t in [*model.named_parameters(), *model.named_buffers()] if is_lazy(t)), None)
+    if lazy is not None:
+        raise ValueError(
+            f"found '{lazy}' of a lazy module, which has no shape yet; call model.eval(), run the model on one batch, "
+            "then call model.train()."
         )
 
 

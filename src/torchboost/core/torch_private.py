@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensor_hooks
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch.nn.modules import padding, pooling
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.batchnorm import _NormBase as AnyNorm
@@ -67,7 +68,9 @@ __all__ = [
     "fused_devices",
     "has_fused_mark",
     "has_gradient_hooks",
+    "has_saved_tensor_hooks",
     "inside_compiled",
+    "inside_function_transform",
     "interceptor_of",
     "is_functorch_wrapped_tensor",
     "is_reentrant_checkpoint",
@@ -241,6 +244,19 @@ def check_and_unscale_(grads: list[Tensor], found: Tensor, inverse: Tensor) -> N
 def is_reentrant_checkpoint(node: Any) -> bool:
     """Whether a node of the autograd graph is a checkpoint with ``use_reentrant=True``: ``Node._forward_cls``."""
     return getattr(node, "_forward_cls", None) is CheckpointFunction
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether hooks receive all tensors that autograd saves: ``torch._C._autograd._top_saved_tensors_default_hooks``.
+
+    This is so inside ``torch.utils.checkpoint`` with ``use_reentrant=False``, and inside ``save_on_cpu``.
+    """
+    return top_saved_tensor_hooks(True) is not None
+
+
+def inside_function_transform() -> bool:
+    """Whether ``torch.func.grad``, ``vmap`` or another one runs: ``torch._C._functorch.peek_interpreter_stack``."""
+    return peek_interpreter_stack() is not None
 
 
 def is_traced_constant(name: str) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
+from torchboost.core.arguments import check_shapes
 from torchboost.core.torch_private import AnyConv
 from torchboost.graph.drawing import generators_kept
 from torchboost.graph.flow import Dataflow
@@ -83,12 +83,7 @@ def trace(model: nn.Module, *, sample: Any = None) -> Dataflow:
 
 
 def _traced(model: nn.Module, sample: Any) -> Dataflow:
-    lazy = next((n for n, t in [*model.named_parameters(), *model.named_buffers()] if is_lazy(t)), None)
-    if lazy is not None:
-        raise ValueError(
-            f"found '{lazy}' of a lazy module, which has no shape yet; call model.eval(), run the model on one batch, "
-            "then call model.train()."
-        )
+    check_shapes(model)
     for network in _networks(model):
         flow = trace_symbolically(network, sample if network is model else None)
         if flow is not None:
