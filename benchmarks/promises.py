@@ -227,7 +227,7 @@ def table(folder: Path, ending: str = "") -> tuple[Table, str]:
     head = ("workload", "way", "speed of a run", "metric, against stock", "seeds", "against fewer steps", "verdict")
     machines = sorted({machine(r.environment) for r in reports.values()})
     said = (
-        "Speed is the time of a stock run over that of the way, with its set-up. The levers were chosen before the runs "
+        "Speed is the time of a stock run over that of the way, with set-up. The levers were chosen before the runs "
         "by a trial of at most 60 s, which is not counted. Intervals of the metric hold at every look of the test. The "
         f"text has bits per character as its metric, with the sign turned. {'; '.join(machines)}. "
         f"Every run: `benchmarks/results/promises-*{ending}.report.json`."
