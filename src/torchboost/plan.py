@@ -256,7 +256,6 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
         if name not in REGISTRY:
             allowed, hint = ", ".join(REGISTRY), nearest(name, REGISTRY)
             raise ConfigError(f"extra.{name}", found="an unknown algorithm", allowed=allowed, hint=hint)
-    _of_extra(config.extra)
     length = _written_length(config)
     if length is not None:
         facts = replace(facts, total_steps=length)
@@ -264,6 +263,8 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     if per_node is not None:
         per_node = min(per_node, facts.world_size)
         facts = replace(facts, devices_per_node=per_node, nodes=-(-facts.world_size // per_node))
+    for name in (name for name, setting in config.extra.items() if isinstance(setting, dict)):
+        _build(REGISTRY[name], *_settings(REGISTRY[name], config, level, facts))  # its faults, also if it is left out
     wanted = _wanted(config, level)
     reasons = {name: _objection(name, wanted, config, facts) for name in wanted}
     built = {
