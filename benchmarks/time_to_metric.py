@@ -111,10 +111,16 @@ def _lines(name: str, result: Result) -> list[tuple[str, ...]]:
     for way in sorted((way for way in result["ways"] if way != STOCK), key=lambda way: "levers" not in way):
         reached = [share for share in SHARES if _of(result, way, share) and _gap(result, way, share)[1] >= 0]
         speed, gap = _speed(result, way, 1.0), _gap(result, way, 1.0)[0]
-        last = (f"{reached[-1]:.0%}", _speed(result, way, reached[-1])) if reached else ("more than 100%", "")
+        last = (_steps(result, way, reached[-1]), _speed(result, way, reached[-1])) if reached else ("over 100%", "")
         lines.append((way, speed, signed(gap, is_share), *last))
     title = f"{result['title']}, {result['steps']:,} steps"
     return [(title if not at else "", *line) for at, line in enumerate(lines)]
+
+
+def _steps(result: Result, way: str, share: float) -> str:
+    """Return a share that reached the metric; if no smaller one was tried, it is a bound."""
+    untried = share > SHARES[-1] and not _of(result, way, SHARES[SHARES.index(share) + 1])
+    return f"at most {share:.0%}" if untried else f"{share:.0%}"
 
 
 def _speed(result: Result, way: str, share: float) -> str:

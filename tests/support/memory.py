@@ -23,5 +23,9 @@ def live_tensors() -> tuple[int, int]:
 def _nbytes(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):  # sparse, fake and sharded ones have none of their own
+    except (
+        NotImplementedError,
+        RuntimeError,
+        ValueError,
+    ):  # sparse, fake, sharded and lazy ones have none of their own
         return 0
