@@ -23,9 +23,5 @@ def live_tensors() -> tuple[int, int]:
 def _nbytes(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().nbytes()
-    except (
-        NotImplementedError,
-        RuntimeError,
-        ValueError,
-    ):  # sparse, fake, sharded and lazy ones have none of their own
+    except (NotImplementedError, RuntimeError, ValueError):  # sparse, fake, sharded and lazy ones have none
         return 0
