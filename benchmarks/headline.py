@@ -28,6 +28,7 @@ ZOOS: Mapping[str, str] = MappingProxyType(
         "zoo-avx2": "the same, simulated with AVX2 only",
         "zoo-avx2-second": "the same, simulated with AVX2 only, second run",
         "zoo-no_amx": "with AVX512-BF16, without AMX",
+        "zoo-present": "with AVX512-BF16, without AMX",
     }
 )
 """Claim of the zoo -> what its machine is called."""
