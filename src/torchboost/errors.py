@@ -36,7 +36,7 @@ class ConfigError(ValueError):
         self.allowed = allowed
         self.hint = hint
         where = path or "the configuration"
-        text = f"{where}: found {found}; allowed: {allowed}."
+        text = f"{where}: found {found}; allowed: {allowed.rstrip('.')}."
         super().__init__(f"{text} {hint}" if hint else text)
 
     def __reduce__(self) -> tuple[partial[ConfigError], tuple[()]]:

@@ -421,7 +421,7 @@ def boost(
             optimizer of this name, a module is lazy, or ``lr`` is given with an optimizer that has its own.
         ConfigError: An unknown level, section, key or setting, or a value of a wrong type or out of range.
         IncompatibleError: The model is already wrapped, the optimizer was boosted with another model, or an algorithm
-            cannot work on this pair. Nothing is changed.
+            cannot work on this pair. Nothing is changed, except that an earlier boost of the pair may be removed.
 
     Warns:
         NoEffectWarning: Algorithms of the level were left out because ``total_steps`` is not given.
@@ -529,6 +529,7 @@ def _calibration(plan: Plan, calibrate: Calibrate, wrapper: str | None, host: Ho
         calibrate=calibrate,
         total_steps=plan.total_steps,
         compiled=any(REGISTRY[name].once for name in on - levers),
+        graphs=max((algorithm.graphs() for algorithm in plan.algorithms), default=1),
         forward=host.forward,
     )
 

@@ -435,6 +435,8 @@ def test_arguments_are_checked():
         remove_batch_norms(vgg(), keep_every=0)
     with pytest.raises(ValueError, match=r"blocks_per_norm.*-1"):
         BatchNormRemoval(blocks_per_norm=-1)
+    with pytest.raises(ValueError, match=r"head_multiplier.*inf"):
+        BatchNormRemoval(head_multiplier=float("inf"))
     with pytest.raises(ValueError, match=r"init.*'zero'"):
         remove_batch_norms(vgg(), init="zero")
     with pytest.raises(TypeError, match="found str"):

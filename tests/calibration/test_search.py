@@ -172,6 +172,16 @@ def test_a_price_that_turns_out_higher_than_the_saving_drops_the_lever():
     assert [verdict.price for verdict in verdicts] == [0, 30]
 
 
+@pytest.mark.parametrize(("times", "kept"), [(1, True), (3, False)])
+def test_a_price_that_the_run_pays_for_each_graph_must_be_repaid_in_all(times, kept):
+    bench = Planted({"nothing": 1.0, "compile": 0.9}, prices={"compile": 5.0})
+    prices = {"compile": Price(expected=1.0, times=times)}
+    verdicts = search(["nothing", "compile"], bench, seconds=60, steps=10_000, prices=prices).verdicts
+    assert verdicts[-1].kept is kept
+    assert verdicts[-1].price == 5
+    assert kept or "costs 15 s" in verdicts[-1].reason
+
+
 def test_a_lever_that_is_interrupted_is_marked():
     bench = Planted({"nothing": 1.0, "compile": 0.5}, prices={"compile": 50.0})
     verdicts, _ = search(

@@ -90,6 +90,15 @@ def test_a_report_that_is_there_is_not_overwritten(factory, tmp_path):
     assert run(*words, "--resume").exit_code == 0
 
 
+def test_a_page_of_someone_else_is_not_overwritten(factory, tmp_path):
+    page = tmp_path / "boost.report.html"
+    page.write_text("mine", encoding="utf-8")
+    found = run(factory, "--budget", "20s", "--out", str(tmp_path / "boost.json"))
+    assert found.exit_code == 1
+    assert "boost.report.html exists and is not from a tuning" in " ".join(found.stderr.split())
+    assert page.read_text(encoding="utf-8") == "mine"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

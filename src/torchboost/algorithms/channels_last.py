@@ -363,8 +363,8 @@ def _pending(model: nn.Module) -> list[nn.Parameter]:
     """Kernels with other strides than those of the format.
 
     With 1 x 1 windows or one channel both formats are the same bytes, and only the strides tell them apart. The
-    compiler goes by the strides: with those of contiguous kernels, the compiled backward pass of a MobileNetV2 took 1.36
-    times as long in its convolutions. Under a wrapper such kernels stay as they are.
+    compiler goes by the strides: with those of contiguous kernels, the convolutions of the compiled backward pass of a
+    MobileNetV2 took 1.36 times as long. Under a wrapper such kernels stay as they are.
     """
     if wrapper_of(model) is not None:
         return [w for w in _kernels(model) if not w.is_contiguous(memory_format=_FORMATS[w.ndim])]

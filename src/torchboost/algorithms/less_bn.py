@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -119,6 +120,8 @@ class BatchNormRemoval(Algorithm):
         for name in ("keep_every", "blocks_per_norm"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}; 1 is the mildest setting.")
+        if not 0 < self.head_multiplier < math.inf:
+            raise ValueError(f"head_multiplier must be a number above 0, found {self.head_multiplier}; 1.0 is usual.")
         for name, kind in (("keep", Keep), ("init", Init)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}; found {getattr(self, name)!r}.")

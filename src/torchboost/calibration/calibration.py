@@ -86,6 +86,7 @@ class Calibration:
         calibrate: Whether and how long to measure.
         total_steps: Updates of the run; None if unknown.
         compiled: Whether the model is compiled whatever the levers are.
+        graphs: The most graphs of a compiled model over the run; the trial compiles one of them.
         forward: Makes the context in which a trainer computes each forward pass.
     """
 
@@ -95,6 +96,7 @@ class Calibration:
     total_steps: int | None
     fixed: Mapping[str, str] = field(default_factory=dict)
     compiled: bool = False
+    graphs: int = 1
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def without(self, name: str) -> Calibration:
@@ -198,7 +200,7 @@ class Calibration:
                     trial,
                     seconds=(budget := self.seconds(trial.step_seconds)),
                     steps=self.total_steps,
-                    prices={name: _price(model) for name in levers if REGISTRY[name].once},
+                    prices={name: _price(model, self.graphs) for name in levers if REGISTRY[name].once},
                     undecided={name: name in self.prior for name in levers},
                     step_seconds=trial.step_seconds,
                     changed=before is not None,
@@ -445,9 +447,10 @@ def gain(ratio: Interval) -> str:
     return f"a step is {ratio.mid:.2f} times as fast as before boost ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
-def _price(model: nn.Module) -> Price:
+def _price(model: nn.Module, graphs: int) -> Price:
     leaves = sum(1 for module in model.modules() if not any(True for _ in module.children()))
-    return Price(expected=_COMPILE_SECONDS + _COMPILE_SECONDS_PER_MODULE * leaves, best_ratio=_COMPILE_RATIO)
+    expected = _COMPILE_SECONDS + _COMPILE_SECONDS_PER_MODULE * leaves
+    return Price(expected=expected, best_ratio=_COMPILE_RATIO, times=graphs)
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -56,10 +56,12 @@ class Price:
     Args:
         expected: Estimate before the trial.
         best_ratio: The largest gain to hope for. A lever that could not repay its price with this gain is not tried.
+        times: How often the run pays it, such as for each graph. The trial pays it once.
     """
 
     expected: float
     best_ratio: float = 2.0
+    times: int = 1
 
 
 class Bench(Protocol):
@@ -338,11 +340,9 @@ class _Search:
             text = f"a step takes {1 / middle:.2f} times as long" if middle else "a step did not end in the time left"
             self._decide(lever, False, text, found)
         elif found.interval is not None and found.interval.low > 1 and middle >= self._least_gain(lever):
-            saving = self._saving(found.interval.mid)
-            if lever in self.prices and saving is not None and saving <= found.price:
-                text = (
-                    f"{found.interval.mid:.2f} times as fast, which saves {saving:.0f} s and costs {found.price:.0f} s"
-                )
+            saving, price = self._saving(found.interval.mid), self._in_all(lever, found.price)
+            if lever in self.prices and saving is not None and saving <= price:
+                text = f"{found.interval.mid:.2f} times as fast, which saves {saving:.0f} s and costs {price:.0f} s"
                 self._decide(lever, False, text, found)
             else:
                 self._decide(lever, True, f"a step is {found.interval.mid:.2f} times as fast", found)
@@ -381,10 +381,10 @@ class _Search:
         if self.steps is None:
             return "its price is only repaid over a long run; pass total_steps, the number of updates"
         saving = self._saving(price.best_ratio)
-        if saving is not None and saving <= price.expected:
+        if saving is not None and saving <= (cost := self._in_all(lever, price.expected)):
             return (
                 f"{self.steps:,} steps do not repay it: at best it saves {saving:.0f} s, and it costs about "
-                f"{price.expected:.0f} s"
+                f"{cost:.0f} s"
             )
         if price.expected > share:
             return (
@@ -392,6 +392,10 @@ class _Search:
                 "give it more with calibrate=seconds"
             )
         return None
+
+    def _in_all(self, lever: str, price: float) -> float:
+        """Return what the run pays for a lever."""
+        return price * self.prices[lever].times if lever in self.prices else 0.0
 
     def _saving(self, ratio: float) -> float | None:
         if self.steps is None or self.last_step is None:

@@ -72,6 +72,12 @@ def tune(
             path = report_path(out)
             if path.exists() and not resume:
                 fail(f"{path} exists; continue it with --resume, or choose another file with --out.")
+            page = path.with_suffix(".html")
+            if html and page.exists() and not path.exists():
+                fail(
+                    f"{page} exists and is not from a tuning, since {path.name} is missing; choose another file with "
+                    "--out, or pass --no-html."
+                )
             where = usable_device(device)
             make, passes = _factory(workload, model, data, train_limit, where)
             report = run_tune(

@@ -246,6 +246,10 @@ class Algorithm:
             IncompatibleError: The target, or its model or optimizer, rules the algorithm out.
         """
 
+    def graphs(self) -> int:
+        """Return the most graphs that a compiled model needs to train with this algorithm over a run."""
+        return 1
+
     def load(self) -> None:
         """Import what :meth:`attach` and the steps after it need. A trial calls this before it limits their time."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -107,6 +108,9 @@ class BlockFreeze(Algorithm):
             raise ValueError(f"prefixes={self.prefixes}: pass 2 or more (full training and one other), or None.")
         if not 0 <= self.frozen < self.groups:
             raise ValueError(f"frozen={self.frozen}: pass 0 or more and less than the number of groups, {self.groups}.")
+        for name in ("step_seconds", "recompile_seconds"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: pass seconds, 0 or more.")
         if self.agree_within < 0:
             raise ValueError(f"agree_within={self.agree_within}: pass seconds, or 0 to disable the comparison.")
         if self.frozen and self.pattern != "fixed":
@@ -126,6 +130,10 @@ class BlockFreeze(Algorithm):
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Explain that a single block can never be frozen."""
         return "the model is a single block, which always trains" if len(blocks_of(model)) < 2 else None
+
+    def graphs(self) -> int:
+        """Return the number of prefixes: each set of flags is a graph of its own."""
+        return 1 if self.pattern == "fixed" else min(self.groups, self.prefixes or compiled_prefixes())
 
     def check(self, target: Target) -> None:
         """Refuse wrappers and compilers that do not support freezing, and settings that do not fit the model."""
@@ -245,7 +253,7 @@ def _fingerprint(settings: BlockFreeze) -> int:
 def _check_costs(costs: Sequence[float], blocks: Sequence[Block]) -> None:
     if len(costs) != len(blocks):
         raise ValueError(
-            f"costs: found {len(costs)}, the model has {len(blocks)} blocks "
+            f"grad_freeze.costs: found {len(costs)}, the model has {len(blocks)} blocks "
             f"({', '.join(block.name for block in blocks)}); pass one per block."
         )
 
