@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import pickle
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -428,6 +429,29 @@ def test_wrapped_models_are_refused_with_the_way_out():
         with pytest.raises(IncompatibleError, match="on the bare model before wrapping"):
             remove_batch_norms(model)
         assert names_of_norms(model) == before
+
+
+class Denoiser(nn.Module):
+    """A plain stack inside one skip, as in DnCNN."""
+
+    def __init__(self, norms: int) -> None:
+        super().__init__()
+        layers = [(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(norms)]
+        ends = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 1, 3, padding=1)
+        self.noise = nn.Sequential(ends[0], nn.ReLU(), *(layer for three in layers for layer in three), ends[1])
+
+    def forward(self, x):
+        return x + self.noise(x)
+
+
+@pytest.mark.parametrize(("norms", "keep_every", "left"), [(3, 1, 1), (4, 1, 4), (15, 1, 15), (15, 2, 1)])
+def test_a_stack_inside_a_skip_stays_as_a_stack_does(norms, keep_every, left):
+    model = Denoiser(norms)
+    with pytest.warns(NoEffectWarning) if left == norms else nullcontext():
+        report = remove_batch_norms(model, keep_every=keep_every)
+    assert len(report.kept) == left
+    assert len(report.found) == norms
+    assert left == 1 or "a branch of more than 3" in next(iter(report.kept.values()))
 
 
 def test_arguments_are_checked():

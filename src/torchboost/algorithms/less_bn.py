@@ -92,8 +92,8 @@ class BatchNormRemoval(Algorithm):
         keep: Which BatchNorm of a residual branch stays: the ``"last"``, as in MindSpore, or the ``"narrowest"``, which
             costs least.
         keep_shortcut: Keep the BatchNorms of the shortcuts.
-        keep_every: In plain stacks, keep one of every ``keep_every``. 1 keeps all of them, and all of the
-            inverted residuals without skip.
+        keep_every: In plain stacks, keep one of every ``keep_every``. 1 keeps all of them, all of the inverted
+            residuals without skip, and all of a residual branch with more than 3, which is a stack inside a skip.
         blocks_per_norm: Keep a BatchNorm only in one of so many residual blocks.
         init: ``"unit_variance"`` rescales the layers that lose their BatchNorm in an untrained network;
             ``"keep"`` leaves the weights as they are.
@@ -200,8 +200,8 @@ def remove_batch_norms(
             channels (of several the last): in a bottleneck a quarter of the cost. The branch then ends
             without one, see ``blocks_per_norm`` for how it starts.
         keep_shortcut: Keep the BatchNorms of the shortcuts.
-        keep_every: In plain stacks, keep one of every ``keep_every``. 1 keeps all of them, and all of the
-            inverted residuals without skip.
+        keep_every: In plain stacks, keep one of every ``keep_every``. 1 keeps all of them, all of the inverted
+            residuals without skip, and all of a residual branch with more than 3, which is a stack inside a skip.
         blocks_per_norm: Above 1, only one of so many consecutive residual blocks keeps its BatchNorm; blocks with
             a projection and the last block keep theirs. In untrained networks a branch that no longer ends in one
             starts at ``1 / sqrt(number of residual blocks)`` of unit scale.

@@ -22,6 +22,8 @@ _RESHAPING = (nn.Flatten, nn.Upsample, *PADDING)
 _LINEAR_CALLS = frozenset(
     {"pad", "view", "reshape", "flatten", "permute", "transpose", "contiguous", "to", "clone", "dropout", "interpolate"}
 )
+MOST_IN_BRANCH = 3
+"""BatchNorms in a residual branch. One of so many was shown to suffice, in basic and in bottleneck blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,10 +242,12 @@ def reasons_to_stay(
         blocks: Its residual blocks.
         keep: Which BatchNorm of a residual branch stays: the last, or the last of those over the fewest channels.
         keep_shortcut: Whether shortcuts keep their BatchNorm.
-        keep_every: Layers per BatchNorm in plain stacks; 1 keeps all, in blocks without skip too.
+        keep_every: Layers per BatchNorm in plain stacks; 1 keeps all, in blocks without skip too, and in residual
+            branches with more than ``MOST_IN_BRANCH``, which are stacks inside a skip.
         blocks_per_norm: Blocks per BatchNorm while neither width nor resolution changes.
     """
-    reasons = _block_reasons(flow, blocks, keep, keep_shortcut, blocks_per_norm)
+    most = MOST_IN_BRANCH if keep_every == 1 else len(flow.nodes)
+    reasons = _block_reasons(flow, blocks, keep, keep_shortcut, blocks_per_norm, most)
     first = next((node.index for node in flow.instances(AnyBatchNorm)), None)
     stem = None if first in reasons else first
     for stack in plain_stacks(flow, blocks):
@@ -262,7 +266,7 @@ def reasons_to_stay(
 
 
 def _block_reasons(
-    flow: Dataflow, blocks: list[Block], keep: Keep, keep_shortcut: bool, blocks_per_norm: int
+    flow: Dataflow, blocks: list[Block], keep: Keep, keep_shortcut: bool, blocks_per_norm: int, most: int
 ) -> dict[int, str | None]:
     reasons: dict[int, str | None] = {}
     since = 0
@@ -271,8 +275,11 @@ def _block_reasons(
         due = since >= blocks_per_norm or block.projects or block is blocks[-1]
         since = 0 if due else since
         for norms in block.norms:
-            reasons.update(dict.fromkeys(norms))
-            if due and norms:
+            long = len(norms) > most
+            reasons.update(
+                dict.fromkeys(norms, f"in a branch of more than {most}, a stack inside a skip" if long else None)
+            )
+            if due and norms and not long:
                 stays = norms[-1] if keep == "last" else min(reversed(norms), key=lambda norm: _channels(flow, norm))
                 reasons[stays] = f"the {keep} of its residual branch"
         reasons.update(dict.fromkeys(block.shortcut_norms, "in a shortcut (keep_shortcut)" if keep_shortcut else None))
