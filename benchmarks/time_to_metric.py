@@ -104,12 +104,20 @@ def table(folder: Path) -> tuple[Table, str]:
     found = {name: path for name in WORKLOADS if (path := folder / f"time_to_metric-{name}.json").is_file()}
     results = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in found.items()}
     lines = [line for name, result in results.items() for line in _lines(name, result)]
-    head = ("workload", "way", "speed of a run", "metric, against stock", "steps to stock's metric", "time to it")
+    head = (
+        "workload",
+        "way",
+        "seeds",
+        "speed of a run",
+        "metric, against stock",
+        "steps to stock's metric",
+        "time to it",
+    )
     machines = sorted({machine(Environment(**result["environment"])) for result in results.values()})
     tried = ", ".join(f"{share:.0%}" for share in SHARES)
     said = (
-        f"Means over {SEEDS} seeds; each bound of a difference holds with 95 %. Speed is the CPU time of a stock run "
-        "over that of the way, with set-up and evaluation. Steps: the smallest share that was tried at which the mean "
+        "Means over the seeds of whole runs; each bound of a difference holds with 95 %. Speed is the CPU time of a stock "
+        "run over that of the way, with set-up and evaluation. Steps: the smallest share that was tried at which the mean "
         f"metric is not below that of stock with all steps; tried were {tried}, in this order. Time: the speed of this "
         f"shorter run. The text has bits per character as its metric, with the sign turned. {'; '.join(machines)}. "
         "All runs: `benchmarks/results/time_to_metric-*.json`."
@@ -121,14 +129,18 @@ def _lines(name: str, result: Result) -> list[tuple[str, ...]]:
     is_share = job_of(name).metric == "accuracy"
     stock = statistics.mean(one["metric"] for one in _of(result, STOCK, 1.0).values())
     final = f"{100 * stock:.2f} %" if is_share else f"{-stock:.3f} bits"
-    lines = [(STOCK, wording.ratio(1.0), final, "100%", wording.ratio(1.0))]
+    lines = [(STOCK, _seeds(result, STOCK), wording.ratio(1.0), final, "100%", wording.ratio(1.0))]
     for way in sorted((way for way in result["ways"] if way != STOCK), key=lambda way: "levers" not in way):
         reached = [share for share in SHARES if _of(result, way, share) and _gap(result, way, share)[1] >= 0]
         speed, gap = _speed(result, way, 1.0), _gap(result, way, 1.0)[0]
         last = (_steps(result, way, reached[-1]), _speed(result, way, reached[-1])) if reached else ("over 100%", "")
-        lines.append((way, speed, signed(gap, is_share), *last))
+        lines.append((way, _seeds(result, way), speed, signed(gap, is_share), *last))
     title = f"{result['title']}, {result['steps']:,} steps"
     return [(title if not at else "", *line) for at, line in enumerate(lines)]
+
+
+def _seeds(result: Result, way: str) -> str:
+    return str(len(_of(result, way, SHARES[0])))
 
 
 def _steps(result: Result, way: str, share: float) -> str:
