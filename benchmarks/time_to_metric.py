@@ -116,8 +116,9 @@ def table(folder: Path) -> tuple[Table, str]:
     machines = sorted({machine(Environment(**result["environment"])) for result in results.values()})
     tried = ", ".join(f"{share:.0%}" for share in SHARES)
     said = (
-        "Means over the seeds of whole runs; each bound of a difference holds with 95 %. Speed is the CPU time of a stock "
-        "run over that of the way, with set-up and evaluation. Steps: the smallest share that was tried at which the mean "
+        "Means over the seeds of whole runs; each bound of a difference holds with 95 %. Speed is the CPU time of a "
+        "stock run over that of the way, with set-up and evaluation. Steps: the smallest share that was tried at which "
+        "the mean "
         f"metric is not below that of stock with all steps; tried were {tried}, in this order. Time: the speed of this "
         f"shorter run. The text has bits per character as its metric, with the sign turned. {'; '.join(machines)}. "
         "All runs: `benchmarks/results/time_to_metric-*.json`."
