@@ -189,18 +189,6 @@ def test_auto_keys_the_user_wrote_override_the_level_and_explain_says_so():
     assert all(entry in text for entry in plan.unmeasured)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_level_says_before_the_training_what_it_was_not_shown_to_keep(level):
-    """Centralised gradients cost accuracy in a fine-tuning."""
-    said = f"on, but the promise of {level} was not shown with it on such a model:\n  gradient_centralization"
-    assert said in Plan.of(level, facts=replace(FAST, trained=True)).explain()
-    assert said not in Plan.of(level, facts=replace(FAST, trained=False)).explain()
-    for asked in ({}, False):
-        plan = Plan.of(level, {"extra": {"gradient_centralization": asked}}, replace(FAST, trained=True))
-        assert plan.cautions == ()
-        assert "was not shown with it" not in plan.explain()
-
-
 def test_a_configuration_that_names_every_algorithm_takes_nothing_from_the_level():
     extra = {**dict.fromkeys(REGISTRY, False), "channels_last": True}
     plan = Plan.of("O1", {"extra": extra}, FAST)

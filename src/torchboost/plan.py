@@ -57,7 +57,6 @@ class Plan:
         levers: The algorithms of the level that only change the speed of a step. A trial may switch them on and off.
         total_steps: Updates of the whole run, from the argument or the configuration; None if neither gives it.
         unmeasured: JSON paths and values of the user's settings that differ from the measured settings of the level.
-        cautions: What the level turned on although it was not shown to keep the accuracy on such a model, and why.
 
     Example:
         >>> import torch, torchboost
@@ -76,7 +75,6 @@ class Plan:
     levers: tuple[Algorithm, ...] = ()
     total_steps: int | None = None
     unmeasured: tuple[str, ...] = ()
-    cautions: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(
@@ -231,11 +229,6 @@ class Plan:
         if self.dropped:
             lines.append("left out:")
             lines += [f"  {d.name:<{width}}  {d.reason}" for d in self.dropped]
-        cautions = [
-            f"  {name:<{width}}  {why}" for name, why in self.cautions if name in {a.name for a in self.algorithms}
-        ]
-        if cautions:
-            lines += [f"on, but the promise of {self.level} was not shown with it on such a model:", *cautions]
         if self.unmeasured:
             lines.append(f"your settings, with which the promise of {self.level} was not measured:")
             lines += [f"  {entry}" for entry in self.unmeasured]
@@ -291,13 +284,7 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
         levers=tuple(_build(REGISTRY[name], *_settings(REGISTRY[name], config, level, facts)) for name in levers),
         total_steps=facts.total_steps,
         unmeasured=_unmeasured(config, level, wanted, kept, facts),
-        cautions=tuple((name, why) for name in built if (why := _caution(name, config, level, facts)) is not None),
     )
-
-
-def _caution(name: str, config: BoostConfig, level: str, facts: Facts) -> str | None:
-    """Return what is known against an algorithm that the level turned on; None if it is your decision."""
-    return REGISTRY[name].caution(facts) if name in LEVELS[level] and name not in config.extra else None
 
 
 def _is_open(name: str, config: BoostConfig, level: str, facts: Facts) -> bool:

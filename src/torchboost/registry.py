@@ -161,7 +161,6 @@ class Entry:
         unusable: Why these facts rule the algorithm out, or None.
         unproven: Why a level should leave it out on these facts although it would work. A request by name overrides
             this.
-        caution: What is known against it on these facts, although a level keeps it.
         displaces: Names that are dropped when this one is on (MindSpore's precedence rule).
         lever: Whether it only changes the speed of a step, so that a trial may switch it on and off.
         once: Whether it costs time once, such as compilation.
@@ -177,7 +176,6 @@ class Entry:
     brings: Mapping[str, str] = field(default_factory=dict)
     unusable: Callable[[Facts], str | None] = _never
     unproven: Callable[[Facts], str | None] = _never
-    caution: Callable[[Facts], str | None] = _never
     displaces: frozenset[str] = frozenset()
     lever: bool = False
     once: bool = False
@@ -287,15 +285,6 @@ def _centralization_unproven(facts: Facts) -> str | None:
     return _of_another_kind(facts, "gradient_centralization") or _too_short(facts, "gradient_centralization")
 
 
-def _centralization_caution(facts: Facts) -> str | None:
-    if not facts.trained:
-        return None
-    return (
-        "the network is already trained; in a fine-tuning it cost about 0.3 points on one processor and nothing on "
-        "another; leave it out with extra.gradient_centralization=false"
-    )
-
-
 # On CPU compilation paid in deep networks only, after so many steps (docs/levels.md).
 COMPILE_CONVOLUTIONS = 50
 COMPILE_STEPS = 5_000
@@ -347,7 +336,6 @@ _ENTRIES = (
         algorithm=GradientCentralization,
         summary="subtracts the mean from the gradient of each filter",
         unproven=_centralization_unproven,
-        caution=_centralization_caution,
     ),
     Entry(
         algorithm=ChannelsLast,
