@@ -270,7 +270,7 @@ class Disguised(Autocast):
         ((Disguised(),), r"found the algorithm Disguised"),
         ((Compile(backend=print),), r"compile\.backend: found <built-in function print>, which JSON cannot hold"),
         ((BlockFreeze(agree_within=float("inf")),), r"grad_freeze\.agree_within: found inf, which JSON cannot hold"),
-        ((BlockFreeze(step_seconds=float("nan")),), r"grad_freeze\.step_seconds: found nan"),
+        ((BlockFreeze(agree_within=float("nan")),), r"grad_freeze\.agree_within: found nan"),
         ((BlockFreeze(cache_path=Path("a")),), r"grad_freeze\.cache_path: found PosixPath\('a'\)"),
         ((BlockFreeze(groups=1 << 70),), r"could not be read back: extra\.grad_freeze\.groups"),
         ((Compile(), Autocast()), r"Give each algorithm once, in attach order"),
