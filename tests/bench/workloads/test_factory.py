@@ -337,7 +337,7 @@ def test_batches_that_do_not_end_are_named(file, monkeypatch, name, bound, value
     file.write_text(file.read_text() + textwrap.dedent(ENDLESS))
     monkeypatch.setattr(factory, bound, value)
     with pytest.raises(
-        FactoryError, match=r"batches did not end \([0-9,]+ were read in 0 s\); give those of one epoch"
+        FactoryError, match=r"batches did not end \([0-9,]+ were read in [0-9]+ s\); give those of one epoch"
     ):
         job_from(f"{file}:{name}")
 
