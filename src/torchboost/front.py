@@ -22,6 +22,7 @@ from torchboost.calibration.calibration import (
     UNSEEN,
     Calibrate,
     Calibration,
+    Decision,
     FirstCall,
     attach_levers,
     describe,
@@ -102,6 +103,7 @@ class Boosted:
             training wraps it in another one.
         plan: What runs, and what was left out with the reason.
         choice: What the trial of the speed levers found out. None before the first training call.
+        checks: Lever -> how far its step is from the plain one, in words, as compared at the first training call.
         attached: The attachments, by the name of their algorithm.
         withdrawn: What :meth:`withdraw` took out of this run, with the reasons.
         scaler: The loss scaler of the loop: the given one, or the one that group loss scaling adds. The loop uses
@@ -119,6 +121,7 @@ class Boosted:
         before: Pair | None = None,
     ) -> None:
         self.choice: Choice | None = None
+        self.checks: dict[str, str] = {}
         self.withdrawn: dict[str, str] = {}
         self.plan, self.attached, self._target, self._given = plan, attached, target, given
         self.model, self.scaler = target.model, target.scaler
@@ -149,25 +152,36 @@ class Boosted:
     def explain(self) -> str:
         """Return which algorithms are on, with their settings, and which were left out, with the reasons."""
         unseen = f"levers:\n  {UNSEEN}" if self._unseen else ""
-        said = f"{self.plan.explain()}\n{explain(self.choice) if self.choice is not None else unseen}".rstrip()
+        parts = [self.plan.explain(), explain(self.choice) if self.choice is not None else unseen]
+        parts += [f"  {name}  {text}" for name, text in self.checks.items() if name in self.attached]
+        said = "\n".join(part for part in parts if part)
         return f"removed; before, this was so:\n{said}" if self._removed else said
 
     def _wait(self, before: Pair | None = None, *, again: str | None = None) -> None:
         """Let the next training call choose the levers."""
         if self._calibration is not None:
             self._waiting = FirstCall(
-                *(self._target, self.attached, self._calibration, self._decide), before=before, again=again
+                *(self._target, self.attached, self._calibration, self._decide),
+                recheck=self._check_again,
+                before=before,
+                again=again,
             )
             self.attached.with_undo(self._waiting.remove)
 
     def _updated(self) -> None:
         """Note an update before the first training call of the model, which may never come."""
-        if self._waiting is not None and self._waiting.given is None and self.choice is None and not self._unseen:
+        if (
+            self._measures
+            and self._waiting is not None
+            and self._waiting.given is None
+            and self.choice is None
+            and not self._unseen
+        ):
             self._unseen = True
             self._leave_open(UNSEEN)
 
     def _note_removal(self) -> None:
-        if self._waiting is not None and self.choice is None:
+        if self._waiting is not None and self.choice is None and self._measures:
             self._leave_open("removed before the first training call")
         self._removed, self._waiting = True, None
 
@@ -176,11 +190,21 @@ class Boosted:
         on = {algorithm.name for algorithm in self.plan.algorithms}
         self.plan = self.plan.chosen({lever.name: (lever.name in on, reason) for lever in self.plan.levers})
 
-    def _decide(self, choice: Choice, entries: int | None) -> None:
+    @property
+    def _measures(self) -> bool:
+        """Whether a trial decides about the levers, or a choice that one made."""
+        return self._calibration is not None and self._calibration.calibrate is not False
+
+    def _decide(self, decision: Decision) -> None:
         again = self.choice is not None
-        choice = choice.only(self.plan.levers)  # one that was loaded may name a lever that was withdrawn
+        choice = decision.choice.only(self.plan.levers)  # one that was loaded may name a lever that was withdrawn
         key = "" if self._waiting is None else self._waiting.key or ""
-        self.choice, self._waiting = choice, None
+        self._waiting, self.checks = None, dict(decision.checks)
+        self._leave_out(decision.refused)
+        if not self._measures:
+            self.plan = self.plan.chosen({v.lever: (False, v.reason) for v in choice.verdicts if not v.kept})
+            return
+        self.choice = choice
         self.plan = self.plan.chosen({v.lever: (v.kept, v.reason) for v in choice.verdicts})
         _LOG.info("%s: %s", self.plan.level, describe(choice))
         if choice.ratio is not None and choice.ratio.high < 1:
@@ -191,8 +215,18 @@ class Boosted:
         tries = self._calibration is not None and self._calibration.obstacle(self.model) is None
         if tries and not again and choice.source != "prior" and Topology.current().world_size == 1:
             report = functools.partial(self._measure_again, key)
-            watch = StepWatch(self.model, hookable(self._given), report, entries=entries)
+            watch = StepWatch(self.model, hookable(self._given), report, entries=decision.entries)
             self.attached.with_undo(watch.remove)
+
+    def _check_again(self, refused: Mapping[str, str], checks: Mapping[str, str]) -> None:
+        """Note what the check on inputs of another shape has found."""
+        self.checks |= checks
+        self._leave_out(refused)
+
+    def _leave_out(self, refused: Mapping[str, str]) -> None:
+        for name, reason in refused.items():
+            self.withdraw(name, reason)
+            warnings.warn(f"{name}: {reason}. It is off from now on.", NoEffectWarning, stacklevel=2)
 
     def _measure_again(self, key: str, found: str) -> None:
         _LOG.info("%s: %s; the next call measures the levers again, once.", self.plan.level, found)
@@ -287,14 +321,14 @@ class Boosted:
             return {}
         if self._waiting is not None and self._waiting.given is not None:
             return {lever.name: lever.name in self._waiting.given.kept for lever in self.plan.levers}
-        undecided = self._waiting is not None and self.choice is None and not self._unseen
+        undecided = self._measures and self._waiting is not None and self.choice is None and not self._unseen
         return {} if undecided else {lever.name: lever.name in self.attached for lever in self.plan.levers}
 
     def _follow(self, chosen: Choice | None) -> None:
         """Compute as the checkpoint did, without a trial: bfloat16 may be found faster or slower here."""
-        if chosen is None or self._removed or (self._calibration is not None and self._waiting is None):
+        if chosen is None or self._removed or (self._measures and self._waiting is None):
             return
-        if self._waiting is not None:
+        if self._waiting is not None and self._measures:
             self._waiting.give(chosen)
             self._leave_open("the checkpoint decides")
             if said := measured_elsewhere(chosen, self.model):
@@ -335,7 +369,7 @@ class Boosted:
             self._calibration = self._calibration.without(name)
             if self._waiting is not None:
                 self._waiting.withdraw(name)
-            if not self._calibration.levers:
+            if not (self._calibration.levers or self._calibration.asked):
                 self._calibration = self._waiting = None
 
     def figures(self) -> dict[str, float]:
@@ -382,6 +416,7 @@ def boost(
     scaler: Scaler | None = None,
     loop: Loop = "own",
     calibrate: Calibrate = "auto",
+    verify: bool = True,
 ) -> Boosted:
     """Make the training of a model faster within the accuracy that a level promises. The loop stays the same.
 
@@ -410,6 +445,10 @@ def boost(
             below 300 updates it measures nothing. A number is the seconds to spend. False measures nothing. What is not
             measured is chosen by the kind of the machine and the model. Levers that ``config`` names under ``extra``
             are not measured.
+        verify: Whether to compare, at the first training call, a step with the speed levers that are on with a plain
+            one: all outputs and every gradient, on the inputs that arrive. Levers must agree up to rounding, autocast
+            within a stated bound (``docs/levels.md``); what does not is left out with the number. It costs three to
+            five passes, and is repeated once when the shapes of the inputs change.
 
     Returns:
         The boosted pair: ``model, optimizer = boost(...)``, or keep the object for ``explain()``, ``state_dict()``,
@@ -449,6 +488,7 @@ def boost(
         scaler=scaler,
         host=Host(loop=loop),
         calibrate=calibrate,
+        verify=verify,
     )
     warn_of_missing_length(made, config, total_steps, loop)
     return made
@@ -464,6 +504,7 @@ def attach(
     scaler: Scaler | None,
     host: Host,
     calibrate: Calibrate = False,
+    verify: bool = True,
     name: str = "model",
     caller: str = "torchboost.boost",
 ) -> Boosted:
@@ -493,8 +534,8 @@ def attach(
     plan = Plan.of(level, config, host.facts(model), total_steps=total_steps)
     with shared_traces():
         plan = plan.fit(model, given)
-        calibration = _calibration(plan, calibrate, wrapper, host)
-        if calibration is not None:
+        calibration = _calibration(plan, calibrate, wrapper, host, verify)
+        if calibration is not None and calibrate is not False:
             reason = _OPEN if calibration.too_short is None else f"not measured: {calibration.too_short}"
             plan = plan.chosen({lever.name: (lever.name in calibration.prior, reason) for lever in plan.levers})
         before = None if calibration is None else calibration.before(plan.algorithms, target)
@@ -516,21 +557,26 @@ def _check_one_model(earlier: Boosted | None, model: nn.Module, name: str) -> No
     )
 
 
-def _calibration(plan: Plan, calibrate: Calibrate, wrapper: str | None, host: Host) -> Calibration | None:
-    """Return what the first training call has to decide; None if there is nothing to measure."""
+def _calibration(plan: Plan, calibrate: Calibrate, wrapper: str | None, host: Host, verify: bool) -> Calibration | None:
+    """Return what the first training call has to decide and to check; None if there is nothing."""
     on = {algorithm.name for algorithm in plan.algorithms}
     levers = {lever.name for lever in plan.levers}
+    asked = tuple(a for a in plan.algorithms if REGISTRY[a.name].lever and a.name not in levers)
     replaced = any(algorithm.traits.replaces_optimizer for algorithm in plan.algorithms)
-    if calibrate is False or not levers or wrapper is not None or replaced:
+    if wrapper is not None or replaced or not (levers or asked):
+        return None
+    if calibrate is False and not (verify and (asked or levers & on)):
         return None
     return Calibration(
         levers=plan.levers,
-        prior=frozenset(name for name in on & levers if not REGISTRY[name].once),
-        calibrate=calibrate,
+        prior=frozenset(name for name in on & levers if calibrate is False or not REGISTRY[name].once),
+        calibrate=calibrate if levers else False,
         total_steps=plan.total_steps,
         compiled=any(REGISTRY[name].once for name in on - levers),
         graphs=max((algorithm.graphs() for algorithm in plan.algorithms), default=1),
         forward=host.forward,
+        asked=asked if verify else (),
+        verify=verify,
     )
 
 

@@ -164,6 +164,8 @@ class Entry:
         displaces: Names that are dropped when this one is on (MindSpore's precedence rule).
         lever: Whether it only changes the speed of a step, so that a trial may switch it on and off.
         once: Whether it costs time once, such as compilation.
+        lower: Whether it computes in a lower precision. Other levers change results by rounding only.
+        of_optimizer: Whether it changes the update alone.
         in_no_level: Why no level has it although MindSpore's levels do. Shown if its switch is not read.
     """
 
@@ -179,6 +181,8 @@ class Entry:
     displaces: frozenset[str] = frozenset()
     lever: bool = False
     once: bool = False
+    lower: bool = False
+    of_optimizer: bool = False
     in_no_level: str = ""
 
     @property
@@ -349,6 +353,7 @@ _ENTRIES = (
         unusable=_cast_by_the_trainer,
         unproven=_half_unproven,
         lever=True,
+        lower=True,
     ),
     Entry(
         algorithm=BlockFreeze,
@@ -366,7 +371,7 @@ _ENTRIES = (
         facts=MappingProxyType({"total_steps": "total_steps"}),
         unproven=_freeze_unproven,
     ),
-    Entry(algorithm=FusedOptimizer, summary="updates all parameters in one kernel", lever=True),
+    Entry(algorithm=FusedOptimizer, summary="updates all parameters in one kernel", lever=True, of_optimizer=True),
     Entry(
         algorithm=Compile,
         summary="compiles the model with torch.compile",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -15,8 +16,11 @@ from torch import nn
 from torchboost.calibration.cache import ChoiceCache, key_of
 from torchboost.calibration.choice import Choice, Machine, Source, Verdict
 from torchboost.calibration.next_call import entries_in, is_training_call
+from torchboost.calibration.passes import Call, Passes
 from torchboost.calibration.search import Price, search
-from torchboost.calibration.trial import Call, Pair, Reduce, Trial, copied, free_bytes, needed_bytes, streams_kept
+from torchboost.calibration.snapshot import Snapshot, plain, streams_kept
+from torchboost.calibration.trial import Pair, Reduce, Trial, copied, free_bytes, needed_bytes
+from torchboost.calibration.verify import Checked, verified
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
 from torchboost.core.torch_private import (
     Interceptor,
@@ -30,6 +34,7 @@ from torchboost.core.torch_private import (
 from torchboost.core.wrapping import hookable, unwrap
 from torchboost.distributed.agreement import Agreement
 from torchboost.errors import RankDisagreementError
+from torchboost.graph.recording import tensors_in
 from torchboost.measure.evidence import Interval
 from torchboost.registry import REGISTRY
 
@@ -37,6 +42,7 @@ __all__ = [
     "UNSEEN",
     "Calibrate",
     "Calibration",
+    "Decision",
     "FirstCall",
     "attach_levers",
     "check_calibrate",
@@ -46,6 +52,8 @@ __all__ = [
     "measured_elsewhere",
     "resolved",
 ]
+
+_LOG = logging.getLogger("torchboost")
 
 Calibrate = bool | float | Literal["auto"]
 """``"auto"`` or True: a trial within 1 % of the run and 60 s, but within 40 steps if these are at most 4 % of the run.
@@ -66,18 +74,38 @@ _MOST_SECONDS = 60.0
 _STEPS_WITHOUT_LENGTH = 30
 _LEAST_STEPS = 12
 """A trial of fewer steps could not decide about any lever."""
+_READ_ONCE = "the inputs or the model hold an iterator, which can be read only once"
 _RANKS_TIMEOUT = 600.0
 """Seconds that a rank waits for another one; a rank may compile for minutes."""
-_MEMORY_SHARE = 0.5
-"""The trial takes at most this share of the free memory."""
+_MEMORY_SHARE = 0.1
+"""Share of the free memory for the copy of the optimizer that a contestant steps."""
+_BYTES_PER_ENTRY = 12
+"""Of such a copy: a parameter and two moments."""
 _COMPILE_SECONDS, _COMPILE_SECONDS_PER_MODULE = 8.0, 0.15
 """Expected price of a compilation, before it is measured."""
 _COMPILE_RATIO = 1.5
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What the first training call decides.
+
+    Args:
+        choice: About the levers of the level.
+        refused: Levers of the user that must go -> the reason.
+        checks: Levers that are on -> how far their step is from the plain one, in words.
+        entries: Of the inputs on which it was decided; None if an earlier choice was taken.
+    """
+
+    choice: Choice
+    refused: Mapping[str, str] = field(default_factory=dict)
+    checks: Mapping[str, str] = field(default_factory=dict)
+    entries: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What a trial needs to know about a run.
+    """What the first training call needs to know about a run.
 
     Args:
         levers: The algorithms that a trial may switch on and off.
@@ -88,6 +116,8 @@ class Calibration:
         compiled: Whether the model is compiled whatever the levers are.
         graphs: The most graphs of a compiled model over the run; the trial compiles one of them.
         forward: Makes the context in which a trainer computes each forward pass.
+        asked: Levers that the user has named. They are not measured, but checked.
+        verify: Whether the levers that are on are compared with the plain step.
     """
 
     levers: tuple[Algorithm, ...]
@@ -98,12 +128,15 @@ class Calibration:
     compiled: bool = False
     graphs: int = 1
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    asked: tuple[Algorithm, ...] = ()
+    verify: bool = True
 
     def without(self, name: str) -> Calibration:
         """Return the same without one lever."""
         return replace(
             self,
             levers=tuple(lever for lever in self.levers if lever.name != name),
+            asked=tuple(lever for lever in self.asked if lever.name != name),
             compiled=self.compiled and not REGISTRY[name].once,
         )
 
@@ -129,6 +162,8 @@ class Calibration:
 
     def obstacle(self, model: nn.Module) -> str | None:
         """Return why no trial takes place; None if it does."""
+        if self.calibrate is False:
+            return "calibrate=False"
         if self.compiled:
             return "compile was asked for, and the trial runs the other levers uncompiled"
         too_short = self.too_short
@@ -142,29 +177,31 @@ class Calibration:
     def before(self, algorithms: Iterable[Algorithm], target: Target) -> Pair | None:
         """Return copies of a pair for the trial to compare with, if other algorithms than levers change the model."""
         levers = {lever.name for lever in self.levers}
-        if not any(a.needs_transform(target.model) for a in algorithms if a.name not in levers):
+        changing = any(a.needs_transform(target.model) for a in algorithms if a.name not in levers)
+        if self.calibrate is False or not changing:
             return None
         try:
             return copied(target.model, target.optimizer)
-        except TypeError:  # then the trial does not take place either
+        except TypeError:  # then this comparison does not take place
             return None
 
     def without_trial(self, reason: str, source: Source = "prior") -> Choice:
         """Return the choice of the prior, with the reason why nothing was measured."""
-        return Choice(verdicts=tuple(self._unmeasured(lever, reason) for lever in self.levers), source=source)
+        levers = self.levers if self.calibrate is not False else [a for a in self.levers if a.name in self.prior]
+        return Choice(verdicts=tuple(self._unmeasured(lever, reason) for lever in levers), source=source)
 
     def _unmeasured(self, lever: Algorithm, reason: str) -> Verdict:
         reason = self.fixed.get(lever.name, reason)
         return Verdict(lever=lever.name, kept=lever.name in self.prior, reason=f"not measured: {reason}")
 
     def measure(
-        self, target: Target, call: Call, reduce: Reduce | None = None, *, before: Pair | None = None
+        self, target: Target, passes: Passes, reduce: Reduce | None = None, *, before: Pair | None = None
     ) -> Choice:
-        """Try the levers on copies of a plain pair. The pair, its inputs and all random generators stay as they are.
+        """Try the levers on the plain pair, which stays as it is.
 
         Args:
             target: Model and optimizer without levers.
-            call: Positional and named arguments of a training call.
+            passes: Passes of the model on a training call, under a snapshot.
             reduce: Takes the largest of each number over the ranks.
             before: Copies from before boost, if the level has changed the model.
         """
@@ -175,26 +212,20 @@ class Calibration:
         if before is not None and _device(before[0]) != device:
             before = None
         available, needed = free_bytes(device), needed_bytes(model, target.optimizer)
-        short = available is not None and needed > _MEMORY_SHARE * available
-        if reduce([float(short)])[0] if reduce is not None else short:
-            free = "too little is" if available is None else f"{available / 2**20:,.0f} MiB are"
-            return self.without_trial(f"the copies need about {needed / 2**20:,.0f} MiB, and {free} free")
+        part = None if available is None else int(_MEMORY_SHARE * available) // _BYTES_PER_ENTRY
         levers = {lever.name: lever for lever in self.levers if lever.name not in self.fixed}
         base = [lever for lever in self.levers if lever.name in self.fixed and lever.name in self.prior]
         try:
-            with (
-                streams_kept(model),
-                closing(
-                    Trial(
-                        *(model, target.optimizer, call, levers),
-                        scaler=target.scaler,
-                        base=base,
-                        reduce=reduce,
-                        before=before,
-                        forward=self.forward,
-                    )
-                ) as trial,
-            ):
+            with closing(
+                Trial(
+                    *(passes, target.optimizer, levers),
+                    scaler=target.scaler,
+                    base=base,
+                    reduce=reduce,
+                    before=None if before is None else (passes.of(before[0]), before[1]),
+                    part=part,
+                )
+            ) as trial:
                 verdicts, ratio = search(
                     sorted(levers, key=lambda name: name not in self.prior),  # what may take long comes last
                     trial,
@@ -208,8 +239,7 @@ class Calibration:
         except RankDisagreementError:
             raise
         except Exception as error:  # a trial must never end a training
-            text = (str(error).splitlines() or [""])[0]
-            return self.without_trial(f"the trial raised {type(error).__name__}: {text}"[:300])
+            return self.without_trial(f"the trial raised {_in_a_line(error)}")
         found = {verdict.lever: verdict for verdict in verdicts}
         return Choice(
             verdicts=tuple(found.get(lever.name) or self._unmeasured(lever, "") for lever in self.levers),
@@ -222,6 +252,47 @@ class Calibration:
             machine=Machine.of(device),
         )
 
+    def check(
+        self, choice: Choice, target: Target, passes: Passes, snapshot: Snapshot, reduce: Reduce | None = None
+    ) -> Decision:
+        """Compare the plain step with that of the chosen levers, and leave out those with which it differs too much."""
+        everything = {lever.name: lever for lever in (*self.levers, *self.asked)}
+        asked = {lever.name for lever in self.asked}
+        wanted = [lever for name, lever in everything.items() if name in choice.kept or name in asked]
+        if not wanted:
+            return Decision(choice)
+        checked = self._checked(wanted, target, passes, snapshot)
+        flags = [float(lever.name not in checked.kept) for lever in wanted]
+        flags = reduce(flags) if reduce is not None else flags
+        gone = {lever.name for lever, flag in zip(wanted, flags, strict=True) if flag}
+        said = {name: checked.said.get(name) or "another rank left it out" for name in gone} | checked.said
+        verdicts = tuple(_off(v, said[v.lever]) if v.kept and v.lever in gone else v for v in choice.verdicts)
+        changed = any(v.kept and v.lever in gone for v in choice.verdicts)
+        choice = choice.model_copy(update={"verdicts": verdicts} | ({"ratio": None} if changed else {}))
+        refused = {name: said[name] for name in sorted(gone & asked)}
+        checks = {lever.name: said[lever.name] for lever in wanted if lever.name not in gone}
+        return Decision(choice, refused=refused, checks=checks)
+
+    def _checked(self, wanted: Sequence[Algorithm], target: Target, passes: Passes, snapshot: Snapshot) -> Checked:
+        names = [lever.name for lever in wanted]
+        if not self.verify:
+            return Checked(names, dict.fromkeys(names, "not checked: verify=False"))
+        try:
+            if snapshot.has_iterator:
+                raise ValueError(_READ_ONCE)
+            return verified(wanted, passes, snapshot, target.optimizer, scaler=target.scaler)
+        except Exception as error:  # a check must never end a training
+            return Checked(names, dict.fromkeys(names, f"not checked: {_in_a_line(error)}"))
+
+
+def _off(verdict: Verdict, reason: str) -> Verdict:
+    return verdict.model_copy(update={"kept": False, "reason": reason})
+
+
+def _in_a_line(error: Exception) -> str:
+    text = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {text}"[:300]
+
 
 class FirstCall(Interceptor):
     """Waits in front of a model for the first training call, decides about the levers, and lets the call run.
@@ -233,8 +304,9 @@ class FirstCall(Interceptor):
         target: The pair. Its levers are attached as the prior says.
         attached: All attachments of the pair; the levers among them are replaced.
         calibration: What to decide and at what price.
-        decided: Called after the levers were attached, with the choice and the entries of the inputs that it was
-            measured on; None if these are not known, after :meth:`give`.
+        decided: Called after the levers were attached.
+        recheck: Called after the check on the first inputs of other shapes, with the levers that must go, and the
+            words about the others.
         before: Copies from before boost, if the level has changed the model. They are freed with this object.
         again: The key in the cache of a choice that is measured once more and replaced; None for a first choice.
 
@@ -247,8 +319,9 @@ class FirstCall(Interceptor):
         target: Target,
         attached: AttachedAlgorithms,
         calibration: Calibration,
-        decided: Callable[[Choice, int | None], None],
+        decided: Callable[[Decision], None],
         *,
+        recheck: Callable[[Mapping[str, str], Mapping[str, str]], None] | None = None,
         before: Pair | None = None,
         again: str | None = None,
     ) -> None:
@@ -256,7 +329,7 @@ class FirstCall(Interceptor):
         self._calibration, self._decided = calibration, decided
         self._model = target.model
         self.given: Choice | None = None
-        self._before, self._again, self.key = before, again is not None, again
+        self._before, self._again, self.key, self._recheck = before, again is not None, again, recheck
         self.compiled = compiled_call(self._model)
         set_compiled_call(self._model, self)
 
@@ -270,37 +343,60 @@ class FirstCall(Interceptor):
     def decide(self, call: Call) -> None:
         """Choose, and attach what was chosen. If this is interrupted, the next training call decides."""
         calibration, ranks = _on_ranks(self._calibration, self._model)
-        optimizer = hookable(self._target.optimizer)
-        places = step_pre_hook_keys(optimizer)
-        open_now = [lever for lever in calibration.levers if lever.name not in calibration.fixed]
-        before = [lever for lever in open_now if lever.name in self._attached]
-        if ranks is None and self.key is None:
+        if calibration.calibrate is False:
+            calibration = replace(calibration, prior=frozenset(self._attached))
+        if ranks is None and self.key is None and calibration.calibrate is not False:
             self.key = _key(calibration, self._target, call)
         choice = self.given
         if choice is None and self.key and not self._again:
             choice = ChoiceCache().load(self.key)
-        if choice is None and calibration.obstacle(self._model) is not None:
-            choice = self._measured(calibration, ranks, call, None)
+        if choice is None and (obstacle := calibration.obstacle(self._model)) is not None:
+            choice = calibration.without_trial(obstacle)
         self.remove()
-        # A trial needs the plain pair. Without one, levers that stay on are not attached again, which takes long.
-        for lever in before:
-            if choice is None or lever.name not in choice.kept:
-                self._attached.detach(lever.name)
         try:
-            if choice is None:
-                choice = self._measured(calibration, ranks, call, self.key)
-            missing = [lever for lever in open_now if lever.name in choice.kept and lever.name not in self._attached]
-            attach_levers(self._target, self._attached, missing, places)
+            with _ranks_agree(calibration, ranks) as (calibration, reduce):
+                if choice is None and ranks == []:
+                    choice = calibration.without_trial("several ranks decide together only under DDP")
+                decision = self._on_the_plain_pair(calibration, choice, call, reduce)
         except BaseException:
-            with streams_kept(self._model):
-                missing = [lever for lever in before if lever.name not in self._attached]
-                attach_levers(self._target, self._attached, missing, places)
             self.key = self.key if self._again else None
             self.compiled = compiled_call(self._model)
             set_compiled_call(self._model, self)
             raise
+        choice = decision.choice
+        if self.key and choice.source == "trial" and not any(v.interrupted for v in choice.verdicts):
+            ChoiceCache().store(self.key, choice)
         self._before = None
-        self._decided(choice, None if self.given is not None else entries_in(*call))
+        entries = None if self.given is not None else entries_in(*call)
+        if self._recheck is not None and decision.checks and calibration.verify:
+            _OtherShapes(self._target, self._attached, calibration, self._recheck, call)
+        self._decided(replace(decision, entries=entries))
+
+    def _on_the_plain_pair(
+        self, calibration: Calibration, choice: Choice | None, call: Call, reduce: Reduce | None
+    ) -> Decision:
+        """Measure if there is no choice, check it, and attach what stays. If this fails, attach what was there."""
+        target, attached = self._target, self._attached
+        levers = [*calibration.levers, *calibration.asked]
+        on = [lever for lever in levers if lever.name in attached]
+        places = step_pre_hook_keys(hookable(target.optimizer))
+        kept = on
+        try:
+            for lever in on:
+                attached.detach(lever.name)
+            with _on_real_inputs(calibration, target, call) as (passes, snapshot):
+                if choice is None and snapshot.has_iterator:
+                    choice = calibration.without_trial(_READ_ONCE)
+                elif choice is None:
+                    choice = calibration.measure(target, passes, reduce, before=self._before)
+                decision = calibration.check(choice, target, passes, snapshot, reduce)
+            names = {*decision.choice.kept, *(lever.name for lever in calibration.asked)} - set(decision.refused)
+            kept = [lever for lever in levers if lever.name in names]
+            return decision
+        finally:
+            with streams_kept(self._model):
+                missing = [lever for lever in kept if lever.name not in attached]
+                attach_levers(target, attached, missing, places)
 
     def give(self, choice: Choice) -> None:
         """Use a choice that was made earlier instead of a trial. Levers that are not among ours are ignored."""
@@ -309,7 +405,7 @@ class FirstCall(Interceptor):
     def withdraw(self, name: str) -> None:
         """Decide nothing about one lever. If none is left, stop waiting."""
         self._calibration = self._calibration.without(name)
-        if not self._calibration.levers:
+        if not (self._calibration.levers or self._calibration.asked):
             self.remove()
             self._before = None
 
@@ -318,13 +414,59 @@ class FirstCall(Interceptor):
         if interceptor_of(self._model) is self:
             set_compiled_call(self._model, self.compiled)
 
-    def _measured(self, calibration: Calibration, ranks: list[int] | None, call: Call, key: str | None) -> Choice:
-        if ranks is not None:
-            return _agreed(calibration, ranks, self._target, call, before=self._before)
-        choice = calibration.measure(self._target, call, before=self._before)
-        if key and choice.source == "trial" and not any(v.interrupted for v in choice.verdicts):
-            ChoiceCache().store(key, choice)
-        return choice
+
+class _OtherShapes(Interceptor):
+    """Waits for the first training call with inputs of other shapes, and checks the levers that are on once more."""
+
+    def __init__(
+        self,
+        target: Target,
+        attached: AttachedAlgorithms,
+        calibration: Calibration,
+        checked: Callable[[Mapping[str, str], Mapping[str, str]], None],
+        call: Call,
+    ) -> None:
+        self._target, self._attached, self._calibration, self._checked = target, attached, calibration, checked
+        self._model, self._shapes = target.model, _shapes(call)
+        self.compiled = compiled_call(self._model)
+        set_compiled_call(self._model, self)
+        attached.with_undo(self.remove)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a call of the model."""
+        if _shapes((args, kwargs)) != self._shapes and is_training_call(self._model, args, kwargs):
+            self.remove()
+            self._check((args, kwargs))
+            return self._model(*args, **kwargs)
+        return self.pass_on(self._model, *args, **kwargs)
+
+    def remove(self) -> None:
+        """Stop waiting. A second call does nothing."""
+        if interceptor_of(self._model) is self:
+            set_compiled_call(self._model, self.compiled)
+
+    def _check(self, call: Call) -> None:
+        target, attached = self._target, self._attached
+        calibration, ranks = _on_ranks(self._calibration, self._model)
+        levers = [lever for lever in (*calibration.levers, *calibration.asked) if lever.name in attached]
+        calibration = replace(calibration, levers=(), asked=tuple(levers))
+        places = step_pre_hook_keys(hookable(target.optimizer))
+        refused: Mapping[str, str] = {}
+        try:
+            for lever in levers:
+                attached.detach(lever.name)
+            with _ranks_agree(calibration, ranks) as (_, reduce), _on_real_inputs(calibration, target, call) as found:
+                decision = calibration.check(Choice(verdicts=(), source="prior"), target, *found, reduce)
+                refused = decision.refused
+        finally:
+            with streams_kept(self._model):
+                staying = [lever for lever in levers if lever.name not in refused]
+                attach_levers(target, attached, staying, places)
+        self._checked(refused, decision.checks)
+
+
+def _shapes(call: Call) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors_in(list(call))]
 
 
 def attach_levers(
@@ -356,20 +498,41 @@ def _on_ranks(calibration: Calibration, model: nn.Module) -> tuple[Calibration, 
     return replace(calibration, fixed=fixed), dist.get_process_group_ranks(ddp.process_group)
 
 
-def _agreed(calibration: Calibration, ranks: list[int], target: Target, call: Call, *, before: Pair | None) -> Choice:
+@contextmanager
+def _ranks_agree(calibration: Calibration, ranks: list[int] | None) -> Iterator[tuple[Calibration, Reduce | None]]:
+    """Yield what the ranks decide together, and how they do it; None if each decides for itself."""
     if not ranks:
-        return calibration.without_trial("several ranks decide together only under DistributedDataParallel")
+        yield calibration, None
+        return
     agreement = Agreement(ranks, subject="the trial of the speed levers", timeout=_RANKS_TIMEOUT)
     try:
         # The speed of bfloat16 is measured on each rank, so the ranks may expect different levers to pay.
         absent = agreement.largest([float(a.name not in calibration.prior) for a in calibration.levers], step="prior")
         common = frozenset(a.name for a, missing in zip(calibration.levers, absent, strict=True) if not missing)
-        calibration = replace(calibration, prior=common)
-        return calibration.measure(
-            target, call, lambda numbers: agreement.largest(numbers, step="sample"), before=before
-        )
+        yield replace(calibration, prior=common), lambda numbers: agreement.largest(numbers, step="sample")
     finally:
         agreement.close()
+
+
+@contextmanager
+def _on_real_inputs(calibration: Calibration, target: Target, call: Call) -> Iterator[tuple[Passes, Snapshot]]:
+    """Yield passes of the plain model on a call, and the snapshot from which everything is restored at the end."""
+    model = target.model
+    held = {id(p) for p in model.parameters()}
+    outside = [p for g in hookable(target.optimizer).param_groups for p in g["params"] if id(p) not in held]
+    device = _device(model)
+    free = free_bytes(device) if device.type == "cuda" else None
+    with streams_kept(model), plain(model):
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        snapshot = Snapshot(model, call, outside, elsewhere=free is not None and 4 * size > free)
+        try:
+            yield Passes(model, call, snapshot, others=outside, forward=calibration.forward), snapshot
+        finally:
+            if snapshot.restore() == "":
+                _LOG.warning(
+                    "A pass of the trial changed a large array or tensor that the model holds as an attribute, and it "
+                    "was not restored. Register it as a buffer, or use boost(..., calibrate=False, verify=False)."
+                )
 
 
 def _key(calibration: Calibration, target: Target, call: Call) -> str | None:
@@ -424,7 +587,8 @@ def explain(choice: Choice) -> str:
     for verdict in choice.verdicts:
         interval = verdict.ratio
         figure = "" if interval is None else f" ({interval.low:.2f} to {interval.high:.2f}, {verdict.pairs} pairs)"
-        lines.append(f"  {verdict.lever}  {'on' if verdict.kept else 'off'}: {verdict.reason}{figure}")
+        check = f"; {verdict.check}" if verdict.check else ""
+        lines.append(f"  {verdict.lever}  {'on' if verdict.kept else 'off'}: {verdict.reason}{figure}{check}")
     if choice.ratio is not None:
         lines.append(f"  together {gain(choice.ratio)}")
     return "\n".join(lines)

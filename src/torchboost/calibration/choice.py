@@ -63,6 +63,7 @@ class Verdict(_Record):
         price: Seconds that it costs once, such as those of a compilation; 0 if it is not tried or costs nothing.
         interrupted: Whether its first steps took longer than the trial had left. The compiler keeps parts of its work
             on disk, so a later start may come to a decision.
+        check: How far its step was found to be from the plain one, in words; empty if it is off.
     """
 
     lever: str
@@ -72,6 +73,7 @@ class Verdict(_Record):
     pairs: int = 0
     price: float = 0.0
     interrupted: bool = False
+    check: str = ""
 
 
 class Choice(_Record):

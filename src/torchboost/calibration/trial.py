@@ -1,97 +1,93 @@
-"""Training steps on copies of a model and its optimizer, timed in pairs. The originals are never run or changed."""
+"""Training steps of the user's own model, with levers attached in turns and timed in pairs. It stays as it was."""
 
 from __future__ import annotations
 
 import copy
 import math
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchboost.calibration.passes import Passes
+from torchboost.calibration.snapshot import belongs_to_torch
 from torchboost.calibration.time_limit import TimeUp, time_limit
-from torchboost.core.algorithm import Algorithm, Target, attach_all
-from torchboost.core.torch_private import module_hooks
+from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
+from torchboost.core.torch_private import hooks_of_optimizer, module_hooks
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
-from torchboost.graph.recording import tensors_in
-from torchboost.graph.twin import parameter_bytes, twin
+from torchboost.graph.twin import twin
 from torchboost.measure.stopwatch import Clock, collector_off
 
-__all__ = ["Pair", "Trial", "copied", "free_bytes", "needed_bytes", "streams_kept"]
+__all__ = ["Pair", "Reduce", "Trial", "copied", "free_bytes", "needed_bytes", "optimizer_over", "restride"]
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 Pair = tuple[nn.Module, Optimizer]
 Reduce = Callable[[list[float]], list[float]]
 """Return for each number the largest one of all ranks. Infinity stands for a step that failed."""
 
 _WARM_STEPS = 2
-_COPIES = 2
+_LEAST_PART = 2**22
+"""An optimizer over no more parameters than this is always copied whole."""
 
 
 class Trial:
-    """The bench of a search: an incumbent and a challenger, each a copy of the pair with some levers attached.
+    """The bench of a search: an incumbent and a challenger, which are sets of levers.
 
-    A step is forward, backward and update on the inputs of one real call. The loss of the loop is not known here. If
-    the model returns a loss, it is used; otherwise a fixed random gradient enters at the outputs. The learning rate of
-    the copies is 0, so that their weights stay in range. Hooks of the user are not copied.
+    A step is forward and backward of the model itself, in turns with and without the levers, and an update by a copy
+    of the optimizer over copies of parameters. The learning rate of the copy is 0.
 
     Args:
-        model: The plain model, as the loop calls it.
-        optimizer: Its optimizer, which calls hooks.
-        call: Positional and named arguments of one training call.
+        passes: Passes of the plain model, under a snapshot.
+        optimizer: The optimizer of the loop.
         levers: Name -> algorithm.
         scaler: Scaler of the loop, for levers that need one.
         base: Algorithms that every contestant has.
         reduce: Combines numbers over the ranks; None for one rank.
-        before: Model and optimizer as they were before boost, if the level has changed the model.
-        forward: Makes the context of each forward pass, such as the mixed precision of a trainer.
+        before: Passes and optimizer of a copy from before boost, if the level has changed the model.
+        part: The most entries of parameters that the copy of the optimizer has; the time of its steps is scaled.
 
     Raises:
-        TypeError: The model or the optimizer cannot be copied.
+        TypeError: The optimizer cannot be copied.
         IncompatibleError: No output of the model depends on its parameters.
 
-    Cost: memory for two copies of parameters, gradients and optimizer state, and for the activations of one step.
+    Cost: memory for copies of parameters and optimizer state, twice while a lever is tried.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        passes: Passes,
         optimizer: Optimizer,
-        call: Call,
         levers: Mapping[str, Algorithm],
         *,
         scaler: Any = None,
         base: Sequence[Algorithm] = (),
         reduce: Reduce | None = None,
-        before: Pair | None = None,
-        forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        before: tuple[Passes, Optimizer] | None = None,
+        part: int | None = None,
     ) -> None:
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = next((p.device for p in passes.parameters), torch.device("cpu"))
         self._clock = Clock.of(device)
         self._began = self._clock()
-        self._pair, self._call = (model, optimizer), call
-        self._before, self._forward = before, forward
-        self._levers, self._scaler, self._base = levers, scaler, base
+        self._now, self._before = (passes, optimizer), before
+        self._levers, self._scaler, self._base, self._part = levers, scaler, base, part
         self._reduce = reduce if reduce is not None else list
         self._turn = 0
+        self._active: _Contestant | None = None
         self._incumbent, _, self.step_seconds = self._warmed((), math.inf)
         self._challenger = self._incumbent
 
     def build(self, levers: Sequence[str], *, within: float) -> float:
-        """Copy the pair, attach levers and run the first steps; return the seconds above those of later steps."""
-        self._free_challenger()
+        """Attach levers and run the first steps; return the seconds above those of later steps."""
+        self._challenger = self._incumbent
         self._challenger, spent, steady = self._warmed(levers, within)
         return max(0.0, spent - _WARM_STEPS * steady)
 
     def build_plain(self, *, within: float) -> None:
-        """Copy the pair from before boost and run the first steps."""
-        self._free_challenger()
+        """Make the challenger the pair from before boost and run the first steps."""
+        self._challenger = self._incumbent
         self._challenger, _, _ = self._warmed((), within, before=True)
 
     def sample(self, *, within: float) -> tuple[float, float]:
@@ -101,32 +97,36 @@ class Trial:
         if self._turn % 2:
             pair.reverse()
         times = [math.inf, math.inf]
-        with collector_off(), suppress(TimeUp), time_limit(within):
+        until = self._clock() + within
+        with collector_off(), suppress(TimeUp):
             for place, each in enumerate(pair):
-                times[place] = self._safe_seconds(each)
+                times[place] = self._safe_seconds(each, until - self._clock())
         if self._turn % 2:
             times.reverse()
         base, own = self._reduce(times)
         return base, own
 
     def promote(self) -> None:
-        """Make the challenger the incumbent; the old incumbent is freed."""
-        self._incumbent, self._challenger = self._challenger, self._incumbent
-        self._free_challenger()
+        """Make the challenger the incumbent."""
+        self._incumbent = self._challenger
 
     def close(self) -> None:
-        """Free both contestants. The trial cannot be used after this."""
-        self._free_challenger()
-        self._incumbent.free()
-
-    def _free_challenger(self) -> None:
-        if self._challenger is not self._incumbent:
-            self._challenger.free()
-            self._challenger = self._incumbent
+        """Remove all levers. The trial cannot be used after this."""
+        self._activate(None)
 
     def elapsed(self) -> float:
         """Return the seconds since the trial began, on the slowest rank."""
         return self._reduce([self._clock() - self._began])[0]
+
+    def _activate(self, contestant: _Contestant | None) -> None:
+        if self._active is contestant:
+            return
+        active, self._active = self._active, None
+        if active is not None:
+            active.detach()
+        if contestant is not None:
+            contestant.attach()
+            self._active = contestant
 
     def _warmed(
         self, levers: Sequence[str], within: float, *, before: bool = False
@@ -138,14 +138,18 @@ class Trial:
             algorithms = [*self._base, *(self._levers[name] for name in levers)]
             for algorithm in algorithms:
                 algorithm.load()
-            left = within - (self._clock() - started)
-            # The collector takes a seventh of a compilation.
-            with collector_off(), time_limit(left) if within < math.inf else nullcontext():
-                made, steady = self._first_steps(algorithms, before=before)
+            passes, optimizer = self._before if before and self._before is not None else self._now
+            until = started + within
+            contestant = _Contestant(passes, optimizer, algorithms, self._scaler, self._part)
+            with collector_off():  # the collector takes a seventh of a compilation
+                seconds = [self._step_seconds(contestant, until - self._clock()) for _ in range(_WARM_STEPS)]
+            made, steady = contestant, seconds[-1]
         except TimeUp:
             failure = TimeoutError(f"its first steps take longer than the {within:.1f} s that the trial had left")
         except Exception as error:  # levers may raise anything; the other ranks are told before it is raised here
             failure = error
+        if failure is not None:
+            self._activate(None)
         spent, steady = self._reduce([self._clock() - started, steady])
         if failure is not None:
             raise failure
@@ -153,90 +157,166 @@ class Trial:
             raise IncompatibleError("another rank could not run it; see the log of that rank.")
         return made, spent, steady
 
-    def _first_steps(self, algorithms: Sequence[Algorithm], *, before: bool) -> tuple[_Contestant, float]:
-        pair = self._before if before and self._before is not None else self._pair
-        made = _Contestant(pair, self._call, algorithms, self._scaler, self._forward)
+    def _safe_seconds(self, contestant: _Contestant, within: float) -> float:
         try:
-            return made, [self._step_seconds(made) for _ in range(_WARM_STEPS)][-1]
-        except BaseException:
-            made.free()
-            raise
-
-    def _safe_seconds(self, contestant: _Contestant) -> float:
-        try:
-            return self._step_seconds(contestant)
+            return self._step_seconds(contestant, within)
         except Exception:  # a step that fails late counts as infinitely slow, so that the lever is dropped
             return math.inf
 
-    def _step_seconds(self, contestant: _Contestant) -> float:
-        contestant.prepare()
-        started = self._clock()
-        contestant.step()
-        return self._clock() - started
+    def _step_seconds(self, contestant: _Contestant, within: float) -> float:
+        """Time one step. Only the step is interrupted, never the change of levers before it."""
+        self._activate(contestant)
+        contestant.passes.prepare()
+        try:
+            with time_limit(within) if within < math.inf else nullcontext():
+                return contestant.step(self._clock)
+        finally:
+            contestant.passes.finish()
 
 
 class _Contestant:
-    """A copy of model and optimizer with levers attached."""
+    """A set of levers for the model, and a copy of the optimizer with them."""
 
     def __init__(
-        self,
-        pair: Pair,
-        call: Call,
-        levers: Sequence[Algorithm],
-        scaler: Any,
-        forward: Callable[[], AbstractContextManager[Any]],
+        self, passes: Passes, optimizer: Optimizer, levers: Sequence[Algorithm], scaler: Any, part: int | None
     ) -> None:
-        self.model, self.optimizer = copied(*pair)
-        self._originals = {id(tensor) for tensor in [*pair[0].parameters(), *pair[0].buffers()]}
-        self._call, self._inputs, self._forward = call, call, forward
-        self._gradients: list[Tensor] | None = None
-        target = Target(self.model, self.optimizer, copy.deepcopy(scaler))
-        self.attached = attach_all(target, levers)
+        self.passes, self._levers, self._scaler = passes, levers, scaler
+        self.optimizer, self._pairs, self._share = optimizer_over(optimizer, passes.parameters, part)
+        self._attached: AttachedAlgorithms | None = None
         _stop_learning(self.optimizer)
 
-    def prepare(self) -> None:
-        """Copy the inputs, which a forward may change; outside the timed part of a step."""
-        self._inputs = _copied_inputs(self._call)
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            torch.clear_autocast_cache()  # an autocast context of the loop would keep the casts of the last step
+    def attach(self) -> None:
+        """Attach the levers, and give the copies of parameters the strides that the parameters then have."""
+        self._attached = attach_all(Target(self.passes.model, self.optimizer, self._scaler), self._levers)
+        for parameter, copied in self._pairs:
+            if parameter.stride() != copied.stride():
+                restride(copied, self.optimizer.state.get(copied, {}), parameter)
 
-    def step(self) -> None:
-        """Forward, backward, update."""
-        args, kwargs = self._inputs
-        with self._forward():
-            outputs = _differentiable(self.model(*args, **kwargs))
-        if not outputs:
-            raise IncompatibleError("no output of the model depends on its parameters, so there is no backward pass")
-        if self._gradients is None or [g.shape for g in self._gradients] != [o.shape for o in outputs]:
-            self._gradients = [_gradient_for(output) for output in outputs]
-        gradients = [g.to(o.dtype) for g, o in zip(self._gradients, outputs, strict=True)]
-        torch.autograd.backward(outputs, gradients)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def detach(self) -> None:
+        """Remove the levers."""
+        if self._attached is not None:
+            self._attached.remove()
+            self._attached = None
 
-    def free(self) -> None:
-        """Give the memory of the tensors back now. Levers refer to their target in cycles, which would keep it."""
-        for tensor in [*self.model.parameters(), *self.model.buffers()]:
-            if id(tensor) not in self._originals:  # a module may share tensors with its copies
-                tensor.grad = None
-                tensor.data = tensor.new_empty(0)
-        self.optimizer.state.clear()
-        self._inputs, self._gradients = ((), {}), None
+    def step(self, clock: Clock) -> float:
+        """Forward, backward, update. Return the seconds."""
+        began = clock()
+        gradients = self.passes.run().gradients
+        between = clock() if self._share < 1 else began
+        by_parameter = {id(p): g for p, g in zip(self.passes.parameters, gradients, strict=False)}
+        for parameter, copied in self._pairs:
+            copied.grad = by_parameter[id(parameter)]
+        type(self.optimizer).step(self.optimizer)  # not that of the instance, which a scheduler binds to the original
+        for _, copied in self._pairs:
+            copied.grad = None
+        ended = clock()
+        return (between - began) + (ended - between) / self._share if self._share < 1 else ended - began
+
+
+def optimizer_over(
+    optimizer: Optimizer, parameters: Sequence[Tensor], part: int | None = None
+) -> tuple[Optimizer, list[tuple[Tensor, Tensor]], float]:
+    """Copy an optimizer over copies of the parameters, or of a part of them.
+
+    Args:
+        optimizer: Of the loop. Its hooks are not copied; modules that it refers to are shared.
+        parameters: Those that get a gradient.
+        part: The most entries to copy; None copies all.
+
+    Returns:
+        The copy, each parameter with its copy, and the copied share of the entries.
+
+    Raises:
+        TypeError: It cannot be copied.
+    """
+    inner = hookable(optimizer)
+    held = [p for group in inner.param_groups for p in group["params"]]
+    wanted = {id(p) for p in parameters}
+    chosen = _part([p for p in held if id(p) in wanted], part)
+    copies = {id(p): _copied(p) for p in chosen}
+    absent = nn.Parameter(torch.empty(0))
+    memo: dict[int, Any] = {id(p): copies.get(id(p), absent) for p in held}
+    left_out = [value for p in held if id(p) not in copies for value in inner.state.get(p, {}).values()]
+    memo |= {id(value): None for value in left_out if isinstance(value, Tensor)}
+    made = _deepcopy(inner, memo)
+    for group in made.param_groups:
+        group["params"] = [p for p in group["params"] if p is not absent]
+    made.state.pop(absent, None)
+    entries = sum(p.numel() for p in held if id(p) in wanted)
+    share = sum(p.numel() for p in chosen) / entries if entries else 1.0
+    return made, [(p, copies[id(p)]) for p in chosen], share
+
+
+def _deepcopy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """Copy an optimizer without its hooks. Modules that it refers to are shared."""
+    memo |= {id(hook): hook for hooks in hooks_of_optimizer(optimizer) for hook in hooks.values()}
+    memo |= {id(value): value for value in vars(optimizer).values() if isinstance(value, nn.Module)}
+    try:
+        made = copy.deepcopy(optimizer, memo)
+        if made is optimizer:
+            raise ValueError("its copy is the optimizer itself")
+    except Exception as error:  # attributes of the user's optimizer may raise anything
+        raise TypeError(
+            f"this {type(optimizer).__name__} cannot be copied ({type(error).__name__}: {error})"
+        ) from error
+    for hooks in hooks_of_optimizer(made):
+        hooks.clear()
+    return made
+
+
+def _part(parameters: list[Tensor], most: int | None) -> list[Tensor]:
+    """Return parameters of every size, evenly from all layers, of no more than so many entries."""
+    entries = sum(p.numel() for p in parameters)
+    if most is None or entries <= max(most, _LEAST_PART):
+        return parameters
+    every = -(-entries // max(most, _LEAST_PART))
+    return sorted(parameters, key=Tensor.numel)[::every]
+
+
+def _copied(parameter: Tensor) -> nn.Parameter:
+    copied = parameter.detach().clone(memory_format=torch.preserve_format)
+    return nn.Parameter(copied, requires_grad=parameter.requires_grad)
+
+
+def restride(copied: Tensor, state: dict[Any, Any], like: Tensor) -> None:
+    """Give a copy of a parameter, and what of its state has its shape, the strides of ``like``."""
+    followers = [v for v in state.values() if isinstance(v, Tensor) and v.shape == copied.shape]
+    for tensor in (copied, *followers):
+        tensor.data = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
+            tensor
+        )
+
+
+def copied(model: nn.Module, optimizer: Optimizer) -> Pair:
+    """Return copies of a model and its optimizer, without the hooks of the user.
+
+    Raises:
+        TypeError: One of them cannot be copied.
+    """
+    made = twin(model)
+    for before, after in zip(model.modules(), made.modules(), strict=True):
+        after.training = before.training
+        for registered in module_hooks(after):
+            for key in [key for key, hook in registered.items() if not belongs_to_torch(hook)]:
+                del registered[key]
+    memo: dict[int, Any] = {id(p): q for p, q in zip(model.parameters(), made.parameters(), strict=True)}
+    return made, _deepcopy(hookable(optimizer), memo)
 
 
 def needed_bytes(model: nn.Module, optimizer: Optimizer) -> int:
     """Estimate the peak memory of a trial beyond that of the pair.
 
-    It is that of two copies of parameters, buffers and optimizer state, and of the gradients and the casts of autocast
-    of one of them. An optimizer without state, such as one before its first step, counts as one with two moments.
-    Activations, inputs and outputs do not count.
+    It is a copy of parameters and buffers, two copies of parameters and state for the optimizers of two contestants,
+    and the gradients of two passes. An optimizer without state, such as one before its first step, counts as one with
+    two moments. Activations, inputs and outputs do not count.
 
     Cost: no tensor is read or copied.
     """
-    parameters, buffers = parameter_bytes(model), sum(b.numel() * b.element_size() for b in model.buffers())
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
     held = [v for entry in hookable(optimizer).state.values() for v in entry.values() if isinstance(v, Tensor)]
     state = sum(v.numel() * v.element_size() for v in held) if held else 2 * parameters
-    return _COPIES * (parameters + buffers + state) + 2 * parameters
+    return parameters + buffers + 2 * (parameters + state) + 2 * parameters
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -251,48 +331,6 @@ def free_bytes(device: torch.device) -> int | None:
     return int(found[0]) * 1024 if found else None
 
 
-@contextmanager
-def streams_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the random generators of torch, Python and NumPy at the end. Other threads must not draw meanwhile."""
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    state = numpy.random.get_state() if numpy is not None else None
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            if numpy is not None:
-                numpy.random.set_state(state)
-
-
-def copied(model: nn.Module, optimizer: Optimizer) -> Pair:
-    """Return copies of a model and its optimizer, without the hooks of the user.
-
-    Raises:
-        TypeError: One of them cannot be copied.
-    """
-    made = twin(model)
-    for before, after in zip(model.modules(), made.modules(), strict=True):
-        after.training = before.training
-        for registered in module_hooks(after):
-            for key in [key for key, hook in registered.items() if not _belongs_to_torch(hook)]:
-                del registered[key]
-    memo: dict[int, Any] = {id(p): q for p, q in zip(model.parameters(), made.parameters(), strict=True)}
-    try:
-        return made, copy.deepcopy(hookable(optimizer), memo)
-    except Exception as error:  # attributes of the user's optimizer may raise anything
-        raise TypeError(
-            f"this {type(optimizer).__name__} cannot be copied ({type(error).__name__}: {error})"
-        ) from error
-
-
-def _belongs_to_torch(hook: Any) -> bool:
-    """Whether a hook computes a part of the model, as those of the old ``weight_norm`` do."""
-    home = getattr(hook, "__module__", None) or type(hook).__module__
-    return home.split(".")[0] == "torch"
-
-
 def _stop_learning(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         rate = group.get("lr")
@@ -300,34 +338,3 @@ def _stop_learning(optimizer: Optimizer) -> None:
             group["lr"] = torch.zeros_like(rate)
         elif isinstance(rate, (int, float)):
             group["lr"] = 0.0
-
-
-def _copied_inputs(value: Any, made: dict[int, Tensor] | None = None) -> Any:
-    """Copy the tensors in containers. A tensor that occurs twice does so in the copy; compiled graphs depend on it."""
-    made = {} if made is None else made
-    if isinstance(value, Tensor):
-        if id(value) not in made:
-            copied = value.detach().clone(memory_format=torch.preserve_format)
-            made[id(value)] = copied.requires_grad_(value.requires_grad)
-        return made[id(value)]
-    if type(value) in (tuple, list):
-        return type(value)(_copied_inputs(entry, made) for entry in value)
-    if type(value) is dict:
-        return {key: _copied_inputs(entry, made) for key, entry in value.items()}
-    return value
-
-
-def _differentiable(outputs: Any) -> list[Tensor]:
-    """Return the loss if the model returns one, otherwise the outputs through which gradients flow back."""
-    found = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-    losses = [tensor for tensor in found if tensor.numel() == 1]
-    return losses[:1] if losses else found
-
-
-def _gradient_for(output: Tensor) -> Tensor:
-    """Return a fixed gradient of norm 1 with the shape of ``output``. The default generators are not used."""
-    if output.numel() == 1:
-        return torch.ones_like(output, requires_grad=False)
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(output.shape, generator=generator) / max(1.0, output.numel() ** 0.5)
-    return values.to(output.device, output.dtype)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from torchboost.core.algorithm import Attachment
 from torchboost.core.torch_private import MAKES_REPLICAS, make_replica
 
-__all__ = ["Around", "cover_forward", "own_forward", "uncover_copy"]
+__all__ = ["Around", "cover_forward", "own_forward", "uncover_copy", "uncovered"]
 
 Forward = Callable[..., Any]
 """Takes the module as its first argument, like a function in a class."""
@@ -110,6 +111,23 @@ def uncover_copy(model: nn.Module) -> None:
         if function is not None:
             _put_back(module, _lowest(function).own)
             vars(module).pop(MAKES_REPLICAS, None)
+
+
+@contextmanager
+def uncovered(model: nn.Module) -> Iterator[None]:
+    """Run the block with every module of a model uncovered. Covers that the block adds must be gone at its end."""
+    covered = [(module, vars(module)["forward"], _top(module)) for module in model.modules() if _top(module)]
+    try:
+        for module, _, top in covered:
+            own = _own(module, _lowest(top).own)
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+        yield
+    finally:
+        for module, forward, _ in covered:
+            module.forward = forward
 
 
 def _replicate_for_data_parallel(model: nn.Module) -> nn.Module:

@@ -66,9 +66,11 @@ __all__ = [
     "foreach",
     "forget_fused_mark",
     "fused_devices",
+    "gradient_hooks",
     "has_fused_mark",
     "has_gradient_hooks",
     "has_saved_tensor_hooks",
+    "hooks_of_optimizer",
     "inside_compiled",
     "inside_function_transform",
     "interceptor_of",
@@ -79,7 +81,9 @@ __all__ = [
     "keep_step_pre_hook_places",
     "make_replica",
     "memory_stamp",
+    "mode_options",
     "module_hooks",
+    "overrides_dispatch",
     "parameter_slots",
     "recompile_limit",
     "set_compiled_call",
@@ -227,6 +231,20 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+def gradient_hooks(tensor: Tensor) -> list[dict[int, Any]]:
+    """Return the registries of hooks on the gradient of a leaf, to read and to write.
+
+    Reads ``Tensor._backward_hooks`` and ``Tensor._post_accumulate_grad_hooks``.
+    """
+    return [hooks for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks) if hooks]
+
+
+def overrides_dispatch(tensor: Tensor) -> bool:
+    """Whether a tensor is of a class with a ``__torch_dispatch__``, such as DTensor, and has no memory of its own."""
+    kinds: Any = type(tensor), Tensor
+    return kinds[0].__torch_dispatch__ != kinds[1].__torch_dispatch__
+
+
 def check_and_unscale_(grads: list[Tensor], found: Tensor, inverse: Tensor) -> None:
     """Multiply gradients in place and set ``found`` to 1 if one is not finite: what ``GradScaler`` calls.
 
@@ -299,6 +317,11 @@ _REGISTRIES = (
     *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_post_hooks"),
     *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
 )
+
+
+def hooks_of_optimizer(optimizer: Optimizer) -> list[dict[int, Any]]:
+    """Return the registries of an optimizer's hooks, to read and to write: ``_optimizer_step_pre_hooks`` and others."""
+    return [vars(optimizer)[name] for name in _REGISTRIES if name in vars(optimizer)]
 
 
 def without_hooks(attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -406,6 +429,15 @@ def load_compiler() -> None:
     """Import ``torch._dynamo`` and ``torch._inductor``, which takes seconds."""
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch._inductor.compile_fx")
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """Return the options of inductor that a mode of ``torch.compile`` means: ``torch._inductor.list_mode_options``."""
+    if mode is None:
+        return {}
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
 
 
 def recompile_limit() -> int:

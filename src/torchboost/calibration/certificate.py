@@ -1,0 +1,287 @@
+"""Check on the user's own batch that levers change nothing but the speed, before they may stay.
+
+A pass with the levers is compared with the plain one: all outputs that the loop can see, and every gradient. What
+rounding alone may do is measured, too: in one more plain pass, weights and inputs are changed by about as much as
+numbers of their precision are rounded. Levers that are exact up to rounding may differ by a multiple of its effect.
+Lower precision may do what a change of that size does to this network. Memory that was freed is filled with large
+numbers before each pass, so that kernels that read what they have not written show themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchboost.calibration.passes import Noise, Pass, Passes
+from torchboost.calibration.snapshot import Snapshot
+from torchboost.core.algorithm import Algorithm, Target, attach_all
+
+__all__ = ["Bound", "Certificate", "Finding"]
+
+_GARBAGE = 1e30
+_LARGEST_BLOCK = 2**22
+"""Entries of the largest block of memory that is filled; what is larger, the system hands out as zeros."""
+_STEPS_OF_ROUNDING = 64
+_ATTEMPTS = 2
+"""A rounding that moves a ReLU or a maximum to its other side changes gradients by more than its size. If a comparison
+fails, plain passes with changes of so many roundings show how much, so many times."""
+_WIDE_SHARE = 3 / _STEPS_OF_ROUNDING
+_LOWER_ROUNDING = 2.0**-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """How far a tensor may be from that of the plain pass. The largest of the three counts.
+
+    Args:
+        rounding: Times the difference that rounding alone makes in this tensor.
+        own: Relative to the norm of this tensor.
+        whole: Relative to the norm of the whole gradient; does not count for outputs.
+        outputs: Like ``own``, for outputs.
+        most: Relative to the norm of the tensor, the most that rounding may explain. Unrelated gradients of one size
+            differ by 1.4 times their norm.
+        hopeless: A relative difference of outputs or of the whole gradient for which no second attempt is made.
+    """
+
+    rounding: float
+    own: float
+    whole: float
+    outputs: float
+    most: float
+    hopeless: float
+
+    def of(self, response: float, norm: float, whole: float | None) -> float:
+        """Return the allowed difference of one tensor."""
+        own, rest = (self.outputs, 0.0) if whole is None else (self.own, self.whole * whole)
+        return max(min(self.rounding * response, self.most * norm), own * norm, rest)
+
+
+EXACT = Bound(rounding=64.0, own=3e-4, whole=3e-5, outputs=2e-5, most=3.0, hopeless=0.1)
+"""For levers that change the order of additions, and nothing else."""
+LOWER = Bound(rounding=8.0, own=0.6, whole=2**-7, outputs=2**-5, most=3.0, hopeless=0.0)
+"""For levers that compute in bfloat16 or float16. ``rounding`` counts from a change by one part in 256."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The result of one comparison.
+
+    Attributes:
+        reason: Why the levers must not stay, with the number; empty if they may.
+        gradient: Difference of the whole gradient, relative to its norm.
+        outputs: The largest relative difference of an output.
+    """
+
+    reason: str
+    gradient: float
+    outputs: float
+
+
+@dataclass(slots=True, eq=False)
+class _Distances:
+    """How far a pass is from the plain one: one entry for each output and each gradient."""
+
+    outputs: list[float]
+    gradients: list[float]
+    strange: str = ""
+
+
+class Certificate:
+    """Compares passes with levers with the plain pass on one call.
+
+    Args:
+        model: The model without levers. It is the same after each call of a method.
+        passes: Runs them, from a snapshot that it shares.
+        snapshot: Of the model and the call, from before any lever.
+        scaler: Scaler of the loop, for levers that ask for one.
+
+    Attributes:
+        is_random: Whether the pass draws random numbers.
+
+    Cost: two passes at the beginning, one for each check, and up to two more if one fails narrowly. Memory for two
+    gradients.
+    """
+
+    def __init__(self, model: nn.Module, passes: Passes, snapshot: Snapshot, *, scaler: Any = None) -> None:
+        self._model, self._passes, self._snapshot, self._scaler = model, passes, snapshot, scaler
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._sized: list[Tensor] = list(passes.parameters)
+        self._size, self.is_random = 0.0, False
+        self._plain: Pass = self._first()
+        self._sized += self._plain.outputs
+        self._norms = _distances(self._plain, None)
+        self._whole = _norm(self._norms.gradients)
+        self._response = _distances(self._plain, self._changed(Noise(self._size, 0)))
+        self._wide: list[_Distances] = []
+
+    def check(self, levers: Sequence[Algorithm], *, lower: bool = False) -> Finding:
+        """Run a pass with levers attached and compare it.
+
+        Args:
+            levers: They are attached for the pass and removed after it.
+            lower: Whether one of them computes in a lower precision.
+
+        Raises:
+            Exception: Whatever the levers or the model raise with them.
+        """
+        bound = LOWER if lower else EXACT
+        found = _distances(self._plain, self._with(levers))
+        worst = self._excess(found, bound, lower)
+        while worst and not self._is_hopeless(found, bound) and len(self._wide) < _ATTEMPTS:
+            noise = Noise(_STEPS_OF_ROUNDING * self._size, 1 + len(self._wide))
+            self._wide.append(_distances(self._plain, self._changed(noise)))
+            worst = self._excess(found, bound, lower)
+        return Finding(reason=worst, gradient=self._relative(found), outputs=self._of_outputs(found))
+
+    def _first(self) -> Pass:
+        """Run the plain pass and see in which precision it computes."""
+        lowest = [torch.float64]
+
+        def see(tensor: Tensor) -> Tensor:
+            if tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > torch.finfo(lowest[0]).eps:
+                lowest[0] = tensor.dtype
+            return tensor
+
+        self._passes.prepare()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+                found = self._passes.run()
+            self.is_random = self._passes.is_random
+        finally:
+            self._passes.finish()
+        device = next((p.device for p in self._passes.parameters), torch.device("cpu"))
+        self._size = max(torch.finfo(lowest[0]).eps, _rounding_of_products(device))
+        return found
+
+    def _changed(self, noise: Noise) -> Pass:
+        """Run a plain pass with weights and inputs that are a little different."""
+        rows = [(memory, numbers) for _, memory, numbers in self._snapshot.parameters() if numbers is not None]
+        try:
+            for memory, _ in rows:
+                noise.add_(memory)
+            return self._run(noise)
+        finally:
+            for memory, numbers in rows:
+                memory.copy_(numbers)
+
+    def _with(self, levers: Sequence[Algorithm]) -> Pass:
+        # The optimizer of the loop is not touched. Levers of the optimizer find nothing to do in this one.
+        stand_in = torch.optim.SGD(self._passes.parameters, lr=0.0)
+        attached = attach_all(Target(self._model, stand_in, self._scaler), levers)
+        try:
+            return self._run(None)
+        finally:
+            attached.remove()
+
+    def _run(self, noise: Noise | None) -> Pass:
+        self._passes.prepare(noise)
+        try:
+            fill_freed_memory({tensor.numel() for tensor in self._sized}, self._device())
+            return self._passes.run()
+        finally:
+            self._passes.finish()
+
+    def _device(self) -> torch.device:
+        return next((p.device for p in self._passes.parameters), torch.device("cpu"))
+
+    def _excess(self, found: _Distances, bound: Bound, lower: bool) -> str:
+        """Return which tensor is too far away, in words; empty if none is."""
+        if found.strange:
+            return found.strange
+        scale = _LOWER_ROUNDING / self._size if lower else 1.0
+        for index, (distance, norm) in enumerate(zip(found.outputs, self._norms.outputs, strict=True)):
+            response = max(self._responses(lambda d, i=index: d.outputs[i]))
+            if distance > bound.of(scale * response, norm, None):
+                return f"an output differs by {distance / norm if norm else math.inf:.1e} of its size"
+        for index, (distance, norm) in enumerate(zip(found.gradients, self._norms.gradients, strict=True)):
+            response = max(self._responses(lambda d, i=index: d.gradients[i]))
+            if distance > bound.of(scale * response, norm, self._whole):
+                share = distance / norm if norm else math.inf
+                return f"the gradient of {self._name(index)} differs by {share:.1e} of its size"
+        return ""
+
+    def _responses(self, read: Callable[[_Distances], float]) -> list[float]:
+        return [read(self._response), *(_WIDE_SHARE * read(wide) for wide in self._wide)]
+
+    def _is_hopeless(self, found: _Distances, bound: Bound) -> bool:
+        return bool(found.strange) or max(self._relative(found), self._of_outputs(found)) > bound.hopeless
+
+    def _relative(self, found: _Distances) -> float:
+        return _norm(found.gradients) / self._whole if self._whole else 0.0
+
+    def _of_outputs(self, found: _Distances) -> float:
+        pairs = zip(found.outputs, self._norms.outputs, strict=True)
+        return max((distance / norm for distance, norm in pairs if norm), default=0.0)
+
+    def _name(self, index: int) -> str:
+        if index >= len(self._passes.parameters):
+            return "an input"
+        return self._names.get(id(self._passes.parameters[index]), "a parameter from outside the model")
+
+
+def fill_freed_memory(sizes: set[int], device: torch.device) -> None:
+    """Fill blocks of memory with large numbers and free them, so that the next allocations find those.
+
+    Args:
+        sizes: Entries of float32 of tensors that the next pass allocates; powers of two are added.
+        device: Where.
+    """
+    wanted = [size for size in sizes if 0 < size <= _LARGEST_BLOCK] + [2**power for power in range(4, 21)]
+    blocks = [torch.full((size,), _GARBAGE, device=device) for size in wanted for _ in range(2)]
+    blocks.clear()
+
+
+def _rounding_of_products(device: torch.device) -> float:
+    """Return the relative rounding of float32 in matrix products and convolutions on a device."""
+    if device.type == "cuda":
+        lower = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+        return 2.0**-10 if lower else 0.0
+    chosen = torch.get_float32_matmul_precision()
+    return {"high": 2.0**-10, "medium": 2.0**-7}.get(chosen, 0.0)
+
+
+def _distances(plain: Pass, other: Pass | None) -> _Distances:
+    """Return the norms of the differences; those of the plain pass itself for None."""
+    if other is None:
+        outputs, gradients = [None] * len(plain.outputs), [None] * len(plain.gradients)
+    else:
+        outputs, gradients = other.outputs, other.gradients
+        if [o.shape for o in outputs] != [o.shape for o in plain.outputs]:
+            return _Distances([], [], "the outputs have other shapes")
+        if [g is None for g in gradients] != [g is None for g in plain.gradients]:
+            return _Distances([], [], "other parameters have a gradient")
+    return _Distances(
+        [_distance(a, b) for a, b in zip(plain.outputs, outputs, strict=True)],
+        [0.0 if a is None else _distance(a, b) for a, b in zip(plain.gradients, gradients, strict=True)],
+    )
+
+
+def _distance(plain: Tensor, other: Tensor | None) -> float:
+    """Return the norm of a difference, in float64; infinity if only one of the two is finite."""
+    base = _numbers(plain)
+    if other is None:
+        norm = float(torch.linalg.vector_norm(base))
+        return norm if math.isfinite(norm) else 0.0
+    found = _numbers(other)
+    if not bool(torch.isfinite(base).all()):  # a loss that is no number already
+        return 0.0 if torch.equal(torch.isfinite(base), torch.isfinite(found)) else math.inf
+    norm = float(torch.linalg.vector_norm(found - base))
+    return norm if math.isfinite(norm) else math.inf
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    return torch.view_as_real(tensor.resolve_conj()).double() if tensor.is_complex() else tensor.double()
+
+
+def _norm(values: Sequence[float]) -> float:
+    return (
+        math.sqrt(math.fsum(value * value for value in values if math.isfinite(value)))
+        if all(map(math.isfinite, values))
+        else math.inf
+    )

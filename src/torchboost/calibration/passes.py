@@ -1,0 +1,191 @@
+"""Forward and backward passes of the user's own model on one real call, each from the same start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchboost.calibration.snapshot import Snapshot, Streams
+from torchboost.core.containers import with_tensors
+from torchboost.core.torch_private import is_reentrant_checkpoint
+from torchboost.errors import IncompatibleError
+from torchboost.graph.recording import tensors_in
+
+__all__ = ["Call", "Noise", "Pass", "Passes"]
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and named arguments of a training call."""
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """What one pass computed.
+
+    Attributes:
+        outputs: The tensors of floating point among the outputs, without history.
+        gradients: Those of the parameters, then those of the inputs that require one. None if it does not exist.
+    """
+
+    outputs: list[Tensor]
+    gradients: list[Tensor | None]
+
+
+class Passes:
+    """Runs passes of a model on copies of the tensors of one call, with the same random numbers each time.
+
+    The loss of the loop is not known here. If the model returns a loss, it is used; otherwise a fixed random gradient
+    enters at the outputs. Nothing is written to ``.grad``, and no hook that waits for a gradient to be accumulated is
+    called, so that the buckets of DDP and optimizers inside the backward pass are not touched.
+
+    Args:
+        model: The model, as the loop calls it.
+        call: Positional and named arguments of one training call.
+        snapshot: Of the model and the call; what a pass changes is restored from it.
+        others: Trained parameters that the model uses but does not hold.
+        forward: Makes the context of each forward pass, such as the mixed precision of a trainer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Call,
+        snapshot: Snapshot,
+        *,
+        others: Iterable[Tensor] = (),
+        forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.model, self._call, self._snapshot, self._forward = model, call, snapshot, forward
+        trained = {id(p): p for p in [*model.parameters(), *others] if p.requires_grad}
+        self.parameters: list[Tensor] = list(trained.values())
+        self._streams = Streams(model)
+        self._seeds: list[Tensor] | None = None
+        self._inputs: Call = call
+        self._leaves: list[Tensor] = []
+        self._around: Snapshot | None = None
+        self._reentrant = False
+
+    def of(self, model: nn.Module) -> Passes:
+        """Return passes of another model on the same call, under the same snapshot."""
+        return Passes(model, self._call, self._snapshot, forward=self._forward)
+
+    def prepare(self, noise: Noise | None = None) -> None:
+        """Set up the next pass: its inputs, which a forward may change, and the random numbers.
+
+        Args:
+            noise: Changes the inputs.
+        """
+        self._around = Snapshot(self.model, self._call) if self._snapshot.needs_one_around else None
+        self._leaves = []
+        made: dict[int, Tensor] = {}
+
+        def copied(tensor: Tensor) -> Tensor:
+            if id(tensor) not in made:  # a tensor that occurs twice does so in the copy: compiled graphs depend on it
+                made[id(tensor)] = self._copied(tensor, noise)
+            return made[id(tensor)]
+
+        self._inputs = with_tensors(self._call, copied)
+        self._streams.restore()
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            torch.clear_autocast_cache()  # an autocast context of the loop would keep the casts of the last step
+
+    def run(self) -> Pass:
+        """Forward and backward on what was prepared. The part of a step that is timed.
+
+        Raises:
+            IncompatibleError: No output of the model depends on its parameters.
+        """
+        args, kwargs = self._inputs
+        with self._forward():
+            outputs = self.model(*args, **kwargs)
+        found = [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point() or tensor.is_complex()]
+        ends = _differentiable(found)
+        if not ends:
+            raise IncompatibleError("no output of the model depends on its parameters, so there is no backward pass")
+        if self._seeds is None or [s.shape for s in self._seeds] != [e.shape for e in ends]:
+            self._seeds = [_gradient_for(end) for end in ends]
+            self._reentrant = any(_has_reentrant_checkpoint(end) for end in ends)
+        seeds = [seed.to(end.dtype) for seed, end in zip(self._seeds, ends, strict=True)]
+        return Pass([tensor.detach() for tensor in found], self._backward(ends, seeds))
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the pass that is being finished has drawn random numbers."""
+        return self._streams.drawn()
+
+    def finish(self) -> None:
+        """Restore what the pass has changed."""
+        self._snapshot.after_a_pass(self._around)
+        self._around, self._inputs = None, ((), {})
+
+    def _copied(self, tensor: Tensor, noise: Noise | None) -> Tensor:
+        copy = tensor.detach().clone(memory_format=torch.preserve_format)
+        if noise is not None and copy.is_floating_point():
+            noise.add_(copy)
+        if not tensor.requires_grad:
+            return copy
+        self._leaves.append(copy.requires_grad_())
+        return copy.clone()  # a forward may write into its inputs, but not into leaves
+
+    def _backward(self, ends: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor | None]:
+        wanted = [*self.parameters, *self._leaves]
+        if not self._reentrant:
+            retained = True if self._snapshot.has_history else None
+            return list(torch.autograd.grad(ends, wanted, seeds, retained, allow_unused=True))
+        kept = [leaf.grad for leaf in wanted]
+        try:
+            for leaf in wanted:
+                leaf.grad = None
+            torch.autograd.backward(ends, seeds)
+            return [leaf.grad for leaf in wanted]
+        finally:
+            for leaf, grad in zip(wanted, kept, strict=True):
+                leaf.grad = grad
+
+
+class Noise:
+    """Multiplies numbers by 1 plus or minus a small number, by chance but the same for a seed. Whole numbers stay."""
+
+    def __init__(self, size: float, seed: int) -> None:
+        self._size, self._generator = size, torch.Generator().manual_seed(seed)
+
+    def add_(self, tensor: Tensor) -> None:
+        """Change a tensor in place."""
+        factors = torch.empty(tensor.shape).bernoulli_(0.5, generator=self._generator).mul_(2).sub_(1)
+        factors = factors.mul_(self._size).add_(1).to(tensor.device)
+        whole = tensor == tensor.round()  # a number of a row or of a step would become another one
+        tensor.copy_(torch.where(whole, tensor, tensor * factors))
+
+
+def _differentiable(found: Sequence[Tensor]) -> list[Tensor]:
+    """Return the loss if the model returns one, otherwise the outputs through which gradients flow back."""
+    ends = [tensor for tensor in found if tensor.requires_grad]
+    losses = [tensor for tensor in ends if tensor.numel() == 1]
+    return losses[:1] if losses else ends
+
+
+def _gradient_for(output: Tensor) -> Tensor:
+    """Return a fixed gradient of norm 1 with the shape of ``output``. The default generators are not used."""
+    if output.numel() == 1:
+        return torch.ones_like(output, requires_grad=False)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(output.shape, generator=generator) / max(1.0, output.numel() ** 0.5)
+    return values.to(output.device, output.dtype)
+
+
+def _has_reentrant_checkpoint(end: Tensor) -> bool:
+    """Whether ``torch.utils.checkpoint`` with ``use_reentrant=True`` is in the graph; it refuses ``autograd.grad``."""
+    waiting, seen = [end.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if is_reentrant_checkpoint(node):
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
