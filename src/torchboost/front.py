@@ -24,7 +24,9 @@ from torchboost.calibration.calibration import (
     Calibration,
     Decision,
     FirstCall,
+    OtherShapes,
     attach_levers,
+    check_again,
     describe,
     explain,
     gain,
@@ -32,6 +34,7 @@ from torchboost.calibration.calibration import (
     resolved,
 )
 from torchboost.calibration.choice import Choice
+from torchboost.calibration.passes import Call
 from torchboost.calibration.trial import Pair
 from torchboost.calibration.watch import StepWatch
 from torchboost.config import ConfigSource
@@ -161,10 +164,7 @@ class Boosted:
         """Let the next training call choose the levers."""
         if self._calibration is not None:
             self._waiting = FirstCall(
-                *(self._target, self.attached, self._calibration, self._decide),
-                recheck=self._check_again,
-                before=before,
-                again=again,
+                *(self._target, self.attached, self._calibration, self._decide), before=before, again=again
             )
             self.attached.with_undo(self._waiting.remove)
 
@@ -195,11 +195,13 @@ class Boosted:
         """Whether a trial decides about the levers, or a choice that one made."""
         return self._calibration is not None and self._calibration.calibrate is not False
 
-    def _decide(self, decision: Decision) -> None:
+    def _decide(self, decision: Decision, call: Call) -> None:
         again = self.choice is not None
         choice = decision.choice.only(self.plan.levers)  # one that was loaded may name a lever that was withdrawn
         key = "" if self._waiting is None else self._waiting.key or ""
         self._waiting, self.checks = None, dict(decision.checks)
+        if self.checks and self._calibration is not None and self._calibration.verify:
+            self.attached.with_undo(OtherShapes(self.model, call, self._check_again).remove)
         self._leave_out(decision.refused)
         if not self._measures:
             self.plan = self.plan.chosen({v.lever: (False, v.reason) for v in choice.verdicts if not v.kept})
@@ -218,10 +220,12 @@ class Boosted:
             watch = StepWatch(self.model, hookable(self._given), report, entries=decision.entries)
             self.attached.with_undo(watch.remove)
 
-    def _check_again(self, refused: Mapping[str, str], checks: Mapping[str, str]) -> None:
-        """Note what the check on inputs of another shape has found."""
-        self.checks |= checks
-        self._leave_out(refused)
+    def _check_again(self, call: Call) -> None:
+        """Check the levers on inputs of other shapes, once."""
+        if self._calibration is not None:
+            decision = check_again(self._target, self.attached, self._calibration, call)
+            self.checks |= decision.checks
+            self._leave_out(decision.refused)
 
     def _leave_out(self, refused: Mapping[str, str]) -> None:
         for name, reason in refused.items():

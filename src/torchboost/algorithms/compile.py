@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -19,7 +19,6 @@ from torchboost.core.torch_private import (
     inside_compiled,
     interceptor_of,
     load_compiler,
-    mode_options,
     set_compiled_call,
 )
 from torchboost.core.wrapping import unwrap, wrapper_of
@@ -68,8 +67,6 @@ class Compile(Algorithm):
         dynamic: None specialises on shapes first and generalises on the second one; False always specialises.
         fullgraph: Raise if the model cannot be one graph, instead of splitting it.
         backend: ``"inductor"``; ``"eager"`` and ``"aot_eager"`` trace without generating code, for tests.
-        eager_random: Draw random numbers, as in dropout, by the kernels of eager execution, so that a seed gives the
-            same numbers compiled or not; slower.
     """
 
     name: ClassVar[str] = "compile"
@@ -79,13 +76,10 @@ class Compile(Algorithm):
     dynamic: bool | None = None
     fullgraph: bool = False
     backend: str = "inductor"
-    eager_random: bool = False
 
     def __post_init__(self) -> None:
         if self.mode is not None and self.backend != "inductor":
             raise ValueError(f"mode={self.mode!r} with backend={self.backend!r}: only 'inductor' has modes; drop one.")
-        if self.eager_random and self.backend != "inductor":
-            raise ValueError(f"eager_random with backend={self.backend!r}: only 'inductor' has it; drop one.")
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Explain that the model is already compiled, or that oneDNN would crash on one of its convolutions."""
@@ -118,10 +112,6 @@ class Compile(Algorithm):
                 "with its own forward."
             )
 
-    def comparable(self) -> Compile:
-        """Return a form whose compiled code draws its random numbers as eager code does."""
-        return replace(self, eager_random=True) if self.backend == "inductor" else self
-
     def load(self) -> None:
         """Import the compiler, which must not be interrupted: it registers operators while it is imported."""
         load_compiler()
@@ -131,9 +121,7 @@ class Compile(Algorithm):
         # The forward of DDP runs uncompiled in any case; inside it the compiler splits graphs at gradient buckets.
         inner = unwrap(target.model)
         options: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph, "backend": self.backend}
-        if self.eager_random:
-            options["options"] = {**mode_options(self.mode), "fallback_random": True}
-        elif self.mode is not None:
+        if self.mode is not None:
             options["mode"] = self.mode
         if _is_library_code(inner):
             _compile_from_outside(inner, options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -44,7 +45,9 @@ __all__ = [
     "Calibration",
     "Decision",
     "FirstCall",
+    "OtherShapes",
     "attach_levers",
+    "check_again",
     "check_calibrate",
     "describe",
     "explain",
@@ -74,6 +77,8 @@ _MOST_SECONDS = 60.0
 _STEPS_WITHOUT_LENGTH = 30
 _LEAST_STEPS = 12
 """A trial of fewer steps could not decide about any lever."""
+_MOST_OF_FREE = 0.5
+"""If a snapshot and the gradients need more of the free memory, nothing is measured or checked."""
 _READ_ONCE = "the inputs or the model hold an iterator, which can be read only once"
 _RANKS_TIMEOUT = 600.0
 """Seconds that a rank waits for another one; a rank may compile for minutes."""
@@ -211,7 +216,7 @@ class Calibration:
             return self.without_trial(obstacle)
         if before is not None and _device(before[0]) != device:
             before = None
-        available, needed = free_bytes(device), needed_bytes(model, target.optimizer)
+        available = free_bytes(device)
         part = None if available is None else int(_MEMORY_SHARE * available) // _BYTES_PER_ENTRY
         levers = {lever.name: lever for lever in self.levers if lever.name not in self.fixed}
         base = [lever for lever in self.levers if lever.name in self.fixed and lever.name in self.prior]
@@ -246,11 +251,16 @@ class Calibration:
             source="trial",
             seconds=trial.elapsed(),
             budget=budget,
-            peak_bytes=needed,
+            peak_bytes=needed_bytes(model),
             step_seconds=trial.step_seconds,
             ratio=ratio,
             machine=Machine.of(device),
         )
+
+    def unchecked(self, choice: Choice, reason: str) -> Decision:
+        """Return a choice as it is, with the reason why its levers were not compared with the plain step."""
+        on = [*choice.kept, *(lever.name for lever in self.asked)]
+        return Decision(choice, checks=dict.fromkeys(on, f"not checked: {reason}"))
 
     def check(
         self, choice: Choice, target: Target, passes: Passes, snapshot: Snapshot, reduce: Reduce | None = None
@@ -259,8 +269,8 @@ class Calibration:
         everything = {lever.name: lever for lever in (*self.levers, *self.asked)}
         asked = {lever.name for lever in self.asked}
         wanted = [lever for name, lever in everything.items() if name in choice.kept or name in asked]
-        if not wanted:
-            return Decision(choice)
+        if not wanted or not self.verify:
+            return self.unchecked(choice, "verify=False")
         checked = self._checked(wanted, target, passes, snapshot)
         flags = [float(lever.name not in checked.kept) for lever in wanted]
         flags = reduce(flags) if reduce is not None else flags
@@ -275,8 +285,6 @@ class Calibration:
 
     def _checked(self, wanted: Sequence[Algorithm], target: Target, passes: Passes, snapshot: Snapshot) -> Checked:
         names = [lever.name for lever in wanted]
-        if not self.verify:
-            return Checked(names, dict.fromkeys(names, "not checked: verify=False"))
         try:
             if snapshot.has_iterator:
                 raise ValueError(_READ_ONCE)
@@ -304,9 +312,7 @@ class FirstCall(Interceptor):
         target: The pair. Its levers are attached as the prior says.
         attached: All attachments of the pair; the levers among them are replaced.
         calibration: What to decide and at what price.
-        decided: Called after the levers were attached.
-        recheck: Called after the check on the first inputs of other shapes, with the levers that must go, and the
-            words about the others.
+        decided: Called after the levers were attached, with what was decided on which call.
         before: Copies from before boost, if the level has changed the model. They are freed with this object.
         again: The key in the cache of a choice that is measured once more and replaced; None for a first choice.
 
@@ -319,9 +325,8 @@ class FirstCall(Interceptor):
         target: Target,
         attached: AttachedAlgorithms,
         calibration: Calibration,
-        decided: Callable[[Decision], None],
+        decided: Callable[[Decision, Call], None],
         *,
-        recheck: Callable[[Mapping[str, str], Mapping[str, str]], None] | None = None,
         before: Pair | None = None,
         again: str | None = None,
     ) -> None:
@@ -329,7 +334,7 @@ class FirstCall(Interceptor):
         self._calibration, self._decided = calibration, decided
         self._model = target.model
         self.given: Choice | None = None
-        self._before, self._again, self.key, self._recheck = before, again is not None, again, recheck
+        self._before, self._again, self.key = before, again is not None, again
         self.compiled = compiled_call(self._model)
         set_compiled_call(self._model, self)
 
@@ -357,7 +362,9 @@ class FirstCall(Interceptor):
             with _ranks_agree(calibration, ranks) as (calibration, reduce):
                 if choice is None and ranks == []:
                     choice = calibration.without_trial("several ranks decide together only under DDP")
-                decision = self._on_the_plain_pair(calibration, choice, call, reduce)
+                decision = _on_the_plain_pair(
+                    *(self._target, self._attached, calibration, choice, call, reduce), before=self._before
+                )
         except BaseException:
             self.key = self.key if self._again else None
             self.compiled = compiled_call(self._model)
@@ -368,35 +375,7 @@ class FirstCall(Interceptor):
             ChoiceCache().store(self.key, choice)
         self._before = None
         entries = None if self.given is not None else entries_in(*call)
-        if self._recheck is not None and decision.checks and calibration.verify:
-            _OtherShapes(self._target, self._attached, calibration, self._recheck, call)
-        self._decided(replace(decision, entries=entries))
-
-    def _on_the_plain_pair(
-        self, calibration: Calibration, choice: Choice | None, call: Call, reduce: Reduce | None
-    ) -> Decision:
-        """Measure if there is no choice, check it, and attach what stays. If this fails, attach what was there."""
-        target, attached = self._target, self._attached
-        levers = [*calibration.levers, *calibration.asked]
-        on = [lever for lever in levers if lever.name in attached]
-        places = step_pre_hook_keys(hookable(target.optimizer))
-        kept = on
-        try:
-            for lever in on:
-                attached.detach(lever.name)
-            with _on_real_inputs(calibration, target, call) as (passes, snapshot):
-                if choice is None and snapshot.has_iterator:
-                    choice = calibration.without_trial(_READ_ONCE)
-                elif choice is None:
-                    choice = calibration.measure(target, passes, reduce, before=self._before)
-                decision = calibration.check(choice, target, passes, snapshot, reduce)
-            names = {*decision.choice.kept, *(lever.name for lever in calibration.asked)} - set(decision.refused)
-            kept = [lever for lever in levers if lever.name in names]
-            return decision
-        finally:
-            with streams_kept(self._model):
-                missing = [lever for lever in kept if lever.name not in attached]
-                attach_levers(target, attached, missing, places)
+        self._decided(replace(decision, entries=entries), call)
 
     def give(self, choice: Choice) -> None:
         """Use a choice that was made earlier instead of a trial. Levers that are not among ours are ignored."""
@@ -415,54 +394,94 @@ class FirstCall(Interceptor):
             set_compiled_call(self._model, self.compiled)
 
 
-class _OtherShapes(Interceptor):
-    """Waits for the first training call with inputs of other shapes, and checks the levers that are on once more."""
+class OtherShapes(Interceptor):
+    """Waits for the first training call with inputs of other shapes. The call then runs as if nothing had been there.
 
-    def __init__(
-        self,
-        target: Target,
-        attached: AttachedAlgorithms,
-        calibration: Calibration,
-        checked: Callable[[Mapping[str, str], Mapping[str, str]], None],
-        call: Call,
-    ) -> None:
-        self._target, self._attached, self._calibration, self._checked = target, attached, calibration, checked
-        self._model, self._shapes = target.model, _shapes(call)
+    Args:
+        model: The bare model.
+        call: The call whose shapes are known.
+        seen: Called once with the other call, before it runs.
+
+    Cost: one call of a Python function per call until then, and one look at the inputs.
+    """
+
+    def __init__(self, model: nn.Module, call: Call, seen: Callable[[Call], None]) -> None:
+        self._model, self._shapes, self._seen = model, _shapes(call), weakref.WeakMethod(seen)
         self.compiled = compiled_call(self._model)
         set_compiled_call(self._model, self)
-        attached.with_undo(self.remove)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call of the model."""
-        if _shapes((args, kwargs)) != self._shapes and is_training_call(self._model, args, kwargs):
-            self.remove()
-            self._check((args, kwargs))
-            return self._model(*args, **kwargs)
-        return self.pass_on(self._model, *args, **kwargs)
+        if _shapes((args, kwargs)) == self._shapes or not is_training_call(self._model, args, kwargs):
+            return self.pass_on(self._model, *args, **kwargs)
+        self.remove()
+        seen = self._seen()
+        if seen is not None:
+            seen((args, kwargs))
+        return self._model(*args, **kwargs)
 
     def remove(self) -> None:
         """Stop waiting. A second call does nothing."""
         if interceptor_of(self._model) is self:
             set_compiled_call(self._model, self.compiled)
 
-    def _check(self, call: Call) -> None:
-        target, attached = self._target, self._attached
-        calibration, ranks = _on_ranks(self._calibration, self._model)
-        levers = [lever for lever in (*calibration.levers, *calibration.asked) if lever.name in attached]
-        calibration = replace(calibration, levers=(), asked=tuple(levers))
-        places = step_pre_hook_keys(hookable(target.optimizer))
-        refused: Mapping[str, str] = {}
-        try:
-            for lever in levers:
+
+def check_again(target: Target, attached: AttachedAlgorithms, calibration: Calibration, call: Call) -> Decision:
+    """Check the levers that are on with another call, and detach those that must go."""
+    calibration, ranks = _on_ranks(calibration, target.model)
+    levers = [lever for lever in (*calibration.levers, *calibration.asked) if lever.name in attached]
+    calibration = replace(calibration, calibrate=False, levers=(), asked=tuple(levers))
+    with _ranks_agree(calibration, ranks) as (calibration, reduce):
+        return _on_the_plain_pair(target, attached, calibration, Choice(verdicts=(), source="prior"), call, reduce)
+
+
+def _on_the_plain_pair(
+    target: Target,
+    attached: AttachedAlgorithms,
+    calibration: Calibration,
+    choice: Choice | None,
+    call: Call,
+    reduce: Reduce | None,
+    *,
+    before: Pair | None = None,
+) -> Decision:
+    """Measure if there is no choice, check it, and attach what stays. If this fails, attach what was there."""
+    levers = [*calibration.levers, *calibration.asked]
+    on = [lever for lever in levers if lever.name in attached]
+    places = step_pre_hook_keys(hookable(target.optimizer))
+    kept = on
+    try:
+        for lever in on:
+            if choice is None or calibration.verify or lever.name not in choice.kept:
                 attached.detach(lever.name)
-            with _ranks_agree(calibration, ranks) as (_, reduce), _on_real_inputs(calibration, target, call) as found:
-                decision = calibration.check(Choice(verdicts=(), source="prior"), target, *found, reduce)
-                refused = decision.refused
-        finally:
-            with streams_kept(self._model):
-                staying = [lever for lever in levers if lever.name not in refused]
-                attach_levers(target, attached, staying, places)
-        self._checked(refused, decision.checks)
+        decision = _decided(target, calibration, choice, call, reduce, before)
+        names = {*decision.choice.kept, *(lever.name for lever in calibration.asked)} - set(decision.refused)
+        kept = [lever for lever in levers if lever.name in names]
+        return decision
+    finally:
+        with streams_kept(target.model):
+            attach_levers(target, attached, [lever for lever in kept if lever.name not in attached], places)
+
+
+def _decided(
+    target: Target,
+    calibration: Calibration,
+    choice: Choice | None,
+    call: Call,
+    reduce: Reduce | None,
+    before: Pair | None,
+) -> Decision:
+    if choice is not None and not calibration.verify:
+        return calibration.unchecked(choice, "verify=False")
+    short = _shortage(target, reduce)
+    if short is not None:
+        return calibration.unchecked(calibration.without_trial(short) if choice is None else choice, short)
+    with _on_real_inputs(calibration, target, call) as (passes, snapshot):
+        if choice is None and snapshot.has_iterator:
+            choice = calibration.without_trial(_READ_ONCE)
+        elif choice is None:
+            choice = calibration.measure(target, passes, reduce, before=before)
+        return calibration.check(choice, target, passes, snapshot, reduce)
 
 
 def _shapes(call: Call) -> list[tuple[torch.Size, torch.dtype]]:
@@ -512,6 +531,16 @@ def _ranks_agree(calibration: Calibration, ranks: list[int] | None) -> Iterator[
         yield replace(calibration, prior=common), lambda numbers: agreement.largest(numbers, step="sample")
     finally:
         agreement.close()
+
+
+def _shortage(target: Target, reduce: Reduce | None) -> str | None:
+    """Return why there is too little memory for a snapshot and passes; None if there is enough."""
+    available, needed = free_bytes(_device(target.model)), needed_bytes(target.model)
+    short = available is not None and needed > _MOST_OF_FREE * available
+    if not (reduce([float(short)])[0] if reduce is not None else short):
+        return None
+    free = "too little is" if available is None else f"{available / 2**20:,.0f} MiB are"
+    return f"a snapshot and the gradients need about {needed / 2**20:,.0f} MiB, and {free} free"
 
 
 @contextmanager

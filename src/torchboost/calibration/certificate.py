@@ -101,10 +101,10 @@ class Certificate:
         scaler: Scaler of the loop, for levers that ask for one.
 
     Attributes:
-        is_random: Whether the pass draws random numbers.
+        is_random: Whether the pass draws random numbers even without dropout. Compiled code then draws others.
 
-    Cost: two passes at the beginning, one for each check, and up to two more if one fails narrowly. Memory for two
-    gradients.
+    Cost: two passes at the beginning, three with dropout, one for each check, and up to two more if one fails narrowly.
+    Memory for two gradients.
     """
 
     def __init__(self, model: nn.Module, passes: Passes, snapshot: Snapshot, *, scaler: Any = None) -> None:
@@ -113,6 +113,9 @@ class Certificate:
         self._sized: list[Tensor] = list(passes.parameters)
         self._size, self.is_random = 0.0, False
         self._plain: Pass = self._first()
+        if self.is_random:
+            passes.without_dropout = True
+            self._plain = self._first()
         self._sized += self._plain.outputs
         self._norms = _distances(self._plain, None)
         self._whole = _norm(self._norms.gradients)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchboost.calibration.snapshot import Snapshot, Streams
+from torchboost.calibration.without_dropout import WithoutDropout
 from torchboost.core.containers import with_tensors
 from torchboost.core.torch_private import is_reentrant_checkpoint
 from torchboost.errors import IncompatibleError
@@ -48,6 +49,10 @@ class Passes:
         snapshot: Of the model and the call; what a pass changes is restored from it.
         others: Trained parameters that the model uses but does not hold.
         forward: Makes the context of each forward pass, such as the mixed precision of a trainer.
+
+    Attributes:
+        parameters: Those that are trained, in the order of the gradients of a pass.
+        without_dropout: Whether passes compute with dropout at zero, to be compared.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Passes:
         self._leaves: list[Tensor] = []
         self._around: Snapshot | None = None
         self._reentrant = False
+        self.without_dropout = False
 
     def of(self, model: nn.Module) -> Passes:
         """Return passes of another model on the same call, under the same snapshot."""
@@ -100,7 +106,7 @@ class Passes:
             IncompatibleError: No output of the model depends on its parameters.
         """
         args, kwargs = self._inputs
-        with self._forward():
+        with self._forward(), WithoutDropout() if self.without_dropout else nullcontext():
             outputs = self.model(*args, **kwargs)
         found = [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point() or tensor.is_complex()]
         ends = _differentiable(found)

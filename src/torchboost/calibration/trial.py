@@ -303,20 +303,15 @@ def copied(model: nn.Module, optimizer: Optimizer) -> Pair:
     return made, _deepcopy(hookable(optimizer), memo)
 
 
-def needed_bytes(model: nn.Module, optimizer: Optimizer) -> int:
-    """Estimate the peak memory of a trial beyond that of the pair.
+def needed_bytes(model: nn.Module) -> int:
+    """Estimate the memory of a trial beyond that of training: a copy of parameters and buffers, and two gradients.
 
-    It is a copy of parameters and buffers, two copies of parameters and state for the optimizers of two contestants,
-    and the gradients of two passes. An optimizer without state, such as one before its first step, counts as one with
-    two moments. Activations, inputs and outputs do not count.
+    The copies of the optimizer are kept below a share of the free memory. Activations do not count.
 
     Cost: no tensor is read or copied.
     """
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
-    held = [v for entry in hookable(optimizer).state.values() for v in entry.values() if isinstance(v, Tensor)]
-    state = sum(v.numel() * v.element_size() for v in held) if held else 2 * parameters
-    return parameters + buffers + 2 * (parameters + state) + 2 * parameters
+    return 3 * parameters + sum(b.numel() * b.element_size() for b in model.buffers())
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -59,14 +59,17 @@ def verified(
         scaler: Scaler of the loop, for levers that ask for one.
 
     Cost: three passes; one or two more with lower precision or a compiler, and one for each lever if a comparison
-    fails. If the model draws random numbers, compiling once more, since compiled code draws others by itself.
+    fails. With dropout, compiling once more, since it is compared at zero.
     """
     ordered = sorted(levers, key=lambda lever: (REGISTRY[lever.name].once, REGISTRY[lever.name].lower))
     result = Checked()
     of_model = [lever for lever in ordered if not REGISTRY[lever.name].of_optimizer]
     if of_model:
         certificate = Certificate(passes.model, passes, snapshot, scaler=scaler)
-        result = _of_model(of_model, certificate)
+        unchecked = [lever for lever in of_model if certificate.is_random and REGISTRY[lever.name].once]
+        result = _of_model([lever for lever in of_model if lever not in unchecked], certificate)
+        result.kept += [lever.name for lever in unchecked]
+        result.said |= dict.fromkeys([lever.name for lever in unchecked], "not checked: it draws other random numbers")
     kept = [lever for lever in ordered if lever.name in result.kept or REGISTRY[lever.name].of_optimizer]
     for name, text in _of_updates(kept, passes, optimizer, scaler):
         result.said[name] = text or result.said.get(name, "")
@@ -79,6 +82,8 @@ _NOT = "left out: "
 
 def _of_model(levers: Sequence[Algorithm], certificate: Certificate) -> Checked:
     result = Checked()
+    if not levers:
+        return result
     exact = [lever for lever in levers if not _is_lower([lever]) and not REGISTRY[lever.name].once]
     groups = [exact, list(levers)] if exact and len(exact) < len(levers) else [list(levers)]
     for group in groups:
@@ -107,9 +112,8 @@ def _one_by_one(levers: Sequence[Algorithm], certificate: Certificate) -> Checke
 
 
 def _try(certificate: Certificate, levers: Sequence[Algorithm]) -> Finding:
-    compared = [lever.comparable() for lever in levers] if certificate.is_random else levers
     try:
-        return certificate.check(compared, lower=_is_lower(levers))
+        return certificate.check(levers, lower=_is_lower(levers))
     except Exception as error:  # levers may raise anything; training continues without them
         text = (str(error).splitlines() or [""])[0]
         return Finding(reason=f"it raised {type(error).__name__}: {text}"[:300], gradient=math.inf, outputs=math.inf)

@@ -246,10 +246,6 @@ class Algorithm:
             IncompatibleError: The target, or its model or optimizer, rules the algorithm out.
         """
 
-    def comparable(self) -> Algorithm:
-        """Return a form that draws the random numbers of the plain run, to compare the two; slower, if need be."""
-        return self
-
     def graphs(self) -> int:
         """Return the most graphs that a compiled model needs to train with this algorithm over a run."""
         return 1

@@ -81,7 +81,6 @@ __all__ = [
     "keep_step_pre_hook_places",
     "make_replica",
     "memory_stamp",
-    "mode_options",
     "module_hooks",
     "overrides_dispatch",
     "parameter_slots",
@@ -429,15 +428,6 @@ def load_compiler() -> None:
     """Import ``torch._dynamo`` and ``torch._inductor``, which takes seconds."""
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch._inductor.compile_fx")
-
-
-def mode_options(mode: str | None) -> dict[str, Any]:
-    """Return the options of inductor that a mode of ``torch.compile`` means: ``torch._inductor.list_mode_options``."""
-    if mode is None:
-        return {}
-    from torch._inductor import list_mode_options
-
-    return dict(list_mode_options(mode))
 
 
 def recompile_limit() -> int:
