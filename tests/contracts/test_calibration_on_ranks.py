@@ -14,7 +14,7 @@ import torchboost
 from tests.support.ranks import run_ranks
 from torchboost.algorithms.autocast import Autocast
 from torchboost.algorithms.fused_optimizer import FusedOptimizer
-from torchboost.calibration import calibration, trial
+from torchboost.calibration import calibration, passes
 from torchboost.core import hardware
 from torchboost.measure.machine import Products
 
@@ -40,7 +40,7 @@ def calibrated(slow: int, raising: int) -> tuple[list[str], list[str], list[floa
     attach = FusedOptimizer.attach
 
     def raises(self: FusedOptimizer, target: torchboost.Target) -> object:
-        if target.model is not model and dist.get_rank() == raising:
+        if target.optimizer is not optimizer and dist.get_rank() == raising:
             raise RuntimeError("planted")
         return attach(self, target)
 
@@ -99,27 +99,27 @@ def test_without_a_trial_the_ranks_keep_what_the_machines_of_all_suggest():
 
 
 def stepped() -> list[str]:
-    """The trial of a step over DDP copies the bare model: copies of DDP would exchange buffers in timed steps."""
+    """The trial of a step over DDP runs the bare model: DDP would exchange buffers in timed steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    copies: list[nn.Module] = []
+    run: list[nn.Module] = []
     with pytest.MonkeyPatch.context() as patch:
-        first = trial.copied
-        patch.setattr(trial, "copied", lambda model, *rest: copies.append(model) or first(model, *rest))
+        first = passes.Passes.run
+        patch.setattr(passes.Passes, "run", lambda self: run.append(self.model) or first(self))
         boosted = torchboost.boost(model, optimizer, total_steps=10_000, config=CONFIG, calibrate=0.5)
         parallel = DistributedDataParallel(model)
         step = boosted.step(nn.functional.cross_entropy, model=parallel)
         for _ in range(2):
             step(torch.randn(4, 3, 8, 8), torch.randint(0, 2, (4,)))
-    assert copies
-    assert not any(isinstance(copied, DistributedDataParallel) for copied in copies)
+    assert run
+    assert all(each is model for each in run)
     assert boosted.choice is not None
     assert boosted.choice.source == "trial"
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), parallel.module.parameters(), strict=True))
     return sorted(boosted.choice.kept)
 
 
-def test_the_trial_of_a_step_over_ddp_ends_and_copies_the_bare_model():
+def test_the_trial_of_a_step_over_ddp_ends_and_runs_the_bare_model():
     results = run_ranks(stepped, 2, timeout=60.0)
     assert results[0] == results[1]

@@ -66,7 +66,7 @@ calibration = Calibration(
     levers=(ChannelsLast(), Autocast(), FusedOptimizer()), prior=frozenset(), calibrate=100.0, total_steps=10**6
 )
 target = Target(model, optimizer)
-FirstCall(target, attach_all(target, []), calibration, lambda choice, _: chosen.append(choice))
+FirstCall(target, attach_all(target, []), calibration, lambda decision, _: chosen.append(decision.choice))
 during = peak(step)
 print(json.dumps({
     "parameters": sum(p.numel() * 4 for p in model.parameters()),
@@ -79,9 +79,9 @@ print(json.dumps({
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of a process is not readable")
-@pytest.mark.parametrize(("optimizer", "copies"), [pytest.param("AdamW", 6, marks=pytest.mark.slow), ("SGD", 2)])
-def test_a_trial_takes_at_most_the_stated_memory_and_gives_it_back(optimizer: str, copies: int, tmp_path: Path) -> None:
-    """The peak of plain training has the gradients, so two copies of parameters and state remain, and casts."""
+@pytest.mark.parametrize("optimizer", [pytest.param("AdamW", marks=pytest.mark.slow), "SGD"])
+def test_a_trial_takes_at_most_the_stated_memory_and_gives_it_back(optimizer: str, tmp_path: Path) -> None:
+    """The peak of plain training has a gradient; a snapshot remains, and another gradient or parts of the optimizer."""
     environment = {
         **os.environ,
         "TORCHBOOST_CACHE": "off",
@@ -102,5 +102,5 @@ def test_a_trial_takes_at_most_the_stated_memory_and_gives_it_back(optimizer: st
     assert 60e6 < parameters < 70e6
     assert found["kept"] == 3
     assert found["extra"] <= found["stated"]
-    assert 0.9 * copies * parameters <= found["extra"] <= (copies + 1) * parameters
+    assert parameters <= found["extra"] <= 4 * parameters
     assert found["left"] <= parameters // 2  # the kernels of bfloat16 and the levers are loaded once

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchboost.calibration.calibration import Calibration, FirstCall
 from torchboost.calibration.choice import Choice
-from torchboost.calibration.trial import streams_kept
+from torchboost.calibration.snapshot import streams_kept
 from torchboost.core.algorithm import Algorithm, Attachment, Target, attach_all
 
 
@@ -123,7 +123,12 @@ def waiting(lever: Corrupting, prior: bool) -> tuple[Drawing, torch.optim.Optimi
         attached = attach_all(target, [lever] if prior else [])
     on = frozenset({lever.name}) if prior else frozenset()
     calibration = Calibration(levers=(lever,), prior=on, calibrate=5.0, total_steps=10_000)
-    return model, optimizer, FirstCall(target, attached, calibration, lambda choice, _: chosen.append(choice)), chosen
+    return (
+        model,
+        optimizer,
+        FirstCall(target, attached, calibration, lambda decision, _: chosen.append(decision.choice)),
+        chosen,
+    )
 
 
 @pytest.mark.parametrize(

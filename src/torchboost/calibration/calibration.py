@@ -82,10 +82,6 @@ _MOST_OF_FREE = 0.5
 _READ_ONCE = "the inputs or the model hold an iterator, which can be read only once"
 _RANKS_TIMEOUT = 600.0
 """Seconds that a rank waits for another one; a rank may compile for minutes."""
-_MEMORY_SHARE = 0.1
-"""Share of the free memory for the copy of the optimizer that a contestant steps."""
-_BYTES_PER_ENTRY = 12
-"""Of such a copy: a parameter and two moments."""
 _COMPILE_SECONDS, _COMPILE_SECONDS_PER_MODULE = 8.0, 0.15
 """Expected price of a compilation, before it is measured."""
 _COMPILE_RATIO = 1.5
@@ -216,8 +212,6 @@ class Calibration:
             return self.without_trial(obstacle)
         if before is not None and _device(before[0]) != device:
             before = None
-        available = free_bytes(device)
-        part = None if available is None else int(_MEMORY_SHARE * available) // _BYTES_PER_ENTRY
         levers = {lever.name: lever for lever in self.levers if lever.name not in self.fixed}
         base = [lever for lever in self.levers if lever.name in self.fixed and lever.name in self.prior]
         try:
@@ -228,7 +222,6 @@ class Calibration:
                     base=base,
                     reduce=reduce,
                     before=None if before is None else (passes.of(before[0]), before[1]),
-                    part=part,
                 )
             ) as trial:
                 verdicts, ratio = search(

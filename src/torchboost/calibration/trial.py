@@ -29,8 +29,8 @@ Reduce = Callable[[list[float]], list[float]]
 """Return for each number the largest one of all ranks. Infinity stands for a step that failed."""
 
 _WARM_STEPS = 2
-_LEAST_PART = 2**22
-"""An optimizer over no more parameters than this is always copied whole."""
+_PART = 2**22
+"""Entries of parameters up to which a contestant steps a copy of the whole optimizer. Above, it steps about so many."""
 
 
 class Trial:
@@ -47,13 +47,12 @@ class Trial:
         base: Algorithms that every contestant has.
         reduce: Combines numbers over the ranks; None for one rank.
         before: Passes and optimizer of a copy from before boost, if the level has changed the model.
-        part: The most entries of parameters that the copy of the optimizer has; the time of its steps is scaled.
 
     Raises:
         TypeError: The optimizer cannot be copied.
         IncompatibleError: No output of the model depends on its parameters.
 
-    Cost: memory for copies of parameters and optimizer state, twice while a lever is tried.
+    Cost: memory for copies of a part of the parameters and their state, twice while a lever is tried.
     """
 
     def __init__(
@@ -66,13 +65,12 @@ class Trial:
         base: Sequence[Algorithm] = (),
         reduce: Reduce | None = None,
         before: tuple[Passes, Optimizer] | None = None,
-        part: int | None = None,
     ) -> None:
         device = next((p.device for p in passes.parameters), torch.device("cpu"))
         self._clock = Clock.of(device)
         self._began = self._clock()
         self._now, self._before = (passes, optimizer), before
-        self._levers, self._scaler, self._base, self._part = levers, scaler, base, part
+        self._levers, self._scaler, self._base = levers, scaler, base
         self._reduce = reduce if reduce is not None else list
         self._turn = 0
         self._active: _Contestant | None = None
@@ -140,7 +138,7 @@ class Trial:
                 algorithm.load()
             passes, optimizer = self._before if before and self._before is not None else self._now
             until = started + within
-            contestant = _Contestant(passes, optimizer, algorithms, self._scaler, self._part)
+            contestant = _Contestant(passes, optimizer, algorithms, self._scaler)
             with collector_off():  # the collector takes a seventh of a compilation
                 seconds = [self._step_seconds(contestant, until - self._clock()) for _ in range(_WARM_STEPS)]
             made, steady = contestant, seconds[-1]
@@ -177,11 +175,9 @@ class Trial:
 class _Contestant:
     """A set of levers for the model, and a copy of the optimizer with them."""
 
-    def __init__(
-        self, passes: Passes, optimizer: Optimizer, levers: Sequence[Algorithm], scaler: Any, part: int | None
-    ) -> None:
+    def __init__(self, passes: Passes, optimizer: Optimizer, levers: Sequence[Algorithm], scaler: Any) -> None:
         self.passes, self._levers, self._scaler = passes, levers, scaler
-        self.optimizer, self._pairs, self._share = optimizer_over(optimizer, passes.parameters, part)
+        self.optimizer, self._pairs, self._share = optimizer_over(optimizer, passes.parameters)
         self._attached: AttachedAlgorithms | None = None
         _stop_learning(self.optimizer)
 
@@ -214,14 +210,14 @@ class _Contestant:
 
 
 def optimizer_over(
-    optimizer: Optimizer, parameters: Sequence[Tensor], part: int | None = None
+    optimizer: Optimizer, parameters: Sequence[Tensor], part: int = _PART
 ) -> tuple[Optimizer, list[tuple[Tensor, Tensor]], float]:
     """Copy an optimizer over copies of the parameters, or of a part of them.
 
     Args:
         optimizer: Of the loop. Its hooks are not copied; modules that it refers to are shared.
         parameters: Those that get a gradient.
-        part: The most entries to copy; None copies all.
+        part: About as many entries as are copied.
 
     Returns:
         The copy, each parameter with its copy, and the copied share of the entries.
@@ -264,12 +260,12 @@ def _deepcopy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     return made
 
 
-def _part(parameters: list[Tensor], most: int | None) -> list[Tensor]:
-    """Return parameters of every size, evenly from all layers, of no more than so many entries."""
+def _part(parameters: list[Tensor], most: int) -> list[Tensor]:
+    """Return parameters of every size that have about so many entries; all, if there are no more."""
     entries = sum(p.numel() for p in parameters)
-    if most is None or entries <= max(most, _LEAST_PART):
+    if entries <= most:
         return parameters
-    every = -(-entries // max(most, _LEAST_PART))
+    every = -(-entries // most)
     return sorted(parameters, key=Tensor.numel)[::every]
 
 
@@ -304,14 +300,16 @@ def copied(model: nn.Module, optimizer: Optimizer) -> Pair:
 
 
 def needed_bytes(model: nn.Module) -> int:
-    """Estimate the memory of a trial beyond that of training: a copy of parameters and buffers, and two gradients.
+    """Estimate the memory of a trial beyond that of training.
 
-    The copies of the optimizer are kept below a share of the free memory. Activations do not count.
+    It is a copy of parameters and buffers, two gradients, and for two contestants a part of the parameters with two
+    moments each. Activations do not count.
 
     Cost: no tensor is read or copied.
     """
-    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    return 3 * parameters + sum(b.numel() * b.element_size() for b in model.buffers())
+    tensors = [*model.parameters(), *model.parameters(), *model.parameters(), *model.buffers()]
+    entries = sum(p.numel() for p in model.parameters())
+    return sum(t.numel() * t.element_size() for t in tensors) + 2 * 3 * 4 * min(entries, _PART)
 
 
 def free_bytes(device: torch.device) -> int | None:
