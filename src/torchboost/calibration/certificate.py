@@ -61,7 +61,7 @@ class Bound:
         return max(min(self.rounding * response, self.most * norm), own * norm, rest)
 
 
-EXACT = Bound(rounding=64.0, own=3e-4, whole=3e-5, outputs=2e-5, most=3.0, hopeless=0.1)
+EXACT = Bound(rounding=64.0, own=3e-4, whole=1e-6, outputs=2e-5, most=3.0, hopeless=0.1)
 """For levers that change the order of additions, and nothing else."""
 LOWER = Bound(rounding=8.0, own=0.6, whole=2**-7, outputs=2**-5, most=3.0, hopeless=0.0)
 """For levers that compute in bfloat16 or float16. ``rounding`` counts from a change by one part in 256."""
@@ -184,13 +184,14 @@ class Certificate:
     def _run(self, noise: Noise | None) -> Pass:
         self._passes.prepare(noise)
         try:
-            fill_freed_memory({tensor.numel() for tensor in self._sized}, self._device())
-            return self._passes.run()
+            self._fill()
+            return self._passes.run(self._fill)
         finally:
             self._passes.finish()
 
-    def _device(self) -> torch.device:
-        return next((p.device for p in self._passes.parameters), torch.device("cpu"))
+    def _fill(self) -> None:
+        device = next((p.device for p in self._passes.parameters), torch.device("cpu"))
+        fill_freed_memory({tensor.numel() for tensor in self._sized}, device)
 
     def _excess(self, found: _Distances, bound: Bound, lower: bool) -> str:
         """Return which tensor is too far away, in words; empty if none is."""
@@ -235,7 +236,7 @@ def fill_freed_memory(sizes: set[int], device: torch.device) -> None:
         device: Where.
     """
     wanted = [size for size in sizes if 0 < size <= _LARGEST_BLOCK] + [2**power for power in range(4, 21)]
-    blocks = [torch.full((size,), _GARBAGE, device=device) for size in wanted for _ in range(2)]
+    blocks = [torch.full((size,), _GARBAGE, device=device) for size in wanted for _ in range(4)]
     blocks.clear()
 
 

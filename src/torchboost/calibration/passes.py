@@ -99,8 +99,11 @@ class Passes:
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             torch.clear_autocast_cache()  # an autocast context of the loop would keep the casts of the last step
 
-    def run(self) -> Pass:
+    def run(self, between: Callable[[], None] | None = None) -> Pass:
         """Forward and backward on what was prepared. The part of a step that is timed.
+
+        Args:
+            between: Called between the two.
 
         Raises:
             IncompatibleError: No output of the model depends on its parameters.
@@ -115,6 +118,8 @@ class Passes:
         if self._seeds is None or [s.shape for s in self._seeds] != [e.shape for e in ends]:
             self._seeds = [_gradient_for(end) for end in ends]
             self._reentrant = any(_has_reentrant_checkpoint(end) for end in ends)
+        if between is not None:
+            between()
         seeds = [seed.to(end.dtype) for seed, end in zip(self._seeds, ends, strict=True)]
         return Pass([tensor.detach() for tensor in found], self._backward(ends, seeds))
 

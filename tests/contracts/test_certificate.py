@@ -1,0 +1,82 @@
+"""The certificate finds every wrong kernel, and raises no false alarm on networks of every shape."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.planted import KINDS, PLACES, Planted, layers
+from tests.support.portraits import changes, portrait
+from tests.support.zoo import ZOO
+from torchboost.algorithms import Autocast, ChannelsLast, FusedOptimizer
+from torchboost.calibration.certificate import Certificate
+from torchboost.calibration.passes import Passes
+from torchboost.calibration.snapshot import Snapshot, plain, streams_kept
+from torchboost.calibration.verify import verified
+from torchboost.core.algorithm import Algorithm
+
+FEW = ["gpt_tied", "convnext", "dropout", "complex_parameters"]
+
+
+def network(draw: random.Random) -> tuple[nn.Module, torch.Tensor]:
+    """Return a small random network of convolutions and norms, and a batch for it."""
+    width, sides = draw.choice((4, 8, 12)), draw.choice((2, 2, 2, 3))
+    conv, norm, pool = (
+        (nn.Conv2d, nn.BatchNorm2d, nn.AdaptiveAvgPool2d)
+        if sides == 2
+        else (nn.Conv3d, nn.BatchNorm3d, nn.AdaptiveAvgPool3d)
+    )
+    parts: list[nn.Module] = []
+    channels = 3
+    for _ in range(draw.randint(1, 4)):
+        kernel = draw.choice((1, 3))
+        parts.append(conv(channels, width, kernel, padding=kernel // 2, bias=draw.random() < 0.5))
+        parts += draw.choice(([norm(width)], [nn.GroupNorm(2, width)], []))
+        parts.append(draw.choice((nn.ReLU, nn.GELU, nn.Tanh))())
+        channels = width
+    head = [pool(1), nn.Flatten(), nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 5)]
+    torch.manual_seed(draw.randrange(10**6))
+    return nn.Sequential(*parts, *head), torch.randn(draw.choice((4, 8)), 3, *[draw.choice((6, 8, 9))] * sides)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_planted_kernels_are_found(kind):
+    """25 networks for each kind: with those of the others, 100."""
+    for seed in range(25):
+        draw = random.Random(f"{kind} {seed}")
+        model, x = network(draw)
+        lever = Planted(layer=draw.choice(layers(model)), kind=kind, place=draw.choice(PLACES))
+        call = (x,), {}
+        snapshot = Snapshot(model, call)
+        before = portrait(model)
+        with streams_kept(model), plain(model):
+            found = Certificate(model, Passes(model, call, snapshot), snapshot).check([lever])
+        assert found.reason, (lever, found)
+        assert snapshot.restore() is None
+        assert changes(before, portrait(model)) == {}
+
+
+def alarms(name: str, seed: int) -> dict[str, str]:
+    """Return what the certificate says against levers that are right."""
+    torch.manual_seed(seed)
+    model = ZOO[name].build()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    batch = ZOO[name].batch(torch.Generator().manual_seed(seed))
+    call = batch.args, batch.kwargs
+    levers: list[Algorithm] = [ChannelsLast(), FusedOptimizer(), Autocast()]
+    levers = [lever for lever in levers if lever.idle(model, optimizer) is None]
+    snapshot = Snapshot(model, call)
+    with streams_kept(model), plain(model):
+        checked = verified(levers, Passes(model, call, snapshot), snapshot, optimizer)
+    assert snapshot.restore() is None
+    gone = {name: text for name, text in checked.said.items() if name not in checked.kept}
+    return {name: text for name, text in gone.items() if "it raised" not in text}  # that is no comparison
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in ZOO])
+def test_right_levers_raise_no_alarm(name):
+    for seed in range(5):
+        assert alarms(name, seed) == {}, seed
