@@ -190,7 +190,7 @@ def averages_of(model: nn.Module) -> list[AveragedModel]:
     shapes = {name: parameter.shape for name, parameter in own.items()}
     found = []
     for average in living(AveragedModel):
-        copied = vars(average).get("_modules", {}).get("module")  # one that was only allocated has no modules yet
+        copied = getattr(average, "module", None)  # absent if it was only allocated
         if type(copied) is not type(model):
             continue
         theirs = dict(copied.named_parameters())
