@@ -191,7 +191,7 @@ def averages_of(model: nn.Module) -> list[AveragedModel]:
     found = []
     for average in living(AveragedModel):
         copied = getattr(average, "module", None)  # absent if it was only allocated
-        if type(copied) is not type(model):
+        if copied is None or type(copied) is not type(model):
             continue
         theirs = dict(copied.named_parameters())
         if {name: parameter.shape for name, parameter in theirs.items()} != shapes:
