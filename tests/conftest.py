@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from torchboost.core import hardware
 from torchboost.measure.machine import Products
 
 ROOT = Path(__file__).parents[1]
@@ -71,12 +72,14 @@ def bfloat16() -> Iterator[Callable[..., None]]:
 
         def plant(products: float | None, convolutions: float | None, fault: str = "") -> None:
             ratios = {"matrix product": products, "convolution": convolutions}
+            hardware._decision.cache_clear()
             patch.setattr(
                 "torchboost.core.hardware.half_speed",
                 lambda kind, device: Products(kind=kind, ratio=ratios[kind], pairs=9, fault=fault),
             )
 
         yield plant
+    hardware._decision.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -197,6 +197,13 @@ def test_a_configuration_that_names_every_algorithm_takes_nothing_from_the_level
     assert "promise" not in plan.explain()
 
 
+def test_a_plan_with_levers_names_the_way_to_repeat_it():
+    assert "plan.save(path)" in Plan.of("O1", facts=FAST).explain()
+    assert "plan.save(path)" not in Plan.of("O0", facts=FAST).explain()
+    written = {"extra": {lever.name: False for lever in Plan.of("O1", facts=FAST).levers}}
+    assert "plan.save(path)" not in Plan.of("O1", written, facts=FAST).explain()
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_documented_dict_pasted_does_not_weaken_a_level(level):
     plan = Plan.of(level, DOCUMENTED, FAST)

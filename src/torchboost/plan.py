@@ -232,6 +232,10 @@ class Plan:
         if self.unmeasured:
             lines.append(f"your settings, with which the promise of {self.level} was not measured:")
             lines += [f"  {entry}" for entry in self.unmeasured]
+        if self.levers:
+            lines.append(
+                "measured times decide about speed levers; plan.save(path) keeps this plan for exact repetition"
+            )
         return "\n".join(lines)
 
 

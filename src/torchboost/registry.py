@@ -101,7 +101,7 @@ class Facts:
         """Look at the process group, the hardware and, if given, the model.
 
         Without a model the device is torch's default device. The other arguments are passed on unchanged. The first
-        call in a process measures the speed of bfloat16 (:func:`~torchboost.core.hardware.half_precision`): at most
+        call on a machine measures the speed of bfloat16 (:func:`~torchboost.core.hardware.half_precision`): at most
         0.2 s on the CPU.
         """
         topology = Topology.current()

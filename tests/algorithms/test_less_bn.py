@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
 
+import torchboost
 from tests.support.conv_nets import (
     ForeignNames,
     InvertedResidual,
@@ -510,3 +512,46 @@ def test_the_reduced_network_can_be_copied_saved_and_compiled(tmp_path, trained)
     for build in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), torch.jit.script):
         assert torch.equal(build(model)(x).detach(), expected)
     torch.testing.assert_close(outputs(torch.compile(again, backend="eager"), x), expected)
+
+
+def averaged(model: nn.Module, updates: int = 0) -> AveragedModel:
+    average = AveragedModel(model)
+    for _ in range(updates):
+        average.update_parameters(model)
+    return average
+
+
+@pytest.mark.parametrize("updates", [0, 2])
+def test_an_average_of_the_weights_from_before_is_said(updates):
+    model = ResNet(BasicBlock, [1, 1], width=4)
+    average = averaged(model, updates)
+    count = len(list(model.parameters()))
+    with pytest.warns(UserWarning, match=f"AveragedModel over a ResNet with the {count} parameters.*after this change"):
+        remove_batch_norms(model)
+    after = averaged(model, updates)
+    after.update_parameters(model)
+    for own, other in zip(model.parameters(), after.parameters(), strict=True):
+        torch.testing.assert_close(own, other)
+    assert len(list(average.parameters())) == count
+
+
+def test_an_average_is_said_by_boost_too():
+    model = ResNet(BasicBlock, [1, 1], width=4)
+    average = averaged(model)
+    with pytest.warns(UserWarning, match="AveragedModel"):
+        torchboost.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O1", total_steps=5000)
+    assert average.module is not model
+
+
+@pytest.mark.parametrize("updates", [0, 2])
+def test_other_averages_and_copies_are_not_meant(updates):
+    """Warnings are errors, so this fails if one is given."""
+    model, same_class, other = (ResNet(BasicBlock, [1, 1], width=4) for _ in range(3))
+    twin = copy.deepcopy(model)
+    averages = [averaged(same_class), averaged(ResNet(BasicBlock, [1], width=4), updates), averaged(nn.Linear(2, 2))]
+    averages.append(AveragedModel.__new__(AveragedModel))
+    remove_batch_norms(model)
+    remove_batch_norms(twin, dry_run=True)
+    remaining = averaged(other)
+    assert remove_batch_norms(other, dry_run=True).removed
+    assert (len(averages), remaining.module.training) == (4, True)

@@ -18,10 +18,9 @@ from torch import nn
 
 from torchboost import IncompatibleError
 from torchboost.algorithms import Autocast, Compile
-from torchboost.calibration import cache as cache_module
 from torchboost.calibration.cache import ChoiceCache, key_of
 from torchboost.calibration.choice import Choice, Machine, Verdict
-from torchboost.core import files
+from torchboost.core import files, kept
 from torchboost.core.files import PARTIAL
 from torchboost.measure.evidence import Interval
 
@@ -311,7 +310,7 @@ def test_the_newest_256_entries_are_kept(cache):
 
 
 def test_the_entry_that_was_just_stored_stays_even_if_the_others_are_from_the_future(cache, monkeypatch):
-    monkeypatch.setattr(cache_module, "_MOST", 2)
+    monkeypatch.setattr(kept, "_MOST", 2)
     cache.store(KEY, choice())
     for key in keys(4):
         entry(cache, key).write_bytes(b"{}")
@@ -347,8 +346,8 @@ def test_the_folder_may_be_deleted_at_any_time(cache, monkeypatch):
         path.parent.rmdir()
         return write(path, *_, **__)
 
-    write = cache_module.write_whole
-    monkeypatch.setattr(cache_module, "write_whole", delete)
+    write = kept.write_whole
+    monkeypatch.setattr(kept, "write_whole", delete)
     cache.store(KEY, choice())
     assert cache.load(KEY) is None
 

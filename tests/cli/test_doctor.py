@@ -88,6 +88,8 @@ def test_what_was_measured_is_printed(planted):
 
 def test_a_gpu_is_measured_too(planted, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("torchboost.core.hardware.device_name", lambda device: "a GPU")
     found = json.loads(run("--json").stdout)["measured"]
     assert list(found["products"]) == list(found["copy_gb_per_s"]) == ["cpu", "cuda"]
     assert planted[2:] == [("matrix product", "cuda"), ("convolution", "cuda")]

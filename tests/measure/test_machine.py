@@ -21,7 +21,6 @@ from torchboost.measure.machine import (
     Rung,
     climb,
     copy_bandwidth,
-    half_speed,
     products,
 )
 
@@ -241,25 +240,8 @@ def test_no_tensor_and_no_graph_is_left():
     assert tensors() <= before  # of other tests, more may be collected meanwhile
 
 
-def test_it_is_measured_once_per_number_of_threads(monkeypatch):
-    made = []
-    machine._half_speed.cache_clear()
-    monkeypatch.setattr(machine, "products", lambda *args, **more: made.append(args) or Products(kind=args[0]))
-    half_speed("matrix product")
-    half_speed("matrix product", torch.device("cpu"))
-    assert len(made) == 1
-    half_speed("convolution")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    half_speed("matrix product", "cpu")
-    assert len(made) == 3
-    machine._half_speed.cache_clear()
-
-
 def test_importing_measures_nothing():
-    code = (
-        "import torchboost.registry, torchboost.core.hardware, torchboost.measure.machine as m;"
-        "print(m._half_speed.cache_info().currsize)"
-    )
+    code = "import torchboost.registry, torchboost.core.hardware as h;print(h._decision.cache_info().currsize)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "0\n"
 
 

@@ -26,6 +26,7 @@ from torchboost.graph.normalized_linear import NormalizedLinear
 from torchboost.graph.removed_norm import RemovedNorm
 from torchboost.graph.structure import is_customised, norm_tail
 from torchboost.graph.surgery import (
+    averages_of,
     held_elsewhere,
     optimizers_holding,
     rebind_optimizer,
@@ -223,6 +224,7 @@ def remove_batch_norms(
     Warns:
         NoEffectWarning: There was nothing to do, or there are new parameters, ``optimizer`` was not given, and one
             that exists does not train them.
+        UserWarning: An ``AveragedModel`` that was made before averages this model, or one of the same shapes.
 
     Example:
         >>> import torch, torchboost
@@ -245,7 +247,7 @@ def remove_batch_norms(
     )
     _check(model)
     if dry_run:
-        return _reduce(copy.deepcopy(model), None, settings, sample)
+        return _reduce(copy.deepcopy(model), None, settings, sample, dry_run=True)
     return _reduce(model, optimizer, settings, sample)
 
 
@@ -265,13 +267,16 @@ class _Plan(NamedTuple):
         return bool(self.removed) or self.head is not None
 
 
-def _reduce(model: nn.Module, optimizer: Optimizer | None, settings: BatchNormRemoval, sample: Any) -> LessBNReport:
+def _reduce(
+    model: nn.Module, optimizer: Optimizer | None, settings: BatchNormRemoval, sample: Any, *, dry_run: bool = False
+) -> LessBNReport:
     plan = _plan(model, settings, sample)
     if not plan.changes:
         wanted = " and no linear layer to normalise" if settings.normalize_head else ""
         warnings.warn(f"less_bn: found no BatchNorm that can go{wanted}; nothing was changed.", NoEffectWarning, 3)
         return _report(plan)
     before = set(model.parameters())
+    averages = [] if dry_run else averages_of(model)
     with undone_on_error(model, optimizer, written=_in_front(plan)):
         rescaled: tuple[str, ...] = ()
         difference = None
@@ -283,6 +288,8 @@ def _reduce(model: nn.Module, optimizer: Optimizer | None, settings: BatchNormRe
             _normalize(model, plan.head, optimizer, settings)
         if optimizer is None:
             _announce(model, before)
+        if averages and before != set(model.parameters()):
+            _warn_of_averages(model, len(before))
     return _report(plan, rescaled, difference)
 
 
@@ -314,6 +321,16 @@ def _announce(model: nn.Module, before: set[nn.Parameter]) -> None:
             NoEffectWarning,
             4,
         )
+
+
+def _warn_of_averages(model: nn.Module, count: int) -> None:
+    warnings.warn(
+        f"less_bn: found an AveragedModel over a {type(model).__name__} with the {count} parameters that this one had, "
+        f"and this one now has {len(set(model.parameters()))}. If it averages this model, make it after this change: "
+        "update_parameters pairs the parameters by position, so it would fail, or average wrong ones.",
+        UserWarning,
+        4,
+    )
 
 
 def _check(model: nn.Module) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import re
-import stat
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,22 +19,13 @@ from torchboost.calibration.choice import Choice, Machine
 from torchboost.calibration.fingerprint import Condition, describe
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import check_module, check_optimizer
-from torchboost.core.files import PARTIAL, only_mine, write_whole
-from torchboost.core.native import NO_FOLDER, cache_folder
-from torchboost.errors import IncompatibleError
+from torchboost.core.kept import default_folder, keep, read_kept
 
 __all__ = ["ChoiceCache", "key_of"]
 
 _LOG = logging.getLogger(__name__)
 
 _KEY = re.compile(r"[0-9a-f]{64}")
-_ENTRY = re.compile(r"[0-9a-f]{64}\.json")
-_MOST = 256
-"""Number of entries that are kept."""
-_LONGEST = 1 << 20
-"""Largest size of an entry in bytes. A choice has about a thousand."""
-_ABANDONED = 3600.0
-"""Age in seconds after which an unfinished file is that of a process that was killed."""
 
 
 def key_of(
@@ -122,7 +110,7 @@ class ChoiceCache:
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        self.folder: Path | None = _default_folder() if folder is None else Path(folder).absolute()
+        self.folder: Path | None = default_folder("choices") if folder is None else Path(folder).absolute()
 
     def load(self, key: str) -> Choice | None:
         """Return the choice that was stored, with ``"cache"`` as its source; None if there is none.
@@ -137,7 +125,7 @@ class ChoiceCache:
         if file is None:
             return None
         try:
-            entry = _Entry.model_validate_json(_content(file))
+            entry = _Entry.model_validate_json(read_kept(file))
             if entry.key != key:
                 raise ValueError(f"it is the entry of {entry.key}")
         except FileNotFoundError:
@@ -163,9 +151,7 @@ class ChoiceCache:
         if file is None:
             return
         try:
-            _own_folder(file.parent)
-            write_whole(file, _Entry(key=key, choice=choice).model_dump_json().encode() + b"\n", mode=0o600)
-            _trim(file)
+            keep(file, _Entry(key=key, choice=choice).model_dump_json().encode() + b"\n")
         except OSError as error:
             _LOG.debug("The choice is not kept in %s: %s", file, error)
 
@@ -173,62 +159,3 @@ class ChoiceCache:
         if not isinstance(key, str) or not _KEY.fullmatch(key):
             raise ValueError(f"key: found {key!r}; give what key_of returned, 64 hexadecimal digits.")
         return None if self.folder is None else self.folder / f"{key}.json"
-
-
-def _default_folder() -> Path | None:
-    if os.environ.get("TORCHBOOST_CACHE", "unset") in NO_FOLDER:
-        return None
-    try:
-        return cache_folder() / "choices"
-    except IncompatibleError:
-        _LOG.debug("There is no home folder to keep choices in.")
-        return None
-
-
-def _own_folder(folder: Path) -> None:
-    """Create the folder, and those above it, for this user only. Raise if others could put files into it."""
-    for part in (*reversed(folder.parents), folder):
-        if not part.is_dir():
-            part.mkdir(mode=0o700, exist_ok=True)
-    if not only_mine(folder.stat()):
-        raise PermissionError(f"{folder} belongs to another user, or other users may write to it")
-
-
-def _content(file: Path) -> bytes:
-    """Read a file of this user. A link is not followed, and a pipe, which would wait for a writer, not opened."""
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(file, flags)
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or not only_mine(found):
-            raise PermissionError("it is not a regular file of this user that others cannot write")
-        if found.st_size > _LONGEST:
-            raise ValueError(f"it has {found.st_size} bytes")
-        with open(descriptor, "rb", closefd=False) as opened:
-            return opened.read(_LONGEST)
-    finally:
-        os.close(descriptor)
-
-
-def _trim(newest: Path) -> None:
-    """Remove the oldest entries above the limit, never the newest, and what killed processes left."""
-    entries, now = [], time.time()
-    for name, changed in _times(newest.parent):
-        if name.startswith(PARTIAL) and changed < now - _ABANDONED:
-            _remove(newest.with_name(name))
-        elif _ENTRY.fullmatch(name) and name != newest.name:
-            entries.append((changed, name))
-    for _, name in sorted(entries, reverse=True)[_MOST - 1 :]:
-        _remove(newest.with_name(name))
-
-
-def _times(folder: Path) -> Iterator[tuple[str, float]]:
-    with os.scandir(folder) as found:
-        for entry in found:
-            with contextlib.suppress(FileNotFoundError):  # another process has removed it
-                yield entry.name, entry.stat(follow_symlinks=False).st_mtime
-
-
-def _remove(file: Path) -> None:
-    with contextlib.suppress(OSError):
-        file.unlink()

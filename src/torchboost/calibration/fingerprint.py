@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 
 from torchboost.calibration.choice import Machine
 from torchboost.core.algorithm import Algorithm
+from torchboost.core.kernels import kernel_switches
 from torchboost.core.torch_private import buffer_slots, child_slots, compiled_call, parameter_slots
 from torchboost.core.wrapping import hookable
 
@@ -28,12 +28,6 @@ Description: TypeAlias = "bool | int | str | Sequence[Description] | None"
 
 Condition: TypeAlias = bool | int | float | str | None
 """What else a choice depends on."""
-
-_VARIABLES = (
-    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "ATEN_CPU_CAPABILITY"),
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "LD_PRELOAD"),
-)
-"""Environment variables that change which kernels run, and on which cores."""
 
 _MOST_ENTRIES = 64
 """Longest list in an attribute that is described entry by entry."""
@@ -310,34 +304,10 @@ def _constant(value: Any) -> Description:
 
 
 def _process(devices: list[str]) -> Description:
-    """The switches of this process that change kernels: environment variables, torch's flags, autocast."""
-    cpu = torch.cpu.get_capabilities()
+    """The switches of this process that change kernels, and autocast."""
     autocast = [
         [device, torch.is_autocast_enabled(device), str(torch.get_autocast_dtype(device))]
         for device in devices
         if torch.amp.is_autocast_available(device)
     ]
-    return [
-        [[name, os.environ.get(name)] for name in _VARIABLES],
-        [[name, str(value)] for name, value in sorted(cpu.items())],
-        torch.backends.cpu.get_cpu_capability(),
-        bool(torch.backends.mkldnn.enabled),
-        bool(torch.backends.cudnn.enabled),
-        bool(torch.backends.cudnn.benchmark),
-        _matmul_precision(),
-        [str(backend.fp32_precision) for backend in _backends()],
-        torch.are_deterministic_algorithms_enabled(),
-        autocast,
-    ]
-
-
-def _backends() -> list[Any]:
-    mkldnn, cudnn, cuda = torch.backends.mkldnn, torch.backends.cudnn, torch.backends.cuda
-    return [torch.backends, mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn, cudnn, cudnn.conv, cudnn.rnn, cuda.matmul]
-
-
-def _matmul_precision() -> str:
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # the program has set the precisions of single backends, which are described too
-        return "by backend"
+    return [*kernel_switches(), autocast]

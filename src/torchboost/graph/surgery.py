@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from torchboost.core.living import living
 from torchboost.core.torch_private import child_slots, parameter_slots
 
 __all__ = [
     "Rebinding",
+    "averages_of",
     "held_elsewhere",
     "optimizers_holding",
     "rebind_optimizer",
@@ -173,6 +175,34 @@ def optimizers_holding(parameters: Iterable[Parameter]) -> list[Optimizer]:
         for optimizer in living(Optimizer)
         if any(id(p) in wanted for group in vars(optimizer).get("param_groups", ()) for p in group["params"])
     ]
+
+
+def averages_of(model: nn.Module) -> list[AveragedModel]:
+    """Find the averages of weights that were made from a model, or may have been.
+
+    One that has averaged nothing yet must have the same values. Of another one only the class of its model, and the
+    names and shapes of its parameters are known. Copies of the model outside of an ``AveragedModel`` are not found:
+    whether something averages them cannot be known.
+
+    Cost: :func:`~torchboost.core.living.living`, and a comparison of the parameters for each one found.
+    """
+    own = dict(model.named_parameters())
+    shapes = {name: parameter.shape for name, parameter in own.items()}
+    found = []
+    for average in living(AveragedModel):
+        copied = getattr(average, "module", None)  # absent if it was only allocated
+        if copied is None or type(copied) is not type(model):
+            continue
+        theirs = dict(copied.named_parameters())
+        if {name: parameter.shape for name, parameter in theirs.items()} != shapes:
+            continue
+        if int(average.n_averaged) or all(_equal(own[name], parameter) for name, parameter in theirs.items()):
+            found.append(average)
+    return found
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.is_meta or other.is_meta or torch.equal(one.detach().to(other), other.detach())
 
 
 def rebind_optimizer(

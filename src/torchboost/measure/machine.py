@@ -5,14 +5,25 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-__all__ = ["PAYS", "PRIOR_SECONDS", "Kind", "Products", "Rung", "climb", "copy_bandwidth", "half_speed", "products"]
+__all__ = [
+    "PAYS",
+    "PRIOR_SECONDS",
+    "STAYS",
+    "Kind",
+    "Products",
+    "Rung",
+    "climb",
+    "copy_bandwidth",
+    "half_speed",
+    "products",
+]
 
 Kind = Literal["matrix product", "convolution"]
 
@@ -27,8 +38,10 @@ LEAST_PAIRS = 3
 """Pairs that a verdict needs."""
 BUSY = 5.0
 """The pairs of the smallest size may take so many times the time limit, since without them nothing is known."""
-PAYS = 1.1
-"""Least ratio at which bfloat16 counts as fast."""
+PAYS = 1.25
+"""Least ratio at which bfloat16 counts as fast. Far enough from 1 that the noise of a measurement does not decide."""
+STAYS = 1.1
+"""Least ratio at which it stays so if it counted as fast in an earlier measurement."""
 FAR = 5.0
 """If one precision is that many times as fast as the other, larger sizes do not change which one is faster."""
 FAR_SECONDS = 0.002
@@ -56,6 +69,7 @@ class Products:
         bfloat16: The same in bfloat16.
         pairs: Number of timed pairs.
         seconds: Time that the measurement took.
+        in_time: Whether it ended within its time limit. If it did not, other programs use the machine, or it is slow.
         fault: First line of the error that a product raised; empty if there was none.
     """
 
@@ -66,6 +80,7 @@ class Products:
     bfloat16: float = 0.0
     pairs: int = 0
     seconds: float = 0.0
+    in_time: bool = True
     fault: str = ""
 
     @property
@@ -75,7 +90,7 @@ class Products:
 
     @property
     def half_pays(self) -> bool:
-        """Whether bfloat16 is at least 1.1 times as fast, in three pairs or more."""
+        """Whether bfloat16 is at least 1.25 times as fast, in three pairs or more."""
         return self.ratio is not None and self.is_judged and self.ratio >= PAYS
 
     def __str__(self) -> str:
@@ -104,24 +119,15 @@ class Rung:
     build: Callable[[torch.dtype], Call]
 
 
-@functools.cache
-def _half_speed(kind: Kind, device: torch.device, threads: int) -> Products:
-    return products(kind, device, seconds=PRIOR_SECONDS if device.type == "cpu" else 1.0)
-
-
 def half_speed(kind: Kind, device: torch.device | str = "cpu") -> Products:
-    """Return :func:`products` from a short measurement, made once per process, device and number of threads.
+    """Return :func:`products` from a short measurement.
 
-    Cost: at most 0.1 s on the CPU for each kind, 0.5 s if other programs use it, where a call that has begun is
-    finished; later calls nothing.
+    Cost: at most 0.1 s on the CPU for each kind, 0.5 s if other programs use it, and a call that has begun is finished.
 
     Raises:
         ValueError: See :func:`products`.
     """
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-    return _half_speed(kind, device, torch.get_num_threads())
+    return products(kind, device, seconds=PRIOR_SECONDS if torch.device(device).type == "cpu" else 1.0)
 
 
 def products(kind: Kind, device: torch.device | str = "cpu", *, seconds: float = 1.0, pairs: int = PAIRS) -> Products:
@@ -207,7 +213,7 @@ def climb(
         far = _are_far(times)
         cost = sum(map(median, zip(*times, strict=True)))
     assert found is not None
-    return found
+    return replace(found, in_time=clock() - start <= seconds)
 
 
 def copy_bandwidth(device: torch.device | str = "cpu", *, copies: int = 7) -> float:

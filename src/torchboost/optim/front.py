@@ -81,10 +81,12 @@ class FrontOptimizer(Optimizer):
         return {**self.opt.state_dict(), "front": self._own_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this class, or of ``opt`` alone; this class then starts from its initial state."""
+        """Load a checkpoint of this class, or of ``opt`` alone. The latter drops gradients that wait for an update."""
         rest = {key: value for key, value in state_dict.items() if key != "front"}
         if "front" in state_dict:
             self._load_own_state(state_dict["front"])
+        else:
+            self._restart()
         self.opt.load_state_dict(rest)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,3 +115,6 @@ class FrontOptimizer(Optimizer):
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         pass
+
+    def _restart(self) -> None:
+        """Drop what belongs to the weights before a checkpoint of ``opt`` alone."""

@@ -191,3 +191,39 @@ def test_a_group_that_is_added_trains_from_there_on(stop):
     taken(optimizer, [6])
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     assert optimizer.flush()
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+def test_a_checkpoint_without_a_window_drops_the_window_that_has_begun(stop):
+    _, inner, optimizer = start()
+    state = copy.deepcopy(inner.state_dict())
+    weights = [parameter.detach().clone() for parameter in taken(optimizer, range(stop))]
+    optimizer.load_state_dict(state)
+    _, _, fresh = start()
+    assert all(torch.equal(a, b) for a, b in zip(weights, taken(fresh, ()), strict=True))
+    theirs = taken(fresh, range(5, 8))
+    assert all(torch.equal(a, b) for a, b in zip(taken(optimizer, range(5, 8)), theirs, strict=True))
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_gradient_that_the_loop_sets_to_zero_is_zero_in_the_next_windows(to_none):
+    """A parameter that got one gradient decays afterwards only if the loop keeps gradients of 0, as in torch."""
+
+    def train(optimizer: torch.optim.Optimizer, used: nn.Parameter, rare: nn.Parameter, batches: int) -> None:
+        """Step after so many batches."""
+        for step in range(8):
+            loss = used.sum() + rare.sum() if step == 0 else used.sum()
+            (loss / batches).backward()
+            if step % batches == batches - 1:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=to_none)
+
+    def pair() -> tuple[nn.ParameterList, torch.optim.Optimizer]:
+        parameters = nn.ParameterList([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))])
+        return parameters, torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1)
+
+    parameters, inner = pair()
+    train(AccumulatingOptimizer(inner, Accumulator(2, parameters)), *parameters, 1)
+    by_hand, plain = pair()
+    train(plain, *by_hand, 2)
+    torch.testing.assert_close(list(parameters), list(by_hand))

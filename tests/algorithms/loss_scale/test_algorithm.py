@@ -220,6 +220,32 @@ def test_resume_is_bit_identical_in_a_growth_window():
     assert target.scaler.get_scale() > 8
 
 
+def test_a_window_that_was_resumed_may_hold_gradients_of_a_module_that_was_not_called_again():
+    """A branch of the model was used before the checkpoint and not after it."""
+
+    def built() -> tuple[nn.ModuleList, GroupGradScaler, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        return model, GroupGradScaler(model, [["1"]]), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def scaled(model: nn.ModuleList, scaler: GroupGradScaler, *, both: bool) -> None:
+        hidden = model[0](torch.ones(1, 2))
+        scaler.scale((model[1](hidden) if both else hidden).sum()).backward()
+
+    model, scaler, optimizer = built()
+    scaled(model, scaler, both=True)
+    again, resumed, other = built()
+    resumed.load_state_dict(scaler.state_dict())
+    for own, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        assert theirs.grad is not None
+        own.grad = theirs.grad.clone()
+    for each in ((model, scaler, optimizer), (again, resumed, other)):
+        scaled(*each[:2], both=False)
+        each[1].step(each[2])
+        each[1].update()
+    assert all_equal(model.parameters(), again.parameters())
+
+
 def test_the_report_names_the_group_and_the_warning_the_gradient():
     model = mlp()
     scaler = GroupGradScaler(model, ["0", ["2", "3"]])

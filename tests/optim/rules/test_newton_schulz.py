@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchboost.measure.machine import Products
 from torchboost.optim.rules import newton_schulz
 from torchboost.optim.rules.newton_schulz import QUINTIC, faster_dtype, orthogonalized
 
@@ -108,9 +107,8 @@ def test_the_input_is_not_changed():
 
 
 @pytest.mark.parametrize(("ratio", "wanted"), [(2.0, torch.bfloat16), (1.0, torch.float32), (0.2, torch.float32)])
-def test_the_precision_is_measured_on_a_cpu_and_bfloat16_elsewhere(ratio, wanted, monkeypatch):
-    measured = Products(kind="matrix product", ratio=ratio, pairs=9)
-    monkeypatch.setattr(newton_schulz, "half_speed", lambda kind, device: measured)
+def test_the_precision_is_measured_on_a_cpu_and_bfloat16_elsewhere(ratio, wanted, monkeypatch, bfloat16):
+    bfloat16(ratio, None)
     assert faster_dtype(torch.device("cuda")) is torch.bfloat16
     assert faster_dtype(torch.device("cpu")) is wanted
     monkeypatch.setattr(newton_schulz.dist, "is_initialized", lambda: True)

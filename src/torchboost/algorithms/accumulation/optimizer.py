@@ -49,6 +49,7 @@ class AccumulatingOptimizer(FrontOptimizer):
         self.accumulator = accumulator
         self.updated = False
         self._given = GradientWindow(accumulator.steps, opt)
+        self._taken: list[Tensor] = []
         self.direct = DirectSteps(opt, self, _PASSED_BY)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -59,12 +60,21 @@ class AccumulatingOptimizer(FrontOptimizer):
                 returned = closure()
         self._given.steps = self.accumulator.steps  # 1 after the algorithm was removed
         parameters = self._parameters()
+        self._taken = [p for p in parameters if p.grad is not None and not p.grad.is_sparse]
         with self.direct.allowed():
             self._given(None, [parameter.grad for parameter in parameters])
         self.updated = self._given.updated
         for parameter in parameters:
             parameter.grad = None
         return returned
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients. Those that the last ``step`` has moved away are 0 afterwards if not set to None."""
+        super().zero_grad(set_to_none)
+        if not set_to_none:
+            for parameter in self._taken:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        self._taken = []
 
     def flush(self) -> bool:
         """Update with a window that is not full; return whether it held anything."""
@@ -87,3 +97,6 @@ class AccumulatingOptimizer(FrontOptimizer):
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         self._given.load_state_dict(state)
+
+    def _restart(self) -> None:
+        self._given = GradientWindow(self.accumulator.steps, self.opt)

@@ -94,7 +94,7 @@ class GroupGradScaler(GroupScaler):
         check_module(model)
         if not isinstance(rule, ScaleRule):
             raise TypeError(f"rule: found {type(rule).__name__}; give a torchboost.ScaleRule(...).")
-        self._removed = False
+        self._removed = self._resumed = False
         self._groups = _resolved(model, groups)
         scales = checked_scales(init_scale, len(self._groups), rule)
         self._model = model
@@ -131,9 +131,28 @@ class GroupGradScaler(GroupScaler):
             RuntimeError: Called twice since the last update, or before anything was scaled.
             IncompatibleError: A gradient in float16, or a module in a group that was never called itself.
         """
-        if self._borders is not None:
+        if self._borders is not None and not self._resumed:
             self._borders.check_called()
         super().unscale_(optimizer)
+
+    def update(self) -> None:
+        """Choose the scales of the next step.
+
+        Raises:
+            RuntimeError: No gradients were unscaled since the last update.
+        """
+        super().update()
+        self._resumed = False
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume from what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: The checkpoint is of another scaler; nothing was loaded.
+        """
+        super().load_state_dict(state_dict)
+        # A window that had begun may hold gradients of modules that are not called again before the update.
+        self._resumed = state_dict["in_use"] is not None
 
     def remove(self) -> None:
         """Remove the borders; the scale is 1 from then on."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchboost.measure.machine import half_speed
+from torchboost.core.hardware import half_precision_is_fast
 
 __all__ = ["QUINTIC", "Polynomial", "faster_dtype", "orthogonalized"]
 
@@ -63,15 +63,15 @@ def orthogonalized(matrices: Tensor, polynomials: Sequence[Polynomial], *, eps: 
 def faster_dtype(device: torch.device) -> torch.dtype:
     """Return the precision in which products of matrices are fast: bfloat16, except on CPUs that are slow in it.
 
-    On a CPU this is measured (:func:`~torchboost.measure.machine.half_speed`); the processor's flags are not asked.
+    On a CPU this is measured (:func:`~torchboost.core.hardware.half_precision`); the processor's flags are not asked.
     Several processes on CPUs take float32 without a measurement, because all of them must use one precision.
 
-    Cost: on a CPU at most 0.1 s, once per process.
+    Cost: on a CPU 0.1 s, once per machine.
     """
     if device.type != "cpu":
         return torch.bfloat16
     alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
-    return torch.bfloat16 if alone and half_speed("matrix product", device).half_pays else torch.float32
+    return torch.bfloat16 if alone and half_precision_is_fast(device, 0) else torch.float32
 
 
 def _plainly(x: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
