@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from torchboost.optim.rules.eight_bit import SCALE
 
 __all__ = ["RULE_KEYS", "Pair", "in_order", "paired", "with_memory_renamed"]
 
@@ -88,24 +90,35 @@ def paired(
     return pairs
 
 
-def with_memory_renamed(state_dict: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def with_memory_renamed(
+    state_dict: dict[str, Any], names: Sequence[str], keys: Sequence[Collection[str]]
+) -> dict[str, Any]:
     """Return the state dict with the memory of transforms under their namespaces.
 
-    Older checkpoints have bare keys, which all transforms shared; each transform gets a copy.
+    Older checkpoints have bare keys, which all transforms shared; each transform gets a copy. A bare key that may be
+    an entry of the rule stays, too.
 
     Args:
         state_dict: Of an optimizer; not changed.
         names: Namespaces of the transforms; if empty, the states are not changed.
+        keys: Entries of the rule, per group.
     """
-    if not names:
+    if not names or any(_is_named(key, names) for state in state_dict["state"].values() for key in state):
         return state_dict
-    renamed = {}
-    for index, state in state_dict["state"].items():
-        own = {key: value for key, value in state.items() if "." in key or key in RULE_KEYS}
-        for key in state.keys() - own.keys():
-            own |= {f"{name}.{key}": _copied(state[key]) for name in names}
-        renamed[index] = own
-    return {**state_dict, "state": renamed}
+    states = dict(state_dict["state"])
+    for group, own in zip(state_dict["param_groups"], keys, strict=False):
+        known = {*RULE_KEYS, *own}
+        known |= {key + SCALE for key in known}
+        for index in group["params"]:
+            state = states.get(index, {})
+            unknown = [key for key in state if "." not in key and key not in known]
+            states[index] = state | {f"{name}.{key}": _copied(state[key]) for name in names for key in unknown}
+    return {**state_dict, "state": states}
+
+
+def _is_named(key: str, names: Sequence[str]) -> bool:
+    name, dot, _ = key.partition(".")
+    return bool(dot) and name in names
 
 
 def _copied(value: Any) -> Any:
