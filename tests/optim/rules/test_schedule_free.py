@@ -135,6 +135,23 @@ def test_a_parameter_that_starts_late_has_its_own_average(rule):
     assert same(late, alone)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_parameters_with_as_many_updates_at_other_rates_have_their_own_averages(rule):
+    first, late = parameters([(3, 2)]), parameters([(4,)], seed=1)
+    alone = parameters([(4,)], seed=1)
+    optimizer, other = rule([*first, *late], lr=0.1), rule(alone, lr=0.4)
+    for step in range(8):
+        optimizer.param_groups[0]["lr"] = 0.1 if step < 3 else 0.4
+        for param in (*first, *late):
+            param.grad = None
+        train(optimizer, first if step < 3 else late if step < 6 else [*first, *late], [step])
+        if step >= 3:
+            alone[0].grad = late[0].grad.clone()
+            other.step()
+    assert optimizer.state[first[0]]["step"] == 5
+    assert same(late, alone)
+
+
 def test_options_that_are_refused():
     with pytest.raises(ValueError, match="above 0 and below 1"):
         ScheduleFreeSGD(parameters(), momentum=0.0)

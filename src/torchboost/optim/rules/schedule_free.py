@@ -120,7 +120,7 @@ class _ScheduleFree(UpdateRule):
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
-        for number, part in _by_count(batch):
+        for number, part in _alike(batch):
             lr = float(group["lr"]) * min(1.0, (number + 1) / max(1, group["warmup_steps"]))
             foreach.add_(part.state("step"), 1)
             share = _share(part, lr)
@@ -287,11 +287,13 @@ class ScheduleFreeSGD(_ScheduleFree):
         return list(batch.grads)
 
 
-def _by_count(batch: Batch) -> Iterator[tuple[float, Batch]]:
-    """Yield the number of updates so far with the parameters that had as many; some may have started late."""
-    counts = [float(state["step"]) for state in batch.states]
-    for count in sorted(set(counts)):
-        at = [position for position, own in enumerate(counts) if own == count]
+def _alike(batch: Batch) -> Iterator[tuple[float, Batch]]:
+    """Yield a number of updates with the parameters that had as many, at the same rates; some may have rested."""
+    alike: dict[tuple[float, ...], list[int]] = {}
+    for position, state in enumerate(batch.states):
+        past = tuple(float(state[key]) for key in ("step", *_ScheduleFree.numbers))
+        alike.setdefault(past, []).append(position)
+    for (count, *_), at in sorted(alike.items()):
         params, grads = ([values[i] for i in at] for values in (batch.params, batch.grads))
         yield count, Batch(params, grads, [batch.states[i] for i in at])
 
