@@ -507,3 +507,44 @@ def test_an_empty_plan_that_is_removed_says_so():
     assert open_now.explain().startswith("removed")
     assert "the trial" not in open_now.explain()
     assert open_now.state_dict() == {"attached": {}, "withdrawn": {"grad_freeze": "a test"}}
+
+
+def without_norms() -> nn.Module:
+    """The gradient of a bias in front of a BatchNorm is rounding, which Adam would make as large as any other."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+
+
+RESUMED = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+    "foreach": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "assign"), [*((name, False) for name in RESUMED), *((name, True) for name in RESUMED if name != "fused")]
+)
+def test_a_checkpoint_is_resumed_without_torchboost(name, assign, tmp_path):
+    """Kernels that are assigned stay channels-last, which a fused kernel does not take with moments that are not."""
+    make = RESUMED[name]
+    off = {"autocast": False, "gradient_centralization": False}
+    config = {"extra": {"channels_last": True, "fused_optimizer": True, **off}}
+    whole, model, resumed = (without_norms() for _ in range(3))
+    reference = make(whole.parameters())
+    train(whole, reference, 8)
+    boosted = boost(model, make(model.parameters()), calibrate=False, config=config)
+    assert {"channels_last", "fused_optimizer"} <= set(boosted.attached)
+    train(model, boosted.optimizer, 4)
+    torch.save({"model": model.state_dict(), "optimizer": boosted.optimizer.state_dict()}, tmp_path / "file.pt")
+    saved = torch.load(tmp_path / "file.pt", weights_only=True)
+    assert all(value.untyped_storage().nbytes() == 4 * value.numel() for value in saved["model"].values())
+    resumed.load_state_dict(saved["model"], assign=assign)
+    optimizer = make(resumed.parameters())
+    optimizer.load_state_dict(saved["optimizer"])
+    train(resumed, optimizer, 4)
+    for found, wanted in zip(resumed.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)

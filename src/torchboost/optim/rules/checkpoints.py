@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from torchboost.optim.rules.eight_bit import SCALE
 
-__all__ = ["RULE_KEYS", "Pair", "in_order", "paired", "with_memory_renamed"]
+__all__ = ["RULE_KEYS", "Pair", "change_entries", "in_order", "paired", "with_memory_renamed"]
 
 RULE_KEYS = frozenset(
     (
@@ -27,6 +28,21 @@ class Pair(NamedTuple):
     param: Tensor
     group: dict[str, Any]
     saved: dict[str, Any]
+
+
+def change_entries(optimizer: Optimizer, state_dict: dict[str, Any], change: Callable[[Tensor, str, Any], Any]) -> None:
+    """Replace state entries of parameters in a state dict that torch has just made; the optimizer keeps its own.
+
+    Args:
+        optimizer: Not changed.
+        state_dict: Its state dict; changed.
+        change: Called with a parameter, the name of an entry and the entry, and returns what to write in its place.
+    """
+    states = state_dict["state"]
+    for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for param, index in zip(own["params"], saved["params"], strict=True):
+            if index in states:
+                states[index] = {key: change(param, key, value) for key, value in states[index].items()}
 
 
 def in_order(state_dict: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
