@@ -55,8 +55,9 @@ def fuse_optimizer(optimizer: Optimizer) -> Attachment:
     it was loaded and when the layout of a parameter has changed; what is written into ``optimizer.state`` by hand must
     have the layout of its parameter.
 
-    ``optimizer.state_dict()`` returns the flags from before, and a loaded checkpoint keeps the optimizer fused. A group goes back to its own form, with a warning, if its gradients
-    are sparse, or one of its parameters has got gaps or another precision whose kernel is wrong.
+    ``optimizer.state_dict()`` returns the flags from before, and a loaded checkpoint keeps the optimizer fused. A group
+    goes back to its own form, with a warning, if its gradients are sparse, or one of its parameters has got gaps or
+    another precision whose kernel is wrong.
 
     Args:
         optimizer: Groups that cannot be fused stay as they are: torch then picks foreach on GPUs by itself. That holds
