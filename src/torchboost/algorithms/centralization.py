@@ -67,7 +67,8 @@ def centralizable(param: Tensor, owner: nn.Module | None) -> bool:
 def depthwise_and_normalized(model: nn.Module) -> set[Tensor]:
     """Return the parameters of ``model`` that should not be centralised: not :func:`centralizable` for any owner."""
     held = [(param, module) for module in model.modules() for param in module.parameters(recurse=False)]
-    return {param for param, _ in held} - {param for param, module in held if centralizable(param, module)}
+    chosen = {param for param, module in held if centralizable(param, module)}
+    return {param for param, _ in held if param not in chosen}
 
 
 @dataclass(frozen=True, kw_only=True)
