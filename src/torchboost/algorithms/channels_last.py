@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+import torchboost.optim
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
 from torchboost.core.forward_watch import ForwardWatch
@@ -32,7 +34,9 @@ from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.dataflow import evaluate, runnable
 from torchboost.graph.drawing import generators_kept
 from torchboost.graph.unsafe_convolutions import unsafe_channels_last
+from torchboost.optim.front import FrontOptimizer
 from torchboost.optim.memory_layout import aligned
+from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.rules.checkpoints import change_entries
 
 __all__ = ["ChannelsLast", "to_channels_last"]
@@ -122,6 +126,8 @@ class ChannelsLast(Algorithm):
             return "the model has no 2-d or 3-d convolution"
         if isinstance(optimizer, LBFGS):
             return "LBFGS flattens gradients by view, which fails for kernels in this format"
+        if not _takes_strides(optimizer):
+            return f"{type(optimizer).__name__} has its own step, which may take gradients to be contiguous"
         unsafe = unsafe_channels_last(model)
         return _objection(model) if wrapper_of(model) is None and unsafe is None else unsafe
 
@@ -147,6 +153,22 @@ class ChannelsLast(Algorithm):
         checkpoints = _plain_checkpoints(target.model, target.optimizer)
         inputs = _watch_inputs(target.model, target.optimizer, watch)
         return inputs.with_undo(checkpoints.remove).with_undo(watch.remove)
+
+
+def _takes_strides(optimizer: Optimizer) -> bool:
+    """Whether the update is one of ``torch.optim`` or of this package, which read gradients in any memory format."""
+    while isinstance(optimizer, FrontOptimizer):
+        optimizer = optimizer.opt
+    own: Any = type(optimizer)
+    if isinstance(optimizer, UpdateRule):
+        known = _kinds(UpdateRule, (getattr(torchboost.optim, name) for name in dir(torchboost.optim)))
+        return any(own.update is kind.update and own.step is kind.step for kind in known)
+    known = _kinds(Optimizer, vars(torch.optim).values())
+    return any(inspect.unwrap(own.step) is inspect.unwrap(kind.step) for kind in known)
+
+
+def _kinds(base: type, found: Iterable[Any]) -> list[Any]:
+    return [kind for kind in found if isinstance(kind, type) and issubclass(kind, base) and kind is not base]
 
 
 def _refuse_unsafe(model: nn.Module) -> None:
