@@ -583,33 +583,3 @@ def test_other_tensors_in_place_of_the_parameters() -> None:
         torch.testing.assert_close(loss(values), expected)
         torch.testing.assert_close(torch.func.grad(loss)(values), gradients)
         torch.testing.assert_close(model(images), expected)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_checkpoint_has_the_strides_from_before(fused: bool) -> None:
-    model = cnn()
-    plain, optimizer = copy.deepcopy(model), sgd(model, fused=fused)
-    target = Target(model, optimizer)
-    attached = attach_all(target, [ChannelsLast()])
-    train(target, 2, 3)
-    live = [entry["momentum_buffer"] for entry in optimizer.state.values()]
-    saved = optimizer.state_dict()["state"]
-    for buffer, entry, before in zip(live, saved.values(), plain.parameters(), strict=True):
-        assert torch.equal(entry["momentum_buffer"], buffer)
-        assert entry["momentum_buffer"].stride() == before.stride()
-    assert [entry["momentum_buffer"] for entry in optimizer.state.values()] == live
-    assert any(not buffer.is_contiguous() for buffer in live)
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert all(optimizer.state[p]["momentum_buffer"].stride() == p.stride() for p in model.parameters())
-    attached.remove()
-    assert all(optimizer.state[p]["momentum_buffer"].is_contiguous() for p in model.parameters())
-
-
-def test_a_checkpoint_of_a_model_that_was_channels_last_before_stays_so() -> None:
-    model = cnn().to(memory_format=LAST)
-    before = [p.stride() for p in model.parameters()]
-    target = Target(model, sgd(model))
-    attach_all(target, [ChannelsLast()])
-    train(target, 1, 3)
-    saved = target.optimizer.state_dict()["state"]
-    assert [entry["momentum_buffer"].stride() for entry in saved.values()] == before
