@@ -1,4 +1,4 @@
-"""Checkpoints of a boosted run are those of a plain run: the flags and strides from before, so PyTorch alone resumes."""
+"""Checkpoints of a boosted run have the flags and strides of a plain run, so PyTorch alone resumes from them."""
 
 from __future__ import annotations
 
