@@ -23,6 +23,7 @@ from torchboost.core.algorithm import Target, attach_all
 from torchboost.errors import NoEffectWarning
 from torchboost.graph.normalized_linear import NormalizedLinear
 from torchboost.optim.rules.adam import Adam
+from torchboost.optim.rules.sgd import SGD
 
 
 class Zoo(nn.Module):
@@ -41,6 +42,13 @@ class Zoo(nn.Module):
         self.gamma = nn.Linear(16, 8)
         self.tokens = nn.Embedding(5, 8)
         self.fc = NormalizedLinear(8, 4)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.memory = nn.GRU(4, 4)
+        self.scale = nn.Parameter(torch.zeros(1, 8, 1, 1))
+        self.gate = nn.Parameter(torch.zeros(1, 8))
+        self.positions = nn.Parameter(torch.zeros(1, 5, 8))
+        self.table = nn.Parameter(torch.zeros(5, 8))
+        self.again = self.gamma.weight
 
 
 def test_what_is_left_alone_follows_from_structure():
@@ -48,11 +56,15 @@ def test_what_is_left_alone_follows_from_structure():
     skip = depthwise_and_normalized(model)
     centralised = {name for name, param in model.named_parameters() if param not in skip}
     assert centralised == {
-        "bias_bn.weight", "grouped.weight", "pointwise.weight", "mono.weight", "gamma.weight", "tokens.weight"
+        "bias_bn.weight", "grouped.weight", "pointwise.weight", "mono.weight", "again", "tokens.weight",
+        "attention.in_proj_weight", "attention.out_proj.weight", "memory.weight_ih_l0", "memory.weight_hh_l0",
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("shape", "expected"), [((2, 2), True), ((2,), False), ((1, 2), True), ((2, 1, 1), False)])
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((2, 2), True), ((2,), False), ((1, 2), True), ((2, 1, 1), False), ((1, 2, 1, 1), False), ((1, 2, 2), True)],
+)
 def test_a_parameter_without_owner_is_judged_by_its_rows(shape, expected):
     assert centralizable(torch.ones(shape), None) is expected
 
@@ -91,6 +103,35 @@ def test_parameters_with_one_entry_per_row_train_as_without_centralisation(by):
     assert all(not torch.equal(param, before[name]) for name, param in model.named_parameters())
     left = {name for name, param in model.named_parameters() if torch.equal(param.grad, grads[name])}
     assert left == set(grads) - ({"head.weight"} if by != "native" else set())
+
+
+class Gated(nn.Module):
+    """A gate per channel, and a filter of one output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 1, 3)
+        self.gate = nn.Parameter(torch.ones(1, 4, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.conv(x) * self.gate).mean((1, 2, 3))
+
+
+@pytest.mark.parametrize("by", ["algorithm", "function", "groups"])
+def test_a_scale_per_channel_is_no_filter(by):
+    torch.manual_seed(0)
+    model = Gated()
+    groups = [{"params": list(model.parameters()), "grad_centralization": True}]
+    optimizer = SGD(groups, lr=0.1) if by == "groups" else torch.optim.SGD(model.parameters(), lr=0.1)
+    if by == "algorithm":
+        GradientCentralization().attach(Target(model, optimizer))
+    if by == "function":
+        centralize_gradients(optimizer)
+    model(torch.randn(2, 3, 7, 7)).sum().backward()
+    gate, head = model.gate.detach() - 0.1 * model.gate.grad, model.head.weight.sum().item()
+    optimizer.step()
+    torch.testing.assert_close(model.gate.detach(), gate)
+    assert model.head.weight.sum().item() == pytest.approx(head, abs=1e-5)
 
 
 @pytest.mark.parametrize("says", [True, False, None])

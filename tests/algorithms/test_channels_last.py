@@ -14,9 +14,11 @@ from tests.support.models import BottleneckNet, batch_for, cnn, mlp
 from tests.support.ranks import run_ranks
 from tests.support.trajectories import identical, train
 from tests.support.wrapped import Kind, all_weights, train_share, wrap
+from torchboost import boost, optim
 from torchboost.algorithms.channels_last import ChannelsLast, to_channels_last
 from torchboost.core.algorithm import Attachment, Target, attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.optim.front import FrontOptimizer
 
 LAST = torch.channels_last
 
@@ -290,6 +292,51 @@ def test_kernels_in_a_flat_buffer_or_in_shared_memory_stay() -> None:
 def test_lbfgs_flattens_gradients_by_view() -> None:
     model = cnn()
     assert "LBFGS" in (ChannelsLast().idle(model, torch.optim.LBFGS(model.parameters())) or "")
+
+
+class Inherits(torch.optim.SGD):
+    """No step of its own."""
+
+
+class Views(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.add_((p.grad.view(len(p), -1) / p.grad.norm()).view_as(p), alpha=-0.1)
+
+
+class ViewsInItsRule(optim.SGD):
+    def update(self, group, batch) -> None:
+        for p, grad in zip(batch.params, batch.grads, strict=True):
+            p.sub_(grad.view(len(p), -1).sign().view_as(p), alpha=group["lr"])
+
+
+class InFront(FrontOptimizer):
+    """Steps what is behind it."""
+
+
+COPES = {
+    "torch": (lambda params: torch.optim.Adafactor(params), True),
+    "inherited": (lambda params: Inherits(params, lr=0.1), True),
+    "ours": (lambda params: optim.Lamb(params), True),
+    "behind another": (lambda params: InFront(torch.optim.SGD(params, lr=0.1)), True),
+    "own step": (lambda params: Views(params, lr=0.1), False),
+    "own rule": (lambda params: ViewsInItsRule(params, lr=0.1), False),
+    "own step behind another": (lambda params: InFront(Views(params, lr=0.1)), False),
+}
+
+
+@pytest.mark.parametrize("name", COPES)
+def test_an_optimizer_with_a_step_of_its_own_keeps_contiguous_gradients(name: str) -> None:
+    make, copes = COPES[name]
+    model = cnn()
+    boosted = boost(model, make(model.parameters()), calibrate=False, config={"extra": {"channels_last": True}})
+    assert ("channels_last" in boosted.attached) is copes
+    assert ("has its own step" in boosted.explain()) is not copes
+    inputs, labels = batch(model)
+    F.cross_entropy(model(inputs), labels).backward()
+    assert all(p.grad.is_contiguous() for p in model.parameters()) is not copes
+    boosted.optimizer.step()
 
 
 def test_volumes_use_the_three_dimensional_format_and_other_inputs_pass() -> None:

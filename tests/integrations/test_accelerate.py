@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.support.ranks import run_ranks
-from tests.support.trainer_models import KINDS, trained_alike
+from tests.support.trainer_models import KINDS, SPEED, has_plain_layout, trained_alike
 from torchboost.core.torch_private import module_hooks
 from torchboost.errors import IncompatibleError
 from torchboost.front import Boosted
@@ -142,3 +142,11 @@ def test_the_eval_copy_is_right_under_mixed_precision():
     boosted.remove()
     with torch.no_grad():
         torch.testing.assert_close(copy(**batch).logits, model.eval()(**batch).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_saved_optimizer_is_that_of_a_plain_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(KINDS, "resnet", KINDS["resnet"]._replace(config=SPEED))
+    _, boosted = train("resnet", str(tmp_path))
+    assert boosted is not None
+    assert boosted.optimizer.param_groups[0]["fused"]
+    assert has_plain_layout(torch.load(tmp_path / "optimizer.bin", weights_only=True))

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Subset
 
 import torchboost.registry
 from tests.support.ranks import run_ranks
-from tests.support.trainer_models import KINDS, Kind, differences, trained_alike
+from tests.support.trainer_models import KINDS, SPEED, Kind, differences, has_plain_layout, trained_alike
 from torchboost.core.hardware import HalfPrecision
 from torchboost.core.torch_private import module_hooks
 from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning
@@ -346,3 +346,17 @@ class TwoRanks(LightningEnvironment):
 def test_a_resumed_run_on_two_ranks_equals_the_uninterrupted_one(name: str, calibrate: str, tmp_path: Path):
     found = run_ranks(resumed_on_ranks, 2, name, calibrate, str(tmp_path))
     assert found == [[rank, {}, name == "resnet"] for rank in (0, 1)]
+
+
+def test_the_saved_optimizer_is_that_of_a_plain_run(tmp_path: Path):
+    class Live(Callback):
+        fused: bool | None = None
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            self.fused = trainer.optimizers[0].param_groups[0]["fused"]
+
+    live, boost = Live(), Boost("O1", module="net", config=SPEED)
+    trainer_of(tmp_path, boost, live).fit(Lit(KINDS["resnet"].seeded()), loader(KINDS["resnet"]))
+    assert live.fused
+    saved = torch.load(tmp_path / f"step={STEPS}.ckpt", weights_only=True)
+    assert has_plain_layout(saved["optimizer_states"][0])

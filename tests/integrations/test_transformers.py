@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from tests.support.ranks import run_ranks
-from tests.support.trainer_models import KINDS, Kind, Rows, trained_alike
+from tests.support.trainer_models import KINDS, SPEED, Kind, Rows, has_plain_layout, trained_alike
 from torchboost.core.torch_private import module_hooks, step_pre_hooks
 from torchboost.errors import ConfigError, IncompatibleError
 from torchboost.graph.removed_norm import RemovedNorm
@@ -323,3 +323,17 @@ def test_a_resumed_run_does_not_measure_again(tmp_path: Path):
     assert (whole.boosted.choice.source, resumed.boosted.choice.source) == ("trial", "checkpoint")
     assert resumed.boosted.choice.kept == whole.boosted.choice.kept
     assert trained_alike(whole.model, resumed.model)
+
+
+def test_the_saved_optimizer_is_that_of_a_plain_run(tmp_path: Path):
+    kind = KINDS["resnet"]._replace(config=SPEED)
+    found: list[bool] = []
+
+    class Live(transformers.TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, *, optimizer: Any, **_: Any) -> None:
+            found.append(optimizer.param_groups[0]["fused"])
+
+    trainer_of(kind, tmp_path, callbacks=[Live()], settings={"optim": "adamw_torch"}).train()
+    assert found == [True, True]
+    saved = torch.load(tmp_path / f"checkpoint-{STEPS}" / "optimizer.pt", weights_only=True)
+    assert has_plain_layout(saved)

@@ -89,3 +89,15 @@ def test_an_empty_chain_and_no_gradients():
     assert Chain(()).run(gradients, recall) == 1.0
     assert all(map(torch.equal, gradients.grads, before))
     assert Chain((Centralize(), ClipNorm(1.0))).run(Gradients([], [], [], []), recall, hand_over=True) == 1.0
+
+
+def test_a_tensor_that_is_the_gradient_of_two_parameters_is_changed_once_for_each():
+    gradients = given(torch.float64)
+    both = gradients.grads[0]
+    other = nn.Parameter(torch.zeros_like(both))
+    gradients = Gradients([gradients.params[0], other], [both, both], [{}] * 2, [])
+    wanted = both / 8
+    with torch.no_grad():
+        Chain((Unscale(8.0),)).run(gradients, recall)
+    assert torch.equal(gradients.grads[0], wanted)
+    assert torch.equal(gradients.grads[1], wanted)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -58,3 +61,29 @@ def test_muon_without_a_matrix_says_so():
     with pytest.warns(NoEffectWarning, match="no hidden matrix or filter in this Sequential, so AdamW trains all"):
         optimizer = named_optimizer("muon", torch.nn.Sequential(torch.nn.Linear(4, 2)))
     assert [group["rule"] for group in optimizer.param_groups] == ["adamw"]
+
+
+def test_an_evaluation_on_the_weights_of_training_warns_once():
+    model = mlp()
+    optimizer = named_optimizer("schedule_free_adamw", model, 0.01)
+    x = torch.randn(8, model[0].in_features)
+
+    def evaluated(model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            model.eval()(x)
+        model.train()
+
+    evaluated(model)  # nothing is trained yet
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.eval()
+    evaluated(model)
+    optimizer.train()
+    model.eval()(x)  # with gradients: training with the norms at rest
+    evaluated(copy.deepcopy(model))
+    evaluated(pickle.loads(pickle.dumps(model)))
+    with pytest.warns(UserWarning, match=r"weights of training.*optimizer.eval\(\)") as said:
+        evaluated(model)
+    evaluated(model)
+    assert len(said) == 1
+    assert said[0].filename == __file__

@@ -96,11 +96,11 @@ def test_centralize_leaves_what_it_is_told_to():
     assert changed == [False, False, True, True, True, True, False, False]
 
 
-ROWS_OF_ONE = [(3, 1), (3, 1, 1), (3, 1, 1, 1), (0, 4), (4, 0)]
+ROWS_OF_ONE = [(3, 1), (3, 1, 1), (3, 1, 1, 1), (0, 4), (4, 0), (1, 3, 1, 1), (1, 1, 3)]
 
 
 @pytest.mark.parametrize("shape", ROWS_OF_ONE, ids=str)
-def test_centralize_leaves_rows_of_one_entry_alone(shape):
+def test_centralize_leaves_rows_of_one_entry_and_vectors_alone(shape):
     given = gradients([shape])
     before = given.grads[0].clone()
     assert torch.equal(run(Centralize(), given)[0], before)

@@ -49,11 +49,15 @@ __all__ = [
     "without_norms",
 ]
 
-NORMS = (
-    nn.modules.batchnorm._NormBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
+WITH_ROWS = (
+    nn.modules.conv._ConvNd,
+    nn.Linear,
+    nn.Bilinear,
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.RNNCellBase,
 )
 Edit = Callable[[nn.Module, int], None]
 """Called with the model and the number of the update, when the gradients are there and before the step."""
@@ -181,16 +185,19 @@ def centralise(model: nn.Module, step: int = 0) -> None:
     """Subtract from every row of a weight's gradient its mean.
 
     Rows run along the first axis. Left alone: gradients of one axis, rows of one entry (whose mean is the entry),
-    depthwise kernels, normalisations.
+    vectors such as ``(1, n, 1, 1)``, depthwise kernels, and what no convolution, linear layer, embedding, attention or
+    recurrent layer of torch holds.
     """
-    spared: set[int] = set()
+    chosen: set[int] = set()
     for module in model.modules():
         depthwise = isinstance(module, nn.modules.conv._ConvNd) and 1 < module.groups == module.in_channels
-        if depthwise or isinstance(module, (*NORMS, NormalisedHead)):
-            spared.update(id(parameter) for parameter in module.parameters(recurse=False))
+        if isinstance(module, WITH_ROWS) and not depthwise and not isinstance(module, NormalisedHead):
+            chosen.update(id(parameter) for parameter in module.parameters(recurse=False))
     for parameter in model.parameters():
         gradient = parameter.grad
-        if gradient is None or id(parameter) in spared or parameter.ndim < 2 or parameter[0].numel() < 2:
+        if gradient is None or id(parameter) not in chosen or parameter.ndim < 2 or parameter[0].numel() < 2:
+            continue
+        if parameter.ndim > 2 and max(parameter.shape) == parameter.numel():
             continue
         if gradient.is_sparse:
             gradient = gradient.coalesce()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-__all__ = ["KINDS", "Kind", "Rows", "differences", "trained_alike"]
+__all__ = ["KINDS", "SPEED", "Kind", "Rows", "differences", "has_plain_layout", "trained_alike"]
 
+SPEED = {"extra": {"channels_last": True, "fused_optimizer": True}}
 FREEZING = {"extra": {"less_bn": {}, "grad_freeze": {"pattern": "progressive"}}}
 
 
@@ -119,3 +120,11 @@ def trained_alike(first: nn.Module, second: nn.Module) -> bool:
     """Whether the state dicts of two models are equal, names and bits."""
     one, other = first.state_dict(), second.state_dict()
     return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def has_plain_layout(optimizer_state: dict[str, Any]) -> bool:
+    """Whether the state dict of an optimizer is one that torch's fused kernels read rightly in a plain model."""
+    moments = [value for entry in optimizer_state["state"].values() for value in entry.values()]
+    kernels = [value for value in moments if isinstance(value, Tensor) and value.ndim == 4]
+    unfused = all(not group["fused"] for group in optimizer_state["param_groups"])
+    return bool(kernels) and unfused and all(value.is_contiguous() for value in kernels)

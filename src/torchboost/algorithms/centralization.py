@@ -14,7 +14,6 @@ from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.torch_private import AnyConv
 from torchboost.errors import NoEffectWarning
 from torchboost.graph.normalized_linear import NormalizedLinear
-from torchboost.optim.group_rules import NORMS
 from torchboost.optim.pipeline import GradientPipeline
 from torchboost.optim.transforms import Centralize, has_rows, wish
 
@@ -26,9 +25,9 @@ def centralize_gradients(optimizer: Optimizer, *, skip: Collection[Tensor] = ())
 
     ``g -= mean(g, axes 1...)`` for gradients with more than one entry per row (Yong et al., 2020). This keeps the sum
     of each filter's weights where it started, a mild regulariser that often improves generalisation of convolutional
-    nets. Not changed: parameters with one axis, those with one entry per row, and param groups with
-    ``"grad_centralization": False``. Cost: one read and one write of the gradients. Works with any optimizer; the
-    result is the same if gradients are still scaled.
+    nets. Not changed: parameters with one axis, those with one entry per row, vectors such as ``(1, n, 1, 1)``, and
+    param groups with ``"grad_centralization": False``. Cost: one read and one write of the gradients. Works with any
+    optimizer; the result is the same if gradients are still scaled.
 
     Args:
         optimizer: The optimizer; a pre-hook of its ``step`` does the work.
@@ -43,25 +42,33 @@ def centralize_gradients(optimizer: Optimizer, *, skip: Collection[Tensor] = ())
     return GradientPipeline(Centralize(skip=skip)).attach(optimizer)
 
 
+_HOLDERS = (
+    *(AnyConv, nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag),
+    *(nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase),
+)
+"""Modules whose matrices and kernels have a filter, or an output, per row."""
+
+
 def centralizable(param: Tensor, owner: nn.Module | None) -> bool:
     """Whether the gradient of ``param``, which ``owner`` holds, has row means worth removing.
 
-    False for a parameter whose rows have no mean that may go (:func:`~torchboost.optim.transforms.has_rows`: fewer than
-    two axes, or one entry per row), for depthwise convolutions (one input channel per filter), for normalisation layers
-    and for the ``NormalizedLinear`` head. The decision depends on structure, never on names.
+    True for the kernels and matrices of torch's convolutions, linear layers, embeddings, attention and recurrent
+    layers, unless their rows have no mean that may go (:func:`~torchboost.optim.transforms.has_rows`: fewer than two
+    axes, one entry per row, or a vector). False for depthwise convolutions (one input channel per filter), for the
+    ``NormalizedLinear`` head, and for what other modules hold themselves: it may be a scale, a token or a table of
+    positions. If the owner is not known, the shape decides. Names never do.
     """
+    if owner is None:
+        return has_rows(param)
     depthwise = isinstance(owner, AnyConv) and owner.groups > 1 and owner.groups == owner.in_channels
-    return has_rows(param) and not depthwise and not isinstance(owner, (*NORMS, NormalizedLinear))
+    return has_rows(param) and isinstance(owner, _HOLDERS) and not depthwise and not isinstance(owner, NormalizedLinear)
 
 
 def depthwise_and_normalized(model: nn.Module) -> set[Tensor]:
-    """Return the parameters of ``model`` that should not be centralised: those not :func:`centralizable`."""
-    return {
-        param
-        for module in model.modules()
-        for param in module.parameters(recurse=False)
-        if not centralizable(param, module)
-    }
+    """Return the parameters of ``model`` that should not be centralised: not :func:`centralizable` for any owner."""
+    held = [(param, module) for module in model.modules() for param in module.parameters(recurse=False)]
+    chosen = {param for param, module in held if centralizable(param, module)}
+    return {param for param, _ in held if param not in chosen}
 
 
 @dataclass(frozen=True, kw_only=True)

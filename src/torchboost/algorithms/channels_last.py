@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,18 +14,27 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
+import torchboost.optim
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
 from torchboost.core.forward_watch import ForwardWatch
-from torchboost.core.torch_private import AnyConv, is_functorch_wrapped_tensor, parameter_slots
+from torchboost.core.torch_private import AnyConv, calls_hooks, is_functorch_wrapped_tensor, parameter_slots
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.unsafe_convolutions import unsafe_channels_last
+from torchboost.optim.front import FrontOptimizer
+from torchboost.optim.memory_layout import aligned
+from torchboost.optim.rules.base import UpdateRule
+from torchboost.optim.rules.checkpoints import change_entries
 
 __all__ = ["ChannelsLast", "to_channels_last"]
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_Strides = dict[Tensor, tuple[int, ...]]
+_BEFORE = WeakTensorKeyDictionary()
+"""The strides of each kernel before it was converted: the optimizer may not exist yet."""
 
 
 def to_channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> Attachment:
@@ -42,7 +52,8 @@ def to_channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> At
 
     Parameters keep their identity. Their gradients and the per-element state of ``optimizer`` (momentum, Adam's
     moments) change format with them: fused optimizers read memory in storage order and would otherwise silently
-    mix up elements.
+    mix up elements. ``optimizer.state_dict()`` returns it with the strides from before, as a plain run would, and a
+    loaded state gets those of its kernel.
 
     Args:
         model: Not yet wrapped by DDP; changed in place.
@@ -76,7 +87,8 @@ def to_channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> At
         )
     _refuse_unsafe(model)
     restore = _convert(model, optimizer)
-    return _watch_inputs(model).with_undo(restore)
+    checkpoints = _plain_checkpoints(model, optimizer)
+    return _watch_inputs(model).with_undo(restore).with_undo(checkpoints.remove)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +111,8 @@ class ChannelsLast(Algorithm):
             return "the model has no 2-d or 3-d convolution"
         if isinstance(optimizer, LBFGS):
             return "LBFGS flattens gradients by view, which fails for kernels in this format"
+        if not _takes_strides(optimizer):
+            return f"{type(optimizer).__name__} has its own step, which may take gradients to be contiguous"
         return unsafe_channels_last(model)
 
     def check(self, target: Target) -> None:
@@ -120,7 +134,25 @@ class ChannelsLast(Algorithm):
             NoEffectWarning: After the first update: the forward of the model was not called.
         """
         watch = ForwardWatch(self.name, target.model, target.optimizer)
-        return _watch_inputs(target.model, watch).with_undo(watch.remove)
+        checkpoints = _plain_checkpoints(target.model, target.optimizer)
+        inputs = _watch_inputs(target.model, watch)
+        return inputs.with_undo(checkpoints.remove).with_undo(watch.remove)
+
+
+def _takes_strides(optimizer: Optimizer) -> bool:
+    """Whether the update is one of ``torch.optim`` or of this package, which read gradients in any memory format."""
+    while isinstance(optimizer, FrontOptimizer):
+        optimizer = optimizer.opt
+    own: Any = type(optimizer)
+    if isinstance(optimizer, UpdateRule):
+        known = _kinds(UpdateRule, (getattr(torchboost.optim, name) for name in dir(torchboost.optim)))
+        return any(own.update is kind.update and own.step is kind.step for kind in known)
+    known = _kinds(Optimizer, vars(torch.optim).values())
+    return any(inspect.unwrap(own.step) is inspect.unwrap(kind.step) for kind in known)
+
+
+def _kinds(base: type, found: Iterable[Any]) -> list[Any]:
+    return [kind for kind in found if isinstance(kind, type) and issubclass(kind, base) and kind is not base]
 
 
 def _refuse_unsafe(model: nn.Module) -> None:
@@ -244,15 +276,46 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 def _convert(model: nn.Module, optimizer: Optimizer | None) -> Callable[[], None]:
     """Convert the kernels that are in another format; return a function that restores their strides."""
     before = [(weight, weight.stride()) for weight in _pending(model)]
-    for weight, _ in before:
+    for weight, strides in before:
         layout = _FORMATS[weight.ndim]
         _rewrite(weight, optimizer, lambda tensor, layout=layout: tensor.to(memory_format=layout))
+        _BEFORE[weight] = strides
     return functools.partial(_restride, before, optimizer)
+
+
+def _plain_checkpoints(model: nn.Module, optimizer: Optimizer | None) -> Attachment:
+    """Let the state be saved with the strides from before; a fused kernel mixes up what lies in another order."""
+    before: _Strides = {weight: _BEFORE[weight] for weight in _kernels(model) if weight in _BEFORE}
+    if optimizer is None or not before or not calls_hooks(optimizer):
+        return Attachment()
+
+    written = optimizer.register_state_dict_post_hook(functools.partial(_write_plain, before), prepend=True)
+    return Attachment(written, optimizer.register_load_state_dict_post_hook(functools.partial(_follow, before)))
+
+
+def _write_plain(before: _Strides, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    def plain(param: Tensor, key: str, value: Any) -> Any:
+        moved = param in before and _belongs(value, param) and value.stride() != before[param]
+        return _restrided(value, before[param]) if moved else value
+
+    change_entries(optimizer, state_dict, plain)
+
+
+def _follow(before: _Strides, optimizer: Optimizer) -> None:
+    """Bring loaded state into the format of its kernel."""
+    for weight in before:
+        state = optimizer.state.get(weight, {})
+        state.update({key: aligned(value, weight) for key, value in state.items() if _belongs(value, weight)})
+
+
+def _belongs(value: Any, weight: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and value.shape == weight.shape
 
 
 def _restride(before: list[tuple[nn.Parameter, tuple[int, ...]]], optimizer: Optimizer | None) -> None:
     for weight, strides in before:
         _rewrite(weight, optimizer, functools.partial(_restrided, strides=strides))
+        _BEFORE.pop(weight, None)
 
 
 def _rewrite(weight: nn.Parameter, optimizer: Optimizer | None, change: Callable[[Tensor], Tensor]) -> None:

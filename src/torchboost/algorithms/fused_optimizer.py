@@ -23,6 +23,7 @@ from torchboost.optim.fused_kernels import miscomputes
 from torchboost.optim.memory_layout import aligned, is_dense
 from torchboost.optim.rules import adam, sgd
 from torchboost.optim.rules.base import UpdateRule
+from torchboost.optim.rules.checkpoints import change_entries
 
 __all__ = ["FusedOptimizer", "fuse_optimizer"]
 
@@ -54,8 +55,9 @@ def fuse_optimizer(optimizer: Optimizer) -> Attachment:
     it was loaded and when the layout of a parameter has changed; what is written into ``optimizer.state`` by hand must
     have the layout of its parameter.
 
-    A loaded checkpoint keeps the optimizer fused. A group goes back to its own form, with a warning, if its gradients
-    are sparse, or one of its parameters has got gaps or another precision whose kernel is wrong.
+    ``optimizer.state_dict()`` returns the flags from before, and a loaded checkpoint keeps the optimizer fused. A group
+    goes back to its own form, with a warning, if its gradients are sparse, or one of its parameters has got gaps or
+    another precision whose kernel is wrong.
 
     Args:
         optimizer: Groups that cannot be fused stay as they are: torch then picks foreach on GPUs by itself. That holds
@@ -164,6 +166,7 @@ class _Fusion(Attachment):
         if all(chosen):
             optimizer.defaults |= _FUSED
         self._handles.append(optimizer.register_step_pre_hook(self._prepare))
+        self._handles.append(optimizer.register_state_dict_post_hook(self._write_plain, prepend=True))
         self._handles.append(optimizer.register_load_state_dict_post_hook(self._apply))
 
     def _apply(self, optimizer: Optimizer) -> None:
@@ -230,15 +233,32 @@ class _Fusion(Attachment):
         self._seen[index] = _Seen(now.params, now.kinds, now.strides, len(state))
 
     def _give_up(self, index: int, group: dict[str, Any], reason: str) -> None:
-        group |= (self._flags[index] if index < len(self._flags) else self._defaults) | {"fused": None}
+        group |= self._flags_before(index) | {"fused": None}
         self._chosen[index] = False
         warnings.warn(f"fused_optimizer: group {index} {reason}; it stays unfused.", NoEffectWarning, stacklevel=2)
+
+    def _write_plain(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Save the flags of the user: without this, a fused kernel mixes up state in another layout."""
+        fused = {p for group in self._fused_groups() for p in group["params"]}
+        for index, group in enumerate(state_dict["param_groups"]):
+            if index >= len(self._chosen) or self._chosen[index]:
+                group |= self._flags_before(index)
+            if group.get("capturable") or group.get("fused"):
+                fused.difference_update(optimizer.param_groups[index]["params"])
+
+        def plain(param: Tensor, key: str, value: Any) -> Any:
+            return value.cpu() if key == "step" and param in fused and isinstance(value, Tensor) else value
+
+        change_entries(optimizer, state_dict, plain)
+
+    def _flags_before(self, index: int) -> dict[str, Any]:
+        return self._flags[index] if index < len(self._flags) else self._defaults
 
     def _restore(self) -> None:
         optimizer = self._optimizer
         ours = [p for group in self._fused_groups() for p in group["params"]]
         for index, group in enumerate(optimizer.param_groups):
-            group |= self._flags[index] if index < len(self._flags) else self._defaults
+            group |= self._flags_before(index)
         optimizer.defaults |= self._defaults
         staying = (group for group in optimizer.param_groups if group.get("capturable") or group.get("fused"))
         on_device = {p for group in staying for p in group["params"]}

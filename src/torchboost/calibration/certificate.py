@@ -26,6 +26,8 @@ __all__ = ["Bound", "Certificate", "Finding"]
 _GARBAGE = 1e30
 _LARGEST_BLOCK = 2**22
 """Entries of the largest block of memory that is filled; what is larger, the system hands out as zeros."""
+_SMALL, _SMALL_BLOCKS, _LARGE_BLOCKS = 4096, 64, 4
+"""Entries of a small block, and how many blocks of each size are filled. A pass allocates many small ones."""
 _STEPS_OF_ROUNDING = 64
 _ATTEMPTS = 2
 """A rounding that moves a ReLU or a maximum to its other side changes gradients by more than its size. If a comparison
@@ -236,7 +238,8 @@ def fill_freed_memory(sizes: set[int], device: torch.device) -> None:
         device: Where.
     """
     wanted = [size for size in sizes if 0 < size <= _LARGEST_BLOCK] + [2**power for power in range(4, 21)]
-    blocks = [torch.full((size,), _GARBAGE, device=device) for size in wanted for _ in range(4)]
+    counted = [(size, _SMALL_BLOCKS if size <= _SMALL else _LARGE_BLOCKS) for size in wanted]
+    blocks = [torch.full((size,), _GARBAGE, device=device) for size, count in counted for _ in range(count)]
     blocks.clear()
 
 

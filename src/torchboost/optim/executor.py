@@ -75,7 +75,7 @@ class Chain:
         Returns:
             What is left for the caller to divide by; 1 without ``hand_over``.
         """
-        gradients.grads = list(map(writable, gradients.grads))
+        gradients.grads = _separate(list(map(writable, gradients.grads)))
         first, done, left = self._first, 0, 1.0
         if first is not None and first.fits(gradients):
             done = first.length
@@ -93,3 +93,11 @@ class Chain:
     @property
     def _is_one_pass(self) -> bool:
         return self._first is not None and self._first.length == len(self.transforms)
+
+
+def _separate(grads: list[Tensor]) -> list[Tensor]:
+    """Return the gradients, with copies of those that are in the list again, so that each is changed once."""
+    if len(set(map(id, grads))) == len(grads):
+        return grads
+    first = dict(zip(map(id, reversed(grads)), reversed(range(len(grads))), strict=True))
+    return [grad if first[id(grad)] == position else grad.clone() for position, grad in enumerate(grads)]

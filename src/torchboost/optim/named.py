@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchboost.core.arguments import check_module, check_number
@@ -32,7 +34,34 @@ def _muon(model: nn.Module, lr: float) -> MixedOptimizer:
 
 
 def _schedule_free(model: nn.Module, lr: float) -> ScheduleFreeAdamW:
-    return ScheduleFreeAdamW(model.parameters(), lr=lr, weight_decay=0.01)
+    optimizer = ScheduleFreeAdamW(model.parameters(), lr=lr, weight_decay=0.01)
+    model.register_forward_pre_hook(_Evaluated(optimizer))
+    return optimizer
+
+
+class _Evaluated:
+    """Warns once if a trained model is evaluated on the weights of training. A copy of the model does not warn."""
+
+    def __init__(self, optimizer: ScheduleFreeAdamW) -> None:
+        self._optimizer: weakref.ref[ScheduleFreeAdamW] | None = weakref.ref(optimizer)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or module.training or torch.is_grad_enabled() or self._optimizer is None:
+            return
+        optimizer = self._optimizer()
+        if optimizer is None or not optimizer.state or not any(g["training"] for g in optimizer.param_groups):
+            return
+        self._optimizer = None
+        warnings.warn(
+            f"{type(optimizer).__name__}: the model is evaluated on the weights of training, not on their average; "
+            "call optimizer.eval() before evaluation and before the model is saved, and optimizer.train() before "
+            "training continues.",
+            UserWarning,
+            stacklevel=5,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_optimizer": None}
 
 
 NAMED: dict[str, Callable[[nn.Module, float], UpdateRule]] = {"muon": _muon, "schedule_free_adamw": _schedule_free}
@@ -47,7 +76,8 @@ def named_optimizer(name: str, model: nn.Module, lr: float | None = None) -> Upd
 
     Args:
         name: See above.
-        model: Not changed.
+        model: Not changed; with ``"schedule_free_adamw"`` it gets a hook that warns once if the model is evaluated (in
+            eval mode, without gradients) while it holds the weights of training.
         lr: Learning rate; None takes 0.001, torch's default for AdamW.
 
     Raises:

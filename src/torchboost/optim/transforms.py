@@ -27,10 +27,11 @@ __all__ = ["Centralize", "ClipNorm", "ClipValue", "Coalesce", "Decay", "Unscale"
 class Centralize:
     """Give every filter's gradient zero mean: ``g -= mean(g over all axes but the first)``.
 
-    Parameters without rows are skipped (:func:`has_rows`): those of fewer than two axes, and those with one entry
-    per row, whose gradient would be zero. If a param group has ``"grad_centralization": False``, its parameters are
-    skipped. Cost: one read and one write of the gradients. Works in place, in any memory format and dtype; sparse
-    gradients of embeddings are centralised row by row; a DTensor sharded over its rows is centralised locally.
+    Parameters without rows are skipped (:func:`has_rows`): those of fewer than two axes, those with one entry per row,
+    whose gradient would be zero, and vectors such as ``(1, n, 1, 1)``. If a param group has
+    ``"grad_centralization": False``, its parameters are skipped. Cost: one read and one write of the gradients. Works
+    in place, in any memory format and dtype; sparse gradients of embeddings are centralised row by row; a DTensor
+    sharded over its rows is centralised locally.
 
     Args:
         skip: Parameters to skip.
@@ -307,8 +308,12 @@ def has_rows(param: Tensor) -> bool:
 
     False for fewer than two axes, and for one entry per row, such as ``(n, 1)``, ``(n, 1, 1)``, or the kernel of a
     pointwise convolution of one channel: an entry minus the mean of its row would be zero, so it would never train.
+    False also for a vector with three or more axes, such as ``(1, n, 1, 1)``: a scale per channel is one, and its mean
+    would never change. ``(1, n)`` is a row, that of a linear layer with one output.
     """
-    return param.ndim >= 2 and param.numel() > param.shape[0]
+    if param.ndim < 2 or param.numel() <= param.shape[0]:
+        return False
+    return param.ndim == 2 or sum(size > 1 for size in param.shape) > 1
 
 
 def wish(group: Mapping[str, Any]) -> bool | None:

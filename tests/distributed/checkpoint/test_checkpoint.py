@@ -10,11 +10,13 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 from torch.nn import functional as F
 
-from tests.support.models import batch_for, mlp
+from tests.support.models import batch_for, cnn, mlp
 from tests.support.optimizers import CASES, values
 from tests.support.trajectories import snapshot
+from torchboost.algorithms.channels_last import ChannelsLast
+from torchboost.algorithms.fused_optimizer import FusedOptimizer
 from torchboost.algorithms.loss_scale.scalers import DynamicLossScale
-from torchboost.core.algorithm import Target
+from torchboost.core.algorithm import Target, attach_all
 from torchboost.core.step import TrainStep
 from torchboost.distributed import checkpoint
 from torchboost.optim.rules.adam import Adam
@@ -228,3 +230,23 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match="parameters that are not in the model"):
         checkpoint.save(tmp_path, 1, mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_saved_optimizer_is_that_of_a_plain_run(tmp_path):
+    model, plain = cnn(), cnn()
+    optimizer, other = (torch.optim.AdamW(each.parameters()) for each in (model, plain))
+    attached = attach_all(Target(model, optimizer), [ChannelsLast(), FusedOptimizer()])
+    inputs, labels = batch_for(model, torch.Generator().manual_seed(0))
+    F.cross_entropy(model(inputs), labels).backward()
+    optimizer.step()
+    path = checkpoint.save(tmp_path, 1, model, optimizer)
+    checkpoint.load(path, plain, other)
+    assert optimizer.param_groups[0]["fused"]
+    assert not other.param_groups[0]["fused"]
+    kernels = [entry["exp_avg"] for param, entry in other.state.items() if param.ndim == 4]
+    assert kernels
+    assert all(moment.is_contiguous() for moment in kernels)
+    checkpoint.load(path, model, optimizer)
+    assert optimizer.param_groups[0]["fused"]
+    assert all(optimizer.state[p]["exp_avg"].stride() == p.stride() for p in model.parameters())
+    attached.remove()

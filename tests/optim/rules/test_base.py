@@ -12,7 +12,7 @@ from tests.support.optimizers import CASES, frozen, give_grads, parameters, same
 from torchboost.errors import IncompatibleError
 from torchboost.optim.gradients import Gradients
 from torchboost.optim.pipeline import GradientPipeline
-from torchboost.optim.rules.adam import Adam, AdamWeightDecay
+from torchboost.optim.rules.adam import Adam, AdamW, AdamWeightDecay
 from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.checkpoints import RULE_KEYS
 from torchboost.optim.rules.lars import LARS
@@ -36,6 +36,13 @@ class Signed(UpdateRule):
         for param, grad, count in zip(batch.params, batch.grads, batch.state("count"), strict=True):
             param.sub_(grad.sign(), alpha=group["lr"])
             count.add_(1)
+
+
+class Packed(AdamW):
+    """Its moments are codes, whose scales have names that no list of entries holds."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, moments_8bit=True, **options)
 
 
 class Remembering:
@@ -278,7 +285,37 @@ def test_the_memory_of_older_checkpoints_lies_under_bare_names():
     for entry in old["state"].values():
         entry["seen"] = entry.pop("Remembering.seen")
     optimizer.load_state_dict(old)
+    for entry in optimizer.state.values():
+        assert entry.pop("seen").tolist() == [2.0] * 7  # it may be the rule's, so it stays
     assert repr(optimizer.state_dict()) == repr(state)
+
+
+class Heavy(Signed):
+    """A rule whose state has names of its own; one entry is made by the first update."""
+
+    def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("velocity",)
+
+    def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {"velocity": torch.zeros_like(param)}
+
+    def update(self, group: dict[str, Any], batch: Batch) -> None:
+        for param, grad, state in zip(batch.params, batch.grads, batch.states, strict=True):
+            fast, slow = state["velocity"], state.setdefault("slow", torch.zeros_like(param))
+            slow.lerp_(fast.mul_(0.9).add_(grad), 0.5)
+            param.sub_(slow, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("transforms", [(), (ClipNorm(1.0),), (Centralize(), ClipNorm(1.0)), (Remembering(),)])
+@pytest.mark.parametrize("rule", [Heavy, Packed], ids=["own names", "8 bits"])
+def test_the_state_of_a_rule_keeps_its_names_next_to_transforms(rule, transforms):
+    params, others = ([nn.Parameter(torch.linspace(-1, 1, 4096).view(64, 64))] for _ in range(2))
+    optimizer, resumed = rule(params, transforms=transforms), rule(others, transforms=transforms)
+    train(optimizer, params, range(3))
+    with torch.no_grad():
+        others[0].copy_(params[0])
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert same(train(optimizer, params, range(3, 6)), train(resumed, others, range(3, 6)))
 
 
 def test_rules_keep_nothing_that_could_be_taken_for_the_memory_of_a_transform():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -133,6 +134,51 @@ def test_a_parameter_that_starts_late_has_its_own_average(rule):
         alone[0].grad = late[0].grad.clone()
         other.step()
     assert same(late, alone)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_parameters_with_as_many_updates_at_other_rates_have_their_own_averages(rule):
+    first, late = parameters([(3, 2)]), parameters([(4,)], seed=1)
+    alone = parameters([(4,)], seed=1)
+    optimizer, other = rule([*first, *late], lr=0.1), rule(alone, lr=0.4)
+    for step in range(8):
+        optimizer.param_groups[0]["lr"] = 0.1 if step < 3 else 0.4
+        for param in (*first, *late):
+            param.grad = None
+        with pytest.warns(UserWarning, match="changed by hand") if step == 3 else contextlib.nullcontext():
+            train(optimizer, first if step < 3 else late if step < 6 else [*first, *late], [step])
+        if step >= 3:
+            alone[0].grad = late[0].grad.clone()
+            other.step()
+    assert optimizer.state[first[0]]["step"] == 5
+    assert same(late, alone)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rate_that_is_changed_by_hand_warns_once(rule):
+    params = parameters()
+    optimizer = rule(params, lr=0.1, warmup_steps=3)
+    train(optimizer, params, range(4))
+    optimizer.param_groups[0]["lr"] = 0.2
+    with pytest.warns(UserWarning, match=rf"{rule.__name__}: .* from 0.1 to 0.2.*warmup_steps") as said:
+        train(optimizer, params, range(4, 6))
+    optimizer.param_groups[0]["lr"] = 0.3
+    train(optimizer, params, [6])
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rate_of_zero_and_one_of_a_checkpoint_are_not_changed_by_hand(rule):
+    params = parameters()
+    optimizer = rule(params, lr=0.1)
+    for rate in (0.0, 0.1, 0.0, 0.1):
+        optimizer.param_groups[0]["lr"] = rate
+        train(optimizer, params, [0])
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.3
+    optimizer.load_state_dict(saved)
+    train(optimizer, params, [1])
+    assert optimizer.state[params[0]]["largest_lr"] == pytest.approx(0.3)
 
 
 def test_options_that_are_refused():

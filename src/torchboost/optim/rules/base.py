@@ -346,10 +346,12 @@ class UpdateRule(Optimizer):
         Raises:
             ValueError: The groups differ, or a state does not have the shape of its parameter; nothing was changed.
         """
-        state_dict = with_memory_renamed(in_order(state_dict, self.param_groups), namespaces(self.transforms))
-        pairs = zip(state_dict["param_groups"], self.param_groups, strict=False)
-        groups = [self.rule_for(own).adopted(saved) for saved, own in pairs]
+        state_dict = in_order(state_dict, self.param_groups)
+        both = list(zip(state_dict["param_groups"], self.param_groups, strict=False))
+        groups = [self.rule_for(own).adopted(saved) for saved, own in both]
         groups += state_dict["param_groups"][len(groups) :]
+        keys = [self.state_keys({**self.defaults_for(own), **saved}) for saved, own in both]
+        state_dict = with_memory_renamed(state_dict, namespaces(self.transforms), keys)
         packing = [self.rule_for(own).packs_moments for own in self.param_groups]
         state_dict = with_full_moments({**state_dict, "param_groups": groups}, packing)
         pairs = paired(state_dict, self.param_groups, self.defaults, self.state_keys)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.optim import Optimizer
 
-__all__ = ["RULE_KEYS", "Pair", "in_order", "paired", "with_memory_renamed"]
+from torchboost.optim.rules.eight_bit import SCALE
+
+__all__ = ["RULE_KEYS", "Pair", "change_entries", "in_order", "paired", "with_memory_renamed"]
 
 RULE_KEYS = frozenset(
     (
@@ -25,6 +28,21 @@ class Pair(NamedTuple):
     param: Tensor
     group: dict[str, Any]
     saved: dict[str, Any]
+
+
+def change_entries(optimizer: Optimizer, state_dict: dict[str, Any], change: Callable[[Tensor, str, Any], Any]) -> None:
+    """Replace state entries of parameters in a state dict that torch has just made; the optimizer keeps its own.
+
+    Args:
+        optimizer: Not changed.
+        state_dict: Its state dict; changed.
+        change: Called with a parameter, the name of an entry and the entry, and returns what to write in its place.
+    """
+    states = state_dict["state"]
+    for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for param, index in zip(own["params"], saved["params"], strict=True):
+            if index in states:
+                states[index] = {key: change(param, key, value) for key, value in states[index].items()}
 
 
 def in_order(state_dict: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -88,24 +106,35 @@ def paired(
     return pairs
 
 
-def with_memory_renamed(state_dict: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def with_memory_renamed(
+    state_dict: dict[str, Any], names: Sequence[str], keys: Sequence[Collection[str]]
+) -> dict[str, Any]:
     """Return the state dict with the memory of transforms under their namespaces.
 
-    Older checkpoints have bare keys, which all transforms shared; each transform gets a copy.
+    Older checkpoints have bare keys, which all transforms shared; each transform gets a copy. A bare key that may be
+    an entry of the rule stays, too.
 
     Args:
         state_dict: Of an optimizer; not changed.
         names: Namespaces of the transforms; if empty, the states are not changed.
+        keys: Entries of the rule, per group.
     """
-    if not names:
+    if not names or any(_is_named(key, names) for state in state_dict["state"].values() for key in state):
         return state_dict
-    renamed = {}
-    for index, state in state_dict["state"].items():
-        own = {key: value for key, value in state.items() if "." in key or key in RULE_KEYS}
-        for key in state.keys() - own.keys():
-            own |= {f"{name}.{key}": _copied(state[key]) for name in names}
-        renamed[index] = own
-    return {**state_dict, "state": renamed}
+    states = dict(state_dict["state"])
+    for group, own in zip(state_dict["param_groups"], keys, strict=False):
+        known = {*RULE_KEYS, *own}
+        known |= {key + SCALE for key in known}
+        for index in group["params"]:
+            state = states.get(index, {})
+            unknown = [key for key in state if "." not in key and key not in known]
+            states[index] = state | {f"{name}.{key}": _copied(state[key]) for name in names for key in unknown}
+    return {**state_dict, "state": states}
+
+
+def _is_named(key: str, names: Sequence[str]) -> bool:
+    name, dot, _ = key.partition(".")
+    return bool(dot) and name in names
 
 
 def _copied(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -64,6 +65,28 @@ class _ScheduleFree(UpdateRule):
             param.copy_(master)
             self._stamps.note(param)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._rates = {}  # the groups are new objects, and a checkpoint may hold other rates
+
+    def _note_rate(self, group: Mapping[str, Any]) -> None:
+        """Warn once if a rate is no longer that of the updates before. A rate of 0 moves nothing and does not count."""
+        if torch.compiler.is_compiling() or not (rate := float(group["lr"])):
+            return
+        rates: dict[int, float] = self.__dict__.setdefault("_rates", {})
+        if (before := rates.setdefault(id(group), rate)) == rate:
+            return
+        rates[id(group)] = rate
+        if not self.__dict__.setdefault("_told", False):
+            self._told = True
+            warnings.warn(
+                f"{type(self).__name__}: the rate of a group was changed by hand, from {before:g} to {rate:g}. The "
+                "average takes the place of a schedule; it weights each update by the square of the largest rate so "
+                "far. Leave the rate as it is, and set warmup_steps for a warm-up.",
+                UserWarning,
+                stacklevel=2,
+            )
+
     def check_schedules(self, schedules: Mapping[str, Any]) -> None:
         """Refuse a schedule of the learning rate."""
         if "lr" in schedules:
@@ -120,7 +143,8 @@ class _ScheduleFree(UpdateRule):
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
-        for number, part in _by_count(batch):
+        self._note_rate(group)
+        for number, part in _alike(batch):
             lr = float(group["lr"]) * min(1.0, (number + 1) / max(1, group["warmup_steps"]))
             foreach.add_(part.state("step"), 1)
             share = _share(part, lr)
@@ -157,7 +181,8 @@ class ScheduleFreeAdamW(_ScheduleFree):
 
     Args:
         params: Parameters, named parameters or groups.
-        lr: Learning rate after the warm-up: a float, or a tensor with one element. The paper takes 1 to 10 times that
+        lr: Learning rate after the warm-up: a float, or a tensor with one element. A group's may be changed by hand,
+            with a warning. The paper takes 1 to 10 times that
             of AdamW with a schedule; on small networks it was less here, so tune it.
         betas: The share of ``x`` in ``y``, and the decay rate of the second moment.
         eps: Added to the root of the second moment, at least 0.
@@ -287,11 +312,13 @@ class ScheduleFreeSGD(_ScheduleFree):
         return list(batch.grads)
 
 
-def _by_count(batch: Batch) -> Iterator[tuple[float, Batch]]:
-    """Yield the number of updates so far with the parameters that had as many; some may have started late."""
-    counts = [float(state["step"]) for state in batch.states]
-    for count in sorted(set(counts)):
-        at = [position for position, own in enumerate(counts) if own == count]
+def _alike(batch: Batch) -> Iterator[tuple[float, Batch]]:
+    """Yield a number of updates with the parameters that had as many, at the same rates; some may have rested."""
+    alike: dict[tuple[float, ...], list[int]] = {}
+    for position, state in enumerate(batch.states):
+        past = tuple(float(state[key]) for key in ("step", *_ScheduleFree.numbers))
+        alike.setdefault(past, []).append(position)
+    for (count, *_), at in sorted(alike.items()):
         params, grads = ([values[i] for i in at] for values in (batch.params, batch.grads))
         yield count, Batch(params, grads, [batch.states[i] for i in at])
 
