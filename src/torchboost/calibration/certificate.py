@@ -17,17 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchboost.calibration.dirty_memory import dirty_memory, fill_freed_memory
 from torchboost.calibration.passes import Noise, Pass, Passes
 from torchboost.calibration.snapshot import Snapshot
 from torchboost.core.algorithm import Algorithm, Target, attach_all
 
 __all__ = ["Bound", "Certificate", "Finding"]
 
-_GARBAGE = 1e30
-_LARGEST_BLOCK = 2**22
-"""Entries of the largest block of memory that is filled; what is larger, the system hands out as zeros."""
-_SMALL, _SMALL_BLOCKS, _LARGE_BLOCKS = 4096, 64, 4
-"""Entries of a small block, and how many blocks of each size are filled. A pass allocates many small ones."""
 _STEPS_OF_ROUNDING = 64
 _ATTEMPTS = 2
 """A rounding that moves a ReLU or a maximum to its other side changes gradients by more than its size. If a comparison
@@ -184,15 +180,18 @@ class Certificate:
             attached.remove()
 
     def _run(self, noise: Noise | None) -> Pass:
+        device = next((p.device for p in self._passes.parameters), torch.device("cpu"))
         self._passes.prepare(noise)
         try:
-            self._fill()
-            return self._passes.run(self._fill)
+            if device.type == "cpu":
+                with dirty_memory():
+                    return self._passes.run()
+            self._fill(device)
+            return self._passes.run(lambda: self._fill(device))
         finally:
             self._passes.finish()
 
-    def _fill(self) -> None:
-        device = next((p.device for p in self._passes.parameters), torch.device("cpu"))
+    def _fill(self, device: torch.device) -> None:
         fill_freed_memory({tensor.numel() for tensor in self._sized}, device)
 
     def _excess(self, found: _Distances, bound: Bound, lower: bool) -> str:
@@ -228,19 +227,6 @@ class Certificate:
         if index >= len(self._passes.parameters):
             return "an input"
         return self._names.get(id(self._passes.parameters[index]), "a parameter from outside the model")
-
-
-def fill_freed_memory(sizes: set[int], device: torch.device) -> None:
-    """Fill blocks of memory with large numbers and free them, so that the next allocations find those.
-
-    Args:
-        sizes: Entries of float32 of tensors that the next pass allocates; powers of two are added.
-        device: Where.
-    """
-    wanted = [size for size in sizes if 0 < size <= _LARGEST_BLOCK] + [2**power for power in range(4, 21)]
-    counted = [(size, _SMALL_BLOCKS if size <= _SMALL else _LARGE_BLOCKS) for size in wanted]
-    blocks = [torch.full((size,), _GARBAGE, device=device) for size, count in counted for _ in range(count)]
-    blocks.clear()
 
 
 def _rounding_of_products(device: torch.device) -> float:
