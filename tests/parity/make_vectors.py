@@ -5,8 +5,8 @@ Needs an environment of its own (``pip install mindspore==2.10.0 "numpy<2"``), n
     python tests/parity/make_vectors.py            # compare
     python tests/parity/make_vectors.py --write    # compare, then store what MindSpore computed
 
-Hyper-parameters come from ``vectors/cases.json``, initial values and gradients from the stored vectors. Cases that train
-a network or only configure are not computed again; the script names them.
+Hyper-parameters come from ``vectors/cases.json``, initial values and gradients from the stored vectors. Cases
+that train a network or only configure are not computed again; the script names them.
 """
 
 from __future__ import annotations
