@@ -46,6 +46,10 @@ SOME_TRIALS = [
 """What meets a trial in the default run: what a trial must put back."""
 
 
+COMPILABLE = [name for name in PROGRAMS]
+"""What ``torch.compile`` by itself trains as the plain loop."""
+
+
 class Course(NamedTuple):
     """What a training left.
 
@@ -121,6 +125,13 @@ def test_a_whole_level_trains(name: str) -> None:
 @pytest.mark.parametrize("name", some_then_slow(SOME_TRIALS, PROGRAMS))
 def test_a_trial_leaves_no_trace(name: str) -> None:
     assert_same(train(PROGRAMS[name], BY_TRIAL), train(PROGRAMS[name]), PROGRAMS[name].tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILABLE)
+def test_a_compiled_level(name: str) -> None:
+    torch.compiler.reset()
+    assert_same(train(PROGRAMS[name], COMPILED), train(PROGRAMS[name]), PROGRAMS[name].tolerance)
 
 
 @pytest.mark.slow

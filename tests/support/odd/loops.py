@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.odd.networks import CLASSES, Holder
+from tests.support.odd.networks import CLASSES, OUTSIDE, Holder
 
 STEPS = 8
 Loop = Callable[[nn.Module, Optimizer], list[float]]
@@ -208,6 +208,11 @@ def set_an_attribute(model: Any, optimizer: Optimizer, at: int) -> None:
 
 def counted(model: Any, optimizer: Optimizer) -> list[float]:
     return [*plain(model, optimizer), model.calls, len(model.history)]
+
+
+def counted_outside(model: nn.Module, optimizer: Optimizer) -> list[float]:
+    OUTSIDE["calls"] = 0
+    return [*plain(model, optimizer), OUTSIDE["calls"]]
 
 
 def with_the_flat_tensor(model: Any, optimizer: Optimizer) -> list[float]:

@@ -178,8 +178,8 @@ PROGRAMS: dict[str, Program] = {
     # State outside of parameters
     "counts": adamw(networks.Counting, loops.counted),
     "hidden_state": adamw(networks.HiddenState),
-    "counts_outside": adamw(networks.CountsOutside),
-    "counts_in_backward": adamw(networks.CountsInBackward),
+    "counts_outside": adamw(networks.CountsOutside, loops.counted_outside),
+    "counts_in_backward": adamw(networks.CountsInBackward, loops.counted_outside),
     "own_generator": adamw(networks.OwnGenerator),
     "numpy_generator": adamw(networks.NumpyGenerator),
     "python_random": adamw(networks.PythonRandom),
