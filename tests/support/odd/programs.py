@@ -69,7 +69,7 @@ def hooked() -> nn.Sequential:
     model = cnn()
 
     def clamp(p: torch.Tensor) -> None:
-        p.grad.clamp_(-0.02, 0.02)  # pyright: ignore[reportOptionalMemberAccess]
+        p.grad.clamp_(-0.02, 0.02)
 
     for p in model.parameters():
         p.register_hook(lambda slope: slope * 2 - 0.01)
@@ -86,8 +86,8 @@ def stepped_in_the_backward_pass() -> Pair:
     own = {p: SGD([p], lr=0.05) for p in model.parameters()}
 
     def step(p: torch.Tensor) -> None:
-        own[p].step()  # pyright: ignore[reportArgumentType]
-        own[p].zero_grad()  # pyright: ignore[reportArgumentType]
+        own[p].step()
+        own[p].zero_grad()
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(step)
