@@ -57,8 +57,9 @@ class _Modes(NamedTuple):
 def time_limit(seconds: float) -> Iterator[None]:
     """Interrupt the block after ``seconds``, as Ctrl-C would: between two instructions of Python.
 
-    What the block has switched in torch for this thread, gradients and autocast, is then as before. A kernel or a compiler that runs at that moment is completed first. The limit needs the signal ``SIGALRM``. It has
-    no effect outside the main thread, on Windows, or if the program uses this signal itself.
+    What the block has switched in torch for this thread, gradients and autocast, is then as before. A kernel or a
+    compiler that runs at that moment is completed first. The limit needs the signal ``SIGALRM``. It has no effect
+    outside the main thread, on Windows, or if the program uses this signal itself.
 
     Args:
         seconds: Above 0.
