@@ -83,7 +83,7 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "parts_accuracy": lambda folder: own(parts_accuracy.table(RESULTS)),
     "promises": lambda folder: own(promises.table(RESULTS)),
     "promises_avx2": lambda folder: own(promises.table(RESULTS, promises.NARROW)),
-    "promises_short": lambda folder: rows(promises.summary(RESULTS)),
+    "promises_short": lambda folder: own(promises.summary(RESULTS)),
     "time_to_metric": lambda folder: own(time_to_metric.table(RESULTS)),
     "low_precision": lambda folder: own(low_precision.table(RESULTS / "low_precision-gpt-characters.json")),
     "algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=False)),

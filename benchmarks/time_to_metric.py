@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import json
 import resource
-import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
 from options import Options, run_each
-from promises import MARGINS, TRIAL, WORKLOADS, job_of, joined, machine, on_at, signed
+from promises import MARGINS, TRIAL, UNTUNED, WORKLOADS, final, job_of, joined, machine, on_at, signed
 
 from torchboost.bench.report import wording
 from torchboost.bench.report.table import Table
@@ -100,42 +99,31 @@ def _gap(result: Result, way: str, share: float) -> tuple[Any, float]:
 
 
 def table(folder: Path) -> tuple[Table, str]:
-    """Return when each way reaches the metric of stock on every workload that was run, and a note."""
+    """Return the speed and the metric of whole runs on every workload that was run, and a note.
+
+    How soon a way reaches the metric of stock is not shown: the learning rate of stock is not tuned.
+    """
     found = {name: path for name in WORKLOADS if (path := folder / f"time_to_metric-{name}.json").is_file()}
     results = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in found.items()}
     lines = [line for name, result in results.items() for line in _lines(name, result)]
-    head = (
-        "workload",
-        "way",
-        "seeds",
-        "speed of a run",
-        "metric, against stock",
-        "steps to stock's metric",
-        "time to it",
-    )
     machines = sorted({machine(Environment(**result["environment"])) for result in results.values()})
-    tried = ", ".join(f"{share:.0%}" for share in SHARES)
     said = (
         "Means over the seeds of whole runs; each bound of a difference holds with 95 %. Speed is the CPU time of a "
-        "stock run over that of the way, with set-up and evaluation. Steps: the smallest share that was tried at which "
-        "the mean "
-        f"metric is not below that of stock with all steps; tried were {tried}, in this order. Time: the speed of this "
-        f"shorter run. The text has bits per character as its metric, with the sign turned. {'; '.join(machines)}. "
-        "All runs: `benchmarks/results/time_to_metric-*.json`."
+        "stock run over that of the way, with set-up and evaluation. The text has bits per character as its metric, "
+        f"with the sign turned. {'; '.join(machines)}. All runs: `benchmarks/results/time_to_metric-*.json`. {UNTUNED}"
     )
-    return Table(headings=head, rows=tuple(lines)), said
+    return Table(
+        headings=("workload", "way", "seeds", "speed of a run", "metric, against stock"), rows=tuple(lines)
+    ), said
 
 
 def _lines(name: str, result: Result) -> list[tuple[str, ...]]:
-    is_share = job_of(name).metric == "accuracy"
-    stock = statistics.mean(one["metric"] for one in _of(result, STOCK, 1.0).values())
-    final = f"{100 * stock:.2f} %" if is_share else f"{-stock:.3f} bits"
-    lines = [(STOCK, _seeds(result, STOCK), wording.ratio(1.0), final, "100%", wording.ratio(1.0))]
+    job = job_of(name)
+    stock = final([one["metric"] for one in _of(result, STOCK, 1.0).values()], job)
+    lines = [(STOCK, _seeds(result, STOCK), wording.ratio(1.0), stock)]
     for way in sorted((way for way in result["ways"] if way != STOCK), key=lambda way: "levers" not in way):
-        reached = [share for share in SHARES if _of(result, way, share) and _gap(result, way, share)[1] >= 0]
-        speed, gap = _speed(result, way, 1.0), _gap(result, way, 1.0)[0]
-        last = (_steps(result, way, reached[-1]), _speed(result, way, reached[-1])) if reached else ("over 100%", "")
-        lines.append((way, _seeds(result, way), speed, signed(gap, is_share), *last))
+        gap = signed(_gap(result, way, SHARES[0])[0], job.metric == "accuracy")
+        lines.append((way, _seeds(result, way), _speed(result, way), gap))
     title = f"{result['title']}, {result['steps']:,} steps"
     return [(title if not at else "", *line) for at, line in enumerate(lines)]
 
@@ -144,14 +132,8 @@ def _seeds(result: Result, way: str) -> str:
     return str(len(_of(result, way, SHARES[0])))
 
 
-def _steps(result: Result, way: str, share: float) -> str:
-    """Return a share that reached the metric; if no smaller one was tried, it is a bound."""
-    untried = share > SHARES[-1] and not _of(result, way, SHARES[SHARES.index(share) + 1])
-    return f"at most {share:.0%}" if untried else f"{share:.0%}"
-
-
-def _speed(result: Result, way: str, share: float) -> str:
-    stock, own = _of(result, STOCK, 1.0), _of(result, way, share)
+def _speed(result: Result, way: str) -> str:
+    stock, own = _of(result, STOCK, SHARES[0]), _of(result, way, SHARES[0])
     return wording.ratio_interval(
         paired_ratio([stock[seed]["seconds"] for seed in own], [own[seed]["seconds"] for seed in own])
     )

@@ -1,4 +1,4 @@
-"""What every test gets: fixed seeds, one thread, and the reference data where it lies beside the repository."""
+"""What every test gets: fixed seeds, one thread, and the vectors that MindSpore computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchboost.core import hardware
 from torchboost.measure.machine import Products
 
 ROOT = Path(__file__).parents[1]
-SHARED = ROOT.parent / "shared"
+VECTORS = ROOT / "tests" / "parity" / "vectors"
 
 # The same examples on every run and machine; nothing written into the checkout.
 settings.register_profile("torchboost", derandomize=True, database=None, deadline=None)
@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 
 class Oracle:
-    """The vectors of the reference implementation, by case name."""
+    """The vectors that MindSpore computed, by case name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -106,18 +106,6 @@ def one_accelerator() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """The folder with CIFAR-10 and the text corpus; skips where it is absent."""
-    folder = SHARED / "data"
-    if not folder.is_dir():
-        pytest.skip("needs the folder 'shared/data' beside the repository (CIFAR-10 parquet files, text corpus)")
-    return folder
-
-
-@pytest.fixture(scope="session")
 def oracle() -> Oracle:
-    """Arrays computed by the reference implementation; skips where they are absent."""
-    folder = SHARED / "oracle"
-    if not (folder / "cases.json").is_file():
-        pytest.skip("needs the folder 'shared/oracle' beside the repository (vectors of the reference implementation)")
-    return Oracle(folder)
+    """Arrays computed by MindSpore; ``tests/parity/README.md`` describes them."""
+    return Oracle(VECTORS)

@@ -211,6 +211,19 @@ def test_a_parameter_that_gets_gaps_later_takes_its_group_back() -> None:
 
 
 @pytest.mark.parametrize("name", ["nesterov", "adamw", "adagrad"])
+def test_state_that_a_loop_writes_in_another_memory_format_is_brought_into_line(name: str) -> None:
+    fused, plain = pair(OPTIMIZERS[name], cnn)
+    fused.model.to(memory_format=torch.channels_last)
+    fuse_optimizer(fused.optimizer)
+    for _ in range(2):
+        step_on_equal_gradients(fused, plain)
+        for state in fused.optimizer.state.values():
+            state |= {key: value.contiguous() for key, value in state.items()}
+    step_on_equal_gradients(fused, plain)
+    assert_same(fused, plain)
+
+
+@pytest.mark.parametrize("name", ["nesterov", "adamw", "adagrad"])
 def test_a_memory_format_that_changes_later_takes_the_state_along(name: str) -> None:
     fused, plain = pair(OPTIMIZERS[name], cnn)
     fuse_optimizer(fused.optimizer)

@@ -88,7 +88,9 @@ def test_a_network_is_measured_and_saved(tmp_path: Path, monkeypatch: pytest.Mon
     assert Path(asked.state).read_text().strip() in by_name
 
 
-def test_a_cell_that_raises_is_noted_and_the_others_are_measured(tmp_path: Path):
+def test_a_cell_that_raises_is_noted_and_the_others_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(zoo_cells, "HOPELESS", math.inf)  # on a busy machine an equal loop may look slow
+
     class Fragile(zoo_networks.Network):
         def training(self, **settings: Any) -> Any:
             if settings:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
 
 import pytest
+import torch
 
 from torchboost.calibration.time_limit import TimeUp, time_limit
 
@@ -28,6 +30,33 @@ def test_a_block_that_takes_too_long_is_interrupted_even_if_it_catches_exception
     with pytest.raises(TimeUp), time_limit(0.02):
         stubborn()
     assert is_as_before()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_an_interrupted_block_switched_in_torch_is_as_before(nested: bool):
+    def switch() -> None:
+        """Leave what a context manager has switched when the alarm comes between its lines."""
+        torch.set_grad_enabled(False)
+        torch.set_autocast_enabled("cpu", not nested)
+        torch.set_autocast_dtype("cpu", torch.float16)
+        torch.autocast_increment_nesting()
+        while True:
+            time.sleep(60)
+
+    with torch.autocast("cpu", torch.bfloat16) if nested else contextlib.nullcontext():
+        with pytest.raises(TimeUp), time_limit(0.02):
+            switch()
+        assert torch.is_grad_enabled()
+        assert torch.is_autocast_enabled("cpu") == nested
+        assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+        weight = torch.nn.Parameter(torch.ones(2, 2))
+        with torch.autocast("cpu", torch.bfloat16):
+            weight @ weight
+        with torch.no_grad():
+            weight.zero_()
+    # Casts of weights are kept until the outermost context ends; one level too many, and they would be used for ever.
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not (weight @ weight).any()
 
 
 def test_a_block_in_time_is_not_disturbed():

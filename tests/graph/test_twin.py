@@ -51,7 +51,9 @@ def test_covers_and_hooks_of_ours_stay_behind_and_those_of_the_user_come_along()
     x = torch.randn(2, 3, 4, 4)
     assert "forward" not in vars(made)
     assert not made._forward_pre_hooks
-    assert torch.equal(made(x), model(x))
+    # The copy keeps the channels-last weights, so another kernel may add in another order: a few units in the last
+    # place of float32. Under bfloat16, which the copy must not run in, the difference is a thousand times as large.
+    torch.testing.assert_close(made(x), model(x), rtol=1e-5, atol=1e-6)
     assert seen == [1, 1]
 
 

@@ -51,4 +51,4 @@ def test_the_state_of_another_level_is_refused_and_nothing_is_loaded(tmp_path: P
 def test_a_missing_state_is_told_if_anything_counts(extra: dict, said: bool, tmp_path: Path, caplog):
     with caplog.at_level(logging.WARNING, logger=LOG.name):
         load_state(tmp_path / "state.pt", boosted(**extra), LOG)
-    assert ("as in a new run starts: grad_freeze" in caplog.text) == said
+    assert ("so these start as in a new run: grad_freeze." in caplog.text) == said

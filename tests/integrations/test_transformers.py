@@ -314,6 +314,28 @@ def test_the_trial_computes_in_the_precision_of_the_trainer(tmp_path: Path):
     assert "boost/fused_optimizer" in logged
 
 
+class Averaging(transformers.Trainer):
+    """Averages a figure of its own between two entries of the log, as the trainers of trl do."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        vars(self).setdefault("losses", []).append(float(loss))
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        super().log(logs | {"steps_averaged": len(self.losses)}, *args, **kwargs)
+        self.losses.clear()
+
+
+def test_what_the_trial_chose_leaves_the_averages_of_a_trainer_alone(tmp_path: Path):
+    rows = Rows({"x": torch.randn(48, 4), "labels": torch.zeros(48, dtype=torch.long)})
+    trainer = boost(Averaging(Recording(), arguments(tmp_path), train_dataset=rows), calibrate=2.0)
+    trainer.train()
+    logged = trainer.state.log_history
+    assert [entry["steps_averaged"] for entry in logged if "loss" in entry] == [STEPS // 2, STEPS // 2]
+    assert [entry["step"] for entry in logged if "boost/trial_seconds" in entry] == [0]
+
+
 def test_a_resumed_run_does_not_measure_again(tmp_path: Path):
     kind = KINDS["bert"]
     whole = trainer_of(kind, tmp_path / "whole", calibrate=3.0)

@@ -51,9 +51,9 @@ def fuse_optimizer(optimizer: Optimizer) -> Attachment:
     overflows, which does not happen here because ``GradScaler`` is left to unscale gradients itself, as for any
     optimizer, at the price of one more pass over the gradients; step hooks then see true gradients, too.
 
-    Gradients are looked at before each step, and after the closure if ``step`` is given one. State is looked at when
-    it was loaded and when the layout of a parameter has changed; what is written into ``optimizer.state`` by hand must
-    have the layout of its parameter.
+    Gradients are looked at before each step, and after the closure if ``step`` is given one. So is the state of
+    parameters that are not contiguous. Other state is looked at when it was loaded and when the layout of a parameter
+    has changed: what is written into ``optimizer.state`` by hand for a contiguous parameter must be contiguous.
 
     ``optimizer.state_dict()`` returns the flags from before, and a loaded checkpoint keeps the optimizer fused. A group
     goes back to its own form, with a warning, if its gradients are sparse, or one of its parameters has got gaps or
@@ -202,6 +202,7 @@ class _Fusion(Attachment):
                     continue
                 strides = [None if plain else p.stride() for p, plain in zip(moving, contiguous, strict=True)]
                 _align_gradients(moving)
+                _align_written_state(self._optimizer.state, moving, strides)
             now = _Seen(moving, {(p.dtype, p.device) for p in moving}, strides, len(self._optimizer.state))
             if index not in self._seen or not now.is_same(self._seen[index]):
                 self._look_closely(index, group, now)
@@ -361,6 +362,18 @@ def _align_state(state: dict[str, Any], parameter: Tensor) -> None:
             state[key] = value.to(parameter.device, torch.float32)
         elif value.layout is torch.strided and value.shape == parameter.shape:
             state[key] = aligned(value, parameter)
+
+
+def _align_written_state(
+    states: dict[Tensor, dict[str, Any]], parameters: list[Tensor], strides: list[tuple[int, ...] | None]
+) -> None:
+    """Bring state that the loop has written since the last step into the layout of its parameter, if that has one."""
+    for p, stride in zip(parameters, strides, strict=True):
+        if stride is None or p not in states:
+            continue
+        held = states[p].values()
+        if any(isinstance(v, Tensor) and v.dim() == p.dim() and v.stride() != stride for v in held):
+            _align_state(states[p], p)
 
 
 def _start_momentum(state: dict[Tensor, dict[str, Any]], parameters: list[Tensor]) -> None:

@@ -43,4 +43,6 @@ def warn_of_missing_state(boosted: Boosted, log: logging.Logger) -> None:
     """Name the algorithms that start again because a checkpoint does not have their state."""
     counting = [name for name, state in boosted.state_dict()["attached"].items() if state]
     if counting:
-        log.warning("the checkpoint was written without torchboost; as in a new run starts: %s.", ", ".join(counting))
+        log.warning(
+            "the checkpoint was written without torchboost, so these start as in a new run: %s.", ", ".join(counting)
+        )

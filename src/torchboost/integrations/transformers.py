@@ -114,7 +114,8 @@ class BoostMixin(_Base):
         loss = super().training_step(*args, **kwargs)
         if not self._said and self.boosted is not None and self.boosted.choice is not None:
             self._said = True
-            self.log(figures_of(self.boosted.choice))
+            # An entry of this step. The log of a subclass may also end its averages, as those of trl do.
+            Trainer.log(self, figures_of(self.boosted.choice))
         return loss
 
     def _boost(self) -> None:

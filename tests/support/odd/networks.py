@@ -1,0 +1,475 @@
+"""Networks that do what a library should not count on, each small. Plain torch."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, rnn
+from torch.utils.checkpoint import checkpoint
+
+CLASSES = 5
+WIDTH = 8
+
+
+def cnn(norm: bool = True, dropout: float = 0.0) -> nn.Sequential:
+    """Two convolutions, with BatchNorm or without, and a head."""
+
+    def block(inputs: int, outputs: int, stride: int) -> list[nn.Module]:
+        convolution = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=not norm)
+        return [convolution, *([nn.BatchNorm2d(outputs)] if norm else []), nn.ReLU()]
+
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(dropout), nn.Linear(2 * WIDTH, CLASSES)]
+    return nn.Sequential(*block(3, WIDTH, 1), *block(WIDTH, 2 * WIDTH, 2), *head)
+
+
+def normalised(how: Any, **last: Any) -> nn.Sequential:
+    """Two convolutions and a linear layer, each under a parametrization or what came before them."""
+    second = how(nn.Conv2d(WIDTH, WIDTH, 3), **last)
+    return nn.Sequential(
+        how(nn.Conv2d(3, WIDTH, 3)), nn.ReLU(), second, nn.ReLU(), nn.Flatten(), how(nn.Linear(WIDTH * 64, CLASSES))
+    )
+
+
+def orthogonal() -> nn.Sequential:
+    pooled = (nn.Conv2d(3, WIDTH, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(
+        *pooled, parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)), nn.ReLU(), nn.Linear(WIDTH, CLASSES)
+    )
+
+
+def volumes() -> nn.Sequential:
+    """Three dimensions. The first layer has no bias: Adam would divide the noise of its gradient by itself."""
+    first = (nn.Conv3d(1, 4, 3, bias=False), nn.BatchNorm3d(4), nn.ReLU())
+    return nn.Sequential(*first, nn.Conv3d(4, 4, 3), nn.Flatten(), nn.Linear(4 * 4**3, CLASSES))
+
+
+def depthwise() -> nn.Sequential:
+    first = (nn.Conv2d(3, 12, 3, groups=3, bias=False), nn.BatchNorm2d(12), nn.ReLU6())
+    second = (nn.Conv2d(12, 12, 3, groups=12, dilation=2), nn.ReLU(), nn.Conv2d(12, 4, 1))
+    return nn.Sequential(*first, *second, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES))
+
+
+class Net(nn.Module):
+    """Holds the plain network as ``net``."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.net = cnn(dropout=dropout)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+
+class Conv(nn.Module):
+    """Holds a convolution and a head, as ``conv`` and ``head``."""
+
+    def __init__(self, features: int = WIDTH, bias: bool = True) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, WIDTH, 3, bias=bias), nn.Linear(features, CLASSES)
+
+    def pooled(self, x: Tensor) -> Tensor:
+        return self.conv(x).mean((2, 3))
+
+
+# Weights and layouts
+
+
+class TiedConvolutions(Conv):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.ConvTranspose2d(WIDTH, WIDTH, 3, padding=1)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(F.relu(self.first(F.relu(self.conv(x))))).mean((2, 3)))
+
+
+class SharedNorm(Conv):
+    def __init__(self) -> None:
+        super().__init__(bias=False)
+        self.second, self.norm = nn.Conv2d(WIDTH, WIDTH, 3, bias=False), nn.BatchNorm2d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.norm(self.second(F.relu(self.norm(self.conv(x)))))).mean((2, 3)))
+
+
+class ComplexWeights(Conv):
+    def __init__(self) -> None:
+        super().__init__(features=WIDTH * 16)
+        self.mix = nn.Parameter(torch.randn(16, 16, dtype=torch.cfloat) * 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.conv(x).flatten(2)[..., :16].to(torch.cfloat) @ self.mix).abs().flatten(1))
+
+
+class ReadsContiguity(Conv):
+    def __init__(self) -> None:
+        super().__init__(features=WIDTH * 100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.conv(x)
+        return self.head(found.view(len(x), -1) if found.is_contiguous() else found.reshape(len(x), -1))
+
+
+class Strided(Conv):
+    def __init__(self) -> None:
+        super().__init__(features=WIDTH * 100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv(x).as_strided((len(x), WIDTH * 100), (WIDTH * 100, 1)))
+
+
+class StridedWeight(Conv):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.conv.weight.as_strided((WIDTH, 27), (27, 1))
+        return self.head(F.relu(self.conv(x)).mean((2, 3))) + rows.pow(2).cumsum(0).sum() * 0.01 + rows[:, 3].sum()
+
+
+class ViewsOfOne(Conv):
+    """All parameters are views of one tensor that the model holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        flat, start = torch.cat([p.detach().flatten() for p in self.parameters()]), 0
+        for p in self.parameters():
+            p.data, start = flat[start : start + p.numel()].view_as(p), start + p.numel()
+        self.flat = [flat]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.conv(x)).mean((2, 3)))
+
+
+class OddParameters(Net):
+    """A scalar, an empty one, and one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.empty = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.zeros(0, 3))
+        self.unused = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.scale + self.empty.sum()
+
+
+# Inputs and outputs
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Tensor
+    more: Any
+
+
+class ReturnsObject(Net):
+    def forward(self, x: Tensor) -> Output:
+        logits = self.net(x)
+        return Output(logits, {"means": [logits.mean()], "nothing": None})
+
+
+class ReturnsGenerator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(3, 3, 3, padding=1) for _ in range(3)])
+        self.head = nn.Linear(3, CLASSES)
+
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        def outputs(x: Tensor) -> Iterator[Tensor]:
+            for layer in self.layers:
+                x = F.relu(layer(x))
+                yield self.head(x.mean((2, 3)))
+
+        return outputs(x)
+
+
+class TakesIterator(Net):
+    def forward(self, batches: Iterator[Tensor]) -> Tensor:
+        return self.net(next(batches))
+
+
+class EmptiesItsList(Net):
+    def forward(self, batch: list[Any]) -> Tensor:
+        x = batch.pop()
+        batch.append("seen")
+        return self.net(x.mul_(0.5))
+
+
+class Holder:
+    """An input that is no container."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.calls = x, 0
+
+
+class WritesIntoItsInput(Net):
+    def forward(self, holder: Holder) -> Tensor:
+        holder.x.mul_(0.9)
+        holder.calls += 1
+        return self.net(holder.x) * holder.calls
+
+
+class ComputesItsLoss(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(x), y)
+
+    def training_step(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.forward(x, y)
+
+
+# State outside of parameters
+
+
+class Counting(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.history = 0, []
+        self.register_buffer("average", torch.zeros(CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        found = self.net(x) * (1 + 0.1 * (self.calls % 3))
+        self.history.append(self.calls)
+        self.average = 0.9 * self.average + 0.1 * found.detach().mean(0)
+        return found + self.average
+
+
+class HiddenState(Conv):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: list[Tensor | None] = [None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.pooled(x)
+        found = found if self.last[0] is None else 0.5 * found + 0.5 * self.last[0]
+        self.last[0] = found.detach()
+        return self.head(found)
+
+
+OUTSIDE = {"calls": 0}
+"""What :class:`CountsOutside` and :class:`Counted` count; their loop sets it to 0."""
+
+
+class CountsOutside(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        OUTSIDE["calls"] += 1
+        return self.net(x) * (1 + 0.1 * (OUTSIDE["calls"] % 4))
+
+
+class Counted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        OUTSIDE["calls"] += 1
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        OUTSIDE["calls"] += 100
+        return grad * (1 + (OUTSIDE["calls"] % 7) * 0.01)
+
+
+class CountsInBackward(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return Counted.apply(self.net(x))
+
+
+class OwnGenerator(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x + torch.randn(x.shape, generator=self.generator) * 0.3)
+
+
+class NumpyGenerator(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = np.random.default_rng(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x + torch.from_numpy(self.generator.standard_normal(x.shape)).float() * 0.3)
+
+
+class PythonRandom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        random.seed(5)
+        self.layers = nn.ModuleList([nn.Conv2d(3, 3, 3, padding=1) for _ in range(4)])
+        self.head = nn.Linear(3, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if random.random() < 0.5:
+                x = x + F.relu(layer(x))
+            x = x + torch.randn_like(x) * 0.1
+        return self.head(F.dropout(x.mean((2, 3)), 0.2, self.training))
+
+
+class MomentumEncoder(nn.Module):
+    """Writes a moving average of its weights, and a queue of its outputs, in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = cnn()
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+        self.register_buffer("queue", F.normalize(torch.randn(CLASSES, 16), dim=0))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for mean, p in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                mean.mul_(0.9).add_(p, alpha=0.1)
+            key, place = F.normalize(self.key(x), dim=1), int(self.place)
+        query = F.normalize(self.query(x), dim=1)
+        found = torch.cat([(query * key).sum(1, keepdim=True), query @ self.queue.clone()], 1) / 0.2
+        with torch.no_grad():
+            self.queue[:, place : place + 4] = key.T
+            self.place[0] = (place + 4) % 16
+        return found
+
+
+class Codebook(Conv):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(6, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.pooled(x)
+        nearest = torch.cdist(found, self.codes).argmin(1)
+        codes = self.codes[nearest]
+        if self.training:
+            with torch.no_grad():
+                self.codes.data[nearest] = 0.8 * self.codes[nearest] + 0.2 * found
+        return self.head(found + (codes - found).detach())
+
+
+class GrowsInForward(Net):
+    """Makes a layer in its first forward pass, which the optimizer does not know."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.net(x)
+        if not hasattr(self, "lazy"):
+            self.lazy = nn.Linear(CLASSES, CLASSES)
+        return self.lazy(found)
+
+
+class SetFromOutside(Net):
+    """The loop sets an attribute before each forward pass."""
+
+    scale = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * (1 + self.scale)
+
+
+# Control flow
+
+
+class ByData(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = cnn(), cnn(norm=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) if x.sum() > 0 else self.other(x)
+
+
+class OneExpert(Conv):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, CLASSES) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.pooled(x)
+        weights = self.gate(found).softmax(1)
+        chosen = int(weights.sum(0).argmax())
+        return self.experts[chosen](found) * weights[:, chosen : chosen + 1]
+
+
+class Recursive(Net):
+    def forward(self, x: Tensor, depth: int = 0) -> Tensor:
+        return self.net(x) if depth else 0.5 * (self(x, 1) + self(x.flip(-1), 1))
+
+
+class SwitchesMode(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.net.eval()
+        found = self.net(x)
+        self.net.train()
+        return found.detach() * 0.1 + self.net(x)
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, WIDTH, 3), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 3), nn.ReLU())
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = checkpoint(self.first, x, use_reentrant=False)
+        return self.head(checkpoint(self.second, found, use_reentrant=True).mean((2, 3)))
+
+
+class FeaturesAndHead(nn.Module):
+    """Its loop calls the two parts, never the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.head = cnn()[:-1], nn.Linear(2 * WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+# Sequences
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.head = nn.Embedding(50, WIDTH, sparse=True), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rows(x).mean(1))
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(6, 12, 2, batch_first=True, dropout=0.2, bidirectional=True)
+        self.head = nn.Linear(24, CLASSES)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.head(rnn.pad_packed_sequence(self.cells(packed)[0], batch_first=True)[0].mean(1))
+
+
+class Gated(nn.Module):
+    """A GRU that returns its state, and reads packed sequences too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.GRU(6, 12, batch_first=True), nn.Linear(12, CLASSES)
+
+    def forward(self, x: Any, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        state = self.cells(x, state)[1]
+        return self.head(state[0]), state
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(6, 12), nn.Linear(12, CLASSES)
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        state = self.cell(x, state)
+        return self.head(state), state
