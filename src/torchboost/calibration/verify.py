@@ -150,16 +150,18 @@ def _difference_of_updates(levers: Sequence[Algorithm], passes: Passes, optimize
     streams = Streams(passes.model)
     plain, plain_pairs, _ = optimizer_over(optimizer, passes.parameters, _PART)
     other, other_pairs, _ = optimizer_over(optimizer, passes.parameters, _PART)
-    attached = attach_all(Target(passes.model, other, scaler), levers)
-    try:
+    of_model = [lever for lever in levers if not REGISTRY[lever.name].of_optimizer]
+    stand_in = torch.optim.SGD(passes.parameters, lr=0.0)  # is never stepped, so that no lever misses its forward
+    with (
+        attach_all(Target(passes.model, stand_in, scaler), of_model),
+        attach_all(Target(passes.model, other, scaler), [lever for lever in levers if lever not in of_model]),
+    ):
         for parameter, copied in other_pairs:
             restride(copied, other.state.get(copied, {}), parameter)
         for made, pairs in ((plain, plain_pairs), (other, other_pairs)):
             streams.restore()
             _move(made, [copied for _, copied in pairs])
-    finally:
-        attached.remove()
-        streams.restore()
+    streams.restore()
     rows = zip(plain_pairs, other_pairs, strict=True)
     worst = max((_excess(start, a, b) for (start, a), (_, b) in rows), default=0.0)
     return "exact here" if worst <= 1 else f"{_NOT}its update differs by {worst * _UPDATE:.1e} of its size"
