@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 import warnings
@@ -24,7 +23,9 @@ from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.dataflow import evaluate, runnable
 from torchboost.graph.drawing import generators_kept
+from torchboost.graph.twin import large_plain_tensors, twin
 from torchboost.graph.unsafe_convolutions import unsafe_channels_last
+from torchboost.graph.untouched import ReachesOriginal, copies_of, untouched
 
 __all__ = ["ChannelsLast", "to_channels_last"]
 
@@ -218,30 +219,60 @@ def _watch_inputs(model: nn.Module, optimizer: Optimizer | None, watch: ForwardW
         )
         return Attachment()
 
-    copied = _copied(model) if wrapper_of(model) is None else None
     held = None if optimizer is None else weakref.ref(optimizer)
-    hook = _ConvertInputs(dimensions, held, copied is not None and runnable(copied) is None, watch)
+    hook = _ConvertInputs(dimensions, held, wrapper_of(model) is None and _is_untried(model), watch)
     hook.handle = model.register_forward_pre_hook(hook, with_kwargs=True)
     return Attachment(hook.handle)
+
+
+def _is_untried(model: nn.Module) -> bool:
+    """Whether a copy of the model can be made and runs on no guessed input."""
+    copied = _copied(model)
+    try:
+        return copied is not None and _runnable(model, copied) is None
+    except ReachesOriginal:
+        return True
+
+
+def _runnable(model: nn.Module, copied: nn.Module) -> tuple[nn.Module, Tensor] | None:
+    with copies_of(model):
+        return runnable(copied)
 
 
 def _objection(model: nn.Module) -> str | None:
     """Explain why a model that runs on a guessed input fails channels-last; None if it does not."""
     copied = _copied(model)
-    found = runnable(copied) if copied is not None else None
+    if copied is None:
+        return None
+    try:
+        found = _runnable(model, copied)
+    except ReachesOriginal as error:
+        return f"it cannot be tried: {error}"
     if found is None:
         return None
     network, sample = found
-    expected = evaluate(network, sample)
-    _convert(network, None)
-    converted = sample.contiguous(memory_format=_FORMATS[sample.ndim]) if sample.ndim in _FORMATS else sample
+    with copies_of(model):
+        expected = evaluate(network, sample)
+        _convert(network, None)
+        converted = sample.contiguous(memory_format=_FORMATS[sample.ndim]) if sample.ndim in _FORMATS else sample
+        try:
+            return _difference(expected, evaluate(network, converted)) or _objection_of_backward(network, converted)
+        except RuntimeError as error:
+            return _does_not_run(network, error)
+
+
+def _objection_of_backward(network: nn.Module, sample: Tensor) -> str | None:
+    """Explain why the backward pass of a copy fails in this format alone; None if it does not."""
     try:
-        reason = _difference(expected, evaluate(network, converted))
-        if reason is None and any(parameter.requires_grad for parameter in network.parameters()):
-            _run_backward(network.eval(), converted)
+        _run_backward(network, sample)
     except RuntimeError as error:
+        _contiguous(network)
+        try:
+            _run_backward(network, sample.contiguous())
+        except RuntimeError:
+            return None
         return _does_not_run(network, error)
-    return reason
+    return None
 
 
 def _objection_to(module: nn.Module, given: Any, converted: Any) -> str | None:
@@ -254,16 +285,18 @@ def _objection_to(module: nn.Module, given: Any, converted: Any) -> str | None:
     if copied is None:
         return ""
     called, found, failed = _Called(copied), None, None
-    try:
-        found = evaluate(called, {"call": converted})
-    except RuntimeError as error:
-        failed = error
-    for weight in _kernels(copied):
-        weight.data = weight.data.contiguous()
-    try:
-        expected = evaluate(called, {"call": given})
-    except RuntimeError:  # not the fault of the format; the caller will see it
-        return None
+    with copies_of(module):
+        try:
+            found = evaluate(called, {"call": converted})
+        except ReachesOriginal as error:
+            return f"it cannot be tried: {error}"
+        except RuntimeError as error:
+            failed = error
+        _contiguous(copied)
+        try:
+            expected = evaluate(called, {"call": given})
+        except RuntimeError:  # not the fault of the format; the caller will see it
+            return None
     return _does_not_run(module, failed) if failed is not None else _difference(expected, found or []) or ""
 
 
@@ -283,8 +316,8 @@ def _copied(model: nn.Module) -> nn.Module | None:
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
     try:
-        made = copy.deepcopy(model)
-    except Exception:  # whatever the attributes of the user's modules raise
+        made = twin(model, lend=True)
+    except TypeError:
         return None
     for module in made.modules():
         for registered in module_hooks(module):
@@ -292,11 +325,20 @@ def _copied(model: nn.Module) -> nn.Module | None:
     return made
 
 
-def _run_backward(network: nn.Module, sample: Any) -> None:
-    with generators_kept(range(torch.cuda.device_count())), torch.enable_grad():
+def _contiguous(copied: nn.Module) -> None:
+    for weight in _kernels(copied):
+        weight.data = weight.data.contiguous()
+
+
+def _run_backward(network: nn.Module, sample: Tensor) -> None:
+    """Compute the gradients of a copy, and no others: its forward may use parameters that are not its own."""
+    network.zero_grad()
+    own = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    lent = large_plain_tensors(network)
+    with generators_kept(range(torch.cuda.device_count())), untouched(lent=lent), torch.enable_grad():
         parts = [part for part in _leaves(network(sample)) if part.requires_grad and part.is_floating_point()]
-        if parts:
-            torch.stack([part.float().sum() for part in parts]).sum().backward()
+        if parts and own:
+            torch.stack([part.float().sum() for part in parts]).sum().backward(inputs=own)
 
 
 def _leaves(value: Any) -> Iterator[Tensor]:
