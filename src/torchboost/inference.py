@@ -53,7 +53,8 @@ def fast_copy(network: nn.Module, *, sample: Any = None, pick: Pick | None = Non
         pick: Chooses among the forms that passed the check on ``sample``.
 
     Raises:
-        TypeError: The network cannot be copied.
+        TypeError: The network cannot be copied, or the copy would compute with tensors of the network, to which a
+            function leads, such as a lambda that holds it. Without ``sample`` the first call of the copy raises this.
         ValueError: The network does not run on ``sample``, or it computes NaN or infinities.
 
     Warns:

@@ -156,10 +156,13 @@ class Plan:
         """
         check_pair(model, optimizer)
         inner = hookable(optimizer)
-        reasons = {a.name: None if a.applied(model) else a.idle(model, inner) for a in self.algorithms}
+        on = {a.name: a for a in self.algorithms}
+        waiting = [a for a in self.levers if a.name not in on]
+        reasons = {name: None if a.applied(model) else a.idle(model, inner) for name, a in on.items()}
         idle = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)
+        reasons |= {a.name: a.idle(model, inner) for a in waiting}
         kept = tuple(a for a in self.algorithms if reasons[a.name] is None)
-        levers = tuple(a for a in self.levers if reasons.get(a.name, a.idle(model, inner)) is None)
+        levers = tuple(a for a in self.levers if reasons[a.name] is None)
         return replace(self, algorithms=kept, dropped=self.dropped + idle, levers=levers)
 
     def chosen(self, decisions: Mapping[str, tuple[bool, str]]) -> Plan:

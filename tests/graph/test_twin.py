@@ -53,7 +53,7 @@ def test_covers_and_hooks_of_ours_stay_behind_and_those_of_the_user_come_along()
     x = torch.randn(2, 3, 4, 4)
     assert "forward" not in vars(made)
     assert not made._forward_pre_hooks
-    assert torch.equal(made(x), model(x))
+    torch.testing.assert_close(made(x), model(x))  # in another memory format, so it may round otherwise
     assert seen == [1, 1]
 
 
@@ -130,7 +130,7 @@ def test_large_plain_attributes_are_lent_to_a_copy_that_is_only_run():
 @pytest.mark.parametrize("kind", ["array", "tensor", "out"])
 def test_what_is_lent_is_not_written(kind):
     model = Banked(kind)
-    with pytest.raises((ValueError, TypeError), match="read-only|large tensor that the original keeps"):
+    with pytest.raises((ValueError, TypeError), match=r"read-only|large tensor that the original keeps"):
         evaluate(model, torch.randn(2, 1024))
     assert float(model.bank["rows"][0].max()) == float(model.tensor.max()) == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -168,11 +169,15 @@ def test_a_forward_that_catches_the_refusal_does_not_count() -> None:
     with pytest.raises(ReachesOriginal, match="the weight of a Conv2d"), untouched(model):
         Catches()(torch.randn(2, 3, 8, 8))
     with pytest.raises(ReachesOriginal) as raised, untouched(model):
-        try:
-            inner(torch.randn(2, 3, 8, 8))
-        except TypeError as error:
-            raise RuntimeError("in another class") from error
+        renamed(inner, torch.randn(2, 3, 8, 8))
     assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+def renamed(layer: nn.Module, x: Tensor) -> Tensor:
+    try:
+        return layer(x)
+    except TypeError as error:
+        raise RuntimeError("in another class") from error
 
 
 def test_other_errors_pass_and_threads_are_not_watched() -> None:
@@ -181,7 +186,7 @@ def test_other_errors_pass_and_threads_are_not_watched() -> None:
         raise KeyError
     found = []
     with untouched(model):
-        thread = __import__("threading").Thread(target=lambda: found.append(model(torch.randn(2, 3, 8, 8))))
+        thread = threading.Thread(target=lambda: found.append(model(torch.randn(2, 3, 8, 8))))
         thread.start()
         thread.join()
     assert len(found) == 1

@@ -92,8 +92,8 @@ class _Watch(DispatchMode):
 
     def _refuse(self, what: str) -> None:
         self.reached = (
-            f"a copy of this model {what}; a function, such as a lambda or a replaced forward, or a weak reference leads "
-            "there. Give the module a method instead, or use the model itself."
+            f"a copy of this model {what}; a function, such as a lambda or a replaced forward, or a weak reference "
+            "leads there. Give the module a method instead, or use the model itself."
         )
         raise ReachesOriginal(self.reached)
 
