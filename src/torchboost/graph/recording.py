@@ -71,15 +71,30 @@ def call(model: nn.Module, sample: Any) -> Any:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested containers, in order."""
-    if isinstance(value, Tensor):
-        return [value]
+    """Return the tensors in nested containers, in order. A container inside itself counts once."""
+    found: list[Tensor] = []
+    around: set[int] = set()
+    waiting: list[tuple[bool, Any]] = [(True, value)]
+    while waiting:
+        enters, entry = waiting.pop()
+        if isinstance(entry, Tensor):
+            found.append(entry)
+        elif not enters:
+            around.discard(id(entry))
+        elif id(entry) not in around and (parts := _parts(entry)):
+            around.add(id(entry))
+            waiting.append((False, entry))
+            waiting += [(True, part) for part in reversed(parts)]
+    return found
+
+
+def _parts(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
-        return [tensor for entry in value.values() for tensor in tensors_in(entry)]
+        return list(value.values())
     if isinstance(value, (tuple, list)):
-        return [tensor for entry in value for tensor in tensors_in(entry)]
+        return list(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return [tensor for field in fields(value) for tensor in tensors_in(getattr(value, field.name))]
+        return [getattr(value, field.name) for field in fields(value)]
     return []
 
 
