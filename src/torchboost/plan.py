@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from torch.optim import Optimizer
@@ -204,7 +205,7 @@ class Plan:
             optimizer = hookable(optimizer)
         if self.algorithms:
             check_shapes(model)
-        with shared_traces():
+        with torch.inference_mode(False), shared_traces():  # tensors that are made in that mode cannot be trained
             self._transform(model, optimizer)
 
     def _transform(self, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -220,7 +221,7 @@ class Plan:
 
     def attach(self, target: Target) -> AttachedAlgorithms:
         """Attach every algorithm to a loop. A bare model is transformed first, if that was not done before."""
-        with shared_traces():
+        with torch.inference_mode(False), shared_traces():
             return attach_all(target, self.algorithms)
 
     def explain(self) -> str:

@@ -199,6 +199,9 @@ class _Fusion(Attachment):
                     continue
                 strides = [None if plain else p.stride() for p, plain in zip(moving, contiguous, strict=True)]
                 _align_gradients(moving)
+                for parameter, plain in zip(moving, contiguous, strict=True):
+                    if not plain:  # a program may have replaced its state, by one in another layout
+                        _align_state(self._optimizer.state.get(parameter, {}), parameter)
             now = _Seen(moving, {(p.dtype, p.device) for p in moving}, strides, len(self._optimizer.state))
             if index not in self._seen or not now.is_same(self._seen[index]):
                 self._look_closely(index, group, now)
