@@ -459,7 +459,7 @@ def beneath_compiled(function: Any) -> Any:
 
     Around functions of torch itself the compiler puts another one, of ``torch._dynamo.external_utils``.
     """
-    beneath = getattr(function, "_torchdynamo_orig_callable", None)
+    beneath: Any = getattr(function, "_torchdynamo_orig_callable", None)
     file = getattr(getattr(beneath, "__code__", None), "co_filename", None)
     between = sys.modules.get("torch._dynamo.external_utils")
     return beneath.__wrapped__ if between is not None and file == between.__file__ else beneath
