@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import pickletools
@@ -358,3 +359,21 @@ def test_a_part_of_the_network_that_a_function_keeps_alive_is_found():
     del network, layer
     with pytest.raises(TypeError, match="of the original"):
         fast(x)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda forward: functools.partial(torch.utils.checkpoint.checkpoint, forward, use_reentrant=False),
+        lambda forward: torch.compile(forward, backend="eager"),
+    ],
+)
+def test_a_replaced_forward_that_can_be_copied_computes_with_the_copy(wrap, checked):
+    network, x = trained(vgg()), torch.randn(2, 3, 16, 16)
+    network.forward = wrap(network.forward)
+    fast = fast_copy(network, sample=x if checked else None)
+    assert difference(fast, network, x) <= 1e-4
+    expected = fast(x)
+    nn.init.zeros_(next(network.parameters()))
+    assert torch.equal(fast(x), expected)

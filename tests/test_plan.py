@@ -456,19 +456,6 @@ def test_fit_asks_each_algorithm_once(monkeypatch):
         assert "channels_last" in {lever.name for lever in fitted.levers}
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_what_is_attached_inside_inference_mode_can_be_trained(mode):
-    model = ResNet(Bottleneck, [1, 1], width=8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    plan = Plan.of("O1", {"extra": {"compile": False}}, facts=FAST).fit(model, optimizer)
-    assert {"channels_last", "less_bn"} <= names(plan)
-    with mode():
-        plan.attach(Target(model, optimizer))
-    model(torch.randn(2, 3, 16, 16)).float().sum().backward()
-    optimizer.step()
-    assert not any(tensor.is_inference() for tensor in model.state_dict().values())
-
-
 def test_fit_lists_what_would_change_nothing():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 3))
     plan = Plan.of("O1", facts=FAST).fit(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -19,6 +19,7 @@ from torchboost.core.torch_private import AnyBatchNorm, AnyConv, module_hooks
 from torchboost.graph.flow import Dataflow, FlowBuilder
 from torchboost.graph.normalized_linear import NormalizedLinear
 from torchboost.graph.ranks import rank_of
+from torchboost.graph.untouched import ReachesOriginal
 
 __all__ = [
     "LAYERS",
@@ -173,7 +174,7 @@ def _cover_calls(copied: nn.Module, model: nn.Module, recorder: _Recorder) -> No
         own = own_forward(module)
         if own is not None and not (isinstance(own, types.MethodType) and own.__self__ is module):
             if module is copied:
-                raise ValueError("the forward was replaced on the instance and may call anything.")
+                raise ReachesOriginal("the forward was replaced on the instance and may call anything.")
             kind = "opaque"  # it may call the model that was copied
         elif is_leaf(module):
             kind = "leaf" if own is None else "opaque"

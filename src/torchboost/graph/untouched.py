@@ -18,7 +18,7 @@ _ORIGINALS: ContextVar[tuple[nn.Module, ...]] = ContextVar("originals", default=
 
 
 class ReachesOriginal(TypeError):
-    """The forward of a copy computes with a tensor of the model that was copied."""
+    """The forward of a copy computes with a tensor of the model that was copied, or nothing is known about it."""
 
 
 @contextmanager
