@@ -378,14 +378,16 @@ class DispatchMode(TorchDispatchMode):
     """
 
     def __enter__(self) -> Self:
-        self._eager = _EAGER.begin()
         super().__enter__()
+        self._eager = _EAGER.begin()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        if self._eager:
-            _EAGER.end()
+        try:
+            super().__exit__(*error)
+        finally:
+            if self._eager:
+                _EAGER.end()
 
 
 class Interceptor:
