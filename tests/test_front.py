@@ -261,6 +261,32 @@ def test_the_model_is_traced_once_before_it_is_changed_and_once_after(monkeypatc
     assert len(traces) == 2
 
 
+def test_a_forward_that_holds_the_model_does_not_let_boost_touch_it():
+    model, optimizer = pair()
+    forward = model[3].forward
+    model[3].forward = lambda x: forward(x)
+    x, y = batch()
+    F.cross_entropy(model(x), y).backward()
+    gradients, state = [p.grad.clone() for p in model.parameters()], copy.deepcopy(model.state_dict())
+    boosted = boost(model, optimizer, calibrate=False, config={"extra": {"less_bn": False}})
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert "cannot be tried: a copy of this model" in boosted.explain()
+    with pytest.raises(TypeError, match="of the original"):
+        boosted.eval_model(sample=x)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_what_was_boosted_inside_inference_mode_can_be_trained(mode):
+    model, optimizer = pair(lambda: ResNet(Bottleneck, [1, 1], width=8, classes=3))
+    extra = {"channels_last": True, "less_bn": True, "compile": False}
+    with mode():
+        boosted = boost(model, optimizer, calibrate=False, config={"extra": extra})
+    assert {"channels_last", "less_bn"} <= set(boosted.attached)
+    train(model, optimizer, 1)
+    assert not any(tensor.is_inference() for tensor in model.state_dict().values())
+
+
 def test_a_second_boost_lists_what_the_first_one_changed_in_the_model():
     torch.manual_seed(0)
     model = ResNet(Bottleneck, [1, 1], width=8, classes=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import pickletools
@@ -305,9 +306,9 @@ def test_keywords_and_other_outputs():
 def test_a_network_without_convolutions_or_norms_is_copied():
     network = nn.Sequential(nn.Linear(3, 3), nn.Dropout())
     fast = fast_copy(network)
-    assert type(fast) is nn.Sequential
     assert fast is not network
     assert torch.equal(fast(torch.ones(1, 3)), F.linear(torch.ones(1, 3), network[0].weight, network[0].bias))
+    assert type(fast) is nn.Sequential
 
 
 @pytest.mark.usefixtures("one_accelerator")
@@ -326,3 +327,53 @@ def test_a_network_that_accelerate_has_prepared():
         assert not torch.equal(prepared(x), expected)
     finally:
         accelerate.state.AcceleratorState._reset_state(True)
+
+
+class ThroughLambda(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.both = lambda x: self.norm(self.layer(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.both(x)
+
+
+def test_a_copy_that_computes_with_the_layers_of_the_network_is_refused():
+    network, x = ThroughLambda(), torch.randn(2, 3, 8, 8)
+    with pytest.raises(TypeError, match="weight of a Conv2d of the original"):
+        fast_copy(network, sample=x)
+    fast = fast_copy(network)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="weight of a Conv2d of the original"):
+            fast(x)
+    assert network.norm.num_batches_tracked == 0
+
+
+def test_a_part_of_the_network_that_a_function_keeps_alive_is_found():
+    network, x = vgg(), torch.randn(2, 3, 16, 16)
+    layer = next(module for module in network.modules() if isinstance(module, nn.Conv2d))
+    forward = layer.forward
+    layer.forward = lambda x: forward(x)
+    fast = fast_copy(network)
+    del network, layer
+    with pytest.raises(TypeError, match="of the original"):
+        fast(x)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda forward: functools.partial(torch.utils.checkpoint.checkpoint, forward, use_reentrant=False),
+        lambda forward: torch.compile(forward, backend="eager"),
+    ],
+)
+def test_a_replaced_forward_that_can_be_copied_computes_with_the_copy(wrap, checked):
+    network, x = trained(vgg()), torch.randn(2, 3, 16, 16)
+    network.forward = wrap(network.forward)
+    fast = fast_copy(network, sample=x if checked else None)
+    assert difference(fast, network, x) <= 1e-4
+    expected = fast(x)
+    nn.init.zeros_(next(network.parameters()))
+    assert torch.equal(fast(x), expected)

@@ -449,6 +449,21 @@ def test_fit_after_transform_keeps_what_was_transformed():
     whole.fit(model, optimizer).attach(Target(model, optimizer)).load_state_dict(saved[0])
 
 
+def test_fit_asks_each_algorithm_once(monkeypatch):
+    asked: list[str] = []
+    for kind in {entry.algorithm for entry in REGISTRY.values()}:
+        idle = kind.idle
+        monkeypatch.setattr(kind, "idle", lambda self, *pair, idle=idle: asked.append(self.name) or idle(self, *pair))
+    model = small_net()
+    plan = Plan.of("O1", facts=FAST)
+    waiting = plan.chosen({"channels_last": (False, "to be measured")})
+    for each in (plan, waiting):
+        asked.clear()
+        fitted = each.fit(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert sorted(asked) == sorted({a.name for a in (*each.algorithms, *each.levers)})
+        assert "channels_last" in {lever.name for lever in fitted.levers}
+
+
 def test_fit_lists_what_would_change_nothing():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 3))
     plan = Plan.of("O1", facts=FAST).fit(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -277,7 +277,8 @@ class Boosted:
                 keyword arguments. If it is given, the fastest form on this machine is chosen by measurement.
 
         Raises:
-            TypeError: The model cannot be copied.
+            TypeError: The model cannot be copied, or the copy would compute with tensors of the model, to which a
+                function leads, such as a lambda that holds it. Without ``sample`` the first call of the copy raises it.
             ValueError: The model does not run on ``sample``, or computes NaN or infinities.
         """
         return fast_copy(self.model, sample=sample, pick=fastest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import threading
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from torchboost.graph.recording import Arguments
 from torchboost.graph.removed_norm import RemovedNorm
 from torchboost.graph.surgery import replace_module
 from torchboost.graph.twin import twin
+from torchboost.graph.untouched import ReachesOriginal, copies_of
 
 __all__ = ["fast_copy"]
 
@@ -51,7 +53,8 @@ def fast_copy(network: nn.Module, *, sample: Any = None, pick: Pick | None = Non
         pick: Chooses among the forms that passed the check on ``sample``.
 
     Raises:
-        TypeError: The network cannot be copied.
+        TypeError: The network cannot be copied, or the copy would compute with tensors of the network, to which a
+            function leads, such as a lambda that holds it. Without ``sample`` the first call of the copy raises this.
         ValueError: The network does not run on ``sample``, or it computes NaN or infinities.
 
     Warns:
@@ -66,11 +69,16 @@ def fast_copy(network: nn.Module, *, sample: Any = None, pick: Pick | None = Non
         ['Conv2d', 'Identity', 'ReLU']
     """
     bare = unwrap(network)
+    with copies_of(bare):
+        return _fast_copy(bare, sample, pick)
+
+
+def _fast_copy(bare: nn.Module, sample: Any, pick: Pick | None) -> nn.Module:
     plain, fast = _as_torch(twin(bare)), twin(bare)
     try:
         folded = bool(fold_batch_norms(fast, sample=sample).folded)
     except IncompatibleError as error:
-        warnings.warn(f"the copy for inference is not folded: {error}", NoEffectWarning, stacklevel=2)
+        warnings.warn(f"the copy for inference is not folded: {error}", NoEffectWarning, stacklevel=3)
         folded = False
     _as_torch(fast)
     layout = ChannelsLast()
@@ -78,9 +86,7 @@ def fast_copy(network: nn.Module, *, sample: Any = None, pick: Pick | None = Non
     if sample is None:
         if layout.needs_transform(fast):
             layout.transform(fast)
-            folded = True
-        if folded:
-            _check_at_first_call(fast, plain)
+        _check_at_first_call(fast, plain, bare)
         return fast
     if layout.needs_transform(fast):
         forms["channels-last"] = twin(fast)
@@ -88,7 +94,7 @@ def fast_copy(network: nn.Module, *, sample: Any = None, pick: Pick | None = Non
     expected = evaluate(plain, sample)
     right = {name: form for name, form in forms.items() if form is plain or _equal(form, sample, expected)}
     if folded and "folded" not in right:
-        _warn_of_difference(3)
+        _warn_of_difference(4)
     return right[pick(right, sample) if pick is not None and len(right) > 1 else next(reversed(right))]
 
 
@@ -124,13 +130,15 @@ def _warn_of_difference(level: int) -> None:
     )
 
 
-def _check_at_first_call(fast: nn.Module, plain: nn.Module) -> None:
+def _check_at_first_call(fast: nn.Module, plain: nn.Module, original: nn.Module) -> None:
     """Compare ``fast`` with ``plain`` at its first call. Until then ``fast`` has a class of its own.
+
+    A call that would compute with tensors of the original raises, and so do later ones.
 
     ``torch.jit.script``, ``torch.export`` and pickles see the network's own class, because they only read ``forward``.
     """
     kind: Any = type(fast)
-    pending = _Pending(plain)
+    pending = _Pending(plain, original)
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         tracing = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
@@ -152,8 +160,10 @@ def _check_at_first_call(fast: nn.Module, plain: nn.Module) -> None:
 class _Pending:
     """Holds the network that a copy is compared with, until the comparison."""
 
-    def __init__(self, plain: nn.Module) -> None:
+    def __init__(self, plain: nn.Module, original: nn.Module) -> None:
         self._plain: nn.Module | None = plain
+        # A function may keep a part of the original alive, without the whole.
+        self._originals = [weakref.ref(module) for module in original.modules()]
         self._lock = threading.RLock()
 
     def settle(self, fast: nn.Module, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -164,7 +174,8 @@ class _Pending:
                 return
             same: bool | None = None
             try:
-                same = _compare(fast, plain, Arguments(args, kwargs))
+                with copies_of(*(module for held in self._originals if (module := held()) is not None)):
+                    same = _compare(fast, plain, Arguments(args, kwargs))
             finally:
                 if same is None:  # undecided on these inputs, or interrupted
                     self._plain = plain
@@ -182,6 +193,8 @@ def _compare(fast: nn.Module, plain: nn.Module, sample: Arguments) -> bool | Non
     """Whether a copy, if necessary in contiguous memory, computes what the network does; None if undecided."""
     try:
         expected = evaluate(plain, sample)
+    except ReachesOriginal:
+        raise
     except Exception:  # the call itself raises it
         return None
     if any(bool(outputs.isnan().any()) for outputs in expected):

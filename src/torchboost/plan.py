@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from torch.optim import Optimizer
@@ -156,10 +157,13 @@ class Plan:
         """
         check_pair(model, optimizer)
         inner = hookable(optimizer)
-        reasons = {a.name: None if a.applied(model) else a.idle(model, inner) for a in self.algorithms}
+        on = {a.name: a for a in self.algorithms}
+        waiting = [a for a in self.levers if a.name not in on]
+        reasons = {name: None if a.applied(model) else a.idle(model, inner) for name, a in on.items()}
         idle = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)
+        reasons |= {a.name: a.idle(model, inner) for a in waiting}
         kept = tuple(a for a in self.algorithms if reasons[a.name] is None)
-        levers = tuple(a for a in self.levers if reasons.get(a.name, a.idle(model, inner)) is None)
+        levers = tuple(a for a in self.levers if reasons[a.name] is None)
         return replace(self, algorithms=kept, dropped=self.dropped + idle, levers=levers)
 
     def chosen(self, decisions: Mapping[str, tuple[bool, str]]) -> Plan:
@@ -201,7 +205,7 @@ class Plan:
             optimizer = hookable(optimizer)
         if self.algorithms:
             check_shapes(model)
-        with shared_traces():
+        with torch.inference_mode(False), shared_traces():  # tensors that are made in that mode cannot be trained
             self._transform(model, optimizer)
 
     def _transform(self, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -217,7 +221,7 @@ class Plan:
 
     def attach(self, target: Target) -> AttachedAlgorithms:
         """Attach every algorithm to a loop. A bare model is transformed first, if that was not done before."""
-        with shared_traces():
+        with torch.inference_mode(False), shared_traces():
             return attach_all(target, self.algorithms)
 
     def explain(self) -> str:

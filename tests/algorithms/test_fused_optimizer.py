@@ -234,6 +234,19 @@ def test_a_memory_format_that_changes_later_takes_the_state_along(name: str) -> 
     assert_same(fused, plain)
 
 
+@pytest.mark.parametrize("name", ["nesterov", "adamw", "adagrad"])
+def test_state_that_a_program_replaces_follows_its_parameter(name: str) -> None:
+    fused, plain = pair(OPTIMIZERS[name], cnn)
+    fused.model.to(memory_format=torch.channels_last)
+    fuse_optimizer(fused.optimizer)
+    step_on_equal_gradients(fused, plain)
+    for target in (fused, plain):
+        for state in target.optimizer.state.values():
+            state.update({key: value.contiguous() for key, value in state.items()})
+    step_on_equal_gradients(fused, plain)
+    assert_same(fused, plain)
+
+
 def test_a_group_that_cannot_be_fused_may_be_added() -> None:
     real, complex_ = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.complex64))
     optimizer = torch.optim.SGD([real], lr=0.1)

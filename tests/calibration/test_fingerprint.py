@@ -487,3 +487,42 @@ def test_nothing_is_called_copied_or_read():
     assert [name for name in counting.called if not name.startswith(("is_autocast", "get_autocast"))] == []
     on_meta = Untouchable().to("meta")  # has no values to read
     describe(on_meta, adamw(on_meta), (torch.zeros(2, device="meta"),), [], MACHINE, {})
+
+
+class OddText(str):
+    """A text with a method of its own."""
+
+    __slots__ = ()
+
+    def isidentifier(self) -> bool:
+        raise RuntimeError
+
+
+def ring() -> list[Any]:
+    made: list[Any] = [1]
+    made.append(made)
+    return made
+
+
+def deep() -> list[Any]:
+    made: list[Any] = []
+    for _ in range(5000):
+        made = [made]
+    return made
+
+
+@pytest.mark.parametrize("value", [OddText("name"), ring(), deep(), namedtuple("Pair", "x")(ring())])
+def test_odd_attributes_and_inputs_are_described(value):
+    model = Net()
+    model.odd = value
+    assert described(model, inputs=((value,), {"again": value})) == described(
+        model, inputs=((value,), {"again": value})
+    )
+
+
+def test_options_without_a_name_do_not_count():
+    model = Net()
+    optimizer = adamw(model)
+    before = described(model, optimizer)
+    optimizer.param_groups[0][5] = 1
+    assert described(model, optimizer) == before

@@ -329,3 +329,30 @@ def test_the_state_says_which_levers_were_chosen():
     with pytest.raises(ValueError, match="damaged"):
         attached.with_levers(dict, refuses).load_state_dict(state)
     assert attached.state_dict() == {"count": {"steps": 1}}
+
+
+@pytest.mark.parametrize("damaged", [3, "text", [1], {}, {"steps": None, "more": 1}])
+def test_a_damaged_state_is_one_kind_of_error_and_changes_nothing(damaged: object) -> None:
+    target = make_target()
+    attached = attach_all(target, [Count(), Second()])
+    saved = attached.state_dict()
+    with pytest.raises(ValueError, match="the state of second is damaged"):
+        attached.load_state_dict({"count": {"steps": 7}, "second": damaged})
+    assert attached.state_dict() == saved
+    with pytest.raises(ValueError, match="not a dictionary"):
+        attached.load_state_dict(damaged if not isinstance(damaged, dict) else [])
+
+
+class Picky(Counting):
+    def load_state_dict(self, state):
+        self.steps = -1
+        self.steps = int(state["steps"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Second(Algorithm):
+    name: ClassVar[str] = "second"
+    traits: ClassVar[Traits] = Traits(order=61)
+
+    def attach(self, target: Target) -> Attachment:
+        return Picky(target)

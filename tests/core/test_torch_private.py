@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import types
 import warnings
 from collections.abc import Iterator
 
@@ -353,6 +354,52 @@ def test_the_module_inside_a_compiled_one_is_found():
     assert private.inside_compiled(compiled) is module
     assert private.inside_compiled(module) is None
     assert all(name.startswith(private.COMPILED_PREFIX) for name in compiled.state_dict())
+
+
+def test_what_a_compiled_function_compiles_is_found():
+    module = nn.Linear(1, 1)
+    own = types.MethodType(lambda self, x: x, module)
+    for function in (module.forward, own):
+        assert private.beneath_compiled(torch.compile(function, backend="eager")) == function
+        assert private.beneath_compiled(function) is None
+
+
+class Counting(private.DispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.writes += private.writes_to(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_sees_compiled_code_which_compiles_later_all_the_same():
+    torch._dynamo.reset()
+    before = private.compiled_graphs()
+    compiled = torch.compile(lambda x: x.add_(1), backend="eager")
+    x, y = torch.ones(2), torch.ones(2)
+    with Counting() as outer, Counting() as inner:
+        compiled(x)
+        torch.add(x, 1, out=y)
+    assert [id(tensor) for tensor in outer.writes] == [id(x), id(y)] == [id(tensor) for tensor in inner.writes]
+    assert private.compiled_graphs() == before
+    compiled(x)
+    assert private.compiled_graphs() == before + 1
+
+
+def test_a_mode_inside_a_compiled_function_is_entered_all_the_same():
+    seen = []
+
+    @torch.compiler.disable
+    def watched(x):
+        with Counting() as mode:
+            x = x.mul_(2)
+        seen.append(len(mode.writes))
+        return x
+
+    assert float(torch.compile(lambda x: watched(x) + 1, backend="eager")(torch.ones(()))) == 3
+    assert seen == [1]
 
 
 def test_graphs_are_counted_and_limited():

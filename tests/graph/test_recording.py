@@ -10,8 +10,9 @@ from torch import nn
 
 from tests.support.conv_nets import ForeignNames
 from torchboost.graph.flow import Dataflow
-from torchboost.graph.recording import record_run, record_symbols
+from torchboost.graph.recording import record_run, record_symbols, tensors_in
 from torchboost.graph.twin import twin
+from torchboost.graph.untouched import ReachesOriginal
 
 
 def both(model: nn.Module, x: torch.Tensor) -> tuple[Dataflow, Dataflow]:
@@ -41,7 +42,7 @@ def test_a_forward_on_an_instance_is_not_looked_into():
     for flow in both(model, torch.randn(2, 3, 4, 4)):
         assert [node.kind for node in flow.nodes][1:-1] == ["module", "other", "module"]
     model.forward = lambda x: held(x)
-    with pytest.raises(ValueError, match="may call anything"):
+    with pytest.raises(ReachesOriginal, match="may call anything"):
         record_symbols(twin(model), model)
 
 
@@ -84,3 +85,14 @@ def test_other_threads_run_their_models_meanwhile():
     record_symbols(twin(model), model)
     thread.join()
     assert found == [(2, 4)]
+
+
+def test_tensors_come_in_order_and_a_container_inside_itself_counts_once():
+    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
+    ring: list[object] = [b]
+    ring.append(ring)
+    deep: list[object] = [c]
+    for _ in range(5000):
+        deep = [deep]
+    found = tensors_in({"x": a, "y": (ring, [a, [b]]), "z": deep})
+    assert [id(tensor) for tensor in found] == [id(tensor) for tensor in (a, b, a, b, c)]

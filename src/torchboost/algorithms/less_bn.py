@@ -33,6 +33,7 @@ from torchboost.graph.surgery import (
     replace_module,
     undone_on_error,
 )
+from torchboost.graph.untouched import copies_of
 from torchboost.graph.variance import rescale_layers
 
 __all__ = ["BatchNormRemoval", "LessBNReport", "remove_batch_norms"]
@@ -247,7 +248,8 @@ def remove_batch_norms(
     )
     _check(model)
     if dry_run:
-        return _reduce(copy.deepcopy(model), None, settings, sample, dry_run=True)
+        with copies_of(model):
+            return _reduce(copy.deepcopy(model), None, settings, sample, dry_run=True)
     return _reduce(model, optimizer, settings, sample)
 
 

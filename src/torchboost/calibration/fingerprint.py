@@ -32,6 +32,9 @@ Condition: TypeAlias = bool | int | float | str | None
 _MOST_ENTRIES = 64
 """Longest list in an attribute that is described entry by entry."""
 
+_DEEPEST = 16
+"""Deepest nesting of containers that is described."""
+
 _ADDRESSES = 1 << 40
 """Integers from here on are addresses and hashes, which differ in each process."""
 
@@ -180,6 +183,8 @@ class _Walk:
             return value
         if id(value) in around:
             return "a cycle"
+        if len(around) == _DEEPEST:
+            return "deep"
         around = (*around, id(value))
         if isinstance(value, Mapping):
             entries = [[_kind(key), _name_of_key(key), self.inputs(entry, around)] for key, entry in value.items()]
@@ -218,9 +223,11 @@ def _name_of_key(key: Any) -> str:
     return str(key) if isinstance(key, (bool, int, str)) else ""
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, depth: int = 0) -> bool:
     if isinstance(value, (list, tuple)):
-        return len(value) <= _MOST_ENTRIES and all(_is_plain(entry) for entry in value)
+        if depth == _DEEPEST or len(value) > _MOST_ENTRIES:
+            return False
+        return all(_is_plain(entry, depth + 1) for entry in value)
     return value is None or isinstance(value, (bool, int, float, str))
 
 
@@ -229,7 +236,7 @@ def _plain(value: Any) -> Description:
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
     if isinstance(value, str):
-        return value if value.isidentifier() else "text"
+        return str(value) if str.isidentifier(value) else "text"
     if isinstance(value, float):
         return _zero_or_not(value)
     if isinstance(value, int) and abs(value) >= _ADDRESSES:
@@ -256,7 +263,7 @@ def _zero_or_not(value: float) -> str:
 def _options(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> Description:
     """The options of a group. A schedule adds numbers of its own to it, so only the optimizer's own ones count."""
     entries: list[Description] = []
-    for name, value in sorted(group.items()):
+    for name, value in sorted(item for item in group.items() if isinstance(item[0], str)):
         if name in ("params", "param_names", "lr"):
             continue
         if value is None or isinstance(value, (bool, str)):

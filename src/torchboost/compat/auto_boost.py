@@ -163,7 +163,7 @@ class AutoBoost:
                 keyword arguments.
 
         Raises:
-            TypeError: ``network`` is not a module, or it cannot be copied.
+            TypeError: ``network`` is not a module, or it cannot be copied; see :func:`torchboost.inference.fast_copy`.
             ValueError: The network does not run on ``sample``, or it computes NaN or infinities, for example because it
                 diverged.
 

@@ -302,9 +302,11 @@ class AttachedAlgorithms:
         that is already transformed and an optimizer that was loaded with ``fused=True``.
 
         Raises:
-            ValueError: The checkpoint holds the state of an algorithm that is not attached, or it lacks the state of an
-                attached algorithm. Nothing is loaded.
+            ValueError: The checkpoint holds the state of an algorithm that is not attached, lacks the state of an
+                attached algorithm, or is damaged. Nothing is loaded.
         """
+        if not isinstance(state, Mapping):
+            raise ValueError(f"the state of the algorithms is {state!r:.60}, not a dictionary; load another one.")
         own = self._states()
         chosen, state = state.get(LEVERS), {name: value for name, value in state.items() if name != LEVERS}
         extra = sorted(name for name in state if state[name] and name not in own)
@@ -318,8 +320,8 @@ class AttachedAlgorithms:
         try:
             for name in self._entries:
                 if name in state:
-                    self[name].load_state_dict(state[name])
                     loaded.append(name)
+                    _load(name, self[name], state[name])
             if self._levers is not None and chosen is not None:
                 self._levers[1](chosen)
         except BaseException:
@@ -367,6 +369,18 @@ class AttachedAlgorithms:
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, trace: TracebackType | None) -> None:
         self.remove()
+
+
+def _load(name: str, live: Attachment, state: Any) -> None:
+    """Load one state, which comes from a file: whatever it lacks, the caller gets one kind of error."""
+    try:
+        if not isinstance(state, Mapping):
+            raise TypeError(f"found {state!r:.60} in place of a dictionary")
+        live.load_state_dict(state)
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as error:
+        raise ValueError(
+            f"the state of {name} is damaged ({type(error).__name__}: {error}); load another checkpoint."
+        ) from error
 
 
 def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> AttachedAlgorithms:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import _get_capturable_supported_devices as capturable_devices
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices as fused_devices
-from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -49,6 +50,7 @@ __all__ = [
     "TreeSpec",
     "active_ddp",
     "all_reduce_hooks",
+    "beneath_compiled",
     "buffer_slots",
     "build_again",
     "built_in_comm_hook",
@@ -97,6 +99,7 @@ __all__ = [
     "version",
     "versions",
     "without_hooks",
+    "writes_to",
 ]
 
 POOLING = (pooling._MaxPoolNd, pooling._AvgPoolNd, pooling._AdaptiveAvgPoolNd, pooling._AdaptiveMaxPoolNd)
@@ -225,6 +228,16 @@ def sparse_rows(tensor: Tensor) -> Tensor:
     return tensor._indices()[0]
 
 
+def writes_to(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that an operator writes to, by its schema: ``OpOverload._schema``."""
+    arguments = [argument for argument in operator._schema.arguments if argument.alias_info is not None]
+    names = {argument.name for argument in arguments if argument.alias_info.is_write}
+    by_place = zip(operator._schema.arguments, args, strict=False)
+    return [value for argument, value in by_place if argument.name in names] + [
+        value for name, value in kwargs.items() if name in names
+    ]
+
+
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Whether hooks wait for the gradient of a tensor: ``Tensor._backward_hooks``."""
     return bool(tensor._backward_hooks)
@@ -346,6 +359,59 @@ def forget_fused_mark(optimizer: Optimizer) -> None:
 # torch.compile
 
 
+class _Eager:
+    """Lets compiled functions run as Python while something needs that, in any thread.
+
+    The stance of the compiler belongs to the process, so the threads that need it are counted.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._needed = 0
+        self._stance: Any = None
+
+    def begin(self) -> bool:
+        """Return whether :meth:`end` must follow: not without the compiler, nor inside a function that it runs."""
+        if "torch._dynamo" not in sys.modules:
+            return False
+        with self._lock:
+            if not self._needed:
+                try:
+                    self._stance = torch.compiler.set_stance("force_eager")
+                except RuntimeError:
+                    return False
+            self._needed += 1
+        return True
+
+    def end(self) -> None:
+        with self._lock:
+            self._needed -= 1
+            if not self._needed:
+                self._stance.__exit__(None, None, None)
+
+
+_EAGER = _Eager()
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode that sees the operations of compiled functions too: they run as Python.
+
+    Otherwise the compiler would see a mode, and would never again compile the code that it meets there.
+    """
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._eager = _EAGER.begin()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            if self._eager:
+                _EAGER.end()
+
+
 class Interceptor:
     """Something that :func:`set_compiled_call` puts instead of a compiled call, and that compiles nothing."""
 
@@ -410,6 +476,17 @@ def inside_compiled(module: nn.Module) -> nn.Module | None:
     dynamo = sys.modules.get("torch._dynamo")
     found = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     return module.get_submodule("_orig_mod") if found else None
+
+
+def beneath_compiled(function: Any) -> Any:
+    """Return what ``torch.compile(function)`` compiles, or None: its attribute ``_torchdynamo_orig_callable``.
+
+    Around functions of torch itself the compiler puts another one, of ``torch._dynamo.external_utils``.
+    """
+    beneath: Any = getattr(function, "_torchdynamo_orig_callable", None)
+    file = getattr(getattr(beneath, "__code__", None), "co_filename", None)
+    between = sys.modules.get("torch._dynamo.external_utils")
+    return beneath.__wrapped__ if between is not None and file == between.__file__ else beneath
 
 
 def compiled_graphs() -> int:

@@ -16,7 +16,8 @@ from torchboost.graph.drawing import generators_kept
 from torchboost.graph.flow import Dataflow
 from torchboost.graph.recording import LAYERS, Arguments, call, is_leaf, record_run, record_symbols, tensors_in
 from torchboost.graph.structure import assume
-from torchboost.graph.twin import parameter_bytes, twin
+from torchboost.graph.twin import large_plain_tensors, parameter_bytes, twin
+from torchboost.graph.untouched import ReachesOriginal, copies_of, untouched
 
 __all__ = [
     "evaluate",
@@ -84,23 +85,28 @@ def trace(model: nn.Module, *, sample: Any = None) -> Dataflow:
 
 def _traced(model: nn.Module, sample: Any) -> Dataflow:
     check_shapes(model)
-    for network in _networks(model):
-        flow = trace_symbolically(network, sample if network is model else None)
-        if flow is not None:
-            return flow
-    return trace_run(model, sample=sample) or assume(model, is_leaf)
+    with copies_of(model):
+        for network in _networks(model):
+            flow = trace_symbolically(network, sample if network is model else None)
+            if flow is not None:
+                return flow
+        return trace_run(model, sample=sample) or assume(model, is_leaf)
 
 
 def trace_run(model: nn.Module, *, sample: Any = None) -> Dataflow | None:
     """Return the data flow of one pass on ``sample`` or a guessed input; None if the model does not run on a guess.
+
+    None too if a copy of it computes with tensors of the model itself.
 
     Raises:
         ValueError: The model does not run on ``sample``.
     """
     for network, candidate in _candidates(model, sample):
         try:
-            with undisturbed(network) as copied:
+            with copies_of(model), undisturbed(network) as copied:
                 return record_run(copied, network, candidate)
+        except ReachesOriginal:
+            continue
         except Exception as error:
             if sample is not None:
                 raise ValueError(f"the model does not run on the sample: {error}") from error
@@ -157,10 +163,14 @@ def runnable(model: nn.Module, sample: Any = None) -> tuple[nn.Module, Any] | No
 
     Raises:
         ValueError: ``sample`` was given and the model does not run on it.
+        ReachesOriginal: A copy computes with tensors of the model itself, so it cannot be run for what it would show.
     """
     for network, candidate in _candidates(model, sample):
         try:
-            evaluate(network, candidate)
+            with copies_of(model):
+                evaluate(network, candidate)
+        except ReachesOriginal:
+            raise
         except Exception as error:
             if sample is not None:
                 raise ValueError(f"the model does not run on the sample: {error}") from error
@@ -186,11 +196,13 @@ def evaluate(network: nn.Module, sample: Any) -> list[Tensor]:
 def undisturbed(model: nn.Module, *, numbers: bool = True) -> Iterator[nn.Module]:
     """Yield a copy of a model in eval mode to run without gradients; see :func:`~torchboost.graph.twin.twin`.
 
-    Default generators that it draws from are restored (:func:`~torchboost.graph.drawing.generators_kept`).
+    Default generators that it draws from are restored (:func:`~torchboost.graph.drawing.generators_kept`). The copy
+    reads large plain attributes in place. An operation on a tensor of the original is refused
+    (:func:`~torchboost.graph.untouched.untouched`).
     """
-    copied = twin(model, numbers=numbers)
+    copied = twin(model, numbers=numbers, lend=True)
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    with torch.no_grad(), generators_kept(devices):
+    with torch.no_grad(), generators_kept(devices), untouched(model, lent=large_plain_tensors(model)):
         yield copied
 
 

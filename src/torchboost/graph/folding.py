@@ -33,6 +33,7 @@ from torchboost.graph.norm_roles import WEIGHTED
 from torchboost.graph.removed_norm import RemovedNorm
 from torchboost.graph.structure import is_customised, norm_tail
 from torchboost.graph.surgery import held_elsewhere, rebind_optimizer, replace_module, undone_on_error
+from torchboost.graph.untouched import ReachesOriginal
 
 __all__ = [
     "Fold",
@@ -367,7 +368,10 @@ def fold_pairs(
         IncompatibleError: The outputs differ by more than rounding; the model was restored.
         ValueError: The model does not run on ``sample``, or computes NaN or infinities.
     """
-    run = runnable(model, sample)
+    try:
+        run = runnable(model, sample)
+    except ReachesOriginal:
+        run = None
     before = evaluate(*run) if run is not None else []
     if any(bool(outputs.isnan().any()) for outputs in before) or (before and not any(map(_finite, before))):
         raise ValueError("the model computes NaN or infinities, as after a divergence; no BatchNorm was changed.")

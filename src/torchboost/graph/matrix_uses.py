@@ -13,6 +13,7 @@ from torchboost.core.torch_private import DispatchMode, tree_flatten
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.graph.dataflow import full_precision, runnable, undisturbed
 from torchboost.graph.recording import call, tensors_in
+from torchboost.graph.untouched import ReachesOriginal, copies_of
 
 __all__ = ["Place", "Use", "matrix_uses"]
 
@@ -69,11 +70,14 @@ def matrix_uses(model: nn.Module, sample: Any = None) -> dict[nn.Parameter, Use]
     bare = unwrap(model)
     if wrapper_of(model) == "fully_shard" or any(parameter.is_meta for parameter in bare.parameters()):
         return None
-    found = _runnable(bare, sample)
+    try:
+        found = _runnable(bare, sample)
+    except ReachesOriginal:
+        return None
     if found is None:
         return None
     network, inputs = found
-    with undisturbed(network) as copied, full_precision(network), _Recorder(copied) as recorder:
+    with copies_of(bare), undisturbed(network) as copied, full_precision(network), _Recorder(copied) as recorder:
         recorder.begin(inputs)
         with torch.enable_grad():  # without gradients torch runs attention in one operation
             outputs = tensors_in(call(copied, inputs))

@@ -19,6 +19,7 @@ from torchboost.core.torch_private import AnyBatchNorm, AnyConv, module_hooks
 from torchboost.graph.flow import Dataflow, FlowBuilder
 from torchboost.graph.normalized_linear import NormalizedLinear
 from torchboost.graph.ranks import rank_of
+from torchboost.graph.untouched import ReachesOriginal
 
 __all__ = [
     "LAYERS",
@@ -71,15 +72,30 @@ def call(model: nn.Module, sample: Any) -> Any:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested containers, in order."""
-    if isinstance(value, Tensor):
-        return [value]
+    """Return the tensors in nested containers, in order. A container inside itself counts once."""
+    found: list[Tensor] = []
+    around: set[int] = set()
+    waiting: list[tuple[bool, Any]] = [(True, value)]
+    while waiting:
+        enters, entry = waiting.pop()
+        if isinstance(entry, Tensor):
+            found.append(entry)
+        elif not enters:
+            around.discard(id(entry))
+        elif id(entry) not in around and (parts := _parts(entry)):
+            around.add(id(entry))
+            waiting.append((False, entry))
+            waiting += [(True, part) for part in reversed(parts)]
+    return found
+
+
+def _parts(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
-        return [tensor for entry in value.values() for tensor in tensors_in(entry)]
+        return list(value.values())
     if isinstance(value, (tuple, list)):
-        return [tensor for entry in value for tensor in tensors_in(entry)]
+        return list(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return [tensor for field in fields(value) for tensor in tensors_in(getattr(value, field.name))]
+        return [getattr(value, field.name) for field in fields(value)]
     return []
 
 
@@ -158,7 +174,7 @@ def _cover_calls(copied: nn.Module, model: nn.Module, recorder: _Recorder) -> No
         own = own_forward(module)
         if own is not None and not (isinstance(own, types.MethodType) and own.__self__ is module):
             if module is copied:
-                raise ValueError("the forward was replaced on the instance and may call anything.")
+                raise ReachesOriginal("the forward was replaced on the instance and may call anything.")
             kind = "opaque"  # it may call the model that was copied
         elif is_leaf(module):
             kind = "leaf" if own is None else "opaque"
