@@ -109,8 +109,9 @@ class Snapshot:
     """All that a forward and backward pass of a model may change, as far as it can be reached from the model.
 
     These are parameters, buffers, gradients, flags, plain attributes of modules and of objects that they hold, nested
-    containers, variables of closures, and generators of random numbers; of the inputs, what is not a tensor. Files,
-    other processes and variables of Python modules, but those that ``forward`` declares ``global``, cannot be restored.
+    containers, variables of closures, containers that methods find in their Python module, and generators of random
+    numbers; of the inputs, what is not a tensor. What other functions and other objects keep, files and other processes
+    cannot be restored.
 
     Args:
         model: The model.
@@ -219,11 +220,12 @@ class Snapshot:
                 self._follow_attributes(value, hops + 1)
 
     def _follow_classes(self, kind: type) -> None:
-        """Follow what the methods of a module close over."""
+        """Follow what the methods of a module use besides their arguments."""
         for each in kind.__mro__:
             if id(each) not in self._found.seen:
                 self._found.seen[id(each)] = each
                 for entry in vars(each).values():
+                    entry = entry.__func__ if isinstance(entry, (staticmethod, classmethod)) else entry
                     if isinstance(entry, types.FunctionType):
                         self._follow(entry, 0)
 
@@ -270,10 +272,22 @@ class Snapshot:
             for cell in value.__closure__ or ():
                 self._hold(cell, _read_cell, _write_cell)
                 self._follow(_read_cell(cell), hops)
-            stored = _stored_globals(value.__code__)
-            if stored:
-                read = functools.partial(_read_names, names=stored)
-                self._hold(value.__globals__, read, _write_names)
+            self._follow_globals(value.__code__, value.__globals__, hops)
+
+    def _follow_globals(self, code: types.CodeType, held: dict[str, Any], hops: int) -> None:
+        """Follow the containers and autograd functions that code names, and the variables that it declares global."""
+        stored = _stored_globals(code)
+        if stored:
+            self._hold(held, functools.partial(_read_names, names=stored), _write_names)
+        for name in code.co_names:
+            value = held.get(name)
+            if type(value) in _CONTAINERS:
+                self._follow(value, hops)
+            elif isinstance(value, type) and issubclass(value, torch.autograd.Function):
+                self._follow_classes(value)
+        for inner in code.co_consts:
+            if isinstance(inner, types.CodeType):
+                self._follow_globals(inner, held, hops)
 
     def _hold(self, owner: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> None:
         self._found.held.append(_Held(owner, read(owner), read, write))
