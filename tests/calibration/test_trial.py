@@ -1,11 +1,10 @@
-"""A trial runs copies: the originals, their hooks and all random generators stay as they are."""
+"""A trial runs the model itself: it, its hooks, its optimizer and all random generators stay as they are."""
 
 from __future__ import annotations
 
 import math
 import random
 import time
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.portraits import changes, portrait
 from torchboost.algorithms import Autocast, ChannelsLast, Compile, FusedOptimizer
-from torchboost.calibration.trial import Trial, _Contestant, free_bytes, needed_bytes, streams_kept
+from torchboost.calibration.passes import Passes
+from torchboost.calibration.snapshot import Snapshot, plain, streams_kept
+from torchboost.calibration.trial import Trial, copied, free_bytes, needed_bytes, optimizer_over
 from torchboost.core.algorithm import Target
 from torchboost.core.torch_private import compiled_graphs
 from torchboost.errors import IncompatibleError
@@ -27,31 +29,44 @@ def network() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def portrait(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
-    return [tensor.clone() for tensor in [*model.state_dict().values(), *state]]
+def passes(model: nn.Module, *args: Any, **kwargs: Any) -> Passes:
+    call = args, kwargs
+    return Passes(model, call, Snapshot(model, call))
 
 
-def test_the_originals_and_the_random_streams_stay():
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [v.clone() for entry in optimizer.state.values() for v in entry.values() if isinstance(v, Tensor)]
+
+
+def test_model_optimizer_and_random_streams_stay():
     model, x = network(), torch.randn(4, 3, 8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(x).sum().backward()
     optimizer.step()
-    gradients = [p.grad for p in model.parameters()]
-    called = []
+    gradients, called = [p.grad for p in model.parameters()], []
     model.register_forward_hook(lambda *_: called.append(1))
-    before, groups = portrait(model, optimizer), [{**group} for group in optimizer.param_groups]
+    model[0].weight.register_hook(lambda _: called.append(1))
+    before, state, groups = portrait(model), state_of(optimizer), [{**group} for group in optimizer.param_groups]
     streams = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    with streams_kept(model):
-        trial = Trial(model, optimizer, ((x,), {}), LEVERS)
+    call = (x,), {}
+    with streams_kept(model), plain(model):
+        snapshot = Snapshot(model, call)
+        trial = Trial(Passes(model, call, snapshot), optimizer, LEVERS)
         for levers in ([], ["fused_optimizer"], list(LEVERS)):
             assert trial.build(levers, within=60) >= 0
             assert min(trial.sample(within=60)) > 0
             trial.promote()
+        trial.close()
+        snapshot.restore()
         random.random()
         np.random.rand()
         torch.rand(1)
-    assert all(map(torch.equal, before, portrait(model, optimizer)))
+    assert changes(before, portrait(model)) == {}
+    assert all(map(torch.equal, state, state_of(optimizer)))
     assert [{**group} for group in optimizer.param_groups] == groups
     assert all(p.grad is grad for p, grad in zip(model.parameters(), gradients, strict=True))
     assert called == []
@@ -60,14 +75,12 @@ def test_the_originals_and_the_random_streams_stay():
     assert np.array_equal(np.random.get_state()[1], streams[2])
 
 
-def test_weights_of_the_copies_do_not_move():
+def test_the_copy_of_the_optimizer_does_not_learn():
     model, x = network(), torch.randn(4, 3, 8, 8)
-    trial = Trial(model, torch.optim.SGD(model.parameters(), lr=1e9), ((x,), {}), LEVERS)
+    trial = Trial(passes(model, x), sgd(model, lr=1e9), LEVERS)
     for _ in range(3):
         assert all(seconds < float("inf") for seconds in trial.sample(within=60))
-    copied = trial._incumbent.model
-    assert all(map(torch.equal, model.parameters(), copied.parameters()))
-    assert not torch.equal(model[1].running_mean, copied[1].running_mean)
+    assert all(torch.equal(p, copied) for p, copied in trial._incumbent._pairs)
 
 
 class ReturnsALoss(nn.Module):
@@ -76,19 +89,18 @@ class ReturnsALoss(nn.Module):
         self.layer = nn.Linear(3, 2)
 
     def forward(self, x: Tensor, *, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.layer(x)
+        logits = self.layer(x.zero_() + 1)
         return {"logits": logits, "loss": nn.functional.cross_entropy(logits, labels)}
 
 
 def test_the_loss_of_the_model_is_used_and_inputs_are_copied():
     model = ReturnsALoss()
     x, labels = torch.randn(4, 3), torch.zeros(4, dtype=torch.long)
-    trial = Trial(model, torch.optim.SGD(model.parameters(), lr=0.1), ((x,), {"labels": labels}), {})
-    model.layer.register_forward_pre_hook(lambda module, args: args[0].zero_())
-    trial.sample(within=60)
+    made = passes(model, x, labels=labels)
+    Trial(made, sgd(model), {}).sample(within=60)
     assert x.abs().max() > 0
-    assert trial._incumbent._gradients is not None
-    assert [gradient.shape for gradient in trial._incumbent._gradients] == [()]
+    assert made._seeds is not None
+    assert [seed.shape for seed in made._seeds] == [()]
 
 
 def test_a_model_without_a_backward_pass_is_refused():
@@ -103,87 +115,89 @@ def test_a_model_without_a_backward_pass_is_refused():
             return self.inner(x).detach()
 
     with pytest.raises(IncompatibleError, match="no output of the model depends"):
-        Trial(Detached(), torch.optim.SGD(model.parameters(), lr=0.1), ((torch.randn(1, 2),), {}), {})
+        Trial(passes(Detached(), torch.randn(1, 2)), sgd(model), {})
 
 
 def test_what_cannot_be_copied_is_said():
     model = nn.Linear(2, 2)
+    optimizer = sgd(model)
+    optimizer.__class__ = type("Locked", (torch.optim.SGD,), {"__deepcopy__": lambda self, memo: self})
+    with pytest.raises(TypeError, match="Locked cannot be copied"):
+        Trial(passes(model, torch.randn(1, 2)), optimizer, {})
     model.lock = (each for each in ())  # generators cannot be copied
     with pytest.raises(TypeError, match="cannot be copied"):
-        Trial(model, torch.optim.SGD(model.parameters(), lr=0.1), ((torch.randn(1, 2),), {}), {})
+        copied(model, sgd(model))
+
+
+def test_an_optimizer_is_copied_in_part_without_hooks_and_without_the_step_of_a_scheduler():
+    """A scheduler binds ``step`` of the instance to the original, and an own ``__getstate__`` takes it along."""
+
+    class Whole(torch.optim.SGD):
+        def __getstate__(self) -> dict[str, Any]:
+            return self.__dict__.copy()
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+    optimizer, called = Whole(model.parameters(), lr=0.1, momentum=0.9), []
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    optimizer.register_step_pre_hook(lambda *_: called.append(1))
+    weights = [p.detach().clone() for p in model.parameters()]
+    trial = Trial(passes(model, torch.randn(4, 8)), optimizer, {"fused_optimizer": FusedOptimizer()})
+    trial.build(["fused_optimizer"], within=60)
+    trial.sample(within=60)
+    trial.close()
+    assert called == []
+    assert all(map(torch.equal, weights, model.parameters()))
+    assert not optimizer.state
+    made, pairs, share = optimizer_over(optimizer, list(model.parameters()), 80)
+    assert 0 < share < 1
+    assert {id(p) for group in made.param_groups for p in group["params"]} == {id(copy) for _, copy in pairs}
+    assert share == sum(p.numel() for p, _ in pairs) / sum(p.numel() for p in model.parameters())
 
 
 def test_a_lever_that_fails_on_this_rank_is_told_to_the_others_before_it_raises():
-    model, x = nn.Linear(2, 2), torch.randn(1, 2)
-    told: list[list[float]] = []
+    model, told = nn.Linear(2, 2), []
 
     def reduce(numbers: list[float]) -> list[float]:
         told.append(numbers)
         return numbers
 
-    trial = Trial(model, torch.optim.SGD(model.parameters(), lr=0.1), ((x,), {}), {}, reduce=reduce)
+    trial = Trial(passes(model, torch.randn(1, 2)), sgd(model), {}, reduce=reduce)
     with pytest.raises(KeyError):
         trial.build(["unknown"], within=60)
     assert told[-1][1] == float("inf")
 
 
 def test_a_failure_of_another_rank_raises_here_too():
-    model, x = nn.Linear(2, 2), torch.randn(1, 2)
-    failing: list[bool] = []
+    model, failing = nn.Linear(2, 2), []
 
     def reduce(numbers: list[float]) -> list[float]:
         return [float("inf")] * len(numbers) if failing else numbers
 
-    trial = Trial(model, torch.optim.SGD(model.parameters(), lr=0.1), ((x,), {}), LEVERS, reduce=reduce)
+    trial = Trial(passes(model, torch.randn(1, 2)), sgd(model), LEVERS, reduce=reduce)
     failing.append(True)
     with pytest.raises(IncompatibleError, match="another rank"):
         trial.build(["fused_optimizer"], within=60)
 
 
-class Sharing(nn.Linear):
-    """A copy of it has the same weight."""
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Sharing:
-        made = Sharing(self.in_features, self.out_features)
-        made.weight = self.weight
-        return made
-
-
-def test_a_closed_trial_holds_no_tensors_and_leaves_shared_ones():
-    model, x = nn.Sequential(nn.Linear(3, 3), Sharing(3, 3)), torch.randn(4, 3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(x).sum().backward()
-    optimizer.step()
-    before = portrait(model, optimizer)
-    trial = Trial(model, optimizer, ((x,), {}), LEVERS)
-    first = trial._incumbent
-    trial.build(["autocast"], within=60.0)
-    dropped = trial._challenger
-    trial.build(["fused_optimizer"], within=60.0)
-    assert dropped.model[0].weight.numel() == 0
-    assert first.model[0].weight.numel() == 9
-    trial.promote()
-    assert first.model[0].weight.numel() == 0
-    last = trial._incumbent
+def test_a_closed_trial_leaves_no_lever():
+    model, x = network(), torch.randn(4, 3, 8, 8)
+    before = portrait(model)
+    made = passes(model, x)
+    trial = Trial(made, torch.optim.AdamW(model.parameters()), LEVERS)
+    trial.build(["channels_last", "autocast"], within=60.0)
+    assert changes(before, portrait(model))
     trial.close()
-    for each in (first, dropped, last):
-        assert {p.numel() for p in each.model[0].parameters()} == {0}
-        assert not each.optimizer.state
-    assert all(map(torch.equal, before, portrait(model, optimizer)))
+    made._snapshot.restore()
+    assert changes(before, portrait(model)) == {}
 
 
 def test_memory_is_estimated():
     model = nn.Linear(1000, 1000, bias=False)
-    optimizer = torch.optim.AdamW(model.parameters())
-    assert needed_bytes(model, optimizer) == 2 * 4 * 4_000_000
-    model(torch.ones(1, 1000)).sum().backward()
-    optimizer.step()
-    assert needed_bytes(model, optimizer) == 2 * 4 * 4_000_000 + 2 * 4  # and the counters of steps
-    momentum = torch.optim.SGD(model.parameters(), momentum=0.9)
-    momentum.step()
-    assert needed_bytes(model, momentum) == 2 * 3 * 4_000_000
+    assert needed_bytes(model) == 3 * 4_000_000 + 2 * 3 * 4_000_000
     model.register_buffer("table", torch.zeros(1000))
-    assert needed_bytes(model, momentum) == 2 * 3 * 4_000_000 + 2 * 4000
+    assert needed_bytes(model) == 9 * 4_000_000 + 4000
+    wide = nn.Linear(8000, 2000, bias=False, device="meta")
+    assert needed_bytes(wide) == 3 * 64_000_000 + 2 * 3 * 4 * 2**22  # a part of the optimizer is stepped
     free = free_bytes(torch.device("cpu"))
     assert free is None or free > 0
 
@@ -201,12 +215,12 @@ def test_a_graph_that_the_trial_compiled_serves_the_model():
             return (self.layer(x) - labels).square().mean()
 
     model, x = Twice(), torch.randn(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compile_only = Compile(backend="aot_eager")
-    trial = Trial(model, optimizer, ((x,), {"labels": x}), {"compile": compile_only})
+    trial = Trial(passes(model, x, labels=x), sgd(model), {"compile": compile_only})
     trial.build(["compile"], within=600)
+    trial.close()
     graphs = compiled_graphs()
-    with compile_only.attach(Target(model, optimizer)):
+    with compile_only.attach(Target(model, sgd(model))):
         model(x, labels=x).backward()
     assert compiled_graphs() == graphs
 
@@ -215,7 +229,7 @@ def test_a_graph_that_the_trial_compiled_serves_the_model():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself
 def test_a_compilation_that_takes_too_long_is_interrupted_and_a_later_one_works():
     model, x = network(), torch.randn(4, 3, 8, 8)
-    trial = Trial(model, torch.optim.SGD(model.parameters(), lr=0.1), ((x,), {}), {"compile": Compile()})
+    trial = Trial(passes(model, x), sgd(model), {"compile": Compile()})
     with pytest.raises(TimeoutError, match=r"longer than the 0\.5 s"):
         trial.build(["compile"], within=0.5)
     assert max(trial.sample(within=60)) < float("inf")
@@ -225,23 +239,20 @@ def test_a_compilation_that_takes_too_long_is_interrupted_and_a_later_one_works(
 
 def test_steps_that_take_too_long_count_as_infinitely_slow():
     class Slow(nn.Module):
+        pause = 0.0
+
         def __init__(self) -> None:
             super().__init__()
-            self.layer, self.pause = nn.Linear(2, 2), 0.0
+            self.layer = nn.Linear(2, 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            time.sleep(self.pause)
+            time.sleep(Slow.pause)
             return self.layer(x)
 
     model, x = Slow(), torch.randn(4, 2)
-    trial = Trial(model, torch.optim.SGD(model.parameters(), lr=0.1), ((x,), {}), {})
-    model.pause = 60.0
+    trial = Trial(passes(model, x), sgd(model), LEVERS)
+    trial.build(["fused_optimizer"], within=60)
+    Slow.pause = 60.0
+    assert sorted(map(math.isinf, trial.sample(within=0.05))) in ([False, True], [True, True])
     with pytest.raises(TimeoutError, match="longer than"):
         trial.build([], within=0.05)
-    trial._challenger = trial_contestant(model, x)
-    assert sorted(map(math.isinf, trial.sample(within=0.05))) in ([False, True], [True, True])
-
-
-def trial_contestant(model: nn.Module, x: Tensor) -> Any:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return _Contestant((model, optimizer), ((x,), {}), [], None, nullcontext)

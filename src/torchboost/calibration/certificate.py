@@ -132,6 +132,8 @@ class Certificate:
         """
         bound = LOWER if lower else EXACT
         found = _distances(self._plain, self._with(levers))
+        if found.strange:
+            return Finding(reason=found.strange, gradient=math.inf, outputs=math.inf)
         worst = self._excess(found, bound, lower)
         while worst and not self._is_hopeless(found, bound) and len(self._wide) < _ATTEMPTS:
             noise = Noise(_STEPS_OF_ROUNDING * self._size, 1 + len(self._wide))
@@ -196,8 +198,6 @@ class Certificate:
 
     def _excess(self, found: _Distances, bound: Bound, lower: bool) -> str:
         """Return which tensor is too far away, in words; empty if none is."""
-        if found.strange:
-            return found.strange
         scale = _LOWER_ROUNDING / self._size if lower else 1.0
         for index, (distance, norm) in enumerate(zip(found.outputs, self._norms.outputs, strict=True)):
             response = max(self._responses(lambda d, i=index: d.outputs[i]))
@@ -214,7 +214,7 @@ class Certificate:
         return [read(self._response), *(_WIDE_SHARE * read(wide) for wide in self._wide)]
 
     def _is_hopeless(self, found: _Distances, bound: Bound) -> bool:
-        return bool(found.strange) or max(self._relative(found), self._of_outputs(found)) > bound.hopeless
+        return max(self._relative(found), self._of_outputs(found)) > bound.hopeless
 
     def _relative(self, found: _Distances) -> float:
         return _norm(found.gradients) / self._whole if self._whole else 0.0

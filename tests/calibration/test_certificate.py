@@ -1,0 +1,134 @@
+"""What a comparison says, and against which bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchboost.algorithms import Autocast
+from torchboost.calibration.certificate import EXACT, LOWER, Certificate
+from torchboost.calibration.passes import Passes
+from torchboost.calibration.snapshot import Snapshot
+from torchboost.core.algorithm import Algorithm, Attachment, Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Off(Algorithm):
+    """Multiplies what a layer returns by a number."""
+
+    name: ClassVar[str] = "channels_last"
+
+    by: Any
+    layer: int = 0
+
+    def attach(self, target: Target) -> Attachment:
+        return Attachment(target.model[self.layer].register_forward_hook(lambda *c: c[2] * self.by))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 4))
+
+
+def certificate(model: nn.Module, x: Tensor | None = None) -> Certificate:
+    call = (torch.randn(16, 8) if x is None else x,), {}
+    snapshot = Snapshot(model, call)
+    return Certificate(model, Passes(model, call, snapshot), snapshot)
+
+
+def test_equal_passes_agree_and_the_model_stays():
+    model = network()
+    weights = [p.detach().clone() for p in model.parameters()]
+    found = certificate(model).check([])
+    assert found == type(found)(reason="", gradient=0.0, outputs=0.0)
+    assert all(map(torch.equal, weights, model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("by", "said"), [(1.01, "an output differs by 1.0e-02"), (float("nan"), "an output differs by inf")]
+)
+def test_what_is_off_is_named_with_its_size(by, said):
+    found = certificate(network()).check([Off(by=by, layer=3)])
+    assert said in found.reason
+
+
+def test_a_gradient_is_named_by_its_parameter():
+    @dataclass(frozen=True, kw_only=True)
+    class WrongGradient(Algorithm):
+        name: ClassVar[str] = "channels_last"
+
+        def attach(self, target: Target) -> Attachment:
+            return Attachment(target.model[3].weight.register_hook(lambda gradient: gradient * 1.01))
+
+    assert certificate(network()).check([WrongGradient()]).reason == (
+        "the gradient of 3.weight differs by 1.0e-02 of its size"
+    )
+
+
+def test_lower_precision_has_its_own_bound():
+    made = certificate(network())
+    assert made.check([Autocast()]).reason
+    found = made.check([Autocast()], lower=True)
+    assert found.reason == ""
+    assert 1e-4 < found.gradient < 0.1
+    assert made.check([Off(by=3.0)], lower=True).reason
+    assert EXACT.of(0.0, 1.0, None) < LOWER.of(0.0, 1.0, None)
+
+
+def test_other_shapes_and_missing_gradients_are_said():
+    @dataclass(frozen=True, kw_only=True)
+    class Cuts(Algorithm):
+        name: ClassVar[str] = "channels_last"
+
+        detach: bool
+
+        def attach(self, target: Target) -> Attachment:
+            change = (lambda out: out.detach()) if self.detach else (lambda out: out[:, :1])
+            return Attachment(target.model[0 if self.detach else 3].register_forward_hook(lambda *c: change(c[2])))
+
+    made = certificate(network())
+    assert made.check([Cuts(detach=True)]).reason == "other parameters have a gradient"
+    assert made.check([Cuts(detach=False)]).reason == "the outputs have other shapes"
+
+
+def test_a_loss_that_is_no_number_may_stay_none():
+    x = torch.randn(16, 8)
+    x[0] = float("nan")
+    assert certificate(network(), x).check([]).reason == ""
+
+
+def test_the_precision_of_the_plain_pass_counts():
+    """A model that computes in bfloat16 itself rounds by more."""
+
+    class Lower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def __getitem__(self, index: int) -> nn.Module:
+            return self.net[index]
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.net(x)
+
+    assert certificate(Lower()).check([Off(by=1.002)]).reason == ""
+    assert certificate(network()).check([Off(by=1.002)]).reason
+
+
+def test_dropout_is_compared_at_zero_and_other_draws_are_noticed():
+    assert not certificate(network()).is_random
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x + torch.randn(x.shape))
+
+    assert certificate(Noisy()).is_random

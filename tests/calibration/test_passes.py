@@ -1,0 +1,95 @@
+"""Passes begin alike, write no gradient, and leave the inputs alone."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from torchboost.calibration.passes import Noise, Passes
+from torchboost.calibration.snapshot import Snapshot
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+def passes(model: nn.Module, *args: Any, **kwargs: Any) -> Passes:
+    call = args, kwargs
+    return Passes(model, call, Snapshot(model, call))
+
+
+def once(made: Passes, noise: Noise | None = None) -> Any:
+    made.prepare(noise)
+    try:
+        return made.run()
+    finally:
+        made.finish()
+
+
+def test_passes_are_equal_and_write_no_gradient():
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+    made = passes(model, torch.randn(4, 3))
+    first, second = once(made), once(made)
+    assert all(map(torch.equal, first.outputs, second.outputs))
+    assert all(map(torch.equal, first.gradients, second.gradients))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model[1].num_batches_tracked == 0
+    assert len(first.gradients) == len(made.parameters) == 6
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, inputs: Any) -> Tensor:
+        x = inputs.first if isinstance(inputs, Pair) else inputs["first"]
+        return self.layer(x.relu_())
+
+
+@pytest.mark.parametrize("build", [lambda x: Pair(x, None), lambda x: {"first": x}], ids=["named tuple", "dict"])
+def test_inputs_with_a_history_are_cut_from_it_and_may_be_written_to(build):
+    encoder, model = nn.Linear(3, 3), Reads()
+    hidden = encoder(torch.randn(4, 3))
+    found = once(passes(model, build(hidden)))
+    assert len(found.gradients) == 3  # that of the input, too
+    assert encoder.weight.grad is None
+    model(build(hidden * 1)).sum().backward()  # the graph of the encoder is still there
+    assert encoder.weight.grad is not None
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint")
+def test_recomputed_parts(reentrant):
+    class Recomputing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(checkpoint(self.first, x.requires_grad_(), use_reentrant=reentrant))
+
+    model, x = Recomputing(), torch.randn(4, 3)
+    kept = model.first.weight.grad = torch.ones(3, 3)
+    found = once(passes(model, x))
+    assert all(gradient is not None for gradient in found.gradients[:4])
+    assert model.first.weight.grad is kept
+    assert torch.equal(kept, torch.ones(3, 3))
+
+
+def test_noise_is_repeatable_and_leaves_whole_numbers():
+    x = torch.tensor([1.0, 2.5, -3.0, 0.1])
+    first, second, other = x.clone(), x.clone(), x.clone()
+    Noise(1e-3, 0).add_(first)
+    Noise(1e-3, 0).add_(second)
+    Noise(1e-3, 1).add_(other)
+    assert torch.equal(first, second)
+    assert first[0] == 1.0
+    assert first[2] == -3.0
+    assert 0 < abs(first[1] / 2.5 - 1) < 2e-3
+    model = nn.Linear(4, 2)
+    made = passes(model, x)
+    assert not torch.equal(once(made).outputs[0], once(made, Noise(1e-3, 0)).outputs[0])

@@ -1,0 +1,216 @@
+"""A snapshot restores what a pass changes, as far as Python reaches it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+import threading
+import types
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.portraits import changes, portrait
+from torchboost.algorithms import Autocast
+from torchboost.calibration.snapshot import Snapshot, Streams, plain, streams_kept
+from torchboost.core.algorithm import Target
+
+TABLE = {"calls": 0}
+COUNT = 0
+
+
+class Counts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        TABLE["calls"] += 1
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        TABLE["calls"] += 100
+        return grad
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    count: int = 0
+
+
+class Changing(nn.Module):
+    """Changes something of every kind in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.steps, self.seen, self.queue = 0, [], collections.deque([1, 2], maxlen=2)
+        self.nested = {"deep": [{"set": {1}}]}
+        self.other, self.slots = types.SimpleNamespace(count=0), Slotted()
+        self.memory, self.array = torch.zeros(3), np.zeros(3)
+        self.generator, self.python, self.numpy = torch.Generator(), random.Random(1), np.random.default_rng(1)
+        held = {"calls": 0}
+        calls = 0
+
+        def count() -> None:
+            nonlocal calls
+            calls += 1
+            held["calls"] += 1
+
+        self.count, self.read = count, lambda: (calls, held["calls"])
+        self.lock = threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        global COUNT
+        COUNT += 1
+        self.steps += 1
+        self.seen.append(x)
+        self.queue.append(self.steps)
+        self.nested["deep"][0]["set"].add(self.steps)
+        self.other.count += 1
+        self.slots.count += 1
+        self.memory.add_(1)
+        self.array += 1
+        self.last = x
+        torch.rand(1, generator=self.generator)
+        self.python.random()
+        self.numpy.random()
+        self.count()
+        self.layer.weight.data.mul_(0.5)
+        self.layer.bias.requires_grad_(False)
+        return self.norm(Counts.apply(self.layer(x)))
+
+
+def private(model: Changing) -> list[Any]:
+    """Return what a portrait of the model does not show."""
+    streams = [model.generator.get_state().tolist(), model.python.getstate(), model.numpy.bit_generator.state]
+    held = [model.other.count, model.slots.count, list(model.queue), str(model.nested), model.array.tolist()]
+    return [*streams, *held, model.read(), dict(TABLE), COUNT]
+
+
+def test_everything_that_a_pass_changes_is_restored():
+    model, x = Changing(), torch.randn(4, 3)
+    before, rest = portrait(model), private(model)
+    snapshot = Snapshot(model, ((x,), {}))
+    for _ in range(2):
+        model(x).sum().backward()
+        assert private(model) != rest
+        for parameter in model.parameters():
+            parameter.grad = None
+        assert snapshot.restore() is not None
+        assert changes(before, portrait(model)) == {}
+        assert private(model) == rest
+    assert snapshot.restore() is None
+
+
+def test_after_the_first_pass_only_what_moves_is_written():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    snapshot = Snapshot(model)
+    before = portrait(model)
+    for _ in range(3):
+        model(torch.randn(4, 3))
+        snapshot.after_a_pass(None)
+        assert changes(before, portrait(model)) == {}
+    assert not snapshot.needs_one_around
+    assert len(snapshot._moving or []) == 3  # the statistics
+
+
+def test_levers_that_are_attached_stay_attached():
+    model = Changing()
+    snapshot = Snapshot(model)
+    model(torch.randn(4, 3))
+    snapshot.after_a_pass(None)
+    assert snapshot.needs_one_around
+    with Autocast().attach(Target(model, torch.optim.SGD(model.parameters()))):
+        around, rest, seen = Snapshot(model), private(model), model.forward
+        model(torch.randn(4, 3))
+        snapshot.after_a_pass(around)
+        assert private(model) == rest
+        assert model.forward == seen
+        assert model.steps == 0
+
+
+def test_gradients_flags_and_memory_are_restored():
+    model = nn.Linear(3, 3)
+    model(torch.ones(1, 3)).sum().backward()
+    gradient, address = model.weight.grad, model.weight.data_ptr()
+    snapshot = Snapshot(model)
+    model.weight.grad = None
+    model.weight.data = torch.zeros(3, 3)
+    model.bias.requires_grad_(False)
+    assert snapshot.restore() is not None
+    assert model.weight.grad is gradient
+    assert model.weight.data_ptr() == address
+    assert model.bias.requires_grad
+    model.weight.grad.add_(1)
+    assert snapshot.restore() == ""  # a gradient is not copied, so this cannot be undone
+
+
+def test_large_plain_tensors_are_watched_and_not_copied():
+    model = nn.Linear(3, 3)
+    model.bank = torch.zeros(2**25)
+    snapshot = Snapshot(model)
+    assert snapshot._found.copied_bytes == 0
+    assert snapshot.restore() is None
+    model.bank[0] = 1
+    assert snapshot.restore() == ""
+
+
+@pytest.mark.parametrize(
+    "held", [iter([1]), (each for each in "ab"), map(str, [1])], ids=lambda held: type(held).__name__
+)
+def test_what_can_be_read_only_once_is_noticed(held):
+    assert Snapshot(nn.Linear(1, 1), ((held,), {})).has_iterator
+    model = nn.Linear(1, 1)
+    model.held = held
+    assert Snapshot(model).has_iterator
+    assert not Snapshot(nn.Linear(1, 1), (([1], {"a": (2,)}), {})).has_iterator
+
+
+def test_an_earlier_graph_is_noticed():
+    model = nn.Linear(3, 3)
+    assert not Snapshot(model, ((torch.ones(3),), {})).has_history
+    assert Snapshot(model, ((types.SimpleNamespace(x=model(torch.ones(3))),), {})).has_history
+
+
+def test_weak_references_and_odd_tensors_are_no_obstacle():
+    model = nn.Linear(3, 3)
+    model.back, model.gone = weakref.proxy(model), weakref.ref(nn.Linear(1, 1))
+    model.wide, model.sparse = torch.zeros(1).expand(5), torch.eye(3).to_sparse()
+    with torch.inference_mode():
+        model.inferred = torch.ones(2)
+    model.meta = torch.empty(3, device="meta")
+    assert Snapshot(model).restore() is None
+
+
+def test_a_plain_model_has_neither_hooks_of_users_nor_covers_of_ours():
+    model, called = nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 3)), nn.ReLU()), []
+    model[0].register_forward_hook(lambda *_: called.append("forward"))
+    model[0].bias.register_hook(lambda _: called.append("gradient"))
+    model[0].bias.register_post_accumulate_grad_hook(lambda _: called.append("accumulated"))
+    with Autocast().attach(Target(model, torch.optim.SGD(model.parameters()))):
+        with plain(model):
+            assert "forward" not in vars(model)
+            out = model(torch.ones(2, 3))
+            assert out.grad_fn is not None
+            out.sum().backward()
+            assert called == []
+        assert model[0].weight_g.grad is not None  # the hook that computes the weight stayed
+        model(torch.ones(2, 3)).sum().backward()
+    assert called == ["forward", "gradient", "accumulated"]
+
+
+def test_streams_are_kept():
+    model = nn.Dropout(0.5)
+    with streams_kept(model):
+        torch.rand(1)
+    streams = Streams(model)
+    assert not streams.drawn()
+    wanted = torch.rand(2), random.random(), np.random.rand()
+    assert streams.drawn()
+    streams.restore()
+    assert torch.equal(torch.rand(2), wanted[0])
+    assert (random.random(), np.random.rand()) == wanted[1:]

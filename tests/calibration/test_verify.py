@@ -1,0 +1,100 @@
+"""Levers that are right stay, and the one that is wrong goes with the number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from torchboost.algorithms import Autocast, ChannelsLast, Compile, FusedOptimizer
+from torchboost.calibration.passes import Passes
+from torchboost.calibration.snapshot import Snapshot, plain, streams_kept
+from torchboost.calibration.verify import Checked, verified
+from torchboost.core.algorithm import Algorithm, Attachment, Target
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.2), nn.Conv2d(8, 8, 3)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 16, 4))
+
+
+def checked(levers: list[Algorithm], model: nn.Module | None = None, optimizer: Any = None) -> Checked:
+    model = network() if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if optimizer is None else optimizer
+    call = (torch.randn(4, 3, 8, 8),), {}
+    snapshot = Snapshot(model, call)
+    with streams_kept(model), plain(model):
+        found = verified(levers, Passes(model, call, snapshot), snapshot, optimizer)
+    assert snapshot.restore() is None
+    return found
+
+
+class WrongFormat(ChannelsLast):
+    """A lever of this name whose convolution is wrong."""
+
+    def attach(self, target: Target) -> Attachment:
+        return Attachment(target.model[0].register_forward_hook(lambda *c: c[2] * 1.01))
+
+
+class Raises(ChannelsLast):
+    def attach(self, target: Target) -> Attachment:
+        raise RuntimeError("planted")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrongUpdate(Algorithm):
+    name: ClassVar[str] = "fused_optimizer"
+
+    def attach(self, target: Target) -> Attachment:
+        def spoil(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            with torch.no_grad():
+                optimizer.param_groups[0]["params"][0].add_(1e-2)
+
+        return Attachment(target.optimizer.register_step_post_hook(spoil))
+
+
+def test_right_levers_stay_and_say_how_far_they_are():
+    found = checked([Autocast(), ChannelsLast(), FusedOptimizer()])
+    assert set(found.kept) == {"autocast", "channels_last", "fused_optimizer"}
+    assert found.said["channels_last"].startswith("exact here: gradient")
+    assert found.said["fused_optimizer"] == "exact here"
+    assert found.said["autocast"].startswith("checked: the gradient differs by")
+
+
+def test_the_wrong_one_goes_and_the_others_stay():
+    found = checked([Autocast(), WrongFormat(), FusedOptimizer()])
+    assert set(found.kept) == {"autocast", "fused_optimizer"}
+    assert found.said["channels_last"].startswith("left out: an output differs by")
+    found = checked([Autocast(), Raises()])
+    assert found.kept == ["autocast"]
+    assert found.said["channels_last"] == "left out: it raised RuntimeError: planted"
+
+
+def test_a_wrong_update_goes_and_a_first_rate_of_0_hides_nothing():
+    model = network()
+    for rate in (1e-3, 0.0, torch.tensor(0.0)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        found = checked([ChannelsLast(), WrongUpdate()], model, optimizer)
+        assert found.kept == ["channels_last"]
+        assert found.said["fused_optimizer"].startswith("left out: its update differs by")
+
+
+def test_an_optimizer_that_cannot_be_stepped_is_said():
+    model = network()
+    found = checked([FusedOptimizer()], model, torch.optim.LBFGS(model.parameters()))
+    assert found.kept == ["fused_optimizer"]
+    assert found.said["fused_optimizer"].startswith("not checked: TypeError")
+
+
+def test_compiled_code_that_draws_other_numbers_is_not_compared():
+    class Noisy(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input + torch.randn(input.shape))
+
+    model = Noisy(*network())
+    found = checked([Compile(backend="eager"), ChannelsLast()], model)
+    assert set(found.kept) == {"compile", "channels_last"}
+    assert found.said["compile"] == "not checked: it draws other random numbers"
