@@ -186,6 +186,7 @@ def test_weak_references_and_odd_tensors_are_no_obstacle():
     assert Snapshot(model).restore() is None
 
 
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`")
 def test_a_plain_model_has_neither_hooks_of_users_nor_covers_of_ours():
     model, called = nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 3)), nn.ReLU()), []
     model[0].register_forward_hook(lambda *_: called.append("forward"))
