@@ -17,6 +17,7 @@ import freeze_rival
 import headline
 import low_precision
 import parts_accuracy
+import certificate
 import planted_effects
 import promises
 import subspace_recipe
@@ -78,6 +79,7 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "fewer_steps": lambda folder: own(fewer_steps_table.metrics_table(RESULTS)),
     "fewer_steps_needed": lambda folder: own(fewer_steps_table.needed_table(RESULTS)),
     "fewer_steps_rates": lambda folder: own(fewer_steps_table.rates_table(RESULTS)),
+    "certificate": lambda folder: rows(certificate.table(RESULTS / "certificate-price.json")),
     "planted_effects": lambda folder: rows(planted_effects.table(RESULTS / "planted_effects-tune.json")),
     "freeze_rival": lambda folder: own(freeze_rival.table(RESULTS)),
     "parts_accuracy": lambda folder: own(parts_accuracy.table(RESULTS)),
