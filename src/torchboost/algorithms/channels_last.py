@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
+from torchboost.core.covering import plain_hook
 from torchboost.core.forward_watch import ForwardWatch
 from torchboost.core.torch_private import AnyConv, is_functorch_wrapped_tensor, module_hooks, parameter_slots
 from torchboost.core.wrapping import unwrap, wrapper_of
@@ -140,24 +140,19 @@ def _refuse_unsafe(model: nn.Module) -> None:
 
 @dataclass(eq=False, slots=True)
 class _ConvertInputs:
-    """The hook of the root module, which is pickled with the model: an object of a class, not a closure.
-
-    A pickled model takes the number of the hook along, and the handle makes torch give it to no other hook of the
-    process that loads it.
+    """The hook of the root module.
 
     Args:
         dimensions: Of the inputs that are converted.
         optimizer: Its state follows if the kernels go back. The model does not keep it alive.
         untried: Whether no pass has run in this format yet.
         watch: Told that the model is called.
-        handle: Of the hook.
     """
 
     dimensions: frozenset[int]
     optimizer: weakref.ref[Optimizer] | None = None
     untried: bool = False
     watch: ForwardWatch | None = None
-    handle: RemovableHandle | None = None
 
     @property
     def __name__(self) -> str:
@@ -181,8 +176,8 @@ class _ConvertInputs:
         return converted
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the model keeps neither the optimizer nor the watch."""
-        return {"dimensions": self.dimensions, "untried": self.untried, "handle": self.handle}
+        """A pickled attachment keeps neither the optimizer nor the watch."""
+        return {"dimensions": self.dimensions, "untried": self.untried}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.optimizer = self.watch = None
@@ -221,8 +216,7 @@ def _watch_inputs(model: nn.Module, optimizer: Optimizer | None, watch: ForwardW
     copied = _copied(model) if wrapper_of(model) is None else None
     held = None if optimizer is None else weakref.ref(optimizer)
     hook = _ConvertInputs(dimensions, held, copied is not None and runnable(copied) is None, watch)
-    hook.handle = model.register_forward_pre_hook(hook, with_kwargs=True)
-    return Attachment(hook.handle)
+    return plain_hook(model, model.register_forward_pre_hook(hook, with_kwargs=True))
 
 
 def _objection(model: nn.Module) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchboost.core.covering import uncover_copy
+from torchboost.core.covering import is_our_hook
 from torchboost.core.torch_private import module_hooks
 
 __all__ = ["parameter_bytes", "twin"]
@@ -34,7 +34,7 @@ def twin(model: nn.Module, *, numbers: bool = True) -> nn.Module:
         TypeError: The model holds something that cannot be copied.
     """
     memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in _computed(model)}
-    memo |= {id(hook): hook for hooks in _hooks(model) for hook in hooks.values() if _is_ours(hook)}
+    memo |= {id(hook): hook for hooks in _hooks(model) for hook in hooks.values() if is_our_hook(hook)}
     if not numbers and parameter_bytes(model) > _NUMBERS_ELSEWHERE:
         plain = [p for p in model.parameters() if type(p) is nn.Parameter]
         memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in plain}
@@ -46,12 +46,10 @@ def twin(model: nn.Module, *, numbers: bool = True) -> nn.Module:
             "copied outside the model."
         ) from error
     for hooks in _hooks(made):
-        for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+        for key in [key for key, hook in hooks.items() if is_our_hook(hook)]:
             del hooks[key]
-    uncover_copy(made)
     for module in made.modules():
-        if _uncast(module):
-            uncover_copy(module)  # covers from before Accelerate prepared the model
+        _uncast(module)
     return made.eval()
 
 
@@ -63,11 +61,6 @@ def parameter_bytes(model: nn.Module) -> int:
 def _hooks(model: nn.Module) -> Iterator[dict[int, Any]]:
     for module in model.modules():
         yield from module_hooks(module)
-
-
-def _is_ours(hook: Any) -> bool:
-    home = getattr(hook, "__module__", None) or type(hook).__module__
-    return home.split(".")[0] == __name__.split(".")[0]
 
 
 def _computed(model: nn.Module) -> Iterator[Tensor]:
@@ -89,8 +82,8 @@ def _with_history(value: Any) -> Iterator[Tensor]:
             yield from _with_history(entry)
 
 
-def _uncast(module: nn.Module) -> bool:
-    """Remove Accelerate's mixed precision from the forward of a module in a copy; return whether there was one.
+def _uncast(module: nn.Module) -> None:
+    """Remove Accelerate's mixed precision from the forward of a module in a copy.
 
     Accelerate sets a ``forward`` on the instance that enters autocast and casts the outputs, and stores the original
     one. Its own function for the removal follows ``__wrapped__`` through all inner wrappers too.
@@ -100,7 +93,7 @@ def _uncast(module: nn.Module) -> bool:
     function = getattr(forward, "__func__", forward)
     casting = getattr(function, "__wrapped__", None)
     if operations is None or not isinstance(casting, operations.ConvertOutputsToFp32):
-        return False
+        return
     del module.forward
     beneath = vars(module).pop("_original_forward", None)
     if isinstance(beneath, types.MethodType) and beneath.__self__ is module:
@@ -108,4 +101,3 @@ def _uncast(module: nn.Module) -> bool:
             module.forward = beneath
     elif beneath is not None:
         module.forward = beneath
-    return True
