@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -21,7 +22,7 @@ from torchboost.core.torch_private import (
     parameter_slots,
     sequence_number,
 )
-from torchboost.core.wrapping import unwrap
+from torchboost.core.wrapping import is_compiled, unwrap
 from torchboost.graph.normalized_linear import NormalizedLinear
 from torchboost.graph.recording import tensors_in
 
@@ -70,7 +71,7 @@ def find_heads(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     pass.
 
     Args:
-        model: Wrapped or not. The pass is that of the bare module, uncompiled.
+        model: Wrapped or not. The pass is that of the bare module.
         args: Of the call.
         kwargs: Of the call.
     """
@@ -91,7 +92,7 @@ def guessed_heads(model: nn.Module) -> Heads:
 
 
 class HeadSearch:
-    """Watches one eager pass of a bare module, which runs inside the ``with`` block.
+    """Watches one pass of a model inside the ``with`` block. What is compiled in it runs eagerly.
 
     Mechanism: temporary hooks note which operations of the autograd graph were recorded in which module; then the graph
     is followed from the outputs to the first products. Tied weights, several heads and products outside of any layer
@@ -102,13 +103,17 @@ class HeadSearch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._eager: AbstractContextManager[Any] = nullcontext()
         self._handles: list[RemovableHandle] = []
         self._stack = [""]
         self._starts, self._names = [0], [""]
         self._work: dict[str, float] = defaultdict(float)
 
     def __enter__(self) -> Self:
-        for name, module in self._model.named_modules():
+        if is_compiled(self._model):
+            self._eager = torch.compiler.set_stance("force_eager")
+        self._eager.__enter__()
+        for name, module in unwrap(self._model).named_modules():
             if name and not isinstance(module, torch.jit.ScriptModule):  # pyright: ignore[reportPrivateImportUsage]
                 self._handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
                 self._handles.append(module.register_forward_hook(partial(self._leave, name), always_call=True))
@@ -117,6 +122,7 @@ class HeadSearch:
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, trace: TracebackType | None) -> None:
         while self._handles:
             self._handles.pop().remove()
+        self._eager.__exit__(kind, _, trace)
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         self._stack.append(name)
