@@ -573,8 +573,7 @@ def test_a_boosted_network_and_its_inference_copy_can_be_saved_whole(level):
     x, y = batches(1)[0]
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
-    file = io.BytesIO()
-    torch.save(model, file)
+    torch.save(model, file := io.BytesIO())
     file.seek(0)
     with torch.serialization.safe_globals(list({type(module) for module in model.modules()})):
         again = torch.load(file)

@@ -96,7 +96,7 @@ class HeadSearch:
 
     Mechanism: temporary hooks note which operations of the autograd graph were recorded in which module; then the graph
     is followed from the outputs to the first products. Tied weights, several heads and products outside of any layer
-    (``x @ w``) are found alike.
+    (``x @ w``) are found, too.
 
     Limit: what ran inside a checkpoint with ``use_reentrant=True`` is not in the graph.
     """
