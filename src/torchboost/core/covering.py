@@ -26,7 +26,7 @@ Around = Callable[[Forward, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 _COVER = "torchboost_cover"
 """Entry of a covering function's ``__dict__`` that holds its :class:`_Cover`."""
 _STATE = "__getstate__"
-"""Attribute of a module that has covers or hooks of this package. ``copy`` and ``pickle`` ask the instance before its class."""
+"""Attribute of a module that is covered or hooked. ``copy`` and ``pickle`` ask the instance before its class."""
 
 
 @dataclass(slots=True, eq=False)
