@@ -271,8 +271,8 @@ def check_and_unscale_(grads: list[Tensor], found: Tensor, inverse: Tensor) -> N
 
 
 def sequence_number() -> int:
-    """Return the number of the next node of the autograd graph in this thread: ``torch.autograd._get_sequence_nr``."""
-    return torch._C._autograd._get_sequence_nr()
+    """Return the number that the next node of the autograd graph gets: ``torch._C._autograd._get_sequence_nr``."""
+    return _torch._C._autograd._get_sequence_nr()
 
 
 def node_number(node: Any) -> int:

@@ -207,7 +207,7 @@ def _is_inside(name: str, other: str) -> bool:
 def _entries(module: nn.Module) -> int:
     """Return the size of the matrices of a module itself."""
     own = [p for p in parameter_slots(module).values() if p is not None]
-    return sum(p.numel() for p in own if not isinstance(p, nn.parameter.UninitializedTensorMixin) and p.ndim > 1)
+    return sum(p.numel() for p in own if not isinstance(p, nn.parameter.UninitializedParameter) and p.ndim > 1)
 
 
 def _multiplications(module: nn.Module, outputs: Any) -> float:
