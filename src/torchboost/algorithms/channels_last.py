@@ -25,6 +25,7 @@ from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.dataflow import evaluate, runnable
 from torchboost.graph.drawing import generators_kept
 from torchboost.graph.unsafe_convolutions import unsafe_channels_last
+from torchboost.optim.fusing import care_for_fused
 
 __all__ = ["ChannelsLast", "to_channels_last"]
 
@@ -129,7 +130,9 @@ class ChannelsLast(Algorithm):
             NoEffectWarning: After the first update: the forward of the model was not called.
         """
         watch = ForwardWatch(self.name, target.model, target.optimizer)
-        return _watch_inputs(target.model, target.optimizer, watch).with_undo(watch.remove)
+        care = care_for_fused(target.optimizer)
+        effect = _watch_inputs(target.model, target.optimizer, watch)
+        return effect.with_undo(care.remove).with_undo(watch.remove)
 
 
 def _refuse_unsafe(model: nn.Module) -> None:
