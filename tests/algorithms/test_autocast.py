@@ -23,6 +23,7 @@ from tests.support.wrapped import Kind, all_weights, train_share, wrap
 from torchboost.algorithms.autocast import Autocast, autocast_forward
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.errors import IncompatibleError
+from torchboost.plan import Plan
 
 
 class Net(nn.Module):
@@ -321,6 +322,8 @@ def test_wrong_precisions_are_refused() -> None:
         autocast_forward(mlp(), torch.float64)
     with pytest.raises(ValueError, match="'int8': allowed are 'bfloat16'"):
         Autocast(dtype="int8")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"float32='head': allowed is a tuple"):
+        Autocast(float32="head")  # pyright: ignore[reportArgumentType]
 
 
 def test_a_model_in_half_precision_has_nothing_to_gain() -> None:
@@ -504,6 +507,11 @@ def test_names_are_those_of_the_bare_model_and_must_exist() -> None:
     x = torch.randn(2, 8)
     with autocast_forward(torch.nn.DataParallel(model), float32=["body"]):
         assert torch.equal(model.body(x), copy.deepcopy(model).body(x))
+
+
+def test_a_configuration_names_them() -> None:
+    plan = Plan.of("O1", {"extra": {"autocast": {"float32": ["policy"]}}})
+    assert Autocast(float32=("policy",)) in plan.algorithms
 
 
 def test_a_head_that_the_user_put_into_half_precision_stays_there() -> None:

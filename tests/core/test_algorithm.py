@@ -329,3 +329,8 @@ def test_the_state_says_which_levers_were_chosen():
     with pytest.raises(ValueError, match="damaged"):
         attached.with_levers(dict, refuses).load_state_dict(state)
     assert attached.state_dict() == {"count": {"steps": 1}}
+
+
+def test_settings_that_no_pass_completes_stay_as_they_are() -> None:
+    settings = Algorithm()
+    assert settings.fitted(nn.Linear(1, 1), (), {}) is settings

@@ -210,6 +210,12 @@ class Autocast(Algorithm):
     def __post_init__(self) -> None:
         if self.dtype not in ("bfloat16", "float16"):
             raise ValueError(f"dtype={self.dtype!r}: allowed are 'bfloat16' and 'float16'; choose one of them.")
+        for name in ("float32", "float32_outputs"):
+            names = getattr(self, name)
+            if isinstance(names, str):
+                raise ValueError(f"{name}={names!r}: allowed is a tuple of names; write ({names!r},).")
+            if names is not None:
+                object.__setattr__(self, name, tuple(names))  # JSON has lists only
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Explain that no parameter is in float32, the only precision that autocast lowers."""
@@ -245,7 +251,7 @@ class Autocast(Algorithm):
 
     @property
     def _heads(self) -> Heads | None:
-        return None if self.float32 is None else Heads(tuple(self.float32), tuple(self.float32_outputs))
+        return None if self.float32 is None else Heads(self.float32, self.float32_outputs)
 
     def attach(self, target: Target) -> Attachment:
         """Replace the forward of the model.
