@@ -124,6 +124,16 @@ def test_an_exception_leaves_no_hook() -> None:
     assert not any(hooks for module in model.modules() for hooks in module_hooks(module))
 
 
+def test_an_exception_in_a_hook_of_the_user_is_the_one_that_is_raised() -> None:
+    def raises(module: nn.Module, args: Any) -> None:
+        raise LookupError("mine")
+
+    model = mlp()
+    model[0].register_forward_pre_hook(raises)
+    with pytest.raises(LookupError, match="mine"):
+        find_heads(model, (torch.randn(3, 8),), {})
+
+
 @pytest.mark.parametrize("part", [False, True])
 def test_names_are_those_of_the_bare_model_also_if_it_is_compiled(part: bool) -> None:
     torch.compiler.reset()

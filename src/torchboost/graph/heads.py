@@ -129,6 +129,8 @@ class HeadSearch:
         self._mark()
 
     def _leave(self, name: str, module: nn.Module, args: Any, outputs: Any) -> None:
+        if self._stack[-1] != name:  # a hook before this one raised an exception
+            return
         self._stack.pop()
         self._mark()
         self._work[name] += _multiplications(module, outputs)
