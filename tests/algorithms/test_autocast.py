@@ -22,8 +22,8 @@ from tests.support.trajectories import identical, train
 from tests.support.wrapped import Kind, all_weights, train_share, wrap
 from torchboost.algorithms.autocast import Autocast, autocast_forward
 from torchboost.core.algorithm import Target, attach_all
-from torchboost.core.covering import uncover_copy
 from torchboost.errors import IncompatibleError
+from torchboost.plan import Plan
 
 
 class Net(nn.Module):
@@ -54,7 +54,7 @@ def test_the_forward_is_that_of_an_autocast_block_with_float32_outputs(make: Any
     inputs, _ = batch_for(model, torch.Generator().manual_seed(0))
     model.eval()
     plain, expected = model(inputs), under_autocast(model, inputs)
-    with autocast_forward(model):
+    with autocast_forward(model, float32=()):
         outputs = model(inputs)
         assert not torch.is_autocast_enabled("cpu")
     assert outputs.dtype is torch.float32
@@ -75,7 +75,7 @@ def test_training_equals_a_loop_with_an_autocast_block() -> None:
 
     expected = train(by_hand, 5, 3, model=plain)
     target = Target(model, sgd(model))
-    with attach_all(target, [Autocast()]):
+    with attach_all(target, [Autocast(float32=())]):
         assert identical(train(target, 5, 3), expected)
 
 
@@ -90,7 +90,7 @@ def test_each_weight_is_cast_once_per_forward() -> None:
 
     shared = nn.Linear(8, 8)
     model = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), shared)
-    with autocast_forward(model), Casts() as casts:
+    with autocast_forward(model, float32=()), Casts() as casts:
         model(torch.randn(3, 8))
         assert casts.count == 1
         model(torch.randn(3, 8))
@@ -125,7 +125,7 @@ def test_outputs_keep_their_containers() -> None:
             return {"pair": Pair(y, (y, [index])), "record": Record(None, [y]), "bag": Bag(y=y, word="w", none=None)}
 
     model = Many()
-    with autocast_forward(model):
+    with autocast_forward(model, float32=()):
         out = model(torch.randn(2, 4))
     assert type(out) is dict
     assert type(out["pair"]) is Pair
@@ -151,7 +151,7 @@ def test_an_exception_leaves_autocast_off_and_the_model_usable() -> None:
 def test_nested_in_the_users_own_autocast_block() -> None:
     model, x = Net(), torch.randn(3, 8)
     expected = under_autocast(model, x)
-    with autocast_forward(model), torch.autocast("cpu", torch.float16):
+    with autocast_forward(model, float32=()), torch.autocast("cpu", torch.float16):
         assert torch.equal(model(x), expected)
         assert torch.get_autocast_dtype("cpu") is torch.float16
         assert torch.is_autocast_enabled("cpu")
@@ -183,7 +183,7 @@ def test_a_forward_covered_by_others_survives_in_any_order_of_removal() -> None:
         return forward
 
     model.forward = mine = cover(model.forward)
-    effect = autocast_forward(model)
+    effect = autocast_forward(model, float32=())
     assert torch.equal(model(x), under_autocast(twin_of(model), x))
     effect.remove()
     assert vars(model)["forward"] is mine
@@ -201,15 +201,14 @@ def twin_of(model: nn.Module) -> Net:
     return net
 
 
-def test_copies_and_pickles_work_on_their_own_weights() -> None:
+def test_copies_and_pickles_are_plain() -> None:
     model, x = Net(), torch.randn(3, 8)
+    plain = model(x)
     with autocast_forward(model):
-        twin, thawed = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-        with torch.no_grad():
-            for p in model.parameters():
-                p.zero_()
-        assert torch.equal(twin(x), under_autocast(twin_of(twin), x))
-        assert torch.equal(thawed(x), twin_of(twin)(x))
+        assert not torch.equal(model(x), plain)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert [vars(module).keys() for module in twin.modules()] == [vars(m).keys() for m in Net().modules()]
+            assert torch.equal(twin(x), plain)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -249,7 +248,7 @@ class Mixes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
+        self.linear, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
         self.register_buffer("average", torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -257,7 +256,7 @@ class Mixes(nn.Module):
             raise IncompatibleError("five rows")
         y = self.linear(x)
         self.average.lerp_(y.detach().mean(0), 0.1)
-        return y - self.average
+        return self.head(y - self.average)
 
 
 def test_a_forward_that_fails_in_half_precision_says_what_runs_it_so() -> None:
@@ -274,7 +273,12 @@ def test_a_forward_that_fails_in_half_precision_says_what_runs_it_so() -> None:
 
 
 def test_errors_that_are_not_about_precision_stay_as_they_are() -> None:
-    for model, x, kind in ((Mixes(), torch.randn(5, 8), IncompatibleError), (Net(), torch.randn(3, 7), LookupError)):
+    for model, x, kind in (
+        (Mixes(), torch.randn(5, 8), IncompatibleError),
+        (Net(), torch.randn(3, 7), LookupError),
+        (mlp(), torch.randn(3, 7), RuntimeError),
+        (mlp(), torch.randn(3, 8).tolist(), TypeError),
+    ):
         with autocast_forward(model), pytest.raises(kind) as caught:
             model(x)
         assert not hasattr(caught.value, "__notes__")
@@ -318,6 +322,8 @@ def test_wrong_precisions_are_refused() -> None:
         autocast_forward(mlp(), torch.float64)
     with pytest.raises(ValueError, match="'int8': allowed are 'bfloat16'"):
         Autocast(dtype="int8")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"float32='head': allowed is a tuple"):
+        Autocast(float32="head")  # pyright: ignore[reportArgumentType]
 
 
 def test_a_model_in_half_precision_has_nothing_to_gain() -> None:
@@ -391,24 +397,131 @@ def test_ranks_under_ddp_and_fsdp_train_like_one_process() -> None:
         torch.testing.assert_close(weights, _train("single"), rtol=0, atol=1e-3)
 
 
-def test_a_copy_is_uncovered_and_the_original_stays_covered():
-    model = nn.Linear(4, 2)
-    with autocast_forward(model):
-        fast = copy.deepcopy(model)
-        uncover_copy(fast)
-        x = torch.randn(3, 4)
-        assert "forward" not in vars(fast)
-        assert torch.equal(fast(x), F.linear(x, model.weight, model.bias))
-        assert not torch.equal(model(x), fast(x))
-
-
 def test_a_copy_keeps_a_forward_of_the_users_own():
     model = nn.Linear(4, 2)
     model.forward = types.MethodType(lambda self, x: 2 * F.linear(x, self.weight), model)
     with autocast_forward(model):
         fast = copy.deepcopy(model)
-    uncover_copy(fast)
     with torch.no_grad():
         fast.weight.zero_()
     assert torch.equal(fast(torch.ones(1, 4)), torch.zeros(1, 2))
     assert model(torch.ones(1, 4)).abs().sum() > 0
+
+
+class Outputs(nn.Module):
+    """A body of 16 features, on which heads compute."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 16))
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.body(x)
+        found = {name: part(y) for name, part in self.named_children() if name != "body"}
+        return found or y
+
+
+def exact(model: nn.Module, x: Tensor) -> Any:
+    """What the heads return in float32 on the features of the body in bfloat16."""
+    y = under_autocast(model.body, x)  # pyright: ignore[reportArgumentType]
+    return {name: part(y) for name, part in model.named_children() if name != "body"}
+
+
+def with_large_logits() -> nn.Linear:
+    head = nn.Linear(16, 3)
+    nn.init.constant_(head.bias, 7.03)
+    return head
+
+
+@pytest.mark.parametrize("tail", [nn.Sigmoid(), nn.Softmax(-1), nn.Identity()])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_head_and_what_follows_it_compute_in_float32(tail: nn.Module, compiled: bool) -> None:
+    torch.compiler.reset()
+    model, x = Outputs(policy=nn.Sequential(with_large_logits(), tail), value=nn.Linear(16, 1)), torch.randn(5, 8)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    known = Autocast().fitted(model, (x,), {})
+    assert known == Autocast(float32=("policy.0", "value"))
+    assert known.fitted(model, (x,), {}) is known
+    with torch.no_grad():
+        expected = exact(model, x)
+        for found in (known, Autocast()):
+            with attach_all(Target(model, sgd(model)), [found] if not compiled or found is known else [known]):
+                with torch.enable_grad():
+                    call(x)
+                outputs = call(x)
+            for name in expected:
+                torch.testing.assert_close(outputs[name], expected[name], rtol=1e-6, atol=1e-6)
+    assert vars(model.policy[0]).keys() == vars(nn.Linear(1, 1)).keys()
+
+
+def test_a_wrong_answer_of_a_sigmoid_keeps_its_gradient() -> None:
+    model = nn.Sequential(nn.Linear(4, 64, bias=False), nn.ReLU(), nn.Linear(64, 1), nn.Sigmoid())
+    nn.init.constant_(model[2].bias, 8.0)
+    for autocast in (True, False):
+        effect = autocast_forward(model) if autocast else None
+        model.zero_grad()
+        F.binary_cross_entropy(model(torch.zeros(1, 4)), torch.zeros(1, 1)).backward()
+        assert model[2].bias.grad.item() == pytest.approx(torch.sigmoid(torch.tensor(8.0)).item(), rel=1e-3)
+        if effect is not None:
+            effect.remove()
+
+
+def test_under_a_compiler_that_has_seen_no_pass_the_last_layer_counts_as_the_head() -> None:
+    torch.compiler.reset()
+    model, x = Outputs(policy=nn.Sequential(with_large_logits(), nn.Sigmoid())), torch.randn(5, 8)
+    with torch.no_grad(), autocast_forward(model):
+        outputs = torch.compile(model, backend="eager", fullgraph=True)(x)
+        torch.testing.assert_close(outputs["policy"], exact(model, x)["policy"], rtol=1e-6, atol=1e-6)
+
+
+def test_a_large_head_whose_results_are_returned_stays_in_half_precision() -> None:
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 64)
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self.head(self.body(x))
+            return F.cross_entropy(logits, y), logits
+
+    model, x, y = Language(), torch.randn(5, 8), torch.arange(5)
+    known = Autocast().fitted(model, (x,), {"y": y})
+    assert known == Autocast(float32=(), float32_outputs=("head",))
+    with attach_all(Target(model, sgd(model)), [known]):
+        loss, logits = model(x, y)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model.head(model.body(x)).float()
+    assert torch.equal(logits, expected)
+    assert torch.equal(loss, F.cross_entropy(expected, y))
+
+
+def test_names_are_those_of_the_bare_model_and_must_exist() -> None:
+    model = Outputs(policy=nn.Linear(16, 3))
+    with pytest.raises(IncompatibleError, match=r"no module 'polcy'.*Did you mean 'policy'"):
+        attach_all(Target(model, sgd(model)), [Autocast(float32=("polcy",))])
+    with pytest.raises(ValueError, match="no module 'value'"):
+        autocast_forward(model, float32=["value"])
+    x = torch.randn(2, 8)
+    with autocast_forward(torch.nn.DataParallel(model), float32=["body"]):
+        assert torch.equal(model.body(x), copy.deepcopy(model).body(x))
+
+
+def test_a_configuration_names_them() -> None:
+    plan = Plan.of("O1", {"extra": {"autocast": {"float32": ["policy"]}}})
+    assert Autocast(float32=("policy",)) in plan.algorithms
+
+
+def test_a_head_that_the_user_put_into_half_precision_stays_there() -> None:
+    model = Outputs(policy=nn.Linear(16, 3).bfloat16())
+    with autocast_forward(model):
+        assert model(torch.randn(2, 8))["policy"].dtype is torch.float32
+
+
+def test_frozen_outputs_show_no_head() -> None:
+    model = Outputs(policy=nn.Linear(16, 3)).requires_grad_(False)
+    assert Autocast().fitted(model, (torch.randn(2, 8),), {}) == Autocast()
+    with autocast_forward(model):
+        assert model(torch.randn(2, 8))["policy"].dtype is torch.float32

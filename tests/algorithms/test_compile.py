@@ -18,7 +18,7 @@ from tests.support.trajectories import identical, train
 from tests.support.wrapped import Kind, all_weights, train_share, wrap
 from torchboost.algorithms.compile import Compile
 from torchboost.core.algorithm import Target, attach_all
-from torchboost.errors import IncompatibleError
+from torchboost.errors import IncompatibleError, NoEffectWarning
 
 EAGER = Compile(backend="eager")
 
@@ -159,6 +159,61 @@ def test_under_a_scaler_and_a_scheduler() -> None:
         return losses
 
     assert run([EAGER]) == run([])
+
+
+def _penalised(target: Target, steps: int) -> list[float]:
+    """Train with a penalty on the gradient with respect to the inputs."""
+    losses = []
+    for step in range(steps):
+        inputs, _ = batch_for(target.model, torch.Generator().manual_seed(step))
+        inputs.requires_grad_()
+        loss = target.model(inputs).square().mean()
+        (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        (loss + gradient.square().sum()).backward()
+        target.optimizer.step()
+        target.optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_gradient_penalty_trains_as_without_the_compiler() -> None:
+    torch.manual_seed(1)
+    expected = _penalised(target_of(mlp()), 3)
+    torch.manual_seed(1)
+    target = target_of(mlp())
+    with Compile(backend="aot_eager").attach(target) as compiled:
+        assert _penalised(target, 3) == expected
+        assert compiled.graphs == 0
+        train(target, 1, 3)
+        assert compiled.graphs == 1
+
+
+def test_a_second_derivative_of_parameters_turns_the_compiler_off_for_the_next_call() -> None:
+    target = target_of(mlp())
+    weights = list(target.model.parameters())
+    inputs, _ = batch_for(target.model, torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        loss = target.model(inputs).square().mean()
+        gradients = torch.autograd.grad(loss, weights, create_graph=True)
+        (loss + sum(g.square().sum() for g in gradients)).backward()
+
+    with Compile(backend="aot_eager").attach(target):
+        with pytest.warns(NoEffectWarning, match="create_graph=True"), pytest.raises(RuntimeError, match="double"):
+            step()
+        step()
+
+
+def test_a_parameter_among_the_inputs_is_compiled() -> None:
+    class Prompted(nn.Module):
+        def forward(self, prompt: torch.Tensor) -> torch.Tensor:
+            return prompt * 2
+
+    model = Prompted()
+    prompt = nn.Parameter(torch.ones(3))
+    with EAGER.attach(Target(model, torch.optim.SGD([prompt], lr=0.1))) as compiled:
+        model(prompt).sum().backward()
+        assert compiled.graphs == 1
 
 
 def test_settings_are_values() -> None:

@@ -16,8 +16,9 @@ from tests.support.models import batch_for, cnn, mlp
 from tests.support.ranks import run_ranks
 from tests.support.trajectories import identical, train
 from tests.support.wrapped import Kind, all_weights, train_share, wrap
+from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.algorithms.fused_optimizer import FusedOptimizer, fuse_optimizer
-from torchboost.core.algorithm import Target, attach_all
+from torchboost.core.algorithm import AttachedAlgorithms, Attachment, Target, attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.optim import LARS, SGD, Adam, AdamWeightDecay, MixedOptimizer, muon_groups
 from torchboost.optim.fused_kernels import miscomputes
@@ -319,13 +320,22 @@ def test_resume_is_bit_identical(name: str) -> None:
     assert identical(train(second, 3, 4), expected[3:])
 
 
+@pytest.mark.parametrize(
+    "attach",
+    [
+        lambda target: fuse_optimizer(target.optimizer),
+        lambda target: attach_all(target, [ChannelsLast()]),
+    ],
+)
 @pytest.mark.parametrize("name", ["nesterov", "adamw"])
-def test_an_optimizer_that_is_fused_already_gets_the_same_care(name: str) -> None:
+def test_an_optimizer_that_is_fused_already_gets_the_same_care(
+    name: str, attach: Callable[[Target], Attachment | AttachedAlgorithms]
+) -> None:
     fused, plain = pair(OPTIMIZERS[name], cnn)
     fused.optimizer.param_groups[0]["fused"] = True  # as after loading the checkpoint of a fused run
     fused.model.to(memory_format=torch.channels_last)
-    assert FusedOptimizer().idle(fused.model, fused.optimizer) is None
-    effect = fuse_optimizer(fused.optimizer)
+    assert FusedOptimizer().idle(fused.model, fused.optimizer) == "already fused"
+    effect = attach(fused)
     fused.model[0].requires_grad_(False)
     plain.model[0].requires_grad_(False)
     train(fused, 2, 3)
@@ -363,6 +373,19 @@ def test_sparse_gradients_switch_their_group_back() -> None:
     moved = (table.weight != before).any(1).tolist()
     assert moved == [False, True, False, True, False]
     optimizer.step()
+
+
+def test_tables_with_sparse_gradients_are_known_before_the_first_step() -> None:
+    table, linear = nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2)
+    model = nn.Sequential(table, linear)
+    together = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert "sparse gradients" in (FusedOptimizer().idle(model, together) or "")
+    apart = torch.optim.SGD([{"params": table.parameters()}, {"params": linear.parameters()}], lr=0.1)
+    assert FusedOptimizer().idle(model, apart) is None
+    with pytest.warns(NoEffectWarning, match="group 0: sparse gradients"):
+        FusedOptimizer().attach(Target(model, apart))
+    assert [group["fused"] for group in apart.param_groups] == [None, True]
+    assert FusedOptimizer().idle(model, apart) == "already fused"
 
 
 def test_sparse_momentum_can_be_fused_over_and_loaded() -> None:

@@ -356,3 +356,8 @@ class Second(Algorithm):
 
     def attach(self, target: Target) -> Attachment:
         return Picky(target)
+
+
+def test_settings_that_no_pass_completes_stay_as_they_are() -> None:
+    settings = Algorithm()
+    assert settings.fitted(nn.Linear(1, 1), (), {}) is settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import types
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchboost.core.covering import cover_forward, own_forward, uncover_copy
+from torchboost.core.covering import cover_forward, own_forward, plain_hook
 
 
 class Net(nn.Module):
@@ -87,20 +88,72 @@ def test_replicas_of_data_parallel_compute_with_their_own_weights() -> None:
     assert "_replicate_for_data_parallel" not in vars(model)
 
 
-def test_a_copy_is_covered_too_on_its_own_weights_until_it_is_uncovered() -> None:
+def reloaded(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([Net]):
+        return torch.load(file)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, reloaded])
+def test_a_copy_is_plain_and_has_its_own_weights(how: Any) -> None:
     model = Net()
     a, b = cover_forward(model, adding("a")), cover_forward(model, adding("b"), innermost=True)
-    twin = copy.deepcopy(model)
+    hook = plain_hook(model, model.register_forward_hook(_ours, with_kwargs=True, always_call=True))
+    twin = how(model)
+    assert set(vars(twin)) == set(vars(Net()))
+    assert not twin._forward_hooks
+    assert not twin._forward_hooks_with_kwargs
+    assert not twin._forward_hooks_always_called
     with torch.no_grad():
-        model.weight.zero_()
-    assert twin(X) == [X, "b", "a"]
-    uncover_copy(twin)
-    assert "forward" not in vars(twin)
+        model.weight.mul_(1 if how is copy.copy else 0)
     assert twin(X) == [X]
-    assert model(X) == [0.0, "b", "a"]
-    a.remove()
-    b.remove()
-    assert "forward" not in vars(model)
+    assert model(X) == [X if how is copy.copy else 0.0, "b", "a", "hook"]
+    for effect in (a, hook, b):
+        assert "__getstate__" in vars(model)
+        effect.remove()
+    assert set(vars(model)) == set(vars(Net()))
+
+
+def _ours(module: nn.Module, args: Any, kwargs: Any, outputs: list[Any]) -> list[Any]:
+    return [*outputs, "hook"]
+
+
+_ours.__module__ = cover_forward.__module__
+
+
+def test_hooks_of_the_user_stay_in_copies() -> None:
+    model = Net()
+    model.register_forward_hook(_theirs)
+    plain_hook(model, model.register_forward_pre_hook(_pre))
+    assert copy.deepcopy(model)(X) == [X, "theirs"]
+
+
+def _theirs(module: nn.Module, args: Any, outputs: list[Any]) -> list[Any]:
+    return [*outputs, "theirs"]
+
+
+def _pre(module: nn.Module, args: Any) -> None:
+    raise AssertionError("this hook belongs to the original")
+
+
+_pre.__module__ = cover_forward.__module__
+
+
+class Own(Net):
+    """A class that says itself what a copy holds."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "copied": True}
+
+
+def test_the_rule_of_a_class_for_its_copies_stays() -> None:
+    model = Own()
+    with cover_forward(model, adding("a")):
+        twin = copy.deepcopy(model)
+    assert vars(twin)["copied"] is True
+    assert twin(X) == [X]
 
 
 def test_a_copy_keeps_a_forward_of_the_users_own() -> None:
@@ -110,8 +163,6 @@ def test_a_copy_keeps_a_forward_of_the_users_own() -> None:
         twin = copy.deepcopy(model)
         with torch.no_grad():
             twin.weight.zero_()
-        assert twin(X) == [-X, "a"]
-        uncover_copy(twin)
     assert twin(X) == [-X]
     assert model(X) == [1 - X]
 
@@ -145,8 +196,6 @@ def test_a_forward_that_is_a_method_of_another_object_stays_one_in_a_copy(inside
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert twin(X) == [value, "a"]
-    uncover_copy(twin)
     assert twin(X) == [value]
     assert set(vars(twin)) == set(before)
     copied = twin.forward.__self__

@@ -116,3 +116,12 @@ def test_a_norm_that_runs_one_module_twice_is_not_understood():
 
     with pytest.raises(ValueError, match="computes more"):
         RemovedNorm(Twice())
+
+
+def test_a_whole_model_says_what_it_needs_to_load_and_a_copy_says_nothing(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 3), RemovedNorm(nn.BatchNorm1d(3)))
+    assert all(type(c[1]) is RemovedNorm for c in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))))
+    with pytest.warns(UserWarning, match=r"loads only if torchboost.*plain_state_dict\(model\)"):
+        torch.save(model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert type(again[1]) is RemovedNorm

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from torchboost.algorithms import ChannelsLast, Compile, to_channels_last
 from torchboost.algorithms.autocast import autocast_forward
 from torchboost.core import Target, attach_all
 from torchboost.errors import IncompatibleError
-from torchboost.graph.unsafe_convolutions import unsafe_channels_last
+from torchboost.graph.unsafe_convolutions import is_unsafe_in_bfloat16, unsafe_channels_last
 
 
 def network(channels: int = 8, stride: int = 2, kernel: int = 1, groups: int = 1) -> nn.Sequential:
@@ -24,13 +26,13 @@ def network(channels: int = 8, stride: int = 2, kernel: int = 1, groups: int = 1
 )
 def test_small_strided_convolutions_are_unsafe(changes):
     model = network(**changes)
-    assert "2 is a 1x1 convolution" in (unsafe_channels_last(model) or "")
+    assert "2 is a convolution with a kernel of (1, 1)" in (unsafe_channels_last(model) or "")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for settings in (ChannelsLast(), Compile()):
         assert "oneDNN" in (settings.idle(model, optimizer) or "")
-        with pytest.raises(IncompatibleError, match=r"1x1 convolution .* leave .* out"):
+        with pytest.raises(IncompatibleError, match=r"kernel of \(1, 1\), stride \(2, 2\).* leave .* out"):
             attach_all(Target(model, optimizer), [settings])
-    with pytest.raises(IncompatibleError, match="1x1 convolution"):
+    with pytest.raises(IncompatibleError, match="issue 6035"):
         to_channels_last(model)
     assert model[0].weight.is_contiguous()
 
@@ -46,6 +48,24 @@ def test_others_are_safe(model):
 
 def test_a_transposed_convolution_exchanges_its_channels():
     assert unsafe_channels_last(nn.Sequential(nn.ConvTranspose2d(32, 4, 1, stride=2))) is not None
+
+
+@pytest.mark.parametrize(
+    ("layer", "unsafe"),
+    [
+        (nn.Conv2d(1, 8, 3, stride=(1, 2)), True),
+        (nn.Conv3d(1, 8, 3, stride=(2, 1, 2)), True),
+        (nn.ConvTranspose2d(8, 1, 3, stride=(1, 2)), True),
+        (nn.Conv2d(16, 8, (3, 1), stride=2, dilation=2), True),
+        (nn.Conv2d(16, 8, (3, 1), stride=2), False),
+        (nn.Conv2d(1, 8, 3, stride=2), False),
+        (nn.Conv2d(1, 8, (3, 1), stride=(1, 2)), False),
+        (nn.Conv2d(4, 8, 3, stride=(1, 2), groups=4), False),
+        (nn.Conv1d(1, 8, 3, stride=2), False),
+    ],
+)
+def test_what_goes_wrong_on_narrow_images(layer: nn.Module, unsafe: bool):
+    assert (unsafe_channels_last(layer) is not None) is unsafe
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -70,17 +90,28 @@ def narrow(kind: type[nn.Module], dims: int, **settings) -> tuple[nn.Module, tor
     return layer, torch.randn(8, 32, *ones, 1)
 
 
+def wide(kind: type[nn.Module], size: tuple[int, ...], *, padding_is: int = 1, **settings) -> Any:
+    """A convolution whose kernel is wider than its inputs (transposed: outputs)."""
+    torch.manual_seed(0)
+    return kind(32, 32, 3, padding=padding_is, **settings), torch.randn(8, 32, *size)
+
+
 NARROW = {
     "1d": lambda: narrow(nn.Conv1d, 1),
     "2d": lambda: narrow(nn.Conv2d, 2),
     "3d": lambda: narrow(nn.Conv3d, 3),
     "groups": lambda: narrow(nn.Conv2d, 2, groups=2),
     "transposed": lambda: narrow(nn.ConvTranspose2d, 2),
+    "flat": lambda: wide(nn.Conv3d, (2, 8, 8)),
+    "flat and grouped": lambda: wide(nn.Conv3d, (8, 1, 8), groups=2),
+    "small": lambda: wide(nn.Conv2d, (8, 2), padding_is=2),
+    "short": lambda: wide(nn.Conv1d, (1,), padding_is=2),
+    "flat outputs": lambda: wide(nn.ConvTranspose3d, (3, 8, 8), padding_is=2),
 }
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_narrow_strided_convolutions_are_computed_in_float32_under_autocast(name):
+def test_narrow_convolutions_are_computed_in_float32_under_autocast(name):
     """In bfloat16 oneDNN reads memory that was never written, so memory is filled with large numbers first."""
     layer, inputs = NARROW[name]()
     layer(inputs).sum().backward()
@@ -93,11 +124,12 @@ def test_narrow_strided_convolutions_are_computed_in_float32_under_autocast(name
         layer(inputs).sum().backward()
         torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-2, atol=1e-2)
     effect.remove()
+    assert is_unsafe_in_bfloat16(layer, inputs)
     assert "forward" not in vars(layer)
 
 
 def test_only_narrow_outputs_are_computed_in_float32():
-    layer = nn.Sequential(nn.Conv2d(8, 8, 3, stride=2, padding=1))
+    layer = nn.Sequential(nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.Conv2d(8, 8, 1))
     seen = []
     layer[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     effect = autocast_forward(layer)

@@ -15,7 +15,6 @@ from tests.support.models import batch_for, cnn, mlp
 from torchboost.algorithms.freezing.prefix.build import Halves
 from torchboost.algorithms.freezing.prefix.frozen_prefix import FastPrefix
 from torchboost.bench.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet
-from torchboost.core.covering import uncover_copy
 
 __all__ = ["MAKERS", "as_plain", "freeze", "frozen_cnn", "frozen_mlp", "gpt", "inputs_for", "prefix_runs", "step"]
 
@@ -123,5 +122,4 @@ def prefix_runs(fast: FastPrefix, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def as_plain(model: nn.Module) -> Tensor:
     twin = copy.deepcopy(model)
-    uncover_copy(twin)
     return twin(inputs_for(model)[0].to(next(model.parameters()).dtype))

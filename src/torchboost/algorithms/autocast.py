@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
@@ -15,15 +16,25 @@ from torchboost.core.arguments import check_module
 from torchboost.core.containers import with_tensors
 from torchboost.core.covering import cover_forward
 from torchboost.core.forward_watch import ForwardWatch
-from torchboost.errors import IncompatibleError
+from torchboost.core.torch_private import inside_function_transform, is_tracing
+from torchboost.core.wrapping import unwrap
+from torchboost.errors import IncompatibleError, nearest
+from torchboost.graph.heads import Heads, HeadSearch, find_heads, guessed_heads
 from torchboost.graph.unsafe_convolutions import convolutions_unsafe_in_bfloat16, is_unsafe_in_bfloat16
 
 __all__ = ["Autocast", "autocast_forward"]
 
-_HALF = (torch.bfloat16, torch.float16)
+_NAMES = {torch.bfloat16: ("BFloat16", "bfloat16"), torch.float16: ("Half", "float16")}
+_HALF = tuple(_NAMES)
 
 
-def autocast_forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Attachment:
+def autocast_forward(
+    model: nn.Module,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    float32: Sequence[str] | None = None,
+    float32_outputs: Sequence[str] = (),
+) -> Attachment:
     """Run every forward of ``model`` under ``torch.autocast`` and return its outputs in float32.
 
     Outputs keep their containers (see :func:`~torchboost.core.containers.with_tensors`); tensors in an
@@ -32,6 +43,14 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> A
     Matrix products and convolutions read ``dtype``; reductions that need it stay in float32; parameters,
     gradients and optimizer state stay as they are. Each weight is cast once per forward (autocast's cache).
     The loss is computed by the caller on float32 outputs, outside autocast.
+
+    The end of the model computes in float32, too: in bfloat16 a sigmoid is exactly 1 from a logit of 6.5 on, which has
+    no gradient, probabilities do not sum to 1, and numbers near 500 come in steps of 2. So a head, a matrix product
+    whose results reach an output without another product, computes in float32 if something is computed with its
+    results, or if it has at most a tenth of all multiplications. Other heads, such as one over a large vocabulary whose
+    results are returned as they are, or enter a loss inside the model, stay in ``dtype`` and return float32. The first
+    eager pass with gradients shows which modules these are (:func:`~torchboost.graph.heads.find_heads`). Until then,
+    and if a compiler traces the first pass, the last layer in the order of the modules counts as the head.
 
     On the CPU, a strided convolution whose outputs have one entry in the last dimension computes in float32, because
     oneDNN computes its gradient wrongly in bfloat16
@@ -45,13 +64,15 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> A
     Args:
         model: The model as the loop calls it. If there is a wrapper (DDP, ``torch.compile``), pass the wrapper.
         dtype: ``torch.bfloat16``, or ``torch.float16``, which needs a ``GradScaler`` in the loop.
+        float32: Names of modules that compute in float32, as in ``named_modules`` of the bare model; None finds them.
+        float32_outputs: Names of modules that compute in ``dtype`` and return float32. Read if ``float32`` is given.
 
     Returns:
         Its ``remove()`` restores the original ``forward``.
 
     Raises:
         TypeError: Not a module.
-        ValueError: ``dtype`` is neither bfloat16 nor float16.
+        ValueError: ``dtype`` is neither bfloat16 nor float16, or the model has no module of a given name.
 
     Example:
         >>> import torch
@@ -60,14 +81,19 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> A
         ...     model(torch.randn(3, 4)).dtype
         torch.float32
     """
-    return _cover(model, dtype, None)
-
-
-def _cover(model: nn.Module, dtype: torch.dtype, watch: ForwardWatch | None) -> Attachment:
     check_module(model)
     if dtype not in _HALF:
         raise ValueError(f"autocast to {dtype}: allowed are torch.bfloat16 and torch.float16; pass one of them.")
+    heads = None if float32 is None else Heads(tuple(float32), tuple(float32_outputs))
+    unknown = None if heads is None else _unknown_name(model, heads)
+    if unknown is not None:
+        raise ValueError(f"autocast: {unknown}")
+    return _cover(model, dtype, heads, None)
+
+
+def _cover(model: nn.Module, dtype: torch.dtype, heads: Heads | None, watch: ForwardWatch | None) -> Attachment:
     device_type = next((p.device.type for p in model.parameters()), torch.get_default_device().type)
+    ends = _Ends(model, device_type, heads)
 
     def under_autocast(
         forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -76,17 +102,84 @@ def _cover(model: nn.Module, dtype: torch.dtype, watch: ForwardWatch | None) -> 
             watch.called = True
         try:
             with torch.autocast(device_type, dtype):
-                outputs = forward(module, *args, **kwargs)
+                outputs = ends.run(forward, module, args, kwargs)
         except (RuntimeError, TypeError) as error:  # torch raises these if precisions do not match
             _explain(error, dtype)
             raise
         return with_tensors(outputs, _to_float32)
 
-    covers = [cover_forward(model, under_autocast)]
+    covers = [ends, cover_forward(model, under_autocast)]
     if dtype is torch.bfloat16:
         unsafe = convolutions_unsafe_in_bfloat16(model)
         covers += [cover_forward(conv, _in_float32_if_unsafe, innermost=True) for conv in unsafe]
     return Attachment(*covers)
+
+
+class _Ends(Attachment):
+    """The covers of the heads. If these are not known, they are guessed until a pass shows them.
+
+    Args:
+        model: As the loop calls it.
+        device_type: Of its parameters.
+        heads: None if they are not known.
+    """
+
+    def __init__(self, model: nn.Module, device_type: str, heads: Heads | None) -> None:
+        super().__init__(undo=self._uncover)
+        self._model, self._device_type = model, device_type
+        self._known = heads is not None or isinstance(model, DataParallel)  # replicas run in threads
+        self._covers: list[Attachment] = []
+        self._cover(guessed_heads(model) if heads is None else heads)
+
+    def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``forward``. If the heads are not known and this is an eager pass with gradients, find them."""
+        if self._known or torch.compiler.is_compiling() or not self._can_search(module):
+            return forward(module, *args, **kwargs)
+        with HeadSearch(module) as search:
+            outputs = forward(module, *args, **kwargs)
+        found = search.heads(outputs)
+        if found is not None:
+            self._known = True
+            self._uncover()
+            self._cover(found)
+        return outputs
+
+    def _can_search(self, module: nn.Module) -> bool:
+        usual = not (is_tracing() or inside_function_transform())
+        return module is self._model and torch.is_grad_enabled() and usual
+
+    def _cover(self, heads: Heads) -> None:
+        modules = dict(unwrap(self._model).named_modules())
+        for names, around in ((heads.computed, self._in_float32), (heads.cast, _returns_float32)):
+            covered = [modules[name] for name in names if name in modules and _is_in_float32(modules[name])]
+            self._covers += [cover_forward(module, around, innermost=True) for module in covered]
+
+    def _in_float32(
+        self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with torch.autocast(self._device_type, enabled=False):
+            return forward(module, *with_tensors(args, _to_float32), **with_tensors(kwargs, _to_float32))
+
+    def _uncover(self) -> None:
+        while self._covers:
+            self._covers.pop().remove()
+
+
+def _returns_float32(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+    return with_tensors(forward(module, *args, **kwargs), _to_float32)
+
+
+def _is_in_float32(module: nn.Module) -> bool:
+    """Whether autocast lowers all of a module, whose parameters may have been given another precision by the user."""
+    return all(p.dtype is torch.float32 for p in module.parameters() if p.is_floating_point())
+
+
+def _unknown_name(model: nn.Module, heads: Heads) -> str | None:
+    known = dict(unwrap(model).named_modules())
+    missing = next((name for name in (*heads.computed, *heads.cast) if name not in known), None)
+    if missing is None:
+        return None
+    return f"the model has no module {missing!r}; give names of named_modules(). {nearest(missing, known)}".rstrip()
 
 
 def _in_float32_if_unsafe(forward: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -103,16 +196,26 @@ class Autocast(Algorithm):
 
     Args:
         dtype: ``"bfloat16"``, or ``"float16"``, which needs a scaler in the target.
+        float32: Names of modules that compute in float32; None finds them, see :func:`autocast_forward`.
+        float32_outputs: Names of modules that return float32. Read if ``float32`` is given.
     """
 
     name: ClassVar[str] = "autocast"
     traits: ClassVar[Traits] = Traits(order=30, withdrawn=2)
 
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    float32: tuple[str, ...] | None = None
+    float32_outputs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dtype not in ("bfloat16", "float16"):
             raise ValueError(f"dtype={self.dtype!r}: allowed are 'bfloat16' and 'float16'; choose one of them.")
+        for name in ("float32", "float32_outputs"):
+            names = getattr(self, name)
+            if isinstance(names, str):
+                raise ValueError(f"{name}={names!r}: allowed is a tuple of names; write ({names!r},).")
+            if names is not None:
+                object.__setattr__(self, name, tuple(names))  # JSON has lists only
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Explain that no parameter is in float32, the only precision that autocast lowers."""
@@ -121,17 +224,34 @@ class Autocast(Algorithm):
         return "no parameter is in float32, so there is nothing to lower"
 
     def check(self, target: Target) -> None:
-        """Refuse float16 without a scaler: small gradients would vanish.
+        """Refuse float16 without a scaler, as small gradients would vanish, and names that the model does not have.
 
         Raises:
-            IncompatibleError: float16 without a scaler.
+            IncompatibleError: float16 without a scaler, or a module of an unknown name.
         """
+        unknown = _unknown_name(target.model, self._heads or Heads())
+        if unknown is not None:
+            raise IncompatibleError(f"autocast: {unknown}")
         if self.dtype == "float16" and target.scaler is None and not target.scaler_follows:
             raise IncompatibleError(
                 "autocast to float16 without a scaler: small gradients would become zero; pass "
                 "scaler=torch.amp.GradScaler() to boost(...), network_auto_process_train(...) or Target(...), or "
                 "choose dtype='bfloat16'."
             )
+
+    def fitted(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Self:
+        """Find the modules that compute in float32 in one pass, unless they are given.
+
+        If no output has a gradient, the settings stay as they are.
+        """
+        found = None if self.float32 is not None else find_heads(model, args, kwargs)
+        if found is None:
+            return self
+        return dataclasses.replace(self, float32=found.computed, float32_outputs=found.cast)
+
+    @property
+    def _heads(self) -> Heads | None:
+        return None if self.float32 is None else Heads(self.float32, self.float32_outputs)
 
     def attach(self, target: Target) -> Attachment:
         """Replace the forward of the model.
@@ -140,12 +260,13 @@ class Autocast(Algorithm):
             NoEffectWarning: After the first update: the forward of the model was not called.
         """
         watch = ForwardWatch(self.name, target.model, target.optimizer)
-        return _cover(target.model, getattr(torch, self.dtype), watch).with_undo(watch.remove)
+        return _cover(target.model, getattr(torch, self.dtype), self._heads, watch).with_undo(watch.remove)
 
 
 def _explain(error: Exception, dtype: torch.dtype) -> None:
-    """Add a note to the error that the forward ran under autocast."""
-    if not isinstance(error, (IncompatibleError, torch.OutOfMemoryError)):
+    """Add a note to an error about a half precision: torch has no class for these, but its messages name the type."""
+    said = str(error)
+    if not isinstance(error, IncompatibleError) and any(name in said for name in _NAMES[dtype]):
         error.add_note(
             f"torchboost runs this forward under torch.autocast to {dtype}. If the model mixes precisions itself, turn "
             "it off: set extra.autocast = false in the configuration, or leave out Autocast. Or compute the part that "

@@ -13,18 +13,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import torchboost.optim
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
+from torchboost.core.covering import plain_hook
 from torchboost.core.forward_watch import ForwardWatch
 from torchboost.core.torch_private import AnyConv, calls_hooks, is_functorch_wrapped_tensor, parameter_slots
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.unsafe_convolutions import unsafe_channels_last
 from torchboost.optim.front import FrontOptimizer
+from torchboost.optim.fusing import care_for_fused
 from torchboost.optim.memory_layout import aligned
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.rules.checkpoints import change_entries
@@ -134,9 +135,10 @@ class ChannelsLast(Algorithm):
             NoEffectWarning: After the first update: the forward of the model was not called.
         """
         watch = ForwardWatch(self.name, target.model, target.optimizer)
+        care = care_for_fused(target.optimizer)
         checkpoints = _plain_checkpoints(target.model, target.optimizer)
         inputs = _watch_inputs(target.model, watch)
-        return inputs.with_undo(checkpoints.remove).with_undo(watch.remove)
+        return inputs.with_undo(checkpoints.remove).with_undo(care.remove).with_undo(watch.remove)
 
 
 def _takes_strides(optimizer: Optimizer) -> bool:
@@ -163,20 +165,15 @@ def _refuse_unsafe(model: nn.Module) -> None:
 
 @dataclass(eq=False, slots=True)
 class _ConvertInputs:
-    """The hook of the root module, which is pickled with the model: an object of a class, not a closure.
-
-    A pickled model takes the number of the hook along, and the handle makes torch give it to no other hook of the
-    process that loads it.
+    """The hook of the root module.
 
     Args:
         dimensions: Of the inputs that are converted.
         watch: Told that the model is called.
-        handle: Of the hook.
     """
 
     dimensions: frozenset[int]
     watch: ForwardWatch | None = None
-    handle: RemovableHandle | None = None
 
     @property
     def __name__(self) -> str:
@@ -191,8 +188,8 @@ class _ConvertInputs:
         return tuple(map(self._convert, args)), {key: self._convert(value) for key, value in kwargs.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the model does not keep the watch."""
-        return {"dimensions": self.dimensions, "handle": self.handle}
+        """A pickled attachment does not keep the watch."""
+        return {"dimensions": self.dimensions}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.watch = None
@@ -222,8 +219,7 @@ def _watch_inputs(model: nn.Module, watch: ForwardWatch | None = None) -> Attach
         return Attachment()
 
     hook = _ConvertInputs(dimensions, watch)
-    hook.handle = model.register_forward_pre_hook(hook, with_kwargs=True)
-    return Attachment(hook.handle)
+    return plain_hook(model, model.register_forward_pre_hook(hook, with_kwargs=True))
 
 
 def _convolutions(model: nn.Module) -> Iterator[nn.Module]:

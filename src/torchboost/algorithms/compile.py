@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
@@ -22,7 +24,8 @@ from torchboost.core.torch_private import (
     set_compiled_call,
 )
 from torchboost.core.wrapping import unwrap, wrapper_of
-from torchboost.errors import IncompatibleError
+from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.graph.recording import tensors_in
 from torchboost.graph.unsafe_convolutions import unsafe_channels_last
 
 __all__ = ["Compile", "Compiled"]
@@ -61,6 +64,11 @@ class Compile(Algorithm):
     The first call, and every call with a new situation (shape, ``train()`` against ``eval()``, another set of
     ``requires_grad`` flags), compiles one more graph; after 8 of the same code torch falls back to eager.
     ``Compiled.graphs`` counts them. The cost is seconds to minutes per graph.
+
+    Limit: torch cannot differentiate the gradients of compiled code again. So a call with an input that is a leaf and
+    requires a gradient runs eagerly: a gradient penalty asks for that gradient with ``create_graph=True``. If a loop
+    differentiates other gradients twice, such as those of parameters, torch raises in the first step that does so; the
+    model then runs eagerly from the next call on, with a warning.
 
     Args:
         mode: Of ``torch.compile``; None is its default.
@@ -127,6 +135,7 @@ class Compile(Algorithm):
             _compile_from_outside(inner, options)
         else:
             inner.compile(**options)
+        set_compiled_call(inner, _eager_if_twice(inner, compiled_call(inner)))
         return Compiled(inner)
 
     def _unsafe(self, model: nn.Module) -> str | None:
@@ -144,6 +153,39 @@ class Compile(Algorithm):
             raise IncompatibleError(
                 f"compile: inductor needs a C++ compiler on CPU and found no {compiler!r}; install one or set CXX."
             )
+
+
+def _eager_if_twice(model: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call of the model that runs eagerly if gradients of it are, or may be, differentiated again."""
+    twice: list[bool] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return compiled(*args, **kwargs)
+        if twice or any(map(_is_asked_for, tensors_in([args, kwargs]))):
+            return call_uncompiled(model, *args, **kwargs)
+        outputs = compiled(*args, **kwargs)
+        for output in tensors_in(outputs):
+            if output.requires_grad:
+                output.register_hook(look)
+        return outputs
+
+    def look(gradient: Tensor) -> None:
+        if torch.is_grad_enabled() and not twice:
+            twice.append(True)
+            warnings.warn(
+                "compile: a backward pass ran with create_graph=True, which torch.compile does not support. The model "
+                "runs eagerly from its next call on. If torch raises in this step, leave compile out (extra.compile = "
+                "false).",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+
+    return call
+
+
+def _is_asked_for(tensor: Tensor) -> bool:
+    return tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, nn.Parameter)
 
 
 def _compiled_part(model: nn.Module) -> str | None:

@@ -13,7 +13,6 @@ from torchboost.calibration.calibration import Calibrate, check_calibrate
 from torchboost.config import BoostConfig, ConfigSource
 from torchboost.core.algorithm import AttachedAlgorithms, Scaler
 from torchboost.core.arguments import check_module
-from torchboost.core.covering import uncover_copy
 from torchboost.core.wrapping import unwrap
 from torchboost.distributed.buckets import bucket_options
 from torchboost.inference import fast_copy
@@ -186,6 +185,4 @@ def _eval_view(network: nn.Module) -> nn.Module:
     for module in unwrap(network).modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()]
         memo |= {id(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)}
-    view = copy.deepcopy(unwrap(network), memo)
-    uncover_copy(view)
-    return view.eval()
+    return copy.deepcopy(unwrap(network), memo).eval()

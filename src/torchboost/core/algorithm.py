@@ -246,6 +246,16 @@ class Algorithm:
             IncompatibleError: The target, or its model or optimizer, rules the algorithm out.
         """
 
+    def fitted(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Self:
+        """Return these settings, completed by what one eager pass of a real call shows.
+
+        Args:
+            model: As the loop calls it. An override may run one pass of it, which moves buffers and random generators.
+            args: Of a training call.
+            kwargs: Of a training call.
+        """
+        return self
+
     def graphs(self) -> int:
         """Return the most graphs that a compiled model needs to train with this algorithm over a run."""
         return 1

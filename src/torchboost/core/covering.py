@@ -1,4 +1,8 @@
-"""Wrap the ``forward`` of one module instance, and unwrap it again."""
+"""Wrap the ``forward`` of one module instance, and unwrap it again. Copies and pickles of the module are plain.
+
+A file written by ``torch.save(model)`` then loads without this package, also with ``weights_only=True``, which allows
+no class that it does not know.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,10 @@ from typing import Any
 
 from torch import nn
 
-from torchboost.core.algorithm import Attachment
-from torchboost.core.torch_private import MAKES_REPLICAS, make_replica
+from torchboost.core.algorithm import Attachment, Removable
+from torchboost.core.torch_private import MAKES_REPLICAS, make_replica, module_hooks, state_without_hooks
 
-__all__ = ["Around", "cover_forward", "own_forward", "uncover_copy", "uncovered"]
+__all__ = ["Around", "cover_forward", "is_our_hook", "own_forward", "plain_hook", "uncovered"]
 
 Forward = Callable[..., Any]
 """Takes the module as its first argument, like a function in a class."""
@@ -22,9 +26,8 @@ Around = Callable[[Forward, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 """``around(forward, module, args, kwargs)`` calls ``forward(module, *args, **kwargs)``, or something else instead."""
 _COVER = "torchboost_cover"
 """Entry of a covering function's ``__dict__`` that holds its :class:`_Cover`."""
-_OWN = "_forward_under_torchboost"
-"""Attribute of a covered module: the forwards that the user set on it, by their ``id`` at that time. A deep copy of the
-module copies them too, so that a method of another object becomes a method of the copy of that object."""
+_STATE = "__getstate__"
+"""Attribute of a module that is covered or hooked. ``copy`` and ``pickle`` ask the instance before its class."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,12 +48,11 @@ class _Cover:
 def cover_forward(model: nn.Module, around: Around, *, innermost: bool = False) -> Attachment:
     """Call ``around`` whenever ``model.forward`` is called, for this one instance.
 
-    Hooks, wrappers, ``torch.compile`` before or after, copies and pickles still work. A deep copy of the model is
-    covered by the same function, which then receives the copy as the module; :func:`uncover_copy` uncovers the copy.
-    The replicas of ``DataParallel`` compute with their own weights.
+    Hooks, wrappers and ``torch.compile`` before or after still work. Copies and pickles of the model are not covered.
+    The replicas of ``DataParallel`` are, and compute with their own weights.
 
     Args:
-        model: Gets an instance attribute ``forward``, and another one that makes its replicas.
+        model: Gets an instance attribute ``forward``, one that makes its replicas, and one that makes its copies.
         around: Called instead of ``forward``.
         innermost: Insert the cover under all existing covers, next to the class's forward.
 
@@ -77,40 +79,77 @@ def cover_forward(model: nn.Module, around: Around, *, innermost: bool = False) 
         above.under[0], above.beneath, above.own = covering, covering, None
     else:
         own = vars(model).get("forward") if top is None else None
-        if own is not None:
-            vars(model).setdefault(_OWN, {})[id(own)] = own
-        under.append(top or (type(model).forward if own is None else functools.partial(_call_own, own)))
+        under.append(top or _unbound(model, own))
         vars(covering)[_COVER] = _Cover(under, top, own)
         model.forward = types.MethodType(covering, model)
         setattr(model, MAKES_REPLICAS, types.MethodType(_replicate_for_data_parallel, model))
+        _mark(model)
 
     def uncover() -> None:
         live.clear()
         _take_out(model, covering)
         if _top(model) is None:
             vars(model).pop(MAKES_REPLICAS, None)
+        _unmark(model)
 
     return Attachment(undo=uncover)
+
+
+def plain_hook(module: nn.Module, handle: Removable) -> Attachment:
+    """Leave a hook of this package out of the copies and pickles of its module.
+
+    Args:
+        module: Gets an instance attribute that makes its copies.
+        handle: Of the hook.
+
+    Returns:
+        An attachment whose ``remove()`` removes the hook.
+    """
+    _mark(module)
+    return Attachment(handle, undo=functools.partial(_unmark, module))
+
+
+def is_our_hook(hook: Any) -> bool:
+    """Whether a hook was set by this package."""
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return home.split(".")[0] == __name__.split(".")[0]
 
 
 def own_forward(model: nn.Module) -> Any:
     """Return the ``forward`` that the user set on this instance, under all covers; None without one."""
     function = _top(model)
-    if function is None:
-        return vars(model).get("forward")
-    return _own(model, _lowest(function).own)
+    return vars(model).get("forward") if function is None else _lowest(function).own
 
 
-def uncover_copy(model: nn.Module) -> None:
-    """Uncover every module in a deep copy of a covered model.
+def _mark(model: nn.Module) -> None:
+    vars(model).setdefault(_STATE, functools.partial(_state, model))
 
-    The attachments belong to the original model. Their ``remove()`` does not change the copy.
-    """
-    for module in model.modules():
-        function = _top(module)
-        if function is not None:
-            _put_back(module, _lowest(function).own)
-            vars(module).pop(MAKES_REPLICAS, None)
+
+def _unmark(model: nn.Module) -> None:
+    hooked = any(is_our_hook(hook) for hooks in module_hooks(model) for hook in hooks.values())
+    if not hooked and _top(model) is None and getattr(vars(model).get(_STATE), "func", None) is _state:
+        del vars(model)[_STATE]
+
+
+def _state(model: nn.Module) -> Any:
+    """Return the attributes of the model without covers and hooks of this package."""
+    state = state_without_hooks(model, is_our_hook)
+    if not isinstance(state, dict):  # the user's own
+        return state
+    for name in (_STATE, MAKES_REPLICAS):
+        state.pop(name, None)
+    for name, value in list(state.items()):  # Accelerate keeps a covered forward under another name
+        function = _covering(value)
+        if function is None:
+            continue
+        own = _lowest(function).own
+        if own is not None:
+            state[name] = own
+        elif name == "forward":
+            del state[name]
+        else:
+            state[name] = types.MethodType(type(model).forward, model)
+    return state
 
 
 @contextmanager
@@ -119,7 +158,7 @@ def uncovered(model: nn.Module) -> Iterator[None]:
     covered = [(module, vars(module)["forward"], _top(module)) for module in model.modules() if _top(module)]
     try:
         for module, _, top in covered:
-            own = _own(module, _lowest(top).own)
+            own = _lowest(top).own
             if own is None:
                 del module.forward
             else:
@@ -131,21 +170,12 @@ def uncovered(model: nn.Module) -> Iterator[None]:
 
 
 def _replicate_for_data_parallel(model: nn.Module) -> nn.Module:
-    """Make a replica for ``DataParallel`` whose forward is bound to the replica, not to the model.
-
-    A pickle refers to a module's method by name, so this function must have the same name.
-    """
+    """Make a replica for ``DataParallel`` whose forward is bound to the replica, not to the model."""
     replica = make_replica(model)
     function = _top(model)
     if function is not None:
         replica.forward = types.MethodType(function, replica)
-    if _OWN in vars(model):
-        vars(replica)[_OWN] = {key: _rebound(own, model, replica) for key, own in vars(model)[_OWN].items()}
     return replica
-
-
-def _rebound(own: Any, model: nn.Module, replica: nn.Module) -> Any:
-    return types.MethodType(own.__func__, replica) if getattr(own, "__self__", None) is model else own
 
 
 def _cover(function: Any) -> _Cover:
@@ -154,7 +184,11 @@ def _cover(function: Any) -> _Cover:
 
 def _top(model: nn.Module) -> Any:
     """Return the outermost covering function of the model; None without one."""
-    function = getattr(vars(model).get("forward"), "__func__", None)
+    return _covering(vars(model).get("forward"))
+
+
+def _covering(method: Any) -> Any:
+    function = getattr(method, "__func__", None)
     return function if isinstance(function, types.FunctionType) and _COVER in vars(function) else None
 
 
@@ -164,24 +198,24 @@ def _lowest(function: Any) -> _Cover:
     return _cover(function)
 
 
-def _own(model: nn.Module, own: Any) -> Any:
-    """Return the user's ``forward`` of a covered instance, or its copy if ``model`` is a copy of that instance."""
-    return vars(model).get(_OWN, {}).get(id(own), own)
+def _unbound(model: nn.Module, own: Any) -> Forward:
+    """Return the class's ``forward``, or the instance's own one, as a function of the module."""
+    if own is None:
+        return type(model).forward
+    if getattr(own, "__self__", None) is model:  # a replica computes with its own weights
+        return own.__func__
+    return functools.partial(_call_own, own)
 
 
 def _call_own(own: Any, model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    return _own(model, own)(*args, **kwargs)
+    return own(*args, **kwargs)
 
 
 def _put_back(model: nn.Module, own: Any) -> None:
     """Replace the covers by the instance's own ``forward``, or by that of its class."""
     del model.forward
     if own is not None:
-        model.forward = _own(model, own)
-        kept = vars(model).get(_OWN, {})
-        kept.pop(id(own), None)
-        if not kept:
-            vars(model).pop(_OWN, None)
+        model.forward = own
 
 
 def _take_out(model: nn.Module, covering: Any) -> None:

@@ -84,13 +84,16 @@ __all__ = [
     "make_replica",
     "memory_stamp",
     "module_hooks",
+    "node_number",
     "overrides_dispatch",
     "parameter_slots",
     "recompile_limit",
+    "sequence_number",
     "set_compiled_call",
     "share_attributes",
     "sparse_rows",
     "sparse_values",
+    "state_without_hooks",
     "step_pre_hook_keys",
     "step_pre_hooks",
     "tree_flatten",
@@ -181,6 +184,32 @@ def module_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any], dic
     return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
 
 
+def state_without_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> Any:
+    """Return what a copy or a pickle of a module holds, without the hooks for which ``is_ours`` is true.
+
+    Calls ``Module.__getstate__`` of the class, and reads the names of the registries of hooks: all end in ``_hooks``,
+    but for those which say how a hook of another one is called.
+    """
+    state = type(module).__getstate__(module)
+    if not isinstance(state, dict):  # the user's own
+        return state
+    state = dict(state)
+    gone: set[int] = set()
+    for name, hooks in state.items():
+        if name.startswith("_") and name.endswith("_hooks") and isinstance(hooks, dict):
+            ours = {key for key, hook in hooks.items() if is_ours(getattr(hook, "hook", hook))}
+            gone |= ours
+            state[name] = _without(hooks, ours)
+    for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
+        if name in state:
+            state[name] = _without(state[name], gone)
+    return state
+
+
+def _without(entries: dict[int, Any], gone: set[int]) -> dict[int, Any]:
+    return type(entries)((key, value) for key, value in entries.items() if key not in gone) if gone else entries
+
+
 def conv_forward(layer: nn.Module | type[nn.Module]) -> Any:
     """Return the function that computes a convolution, or None for other layers: ``Conv2d._conv_forward``."""
     found = getattr(layer, "_conv_forward", None)
@@ -269,6 +298,16 @@ def check_and_unscale_(grads: list[Tensor], found: Tensor, inverse: Tensor) -> N
         inverse: Shape ``()``, float32.
     """
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
+
+
+def sequence_number() -> int:
+    """Return the number that the next node of the autograd graph gets: ``torch._C._autograd._get_sequence_nr``."""
+    return _torch._C._autograd._get_sequence_nr()
+
+
+def node_number(node: Any) -> int:
+    """Return the place of a node in the order in which its thread recorded nodes: ``Node._sequence_nr``."""
+    return node._sequence_nr()
 
 
 def is_reentrant_checkpoint(node: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,9 @@ from torchboost.core.torch_private import buffer_slots, child_slots, parameter_s
 from torchboost.graph.structure import norm_tail
 
 __all__ = ["NORM_TENSORS", "RemovedNorm"]
+
+_COPYING = 4
+"""The protocol of ``copy``, and the lowest one of ``pickle`` itself. ``torch.save`` takes 2."""
 
 NORM_TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
@@ -88,6 +92,18 @@ class RemovedNorm(nn.Module):
                 f"'{name}'; check isinstance(module, nn.BatchNorm2d) first, or keep it (docs/algorithms/less_bn.md)."
             )
         return super().__getattr__(name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Warn if the model is written by ``torch.save``: what was removed is a class of this package."""
+        if protocol < _COPYING:
+            warnings.warn(
+                "the whole model is saved, and less_bn removed BatchNorms from it. The file loads only if torchboost "
+                "is installed, with torch.load(file, weights_only=False). For a file that loads anywhere, save "
+                "torchboost.plain_state_dict(model), which fits the original architecture.",
+                UserWarning,
+                stacklevel=2,
+            )
+        return super().__reduce_ex__(protocol)
 
     def _load_from_state_dict(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchboost.core.covering import uncover_copy
+from torchboost.core.covering import is_our_hook
 from torchboost.core.torch_private import beneath_compiled, module_hooks
 
 __all__ = ["large_plain_tensors", "parameter_bytes", "twin"]
@@ -46,12 +46,10 @@ def twin(model: nn.Module, *, numbers: bool = True, lend: bool = False) -> nn.Mo
         ) from error
     _check_parted(model, made)
     for hooks in _hooks(made):
-        for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+        for key in [key for key, hook in hooks.items() if is_our_hook(hook)]:
             del hooks[key]
-    uncover_copy(made)
     for original, module in zip(model.modules(), made.modules(), strict=True):
-        if _uncast(module):
-            uncover_copy(module)  # covers from before Accelerate prepared the model
+        _uncast(module)
         _uncompile(module, original)
     return made.eval()
 
@@ -61,7 +59,7 @@ def _copied_otherwise(model: nn.Module, numbers: bool, lend: bool) -> dict[int, 
     kept = list(_kept(model))
     computed = [one for one in kept if isinstance(one, Tensor) and not one.is_leaf]
     memo: dict[int, Any] = {id(one): one.detach().clone() for one in computed}
-    memo |= {id(hook): hook for hooks in _hooks(model) for hook in hooks.values() if _is_ours(hook)}
+    memo |= {id(hook): hook for hooks in _hooks(model) for hook in hooks.values() if is_our_hook(hook)}
     if lend:
         memo |= {id(tensor): tensor.detach() for tensor in large_plain_tensors(model, kept)}
         memo |= {id(one): _read_only(one) for one in kept if _is_large_array(one)}
@@ -92,11 +90,6 @@ def parameter_bytes(model: nn.Module) -> int:
 def _hooks(model: nn.Module) -> Iterator[dict[int, Any]]:
     for module in model.modules():
         yield from module_hooks(module)
-
-
-def _is_ours(hook: Any) -> bool:
-    home = getattr(hook, "__module__", None) or type(hook).__module__
-    return home.split(".")[0] == __name__.split(".")[0]
 
 
 def _kept(model: nn.Module) -> Iterator[Any]:
@@ -156,8 +149,8 @@ def _uncompile(module: nn.Module, original: nn.Module) -> None:
             module.forward = types.MethodType(beneath.__func__, module)
 
 
-def _uncast(module: nn.Module) -> bool:
-    """Remove Accelerate's mixed precision from the forward of a module in a copy; return whether there was one.
+def _uncast(module: nn.Module) -> None:
+    """Remove Accelerate's mixed precision from the forward of a module in a copy.
 
     Accelerate sets a ``forward`` on the instance that enters autocast and casts the outputs, and stores the original
     one. Its own function for the removal follows ``__wrapped__`` through all inner wrappers too.
@@ -167,7 +160,7 @@ def _uncast(module: nn.Module) -> bool:
     function = getattr(forward, "__func__", forward)
     casting = getattr(function, "__wrapped__", None)
     if operations is None or not isinstance(casting, operations.ConvertOutputsToFp32):
-        return False
+        return
     del module.forward
     beneath = vars(module).pop("_original_forward", None)
     if isinstance(beneath, types.MethodType) and beneath.__self__ is module:
@@ -175,4 +168,3 @@ def _uncast(module: nn.Module) -> bool:
             module.forward = beneath
     elif beneath is not None:
         module.forward = beneath
-    return True

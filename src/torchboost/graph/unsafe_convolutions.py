@@ -15,17 +15,30 @@ _BLOCK = 16
 
 
 def unsafe_channels_last(model: nn.Module) -> str | None:
-    """Return why training ``model`` channels-last on the CPU writes past a buffer; None if it does not.
+    """Return why training ``model`` channels-last on the CPU goes wrong; None if it does not.
 
-    The gradient of a 1x1 kernel with a stride above 1 and fewer than 16 input channels in a group does. The process
-    then crashes, hangs, or computes wrong gradients. ``torch.compile`` makes the inputs of convolutions channels-last
-    too. Source: https://github.com/uxlfoundation/oneDNN/issues/6035, found in the oneDNN of torch 2.13.
+    The gradient of a 1x1 kernel with a stride above 1 and fewer than 16 input channels in a group is written past its
+    buffer. The process then crashes, hangs, or computes wrong gradients. Source:
+    https://github.com/uxlfoundation/oneDNN/issues/6035, found in the oneDNN of torch 2.13.
+
+    Two kinds go wrong on narrow images. A convolution of one channel with a stride above 1 in the last dimension alone
+    computes wrong outputs if they are one entry wide. A kernel that is one entry wide, but has a dilation and a stride
+    above 1 in that dimension, crashes the process if the inputs are one entry wide and padded.
+
+    ``torch.compile`` makes the inputs of convolutions channels-last too.
     """
     for name, module in model.named_modules():
-        if isinstance(module, AnyConv) and _writes_past_its_buffer(module):
+        if not isinstance(module, AnyConv) or not _is_on_cpu(module):
+            continue
+        found = f"{name or 'the model'} is a convolution with a kernel of {module.kernel_size}, stride {module.stride}"
+        if _writes_past_its_buffer(module):
             return (
-                f"{name or 'the model'} is a 1x1 convolution of {_channels(module)} channels with stride "
-                f"{module.stride}, whose gradient oneDNN computes wrongly in this format (oneDNN issue 6035)"
+                f"{found} and {_channels(module)} channels, whose gradient oneDNN computes wrongly in this format "
+                "(oneDNN issue 6035)"
+            )
+        if _is_wrong_if_narrow(module):
+            return (
+                f"{found} and dilation {module.dilation}, which oneDNN computes wrongly in this format on narrow images"
             )
     return None
 
@@ -33,29 +46,55 @@ def unsafe_channels_last(model: nn.Module) -> str | None:
 def convolutions_unsafe_in_bfloat16(model: nn.Module) -> Iterator[AnyConv]:
     """Yield the convolutions on the CPU that oneDNN computes wrongly in bfloat16 for some inputs."""
     for module in model.modules():
-        if isinstance(module, AnyConv) and module.stride[-1] > 1 and module.kernel_size[-1] > 1 and _is_on_cpu(module):
+        if isinstance(module, AnyConv) and max(module.kernel_size) > 1 and _may_be_narrow(module):
             yield module
 
 
 def is_unsafe_in_bfloat16(module: AnyConv, inputs: Tensor) -> bool:
-    """Whether oneDNN computes a strided convolution of these inputs wrongly in bfloat16.
+    """Whether oneDNN computes a convolution of these inputs wrongly in bfloat16.
 
-    It does if the last dimension of the outputs, or of the inputs of a transposed convolution, has one entry: the
-    gradient of the kernel then reads memory that was never written, and so does the forward pass in three dimensions.
-    The results are of any size, infinity included, and differ from run to run. Processors with AVX512-BF16 or AMX have
-    such kernels. Source: https://github.com/pytorch/pytorch/issues/169688; found in the oneDNN of torch 2.13.
+    It does in two situations; for a transposed convolution, read outputs for inputs, and the other way round:
+
+    - In some dimension the kernel is wider than the inputs before padding, such as a kernel of 3 on a depth of 2.
+    - The stride is above 1 and the last dimension of the outputs has one entry.
+
+    The gradient of the kernel then reads memory that was never written, and so does the forward pass in three
+    dimensions. The results are of any size, infinity included, and differ from run to run. Processors with AVX512-BF16
+    or AMX have such kernels. Source: https://github.com/pytorch/pytorch/issues/169688; found in the oneDNN of torch
+    2.13.
     """
+    kernels, strides = module.kernel_size, module.stride
+    reaches = [dilation * (kernel - 1) for dilation, kernel in zip(module.dilation, kernels, strict=True)]
+    padding = [sum(conv_padding(module)[at : at + 2]) for at in range(2 * len(kernels) - 2, -1, -2)]
+    given = list(inputs.shape[-len(kernels) :])
     if module.transposed:
-        return inputs.shape[-1] == 1
-    padded = inputs.shape[-1] + sum(conv_padding(module)[:2])
-    return (padded - module.dilation[-1] * (module.kernel_size[-1] - 1) - 1) // module.stride[-1] == 0
+        few, more = given[-1], module.output_padding
+        sizes = zip(given, strides, padding, reaches, more, strict=True)
+        given = [(size - 1) * stride - pad + reach + 1 + extra for size, stride, pad, reach, extra in sizes]
+    else:
+        few = (given[-1] + padding[-1] - reaches[-1] - 1) // strides[-1] + 1
+    wider = any(reach >= size for reach, size in zip(reaches, given, strict=True))
+    return wider or (_has_stride(module) and few == 1)
+
+
+def _may_be_narrow(module: AnyConv) -> bool:
+    return _is_on_cpu(module) and (any(conv_padding(module)) or _has_stride(module))
+
+
+def _has_stride(module: AnyConv) -> bool:
+    return module.stride[-1] > 1 and module.kernel_size[-1] > 1
 
 
 def _writes_past_its_buffer(module: AnyConv) -> bool:
     # Not module.weight: a parametrised weight is computed when it is read, and spectral_norm changes its buffers then.
-    return (
-        _is_on_cpu(module) and set(module.kernel_size) == {1} and max(module.stride) > 1 and _channels(module) < _BLOCK
-    )
+    return set(module.kernel_size) == {1} and max(module.stride) > 1 and _channels(module) < _BLOCK
+
+
+def _is_wrong_if_narrow(module: AnyConv) -> bool:
+    if module.kernel_size[-1] == 1:
+        return module.stride[-1] > 1 and module.dilation[-1] > 1
+    channels = module.out_channels if module.transposed else module.in_channels
+    return channels == 1 and _has_stride(module) and module.stride[-2:-1] == (1,)
 
 
 def _is_on_cpu(module: nn.Module) -> bool:

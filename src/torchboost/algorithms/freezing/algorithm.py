@@ -26,6 +26,7 @@ from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.blocks import Block, blocks_of, group_starts
+from torchboost.optim.fusing import care_for_fused
 
 __all__ = ["BlockFreeze", "Pattern", "freeze_blocks"]
 
@@ -154,7 +155,8 @@ class BlockFreeze(Algorithm):
             IncompatibleError: The wrapper or the compiler of the model does not support changing ``requires_grad``.
             ValueError: The length of ``costs`` is not the number of blocks.
         """
-        return freeze_blocks(target.model, target.optimizer, self, seed=target.seed)
+        freezing = freeze_blocks(target.model, target.optimizer, self, seed=target.seed)
+        return freezing.with_undo(care_for_fused(target.optimizer).remove)  # momentum that starts later
 
     def schedule(self, costs: Sequence[float], *, seed: int = 0, prefixes: int | None = None) -> Callable[[int], int]:
         """Return the number of frozen groups as a function of the update.

@@ -20,6 +20,7 @@ from torchboost.algorithms.freezing.prefix.frozen_prefix import FastPrefix
 from torchboost.algorithms.freezing.reach import Reach
 from torchboost.algorithms.freezing.replicas import Replicas, check_reducer, several_ranks
 from torchboost.core.algorithm import Attachment, Removable
+from torchboost.core.covering import plain_hook
 from torchboost.core.torch_private import AnyBatchNorm, recompile_limit
 from torchboost.core.wrapping import is_compiled
 from torchboost.errors import IncompatibleError, NoEffectWarning
@@ -197,11 +198,11 @@ class Freezing(Attachment):
         self._spared = frozenset[int]()
         self._in_force = self._prefixes[0]
         handles: list[Removable] = [optimizer.register_step_post_hook(_untraced(self._updated)), self._accumulated]
-        handles += [module.register_forward_hook(cut) for module, cut in self._cuts.items()]
+        handles += [plain_hook(module, module.register_forward_hook(cut)) for module, cut in self._cuts.items()]
         if self._lost is not None:
             handles.append(self._lost)
         if model is not None and norms == "eval" and any(prefix.norms for prefix in prefixes):
-            handles.append(model.register_forward_pre_hook(_untraced(self._settle_norms)))
+            handles.append(plain_hook(model, model.register_forward_pre_hook(_untraced(self._settle_norms))))
         if fast is not None:
             handles.append(fast)
         if model is not None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchboost.core.algorithm import Attachment, Removable
+from torchboost.core.covering import plain_hook
 from torchboost.core.torch_private import is_reentrant_checkpoint
 from torchboost.core.wrapping import is_compiled
 from torchboost.errors import IncompatibleError
@@ -86,8 +87,8 @@ class LostGradients:
         self._ahead = ahead
         self._suspects = {}
         self._handles = [
-            self._model.register_forward_pre_hook(self._enter),
-            self._model.register_forward_hook(self._leave, always_call=True),
+            plain_hook(self._model, self._model.register_forward_pre_hook(self._enter)),
+            plain_hook(self._model, self._model.register_forward_hook(self._leave, always_call=True)),
         ]
 
     def observe(self, frozen: bool) -> None:

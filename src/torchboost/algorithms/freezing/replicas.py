@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchboost.core.algorithm import Attachment
+from torchboost.core.covering import plain_hook
 from torchboost.core.torch_private import active_ddp, build_again, built_in_comm_hook, comm_hooks
 from torchboost.distributed.agreement import Agreement
 from torchboost.errors import IncompatibleError
@@ -113,7 +114,7 @@ class Replicas(Attachment):
         self._watching = True
         hook: Callable[..., None] = torch.compiler.disable(self._before_pass)  # pyright: ignore
         for module in _replicas_in(self._model) or [self._model]:
-            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+            self._handles.append(plain_hook(module, module.register_forward_pre_hook(hook, prepend=True)))
 
     def release(self) -> None:
         """Rebuild the reducers for the current flags and free the group, after the hooks are removed."""

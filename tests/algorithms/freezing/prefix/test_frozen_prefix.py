@@ -31,7 +31,6 @@ from tests.support.models import mlp
 from torchboost.algorithms.autocast import autocast_forward
 from torchboost.algorithms.freezing.prefix.activation_cache import ActivationCache
 from torchboost.algorithms.freezing.prefix.frozen_prefix import FastPrefix, fast_prefix
-from torchboost.core.covering import uncover_copy
 from torchboost.errors import IncompatibleError
 
 
@@ -393,7 +392,6 @@ def test_a_deep_copy_is_an_ordinary_model() -> None:
             p.zero_()
     x, _ = inputs_for(model)
     outputs = twin(x)
-    uncover_copy(twin)
     freeze(twin[:7])
     assert torch.equal(outputs, twin(x))
     assert outputs.abs().sum() > 0

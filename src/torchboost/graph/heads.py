@@ -1,0 +1,221 @@
+"""The heads of a model: the matrix products whose results reach an output without passing through another product."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from torchboost.core.torch_private import (
+    AnyConv,
+    call_uncompiled,
+    is_reentrant_checkpoint,
+    node_number,
+    parameter_slots,
+    sequence_number,
+)
+from torchboost.core.wrapping import is_compiled, unwrap
+from torchboost.graph.normalized_linear import NormalizedLinear
+from torchboost.graph.recording import tensors_in
+
+__all__ = ["HeadSearch", "Heads", "find_heads", "guessed_heads"]
+
+_CHEAP = 0.1
+"""A head of at most this share of all multiplications costs little in float32."""
+_LAYERS = (nn.Linear, NormalizedLinear, AnyConv, nn.Bilinear)
+_PRODUCTS = frozenset(
+    {
+        *("Mm", "Addmm", "Bmm", "Baddbmm", "Addbmm", "Mv", "Addmv", "Linear", "MkldnnLinear", "GroupedMm", "ScaledMm"),
+        *("Convolution", "ConvolutionOverrideable", "MkldnnConvolution", "CudnnConvolution", "SlowConv3D"),
+        *("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn", "CompiledFunction"),
+    }
+)
+"""Nodes of the autograd graph; a compiled part counts as one product."""
+_ATTENTION = "ScaledDotProduct"
+_MOVING = frozenset(
+    {
+        *("View", "UnsafeView", "ReshapeAlias", "Alias", "AsStrided", "T", "Transpose", "Permute", "Squeeze"),
+        *("Unsqueeze", "Select", "Slice", "Split", "SplitWithSizes", "Unbind", "Unfold", "Expand", "Clone", "ToCopy"),
+        *("Cat", "Stack", "Index", "Gather", "CopySlices", "Copy"),
+    }
+)
+"""Nodes that move numbers and compute none."""
+_MANY = object()
+
+
+class Heads(NamedTuple):
+    """What of a model has to be in float32 for its outputs to be exact. Names are those of ``named_modules``.
+
+    Args:
+        computed: Modules that compute in float32: a head that costs little, or whose results are computed with. The
+            empty name is the whole model, if it computes the product itself.
+        cast: Heads that are too expensive for that, and whose results are only cast.
+    """
+
+    computed: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
+
+
+def find_heads(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Heads | None:
+    """Run one pass with gradients, and return the heads of the model; None if no output has a gradient.
+
+    Nothing else is changed: hooks that are set meanwhile are removed. Buffers and random generators move as in any
+    pass.
+
+    Args:
+        model: Wrapped or not. The pass is that of the bare module.
+        args: Of the call.
+        kwargs: Of the call.
+    """
+    bare = unwrap(model)
+    with HeadSearch(bare) as search, torch.enable_grad():
+        outputs = call_uncompiled(bare, *args, **kwargs)
+    return search.heads(outputs)
+
+
+def guessed_heads(model: nn.Module) -> Heads:
+    """Return the last layer in the order of the modules as the head, without a pass."""
+    bare = unwrap(model)
+    sizes = {name: _entries(module) for name, module in bare.named_modules() if isinstance(module, _LAYERS)}
+    if not sizes:
+        return Heads()
+    name, size = list(sizes.items())[-1]
+    return Heads((name,)) if size <= _CHEAP * sum(sizes.values()) else Heads(cast=(name,))
+
+
+class HeadSearch:
+    """Watches one pass of a model inside the ``with`` block. What is compiled in it runs eagerly.
+
+    Mechanism: temporary hooks note which operations of the autograd graph were recorded in which module; then the graph
+    is followed from the outputs to the first products. Tied weights, several heads and products outside of any layer
+    (``x @ w``) are found, too.
+
+    Limit: what ran inside a checkpoint with ``use_reentrant=True`` is not in the graph.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._eager: AbstractContextManager[Any] = nullcontext()
+        self._handles: list[RemovableHandle] = []
+        self._stack = [""]
+        self._starts, self._names = [0], [""]
+        self._work: dict[str, float] = defaultdict(float)
+
+    def __enter__(self) -> Self:
+        if is_compiled(self._model):
+            self._eager = torch.compiler.set_stance("force_eager")
+        self._eager.__enter__()
+        for name, module in unwrap(self._model).named_modules():
+            if name and not isinstance(module, torch.jit.ScriptModule):  # pyright: ignore[reportPrivateImportUsage]
+                self._handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
+                self._handles.append(module.register_forward_hook(partial(self._leave, name), always_call=True))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, trace: TracebackType | None) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        self._eager.__exit__(kind, _, trace)
+
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        self._stack.append(name)
+        self._mark()
+
+    def _leave(self, name: str, module: nn.Module, args: Any, outputs: Any) -> None:
+        if self._stack[-1] != name:  # a hook before this one raised an exception
+            return
+        self._stack.pop()
+        self._mark()
+        self._work[name] += _multiplications(module, outputs)
+
+    def _mark(self) -> None:
+        self._starts.append(sequence_number())
+        self._names.append(self._stack[-1])
+
+    def heads(self, outputs: Any) -> Heads | None:
+        """Return the heads, from what the pass returned."""
+        found, products = self._reached([tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None])
+        if not found:
+            return None
+        total = sum(self._work[name] for name in products)
+        computed, cast = [], []
+        for name, behind in found.items():
+            share = sum(self._work[other] for other in products if _is_inside(other, name)) / total if total else 1.0
+            (computed if behind or (name and share <= _CHEAP) else cast).append(name)
+        return Heads(tuple(sorted(computed)), tuple(sorted(name for name in cast if name)))
+
+    def _reached(self, outputs: list[Tensor]) -> tuple[dict[str, bool], set[str]]:
+        """Return each head and whether something is computed with its results, and the owners of all products.
+
+        What leads to a loss, an output without dimensions, does not count as such: a cast of the results is enough.
+        """
+        found: dict[str, bool] = {}
+        products = {self._owner(node) for node in _all_nodes(outputs) if _is_product(node)}
+        seen: set[Any] = set()
+        waiting: list[tuple[Any, Any, bool]] = [(tensor.grad_fn, None, tensor.ndim == 0) for tensor in outputs]
+        while waiting:
+            entry = waiting.pop()
+            node, by, loss = entry
+            if entry in seen or is_reentrant_checkpoint(node):
+                continue
+            seen.add(entry)
+            if _is_product(node):
+                owner = self._owner(node)
+                own = by is owner and not any(_is_inside(other, owner) for other in products - {owner})
+                found[owner] = found.get(owner, False) or not (loss or by is None or (own and owner))
+                continue
+            if _kind(node) not in _MOVING:
+                owner = self._owner(node)
+                by = owner if by is None or by is owner else _MANY
+            waiting += [(after, by, loss) for after, _ in node.next_functions if after is not None]
+        return found, products
+
+    def _owner(self, node: Any) -> str:
+        """Return the innermost module that was running when an operation was recorded."""
+        return self._names[bisect_right(self._starts, node_number(node)) - 1]
+
+
+def _all_nodes(outputs: list[Tensor]) -> Iterator[Any]:
+    waiting: list[Any] = [tensor.grad_fn for tensor in outputs]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [after for after, _ in node.next_functions]
+
+
+def _kind(node: Any) -> str:
+    return node.name().rpartition("Backward")[0]
+
+
+def _is_product(node: Any) -> bool:
+    kind = _kind(node)
+    return kind in _PRODUCTS or kind.startswith(_ATTENTION)
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return not other or name == other or name.startswith(f"{other}.")
+
+
+def _entries(module: nn.Module) -> int:
+    """Return the size of the matrices of a module itself."""
+    own = [p for p in parameter_slots(module).values() if p is not None]
+    return sum(p.numel() for p in own if not isinstance(p, nn.parameter.UninitializedParameter) and p.ndim > 1)
+
+
+def _multiplications(module: nn.Module, outputs: Any) -> float:
+    entries = 0 if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else _entries(module)
+    found = tensors_in(outputs)
+    if not entries or not found or not found[0].ndim:
+        return 0.0
+    channels = found[0].shape[1 if isinstance(module, AnyConv) and found[0].ndim > 1 else -1]
+    return entries * found[0].numel() / max(1, channels)
