@@ -89,7 +89,7 @@ def test_a_checkpoint_is_resumed_without_torchboost(name, assign, tmp_path):
     reference = make(whole.parameters())
     go_on(whole, reference, 8)
     boosted = boost(model, make(model.parameters()), calibrate=False, config=config)
-    assert {"channels_last", "fused_optimizer"} <= set(boosted.attached)
+    assert {"channels_last"} | ({"fused_optimizer"} if name != "fused" else set()) <= set(boosted.attached)
     go_on(model, boosted.optimizer, 4)
     torch.save({"model": model.state_dict(), "optimizer": boosted.optimizer.state_dict()}, tmp_path / "file.pt")
     saved = torch.load(tmp_path / "file.pt", weights_only=True)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchboost.algorithms.channels_last import ChannelsLast, to_channels_last
-from torchboost.errors import NoEffectWarning
+from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.graph.dataflow import evaluate, trace, trace_run, undisturbed
 from torchboost.graph.folding import fold_pairs
 from torchboost.graph.matrix_uses import matrix_uses
@@ -115,25 +114,6 @@ def test_a_copy_that_leads_back_is_not_run_and_leaves_no_mark(build) -> None:
     assert fold_pairs(model, [], sample=x) is None
     assert_unchanged(model, before)
     assert torch.equal(torch.get_rng_state(), generator)
-
-
-@pytest.mark.parametrize("build", LEADING_BACK)
-def test_the_memory_format_cannot_be_tried_on_such_a_copy(build) -> None:
-    model = build().train()
-    before = everything(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert "cannot be tried: a copy of this model computes with" in (ChannelsLast().idle(model, optimizer) or "")
-    assert_unchanged(model, before)
-
-
-def test_asked_for_directly_the_format_is_given_up_at_the_first_batch() -> None:
-    model = plain()
-    model.forward = timed(model.forward)
-    with to_channels_last(model):
-        assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
-        with pytest.warns(NoEffectWarning, match="cannot be tried"):
-            model(torch.randn(2, 3, 8, 8))
-        assert model[0].weight.is_contiguous()
 
 
 @pytest.mark.parametrize("reentrant", [None, True])

@@ -250,6 +250,19 @@ class Calibration:
             machine=Machine.of(device),
         )
 
+    def fitted(self, passes: Passes) -> Calibration:
+        """Return the same with levers that know what a pass of a real call shows."""
+
+        def fit(lever: Algorithm) -> Algorithm:
+            if type(lever).fitted is Algorithm.fitted:
+                return lever
+            try:
+                return passes.shown_to(lever.fitted)
+            except Exception:  # what fails here fails in the passes too, which say it
+                return lever
+
+        return replace(self, levers=tuple(map(fit, self.levers)), asked=tuple(map(fit, self.asked)))
+
     def unchecked(self, choice: Choice, reason: str) -> Decision:
         """Return a choice as it is, with the reason why its levers were not compared with the plain step."""
         on = [*choice.kept, *(lever.name for lever in self.asked)]
@@ -279,8 +292,6 @@ class Calibration:
     def _checked(self, wanted: Sequence[Algorithm], target: Target, passes: Passes, snapshot: Snapshot) -> Checked:
         names = [lever.name for lever in wanted]
         try:
-            if snapshot.has_iterator:
-                raise ValueError(_READ_ONCE)
             return verified(wanted, passes, snapshot, target.optimizer, scaler=target.scaler)
         except Exception as error:  # a check must never end a training
             return Checked(names, dict.fromkeys(names, f"not checked: {_in_a_line(error)}"))
@@ -447,7 +458,8 @@ def _on_the_plain_pair(
         for lever in on:
             if choice is None or calibration.verify or lever.name not in choice.kept:
                 attached.detach(lever.name)
-        decision = _decided(target, calibration, choice, call, reduce, before)
+        decision, calibration = _decided(target, calibration, choice, call, reduce, before)
+        levers = [*calibration.levers, *calibration.asked]
         names = {*decision.choice.kept, *(lever.name for lever in calibration.asked)} - set(decision.refused)
         kept = [lever for lever in levers if lever.name in names]
         return decision
@@ -463,18 +475,22 @@ def _decided(
     call: Call,
     reduce: Reduce | None,
     before: Pair | None,
-) -> Decision:
+) -> tuple[Decision, Calibration]:
+    """Return the decision, and the levers with what a pass has shown of them."""
     if choice is not None and not calibration.verify:
-        return calibration.unchecked(choice, "verify=False")
+        return calibration.unchecked(choice, "verify=False"), calibration
     short = _shortage(target, reduce)
     if short is not None:
-        return calibration.unchecked(calibration.without_trial(short) if choice is None else choice, short)
+        choice = calibration.without_trial(short) if choice is None else choice
+        return calibration.unchecked(choice, short), calibration
     with _on_real_inputs(calibration, target, call) as (passes, snapshot):
-        if choice is None and snapshot.has_iterator:
-            choice = calibration.without_trial(_READ_ONCE)
-        elif choice is None:
+        if snapshot.has_iterator:
+            choice = calibration.without_trial(_READ_ONCE) if choice is None else choice
+            return calibration.unchecked(choice, _READ_ONCE), calibration
+        calibration = calibration.fitted(passes)
+        if choice is None:
             choice = calibration.measure(target, passes, reduce, before=before)
-        return calibration.check(choice, target, passes, snapshot, reduce)
+        return calibration.check(choice, target, passes, snapshot, reduce), calibration
 
 
 def _shapes(call: Call) -> list[tuple[torch.Size, torch.dtype]]:

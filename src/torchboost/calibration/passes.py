@@ -123,6 +123,15 @@ class Passes:
         seeds = [seed.to(end.dtype) for seed, end in zip(self._seeds, ends, strict=True)]
         return Pass([tensor.detach() for tensor in found], self._backward(ends, seeds))
 
+    def shown_to(self, look: Callable[..., Any]) -> Any:
+        """Return what ``look(model, args, kwargs)`` returns, which may run a forward pass."""
+        self.prepare()
+        try:
+            with self._forward():
+                return look(self.model, *self._inputs)
+        finally:
+            self.finish()
+
     @property
     def is_random(self) -> bool:
         """Whether the pass that is being finished has drawn random numbers."""
