@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.models import BottleneckNet, TinyGPT, batch_for, cnn, mlp
 from tests.support.ranks import run_ranks
@@ -507,6 +508,35 @@ def test_names_are_those_of_the_bare_model_and_must_exist() -> None:
     x = torch.randn(2, 8)
     with autocast_forward(torch.nn.DataParallel(model), float32=["body"]):
         assert torch.equal(model.body(x), copy.deepcopy(model).body(x))
+
+
+def test_heads_that_a_pass_shows_are_used_after_its_backward_pass() -> None:
+    class Checkpointed(Outputs):
+        def forward(self, x: Tensor) -> Any:
+            return {"policy": checkpoint(self.policy, self.body(x), use_reentrant=False)}
+
+    model = Checkpointed(policy=nn.Linear(16, 3), unused=nn.Linear(16, 3))  # the guess is wrong
+    x = torch.randn(5, 8)
+    near = exact(model, x)["policy"]
+    with autocast_forward(model):
+        first, second = model(x)["policy"], model(x)["policy"]
+        for output in (first, second, model(x)["policy"]):
+            assert (output - near).abs().max() < 0.05
+            output.sum().backward()
+        forgotten = model(x)["policy"]
+        assert torch.equal(forgotten, model(x)["policy"])
+        torch.testing.assert_close(forgotten, exact(model, x)["policy"], rtol=1e-6, atol=1e-6)
+
+
+def test_a_pass_without_a_backward_pass_does_not_keep_the_guess() -> None:
+    model = Outputs(policy=nn.Linear(16, 3))
+    model.never_called = nn.Linear(2, 2)  # the guess
+    model.forward = types.MethodType(lambda self, x: {"policy": self.policy(self.body(x))}, model)
+    x = torch.randn(5, 8)
+    with autocast_forward(model):
+        model(x)
+        expected = model.policy(under_autocast(model.body, x))  # pyright: ignore[reportArgumentType, reportCallIssue]
+        torch.testing.assert_close(model(x)["policy"], expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_configuration_names_them() -> None:
