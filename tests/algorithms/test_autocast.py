@@ -470,6 +470,16 @@ def test_a_wrong_answer_of_a_sigmoid_keeps_its_gradient() -> None:
             effect.remove()
 
 
+def test_a_regression_to_numbers_in_the_hundreds_returns_them_exactly() -> None:
+    model = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 1))
+    nn.init.constant_(model[2].bias, 500.3)
+    x = torch.randn(64, 8)
+    exactly = model[2](under_autocast(model[:2], x))
+    with autocast_forward(model):
+        for _ in range(2):
+            torch.testing.assert_close(model(x), exactly, rtol=1e-6, atol=1e-6)
+
+
 def test_under_a_compiler_that_has_seen_no_pass_the_last_layer_counts_as_the_head() -> None:
     torch.compiler.reset()
     model, x = Outputs(policy=nn.Sequential(with_large_logits(), nn.Sigmoid())), torch.randn(5, 8)

@@ -49,7 +49,8 @@ def autocast_forward(
     The end of the model computes in float32, too: in bfloat16 a sigmoid is exactly 1 from a logit of 6.5 on, which has
     no gradient, probabilities do not sum to 1, and numbers near 500 come in steps of 2. So a head, a matrix product
     whose results reach an output without another product, computes in float32 if something is computed with its
-    results, or if it has at most a tenth of all multiplications. Other heads, such as one over a large vocabulary whose
+    results, if they are large, if it has eight inputs or more for each output, or at most a tenth of all
+    multiplications. Other heads, such as one over a large vocabulary whose
     results are returned as they are, or enter a loss inside the model, stay in ``dtype`` and return float32. The first
     eager pass with gradients shows which modules these are (:func:`~torchboost.graph.heads.find_heads`). Until then,
     and if a compiler traces the first pass, the last layer in the order of the modules counts as the head.
