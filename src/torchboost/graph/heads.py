@@ -31,7 +31,7 @@ __all__ = ["HeadSearch", "Heads", "find_heads", "guessed_heads"]
 _CHEAP = 0.1
 """A head of at most this share of all multiplications costs little in float32."""
 _FEW = 8
-"""A head with this many inputs for each output, or more, costs little beside what computes its inputs."""
+"""A head with this many inputs for each output, or more, costs less than what computes its inputs."""
 _LARGE = 128.0
 """Numbers of this size come in steps of 1 in bfloat16."""
 _LAYERS = (nn.Linear, NormalizedLinear, AnyConv, nn.Bilinear)
