@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.models import BottleneckNet, TinyGPT, batch_for, cnn, mlp
 from tests.support.ranks import run_ranks
@@ -469,6 +470,16 @@ def test_a_wrong_answer_of_a_sigmoid_keeps_its_gradient() -> None:
             effect.remove()
 
 
+def test_a_regression_to_numbers_in_the_hundreds_returns_them_exactly() -> None:
+    model = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 1))
+    nn.init.constant_(model[2].bias, 500.3)
+    x = torch.randn(64, 8)
+    exactly = model[2](under_autocast(model[:2], x))
+    with autocast_forward(model):
+        for _ in range(2):
+            torch.testing.assert_close(model(x), exactly, rtol=1e-6, atol=1e-6)
+
+
 def test_under_a_compiler_that_has_seen_no_pass_the_last_layer_counts_as_the_head() -> None:
     torch.compiler.reset()
     model, x = Outputs(policy=nn.Sequential(with_large_logits(), nn.Sigmoid())), torch.randn(5, 8)
@@ -507,6 +518,35 @@ def test_names_are_those_of_the_bare_model_and_must_exist() -> None:
     x = torch.randn(2, 8)
     with autocast_forward(torch.nn.DataParallel(model), float32=["body"]):
         assert torch.equal(model.body(x), copy.deepcopy(model).body(x))
+
+
+def test_heads_that_a_pass_shows_are_used_after_its_backward_pass() -> None:
+    class Checkpointed(Outputs):
+        def forward(self, x: Tensor) -> Any:
+            return {"policy": checkpoint(self.policy, self.body(x), use_reentrant=False)}
+
+    model = Checkpointed(policy=nn.Linear(16, 3), unused=nn.Linear(16, 3))  # the guess is wrong
+    x = torch.randn(5, 8)
+    near = exact(model, x)["policy"]
+    with autocast_forward(model):
+        first, second = model(x)["policy"], model(x)["policy"]
+        for output in (first, second, model(x)["policy"]):
+            assert (output - near).abs().max() < 0.05
+            output.sum().backward()
+        forgotten = model(x)["policy"]
+        assert torch.equal(forgotten, model(x)["policy"])
+        torch.testing.assert_close(forgotten, exact(model, x)["policy"], rtol=1e-6, atol=1e-6)
+
+
+def test_a_pass_without_a_backward_pass_does_not_keep_the_guess() -> None:
+    model = Outputs(policy=nn.Linear(16, 3))
+    model.never_called = nn.Linear(2, 2)  # the guess
+    model.forward = types.MethodType(lambda self, x: {"policy": self.policy(self.body(x))}, model)
+    x = torch.randn(5, 8)
+    with autocast_forward(model):
+        model(x)
+        expected = model.policy(under_autocast(model.body, x))  # pyright: ignore[reportArgumentType, reportCallIssue]
+        torch.testing.assert_close(model(x)["policy"], expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_configuration_names_them() -> None:

@@ -64,6 +64,20 @@ def test_what_is_computed_behind_a_large_head_decides() -> None:
     assert found(Net(lambda self, h: self.head(h).logsumexp(1).mean(), **large)) == Heads(cast=("head",))
 
 
+def test_a_head_with_few_or_large_outputs_computes_in_float32() -> None:
+    regression = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 1))  # a ninth of the multiplications
+    assert found(regression) == guessed_heads(regression) == Heads(("2",))
+    pixels = nn.Sequential(nn.Conv2d(3, 16, 1), nn.ReLU(), nn.Conv2d(16, 2, 3))
+    assert found(pixels, torch.randn(2, 3, 6, 6)) == guessed_heads(pixels) == Heads(("2",))
+    upwards = nn.Sequential(nn.Conv2d(3, 16, 1), nn.ReLU(), nn.ConvTranspose2d(16, 2, 3))
+    assert found(upwards, torch.randn(2, 3, 6, 6)) == guessed_heads(upwards) == Heads(("2",))
+    wide = nn.Linear(64, 256)
+    model = Net(lambda self, h: self.head(h), head=wide)
+    assert found(model) == Heads(cast=("head",))
+    nn.init.constant_(wide.bias, 300.0)
+    assert found(model) == Heads(("head",))
+
+
 def test_a_product_outside_of_a_layer_belongs_to_the_module_that_computes_it() -> None:
     class Cosine(nn.Module):
         def __init__(self) -> None:

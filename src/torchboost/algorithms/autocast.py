@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
@@ -16,10 +17,11 @@ from torchboost.core.arguments import check_module
 from torchboost.core.containers import with_tensors
 from torchboost.core.covering import cover_forward
 from torchboost.core.forward_watch import ForwardWatch
-from torchboost.core.torch_private import inside_function_transform, is_tracing
+from torchboost.core.torch_private import has_saved_tensor_hooks, inside_function_transform, is_tracing
 from torchboost.core.wrapping import unwrap
 from torchboost.errors import IncompatibleError, nearest
 from torchboost.graph.heads import Heads, HeadSearch, find_heads, guessed_heads
+from torchboost.graph.recording import tensors_in
 from torchboost.graph.unsafe_convolutions import convolutions_unsafe_in_bfloat16, is_unsafe_in_bfloat16
 
 __all__ = ["Autocast", "autocast_forward"]
@@ -47,7 +49,8 @@ def autocast_forward(
     The end of the model computes in float32, too: in bfloat16 a sigmoid is exactly 1 from a logit of 6.5 on, which has
     no gradient, probabilities do not sum to 1, and numbers near 500 come in steps of 2. So a head, a matrix product
     whose results reach an output without another product, computes in float32 if something is computed with its
-    results, or if it has at most a tenth of all multiplications. Other heads, such as one over a large vocabulary whose
+    results, if they are large, if it has eight inputs or more for each output, or at most a tenth of all
+    multiplications. Other heads, such as one over a large vocabulary whose
     results are returned as they are, or enter a loss inside the model, stay in ``dtype`` and return float32. The first
     eager pass with gradients shows which modules these are (:func:`~torchboost.graph.heads.find_heads`). Until then,
     and if a compiler traces the first pass, the last layer in the order of the modules counts as the head.
@@ -118,6 +121,9 @@ def _cover(model: nn.Module, dtype: torch.dtype, heads: Heads | None, watch: For
 class _Ends(Attachment):
     """The covers of the heads. If these are not known, they are guessed until a pass shows them.
 
+    A checkpoint computes a part of a pass again in the backward pass, and must find the same precisions. So covers
+    change in front of a pass, if the backward pass of each earlier one has begun or never will.
+
     Args:
         model: As the loop calls it.
         device_type: Of its parameters.
@@ -128,25 +134,38 @@ class _Ends(Attachment):
         super().__init__(undo=self._uncover)
         self._model, self._device_type = model, device_type
         self._known = heads is not None or isinstance(model, DataParallel)  # replicas run in threads
+        self._found: Heads | None = None
+        self._open: list[weakref.ref[_Open]] = []
         self._covers: list[Attachment] = []
         self._cover(guessed_heads(model) if heads is None else heads)
 
     def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``forward``. If the heads are not known and this is an eager pass with gradients, find them."""
-        if self._known or torch.compiler.is_compiling() or not self._can_search(module):
+        if self._known or torch.compiler.is_compiling() or not self._is_usual(module):
             return forward(module, *args, **kwargs)
-        with HeadSearch(module) as search:
+        if self._found is not None:
+            self._use(self._found)
+        if self._known or not torch.is_grad_enabled():
+            return forward(module, *args, **kwargs)
+        if self._found is None:
+            with HeadSearch(module) as search:
+                outputs = forward(module, *args, **kwargs)
+            self._found = search.heads(outputs)
+        else:
             outputs = forward(module, *args, **kwargs)
-        found = search.heads(outputs)
-        if found is not None:
+        self._open += [_Open.of(output) for output in tensors_in(outputs) if output.requires_grad]
+        return outputs
+
+    def _use(self, found: Heads) -> None:
+        """Cover what was found, unless an earlier pass has still to go backward or this one is inside a checkpoint."""
+        self._open = [ref for ref in self._open if (one := ref()) is not None and not one.begun]
+        if not self._open and not has_saved_tensor_hooks():
             self._known = True
             self._uncover()
             self._cover(found)
-        return outputs
 
-    def _can_search(self, module: nn.Module) -> bool:
-        usual = not (is_tracing() or inside_function_transform())
-        return module is self._model and torch.is_grad_enabled() and usual
+    def _is_usual(self, module: nn.Module) -> bool:
+        return module is self._model and not (is_tracing() or inside_function_transform())
 
     def _cover(self, heads: Heads) -> None:
         modules = dict(unwrap(self._model).named_modules())
@@ -163,6 +182,22 @@ class _Ends(Attachment):
     def _uncover(self) -> None:
         while self._covers:
             self._covers.pop().remove()
+
+
+class _Open:
+    """A pass that may still go backward. Only its graph holds this, as a hook of an output."""
+
+    begun = False
+
+    def __call__(self, gradient: Tensor) -> None:
+        self.begun = True
+
+    @classmethod
+    def of(cls, output: Tensor) -> weakref.ref[_Open]:
+        """Watch the backward pass through an output."""
+        made = cls()
+        output.register_hook(made)
+        return weakref.ref(made)
 
 
 def _returns_float32(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:

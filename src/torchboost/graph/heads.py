@@ -30,6 +30,10 @@ __all__ = ["HeadSearch", "Heads", "find_heads", "guessed_heads"]
 
 _CHEAP = 0.1
 """A head of at most this share of all multiplications costs little in float32."""
+_FEW = 8
+"""A head with this many inputs for each output, or more, costs less than what computes its inputs."""
+_LARGE = 128.0
+"""Numbers of this size come in steps of 1 in bfloat16."""
 _LAYERS = (nn.Linear, NormalizedLinear, AnyConv, nn.Bilinear)
 _PRODUCTS = frozenset(
     {
@@ -55,8 +59,8 @@ class Heads(NamedTuple):
     """What of a model has to be in float32 for its outputs to be exact. Names are those of ``named_modules``.
 
     Args:
-        computed: Modules that compute in float32: a head that costs little, or whose results are computed with. The
-            empty name is the whole model, if it computes the product itself.
+        computed: Modules that compute in float32: a head that costs little, has few outputs, or has results that are
+            large or computed with. The empty name is the whole model, if it computes the product itself.
         cast: Heads that are too expensive for that, and whose results are only cast.
     """
 
@@ -88,7 +92,8 @@ def guessed_heads(model: nn.Module) -> Heads:
     if not sizes:
         return Heads()
     name, size = list(sizes.items())[-1]
-    return Heads((name,)) if size <= _CHEAP * sum(sizes.values()) else Heads(cast=(name,))
+    cheap = size <= _CHEAP * sum(sizes.values()) or _has_few_outputs(bare.get_submodule(name))
+    return Heads((name,)) if cheap else Heads(cast=(name,))
 
 
 class HeadSearch:
@@ -145,21 +150,25 @@ class HeadSearch:
         if not found:
             return None
         total = sum(self._work[name] for name in products)
+        modules = dict(unwrap(self._model).named_modules())
         computed, cast = [], []
         for name, behind in found.items():
             share = sum(self._work[other] for other in products if _is_inside(other, name)) / total if total else 1.0
-            (computed if behind or (name and share <= _CHEAP) else cast).append(name)
+            cheap = share <= _CHEAP or _has_few_outputs(modules[name])
+            (computed if behind or (name and cheap) else cast).append(name)
         return Heads(tuple(sorted(computed)), tuple(sorted(name for name in cast if name)))
 
     def _reached(self, outputs: list[Tensor]) -> tuple[dict[str, bool], set[str]]:
-        """Return each head and whether something is computed with its results, and the owners of all products.
+        """Return each head and whether its results are large or computed with, and the owners of all products.
 
         What leads to a loss, an output without dimensions, does not count as such: a cast of the results is enough.
         """
         found: dict[str, bool] = {}
         products = {self._owner(node) for node in _all_nodes(outputs) if _is_product(node)}
         seen: set[Any] = set()
-        waiting: list[tuple[Any, Any, bool]] = [(tensor.grad_fn, None, tensor.ndim == 0) for tensor in outputs]
+        waiting: list[tuple[Any, Any, bool]] = [
+            (tensor.grad_fn, _MANY if _is_large(tensor) else None, tensor.ndim == 0) for tensor in outputs
+        ]
         while waiting:
             entry = waiting.pop()
             node, by, loss = entry
@@ -204,6 +213,16 @@ def _is_product(node: Any) -> bool:
 
 def _is_inside(name: str, other: str) -> bool:
     return not other or name == other or name.startswith(f"{other}.")
+
+
+def _has_few_outputs(module: nn.Module) -> bool:
+    if isinstance(module, AnyConv):
+        return module.in_channels >= _FEW * module.out_channels
+    return isinstance(module, nn.Linear) and module.in_features >= _FEW * module.out_features
+
+
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.ndim > 0 and tensor.numel() > 0 and bool(tensor.detach().abs().max() >= _LARGE)
 
 
 def _entries(module: nn.Module) -> int:
