@@ -589,19 +589,3 @@ def test_a_choice_switches_levers_and_keeps_the_rest():
     assert not any(dropped.name == "autocast" for dropped in made.dropped)
     with pytest.raises(ValueError, match="the levers of this plan are"):
         plan.chosen({"less_bn": (False, "")})
-
-
-@pytest.mark.parametrize("mode", ["auto", "disable_all"])
-@pytest.mark.parametrize(
-    ("name", "settings", "path"),
-    [
-        ("adasum", {"foo": 1}, "extra.adasum.foo"),
-        ("channels_last", {"x": 1}, "extra.channels_last.x"),
-        ("less_bn", {"keep": "zzz"}, "extra.less_bn.keep"),
-        ("grad_freeze", {"groups": 0}, "extra.grad_freeze.groups"),
-    ],
-)
-def test_settings_of_what_is_left_out_are_checked_too(mode, name, settings, path):
-    config = {"boost": {"mode": mode}, "extra": {name: settings}}
-    with pytest.raises(ConfigError, match=path):
-        Plan.of("O0", config, Facts.measure(nn.Sequential(nn.Linear(2, 2))))

@@ -325,3 +325,19 @@ def test_the_file_has_the_permissions_of_an_ordinary_one(tmp_path):
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "boost.json").stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("mode", ["auto", "disable_all"])
+@pytest.mark.parametrize(
+    ("name", "settings", "path"),
+    [
+        ("adasum", {"foo": 1}, "extra.adasum.foo"),
+        ("channels_last", {"x": 1}, "extra.channels_last.x"),
+        ("less_bn", {"keep": "zzz"}, "extra.less_bn.keep"),
+        ("grad_freeze", {"groups": 0}, "extra.grad_freeze.groups"),
+    ],
+)
+def test_settings_of_what_is_left_out_are_checked_too(mode, name, settings, path):
+    config = {"boost": {"mode": mode}, "extra": {name: settings}}
+    with pytest.raises(ConfigError, match=path):
+        Plan.of("O0", config, Facts.measure(nn.Sequential(nn.Linear(2, 2))))

@@ -8,8 +8,7 @@ import statistics
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,10 +22,6 @@ from torchboost.calibration.calibration import (
     Calibrate,
     Calibration,
     Decision,
-    FirstCall,
-    OtherShapes,
-    attach_levers,
-    check_again,
     describe,
     explain,
     gain,
@@ -34,6 +29,8 @@ from torchboost.calibration.calibration import (
     resolved,
 )
 from torchboost.calibration.choice import Choice
+from torchboost.calibration.first_call import FirstCall, OtherShapes, attach_levers, check_again
+from torchboost.calibration.host import Host
 from torchboost.calibration.passes import Call
 from torchboost.calibration.trial import Pair
 from torchboost.calibration.watch import StepWatch
@@ -50,7 +47,6 @@ from torchboost.core.arguments import (
 from torchboost.core.step import TrainStep
 from torchboost.core.torch_private import step_pre_hooks
 from torchboost.core.wrapping import hookable, wrapper_of
-from torchboost.distributed.shared import from_first_rank
 from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.dataflow import shared_traces
@@ -70,31 +66,6 @@ _LONG_RUN = 1_000_000
 
 # A second boost of a model finds the first one here. Both sides are weak: a model keeps no optimizer alive.
 _BOOSTED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Boosted]] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Host:
-    """Who owns the training loop, and what it does around the model.
-
-    Args:
-        loop: See :func:`boost`.
-        precision: The mixed precision in which a trainer computes, in its own words; empty if it uses none.
-        forward: Makes the context in which it computes each forward pass.
-        together: Whether all ranks ask for the facts together, as in a trainer.
-    """
-
-    loop: Loop = "own"
-    precision: str = ""
-    forward: Callable[[], AbstractContextManager[Any]] = nullcontext
-    together: bool = False
-
-    def facts(self, model: nn.Module) -> Facts:
-        """Look at the machine and the model. The speed of bfloat16 is then that of the first rank."""
-        facts = Facts.measure(model, loop=self.loop, precision=self.precision)
-        if not self.together:
-            return facts
-        fast, reason = from_first_rank((facts.half_precision, facts.half_precision_reason))
-        return replace(facts, half_precision=fast, half_precision_reason=reason)
 
 
 class Boosted:
@@ -539,7 +510,7 @@ def attach(
     plan = Plan.of(level, config, host.facts(model), total_steps=total_steps)
     with shared_traces():
         plan = plan.fit(model, given)
-        calibration = _calibration(plan, calibrate, wrapper, host, verify)
+        calibration = Calibration.of(plan, calibrate, verify=verify, forward=host.forward) if wrapper is None else None
         if calibration is not None and calibrate is not False:
             reason = _OPEN if calibration.too_short is None else f"not measured: {calibration.too_short}"
             plan = plan.chosen({lever.name: (lever.name in calibration.prior, reason) for lever in plan.levers})
@@ -559,29 +530,6 @@ def _check_one_model(earlier: Boosted | None, model: nn.Module, name: str) -> No
     raise IncompatibleError(
         f"the optimizer of this {name} was boosted with another one, a {type(earlier.model).__name__}; give each its "
         "own optimizer, or put both into one module and boost that; to give up the first boost, call its remove()."
-    )
-
-
-def _calibration(plan: Plan, calibrate: Calibrate, wrapper: str | None, host: Host, verify: bool) -> Calibration | None:
-    """Return what the first training call has to decide and to check; None if there is nothing."""
-    on = {algorithm.name for algorithm in plan.algorithms}
-    levers = {lever.name for lever in plan.levers}
-    asked = tuple(a for a in plan.algorithms if REGISTRY[a.name].lever and a.name not in levers)
-    replaced = any(algorithm.traits.replaces_optimizer for algorithm in plan.algorithms)
-    if wrapper is not None or replaced or not (levers or asked):
-        return None
-    if calibrate is False and not (verify and (asked or levers & on)):
-        return None
-    return Calibration(
-        levers=plan.levers,
-        prior=frozenset(name for name in on & levers if calibrate is False or not REGISTRY[name].once),
-        calibrate=calibrate if levers else False,
-        total_steps=plan.total_steps,
-        compiled=any(REGISTRY[name].once for name in on - levers),
-        graphs=max((algorithm.graphs() for algorithm in plan.algorithms), default=1),
-        forward=host.forward,
-        asked=asked if verify else (),
-        verify=verify,
     )
 
 

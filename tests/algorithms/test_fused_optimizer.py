@@ -589,35 +589,3 @@ def test_the_groups_of_a_mixed_optimizer_that_have_a_fused_form_are_fused():
         for one, other in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     assert [group.get("fused") for group in targets[0].optimizer.param_groups] == [None, None]
-
-
-@pytest.mark.parametrize(
-    "flags", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"fused": False}], ids=str
-)
-def test_a_checkpoint_has_the_flags_of_the_user(flags: dict[str, bool]) -> None:
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), **flags)
-    written = optimizer.state_dict()["param_groups"][0]
-    added = torch.nn.Parameter(torch.ones(2))
-    with fuse_optimizer(optimizer):
-        assert optimizer.state_dict()["param_groups"][0] == written
-        assert optimizer.param_groups[0]["fused"]
-        optimizer.add_param_group({"params": [added]})
-        for _ in range(2):
-            last = optimizer.state_dict()["param_groups"][1]
-            assert (last["fused"], last["foreach"]) == (written["fused"], written["foreach"])
-            added.grad = torch.ones(2)
-            optimizer.step()
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        assert [group["fused"] for group in optimizer.param_groups] == [True, True]
-
-
-def test_a_group_that_cannot_be_fused_is_written_as_it_is() -> None:
-    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
-    groups = [{"params": params[:1], "foreach": True}, {"params": params[1:], "foreach": False, "dampening": 0.5}]
-    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-    written = optimizer.state_dict()["param_groups"]
-    with pytest.warns(NoEffectWarning, match="group 1"):
-        fuse_optimizer(optimizer)
-    assert [group["fused"] for group in optimizer.param_groups] == [True, None]
-    assert optimizer.state_dict()["param_groups"] == written

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import torchboost
 from torchboost.calibration import calibration as module
+from torchboost.calibration import first_call
 from torchboost.calibration import watch as watch_module
 from torchboost.calibration.calibration import check_calibrate, resolved
 from torchboost.calibration.choice import Choice, Verdict
@@ -246,7 +247,7 @@ def test_a_trial_that_raises_leaves_the_prior(monkeypatch):
 
 
 def test_too_little_memory_is_said_before_anything_is_copied(monkeypatch):
-    monkeypatch.setattr(module, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(first_call, "free_bytes", lambda device: 1000)
     monkeypatch.setattr(module, "Trial", None)
     model = network()
     boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)

@@ -67,7 +67,7 @@ def strides_only(before: Any, after: Any) -> bool:
 def explained(key: str, before: Any, after: Any, on: set[str]) -> bool:
     """Whether the documentation of what is on names a change of this attribute."""
     last = key.rpartition(".")[2]
-    if hooks(last) or last == "__getstate__":  # copies and pickles are without them
+    if hooks(last) or last in ("__getstate__", "_compiled_call_impl"):  # copies and pickles are without them
         return True
     if last == "forward":
         return "autocast" in on

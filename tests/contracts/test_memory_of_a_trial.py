@@ -17,7 +17,8 @@ from torch import nn
 from torchboost.algorithms import Autocast, ChannelsLast, FusedOptimizer
 from torchboost.calibration import calibration as module
 from torchboost.calibration.search import search
-from torchboost.calibration.calibration import Calibration, FirstCall
+from torchboost.calibration.calibration import Calibration
+from torchboost.calibration.first_call import FirstCall
 from torchboost.core.algorithm import Target, attach_all
 
 def resident(what):

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchboost.calibration.calibration import Calibration, FirstCall
+from torchboost.calibration.calibration import Calibration
 from torchboost.calibration.choice import Choice
+from torchboost.calibration.first_call import FirstCall
 from torchboost.calibration.snapshot import streams_kept
 from torchboost.core.algorithm import Algorithm, Attachment, Target, attach_all
 

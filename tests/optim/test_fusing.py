@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from tests.support.models import mlp
-from torchboost.algorithms import BlockFreeze, FusedOptimizer
+from torchboost.algorithms import BlockFreeze, FusedOptimizer, fuse_optimizer
 from torchboost.core.algorithm import Attachment, Target, attach_all
 from torchboost.core.torch_private import step_pre_hooks
+from torchboost.errors import NoEffectWarning
 from torchboost.optim.fusing import Fusion, care_for_fused
 
 
@@ -55,3 +56,35 @@ def test_it_is_taken_once_and_only_for_fused_groups(fused: bool | None) -> None:
     effect = care_for_fused(optimizer)
     assert isinstance(effect, Fusion) is bool(fused)
     assert isinstance(effect, Attachment)
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"fused": False}], ids=str
+)
+def test_a_checkpoint_has_the_flags_of_the_user(flags: dict[str, bool]) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), **flags)
+    written = optimizer.state_dict()["param_groups"][0]
+    added = torch.nn.Parameter(torch.ones(2))
+    with fuse_optimizer(optimizer):
+        assert optimizer.state_dict()["param_groups"][0] == written
+        assert optimizer.param_groups[0]["fused"]
+        optimizer.add_param_group({"params": [added]})
+        for _ in range(2):
+            last = optimizer.state_dict()["param_groups"][1]
+            assert (last["fused"], last["foreach"]) == (written["fused"], written["foreach"])
+            added.grad = torch.ones(2)
+            optimizer.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert [group["fused"] for group in optimizer.param_groups] == [True, True]
+
+
+def test_a_group_that_cannot_be_fused_is_written_as_it_is() -> None:
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+    groups = [{"params": params[:1], "foreach": True}, {"params": params[1:], "foreach": False, "dampening": 0.5}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    written = optimizer.state_dict()["param_groups"]
+    with pytest.warns(NoEffectWarning, match="group 1"):
+        fuse_optimizer(optimizer)
+    assert [group["fused"] for group in optimizer.param_groups] == [True, None]
+    assert optimizer.state_dict()["param_groups"] == written

@@ -59,7 +59,7 @@ class Bound:
         return max(min(self.rounding * response, self.most * norm), own * norm, rest)
 
 
-EXACT = Bound(rounding=64.0, own=3e-4, whole=1e-6, outputs=2e-5, most=3.0, hopeless=0.1)
+EXACT = Bound(rounding=64.0, own=3e-4, whole=1e-5, outputs=2e-5, most=3.0, hopeless=0.1)
 """For levers that change the order of additions, and nothing else."""
 LOWER = Bound(rounding=8.0, own=0.6, whole=2**-7, outputs=2**-5, most=3.0, hopeless=0.0)
 """For levers that compute in bfloat16 or float16. ``rounding`` counts from a change by one part in 256."""
@@ -261,7 +261,7 @@ def _distance(plain: Tensor, other: Tensor | None) -> float:
         norm = float(torch.linalg.vector_norm(base))
         return norm if math.isfinite(norm) else 0.0
     found = _numbers(other)
-    if not bool(torch.isfinite(base).all()):  # a loss that is no number already
+    if not bool(torch.isfinite(base).all()):  # the plain loss is NaN already
         return 0.0 if torch.equal(torch.isfinite(base), torch.isfinite(found)) else math.inf
     norm = float(torch.linalg.vector_norm(found - base))
     return norm if math.isfinite(norm) else math.inf

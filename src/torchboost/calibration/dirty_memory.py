@@ -6,6 +6,7 @@ import ctypes
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -51,7 +52,8 @@ def fill_freed_memory(sizes: Iterable[int], device: torch.device) -> None:
     blocks.clear()
 
 
-def _mallopt() -> ctypes._NamedFuncPointer | None:
+def _mallopt() -> Any:
+    """Return the function of glibc that sets options of its allocator; None elsewhere."""
     if not sys.platform.startswith("linux"):
         return None
     library = ctypes.CDLL(None)

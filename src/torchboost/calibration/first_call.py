@@ -1,0 +1,326 @@
+"""What happens at the first training call: the levers are chosen and checked on its inputs, then the call runs."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchboost.calibration.cache import ChoiceCache, key_of
+from torchboost.calibration.calibration import Calibration, Decision, device_of
+from torchboost.calibration.choice import Choice, Machine
+from torchboost.calibration.next_call import entries_in, is_training_call
+from torchboost.calibration.passes import Call, Passes
+from torchboost.calibration.snapshot import Snapshot, plain, streams_kept
+from torchboost.calibration.trial import Pair, Reduce, free_bytes, needed_bytes
+from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
+from torchboost.core.torch_private import (
+    Interceptor,
+    active_ddp,
+    compiled_call,
+    interceptor_of,
+    keep_step_pre_hook_places,
+    set_compiled_call,
+    step_pre_hook_keys,
+)
+from torchboost.core.wrapping import hookable, unwrap
+from torchboost.distributed.agreement import Agreement
+from torchboost.graph.recording import tensors_in
+
+__all__ = ["FirstCall", "OtherShapes", "attach_levers", "check_again"]
+
+_LOG = logging.getLogger("torchboost")
+
+_MOST_OF_FREE = 0.5
+"""If a snapshot and the gradients need more of the free memory, nothing is measured or checked."""
+_READ_ONCE = "the inputs or the model hold an iterator, which can be read only once"
+_RANKS_TIMEOUT = 600.0
+"""Seconds that a rank waits for another one; a rank may compile for minutes."""
+
+
+class FirstCall(Interceptor):
+    """Waits in front of a model for the first training call, decides about the levers, and lets the call run.
+
+    It answers each call of the model until then. Calls in eval mode, without gradients, inside a compiler, a tracer, a
+    checkpoint or a transform of ``torch.func``, or with tensors other than plain ones pass through.
+
+    Args:
+        target: The pair. Its levers are attached as the prior says.
+        attached: All attachments of the pair; the levers among them are replaced.
+        calibration: What to decide and at what price.
+        decided: Called after the levers were attached, with what was decided on which call.
+        before: Copies from before boost, if the level has changed the model. They are freed with this object.
+        again: The key in the cache of a choice that is measured once more and replaced; None for a first choice.
+
+    Attributes:
+        given: The choice of a checkpoint, which is used instead of a trial.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        attached: AttachedAlgorithms,
+        calibration: Calibration,
+        decided: Callable[[Decision, Call], None],
+        *,
+        before: Pair | None = None,
+        again: str | None = None,
+    ) -> None:
+        self._target, self._attached = target, attached
+        self._calibration, self._decided = calibration, decided
+        self._model = target.model
+        self.given: Choice | None = None
+        self._before, self._again, self.key = before, again is not None, again
+        self.compiled = compiled_call(self._model)
+        set_compiled_call(self._model, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a call of the model."""
+        if is_training_call(self._model, args, kwargs):
+            self.decide((args, kwargs))
+            return self._model(*args, **kwargs)
+        return self.pass_on(self._model, *args, **kwargs)
+
+    def decide(self, call: Call) -> None:
+        """Choose, and attach what was chosen. If this is interrupted, the next training call decides."""
+        calibration, ranks = _on_ranks(self._calibration, self._model)
+        if calibration.calibrate is False:
+            calibration = replace(calibration, prior=frozenset(self._attached))
+        if ranks is None and self.key is None and calibration.calibrate is not False:
+            self.key = _key(calibration, self._target, call)
+        choice = self.given
+        if choice is None and self.key and not self._again:
+            choice = ChoiceCache().load(self.key)
+        if choice is None and (obstacle := calibration.obstacle(self._model)) is not None:
+            choice = calibration.without_trial(obstacle)
+        self.remove()
+        try:
+            with _ranks_agree(calibration, ranks) as (calibration, reduce):
+                if choice is None and ranks == []:
+                    choice = calibration.without_trial("several ranks decide together only under DDP")
+                decision = _on_the_plain_pair(
+                    *(self._target, self._attached, calibration, choice, call, reduce), before=self._before
+                )
+        except BaseException:
+            self.key = self.key if self._again else None
+            self.compiled = compiled_call(self._model)
+            set_compiled_call(self._model, self)
+            raise
+        choice = decision.choice
+        if self.key and choice.source == "trial" and not any(v.interrupted for v in choice.verdicts):
+            ChoiceCache().store(self.key, choice)
+        self._before = None
+        entries = None if self.given is not None else entries_in(*call)
+        self._decided(replace(decision, entries=entries), call)
+
+    def give(self, choice: Choice) -> None:
+        """Use a choice that was made earlier instead of a trial. Levers that are not among ours are ignored."""
+        self.given = choice.only(self._calibration.levers)
+
+    def withdraw(self, name: str) -> None:
+        """Decide nothing about one lever. If none is left, stop waiting."""
+        self._calibration = self._calibration.without(name)
+        if not (self._calibration.levers or self._calibration.asked):
+            self.remove()
+            self._before = None
+
+    def remove(self) -> None:
+        """Stop waiting. A second call does nothing."""
+        if interceptor_of(self._model) is self:
+            set_compiled_call(self._model, self.compiled)
+
+
+class OtherShapes(Interceptor):
+    """Waits for the first training call with inputs of other shapes. The call then runs as if nothing had been there.
+
+    Args:
+        model: The bare model.
+        call: The call whose shapes are known.
+        seen: Called once with the other call, before it runs.
+
+    Cost: one call of a Python function per call until then, and one look at the inputs.
+    """
+
+    def __init__(self, model: nn.Module, call: Call, seen: Callable[[Call], None]) -> None:
+        self._model, self._shapes, self._seen = model, _shapes(call), weakref.WeakMethod(seen)
+        self.compiled = compiled_call(self._model)
+        set_compiled_call(self._model, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a call of the model."""
+        if _shapes((args, kwargs)) == self._shapes or not is_training_call(self._model, args, kwargs):
+            return self.pass_on(self._model, *args, **kwargs)
+        self.remove()
+        seen = self._seen()
+        if seen is not None:
+            seen((args, kwargs))
+        return self._model(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Stop waiting. A second call does nothing."""
+        if interceptor_of(self._model) is self:
+            set_compiled_call(self._model, self.compiled)
+
+
+def check_again(target: Target, attached: AttachedAlgorithms, calibration: Calibration, call: Call) -> Decision:
+    """Check the levers that are on with another call, and detach those that must go."""
+    calibration, ranks = _on_ranks(calibration, target.model)
+    levers = [lever for lever in (*calibration.levers, *calibration.asked) if lever.name in attached]
+    calibration = replace(calibration, calibrate=False, levers=(), asked=tuple(levers))
+    with _ranks_agree(calibration, ranks) as (calibration, reduce):
+        return _on_the_plain_pair(target, attached, calibration, Choice(verdicts=(), source="prior"), call, reduce)
+
+
+def _on_the_plain_pair(
+    target: Target,
+    attached: AttachedAlgorithms,
+    calibration: Calibration,
+    choice: Choice | None,
+    call: Call,
+    reduce: Reduce | None,
+    *,
+    before: Pair | None = None,
+) -> Decision:
+    """Measure if there is no choice, check it, and attach what stays. If this fails, attach what was there."""
+    levers = [*calibration.levers, *calibration.asked]
+    on = [lever for lever in levers if lever.name in attached]
+    places = step_pre_hook_keys(hookable(target.optimizer))
+    kept = on
+    try:
+        for lever in on:
+            if choice is None or calibration.verify or lever.name not in choice.kept:
+                attached.detach(lever.name)
+        decision, calibration = _decided(target, calibration, choice, call, reduce, before)
+        levers = [*calibration.levers, *calibration.asked]
+        names = {*decision.choice.kept, *(lever.name for lever in calibration.asked)} - set(decision.refused)
+        kept = [lever for lever in levers if lever.name in names]
+        return decision
+    finally:
+        with streams_kept(target.model):
+            attach_levers(target, attached, [lever for lever in kept if lever.name not in attached], places)
+
+
+def _decided(
+    target: Target,
+    calibration: Calibration,
+    choice: Choice | None,
+    call: Call,
+    reduce: Reduce | None,
+    before: Pair | None,
+) -> tuple[Decision, Calibration]:
+    """Return the decision, and the levers with what a pass has shown of them."""
+    if choice is not None and not calibration.verify:
+        return calibration.unchecked(choice, "verify=False"), calibration
+    short = _shortage(target, reduce)
+    if short is not None:
+        choice = calibration.without_trial(short) if choice is None else choice
+        return calibration.unchecked(choice, short), calibration
+    with _on_real_inputs(calibration, target, call) as (passes, snapshot):
+        if snapshot.has_iterator:
+            choice = calibration.without_trial(_READ_ONCE) if choice is None else choice
+            return calibration.unchecked(choice, _READ_ONCE), calibration
+        calibration = calibration.fitted(passes)
+        if choice is None:
+            choice = calibration.measure(target, passes, reduce, before=before)
+        return calibration.check(choice, target, passes, snapshot, reduce), calibration
+
+
+def _shapes(call: Call) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors_in(list(call))]
+
+
+def attach_levers(
+    target: Target, attached: AttachedAlgorithms, levers: Sequence[Algorithm], places: Sequence[int] | None = None
+) -> None:
+    """Attach levers to a pair that has attachments. Hooks of the user keep their places before and after them.
+
+    Args:
+        target: The pair.
+        attached: Its attachments, to which the new ones are added.
+        levers: Algorithms that are not attached.
+        places: Keys of the hooks of the optimizer, if levers were detached before; None takes those of now.
+    """
+    optimizer = hookable(target.optimizer)
+    places = step_pre_hook_keys(optimizer) if places is None else places
+    attached.adopt(attach_all(target, levers))
+    keep_step_pre_hook_places(optimizer, places)
+
+
+def _on_ranks(calibration: Calibration, model: nn.Module) -> tuple[Calibration, list[int] | None]:
+    """Return what may be decided, and the ranks that must decide the same; None for a single process."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return calibration, None
+    ddp = active_ddp()
+    if ddp is None or unwrap(ddp) is not model:
+        return calibration, []
+    reason = "DistributedDataParallel has laid out its buckets for the kernels as they are"
+    fixed = {a.name: reason for a in calibration.levers if type(a).transform is not Algorithm.transform}
+    return replace(calibration, fixed=fixed), dist.get_process_group_ranks(ddp.process_group)
+
+
+@contextmanager
+def _ranks_agree(calibration: Calibration, ranks: list[int] | None) -> Iterator[tuple[Calibration, Reduce | None]]:
+    """Yield what the ranks decide together, and how they do it; None if each decides for itself."""
+    if not ranks:
+        yield calibration, None
+        return
+    agreement = Agreement(ranks, subject="the trial of the speed levers", timeout=_RANKS_TIMEOUT)
+    try:
+        # The speed of bfloat16 is measured on each rank, so the ranks may expect different levers to pay.
+        absent = agreement.largest([float(a.name not in calibration.prior) for a in calibration.levers], step="prior")
+        common = frozenset(a.name for a, missing in zip(calibration.levers, absent, strict=True) if not missing)
+        yield replace(calibration, prior=common), lambda numbers: agreement.largest(numbers, step="sample")
+    finally:
+        agreement.close()
+
+
+def _shortage(target: Target, reduce: Reduce | None) -> str | None:
+    """Return why there is too little memory for a snapshot and passes; None if there is enough."""
+    available, needed = free_bytes(device_of(target.model)), needed_bytes(target.model)
+    short = available is not None and needed > _MOST_OF_FREE * available
+    if not (reduce([float(short)])[0] if reduce is not None else short):
+        return None
+    free = "too little is" if available is None else f"{available / 2**20:,.0f} MiB are"
+    return f"a snapshot and the gradients need about {needed / 2**20:,.0f} MiB, and {free} free"
+
+
+@contextmanager
+def _on_real_inputs(calibration: Calibration, target: Target, call: Call) -> Iterator[tuple[Passes, Snapshot]]:
+    """Yield passes of the plain model on a call, and the snapshot from which everything is restored at the end."""
+    model = target.model
+    held = {id(p) for p in model.parameters()}
+    outside = [p for g in hookable(target.optimizer).param_groups for p in g["params"] if id(p) not in held]
+    device = device_of(model)
+    free = free_bytes(device) if device.type == "cuda" else None
+    with streams_kept(model), plain(model):
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        snapshot = Snapshot(model, call, outside, elsewhere=free is not None and 4 * size > free)
+        try:
+            yield Passes(model, call, snapshot, others=outside, forward=calibration.forward), snapshot
+        finally:
+            if snapshot.restore() == "":
+                _LOG.warning(
+                    "A pass of the trial changed a large array or tensor that the model holds as an attribute, and it "
+                    "was not restored. Register it as a buffer, or use boost(..., calibrate=False, verify=False)."
+                )
+
+
+def _key(calibration: Calibration, target: Target, call: Call) -> str | None:
+    """Return the name of the choice in the cache, from the pair as the prior has it; None without a cache."""
+    if ChoiceCache().folder is None:
+        return None
+    return key_of(
+        target.model,
+        target.optimizer,
+        call,
+        candidates=calibration.levers,
+        machine=Machine.of(device_of(target.model)),
+        conditions={"total_steps": calibration.total_steps, "calibrate": calibration.calibrate},
+    )

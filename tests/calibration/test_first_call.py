@@ -1,0 +1,121 @@
+"""The levers that are on are checked at the first call, and once more on inputs of other shapes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import torchboost
+from torchboost.core.torch_private import interceptor_of
+from torchboost.errors import NoEffectWarning
+
+ASKED = {"extra": {"channels_last": True, "fused_optimizer": True, "autocast": False, "compile": False}}
+
+
+class WrongForWideImages(nn.Conv2d):
+    """Its channels-last kernel is wrong for images that are wider than eight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        found = super().forward(input)
+        last = input.is_contiguous(memory_format=torch.channels_last) and not input.is_contiguous()
+        return found * 1.5 if last and input.shape[-1] > 8 else found
+
+
+def network(first: type[nn.Conv2d] = nn.Conv2d) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [first(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)]
+    return nn.Sequential(*layers)
+
+
+def pair(first: type[nn.Conv2d] = nn.Conv2d) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = network(first)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, sides: list[int]) -> list[Tensor]:
+    losses = []
+    for number, side in enumerate(sides):
+        generator = torch.Generator().manual_seed(number)
+        x, y = torch.randn(4, 3, side, side, generator=generator), torch.arange(4)
+        losses.append(F.cross_entropy(model(x), y))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("sides", [[8, 8, 8], [8, 9, 8], [8, 10, 12]])
+def test_a_checked_run_is_the_plain_run(sides):
+    plain, checked = train(*pair(), sides), pair()
+    boosted = torchboost.boost(*checked, calibrate=False, config=ASKED)
+    found = train(*checked, sides)
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
+    assert boosted.checks["channels_last"].startswith("exact here: gradient")
+    assert boosted.checks["fused_optimizer"] == "exact here"
+    waits = interceptor_of(checked[0]) is not None
+    assert waits == (len(set(sides)) == 1)
+    assert "exact here" in boosted.explain()
+    boosted.remove()
+    assert interceptor_of(checked[0]) is None
+
+
+def test_what_is_wrong_for_another_shape_goes_when_it_comes():
+    plain, checked = train(*pair(), [8, 8, 10, 8]), pair(WrongForWideImages)
+    boosted = torchboost.boost(*checked, calibrate=False, config=ASKED)
+    found = train(*checked, [8, 8])
+    assert "channels_last" in boosted.attached
+    with pytest.warns(NoEffectWarning, match=r"channels_last: left out: an output differs by .*off from now on"):
+        train(*checked, [10, 8])
+    assert "channels_last" not in boosted.attached
+    assert "fused_optimizer" in boosted.attached
+    assert "left out: an output differs" in boosted.explain()
+    assert checked[0][0].weight.is_contiguous()
+    torch.testing.assert_close(found, plain[:2], rtol=1e-4, atol=1e-5)
+
+
+def test_a_check_may_be_switched_off():
+    model, optimizer = pair(WrongForWideImages)
+    boosted = torchboost.boost(model, optimizer, calibrate=False, config=ASKED, verify=False)
+    assert interceptor_of(model) is None
+    train(model, optimizer, [10])
+    assert "channels_last" in boosted.attached
+    model, optimizer = pair()
+    boosted = torchboost.boost(model, optimizer, calibrate=0.2, config={"extra": {"compile": False}}, verify=False)
+    train(model, optimizer, [8])
+    assert set(boosted.checks.values()) <= {"not checked: verify=False"}
+
+
+def test_while_it_waits_copies_are_plain_and_nothing_is_kept_alive():
+    model, optimizer = pair()
+    boosted = torchboost.boost(model, optimizer, calibrate=False, config=ASKED)
+    train(model, optimizer, [8])
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert interceptor_of(again) is None
+        train(again, torch.optim.SGD(again.parameters(), lr=0.1), [8, 9])
+    del boosted, optimizer
+    gc.collect()
+    model(torch.randn(2, 3, 9, 9)).sum().backward()  # nobody is left to check for
+    assert interceptor_of(model) is None
+
+
+def test_inputs_that_can_be_read_only_once_are_not_tried():
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, batches) -> Tensor:
+            return self.inner(next(batches))
+
+    model = Reads()
+    boosted = torchboost.boost(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), calibrate=1.0, config={"extra": {"compile": False}}
+    )
+    model(iter([torch.randn(2, 3, 8, 8)])).sum().backward()
+    assert "which can be read only once" in boosted.explain()
