@@ -477,8 +477,8 @@ def _decided(
         return calibration.check(choice, target, passes, snapshot, reduce)
 
 
-def _shapes(call: Call) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(tensor.shape, tensor.dtype) for tensor in tensors_in(list(call))]
+def _shapes(call: Call) -> list[tuple[torch.Size | int, torch.dtype]]:
+    return [(t.shape if not t.is_nested else t.numel(), t.dtype) for t in tensors_in(list(call))]
 
 
 def attach_levers(
