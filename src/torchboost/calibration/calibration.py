@@ -299,7 +299,7 @@ class FirstCall(Interceptor):
     """Waits in front of a model for the first training call, decides about the levers, and lets the call run.
 
     It answers each call of the model until then. Calls in eval mode, without gradients, inside a compiler, a tracer, a
-    checkpoint or a transform of ``torch.func``, or with tensors other than plain ones pass through.
+    checkpoint, a mode or a transform of ``torch.func``, or with tensors other than plain ones pass through.
 
     Args:
         target: The pair. Its levers are attached as the prior says.
@@ -542,11 +542,12 @@ def _on_real_inputs(calibration: Calibration, target: Target, call: Call) -> Ite
     model = target.model
     held = {id(p) for p in model.parameters()}
     outside = [p for g in hookable(target.optimizer).param_groups for p in g["params"] if id(p) not in held]
+    kept = [value for value in vars(hookable(target.optimizer)).values() if isinstance(value, nn.Module)]
     device = _device(model)
     free = free_bytes(device) if device.type == "cuda" else None
     with streams_kept(model), plain(model):
         size = sum(p.numel() * p.element_size() for p in model.parameters())
-        snapshot = Snapshot(model, call, outside, elsewhere=free is not None and 4 * size > free)
+        snapshot = Snapshot(model, (call, kept), outside, elsewhere=free is not None and 4 * size > free)
         try:
             yield Passes(model, call, snapshot, others=outside, forward=calibration.forward), snapshot
         finally:

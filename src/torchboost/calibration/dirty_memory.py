@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -51,7 +51,7 @@ def fill_freed_memory(sizes: Iterable[int], device: torch.device) -> None:
     blocks.clear()
 
 
-def _mallopt() -> ctypes._NamedFuncPointer | None:
+def _mallopt() -> Callable[[int, int], int] | None:
     if not sys.platform.startswith("linux"):
         return None
     library = ctypes.CDLL(None)

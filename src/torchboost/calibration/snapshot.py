@@ -20,7 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from torchboost.core.covering import uncovered
-from torchboost.core.torch_private import gradient_hooks, module_hooks, overrides_dispatch, version
+from torchboost.core.torch_private import (
+    global_step_post_hooks,
+    global_step_pre_hooks,
+    gradient_hooks,
+    module_hooks,
+    overrides_dispatch,
+    version,
+)
 
 __all__ = ["Snapshot", "Streams", "belongs_to_torch", "plain", "streams_kept"]
 
@@ -76,7 +83,7 @@ class _Tensor:
         return moved
 
     def put_back(self) -> None:
-        """Write the numbers back without a comparison. If the first pass gave it other memory, so did the later ones."""
+        """Write the numbers back without a comparison. What got other memory in the first pass gets its own back."""
         if self.swapped and self._elsewhere():
             self.tensor.data = self.memory
         if self.numbers is not None:
@@ -86,6 +93,13 @@ class _Tensor:
         """Whether the tensor has other memory than it had, or is another view of it."""
         now, before = self.tensor, self.memory
         return (now.data_ptr(), now.shape, now.stride()) != (before.data_ptr(), before.shape, before.stride())
+
+
+def _restored(tensor: _Tensor) -> str | None:
+    try:
+        return tensor.restore()
+    except Exception:  # of a kind that torch cannot compare or write
+        return ""
 
 
 @dataclass(slots=True, eq=False)
@@ -171,7 +185,7 @@ class Snapshot:
             What had changed in words, for a message; empty if something could not be undone; None if nothing had.
         """
         self._restore_generators()
-        moved = [one.restore() for one in self._found.tensors.values()]
+        moved = [_restored(one) for one in self._found.tensors.values()]
         python = [held.restore() for held in self._found.held]
         if self._moving is None:
             self._moving = [t for t, m in zip(self._found.tensors.values(), moved, strict=True) if m is not None]
@@ -206,11 +220,33 @@ class Snapshot:
         """Whether passes change more than tensors."""
         return self._python_moves
 
-    def parameters(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Yield each tensor of floating point of the model, its memory, and the copy of its numbers."""
-        for key, one in self._found.tensors.items():
-            if key in self._own and one.tensor.is_floating_point():
-                yield one.tensor, one.memory, one.numbers
+    @contextmanager
+    def changed(self, change: Callable[[Tensor], None]) -> Iterator[None]:
+        """Run the block with the numbers of the model changed.
+
+        What is neither trained nor written by passes gets other memory, because its own may be read-only.
+
+        Args:
+            change: Changes a tensor in place.
+        """
+        rows = [one for key, one in self._found.tensors.items() if key in self._own and one.tensor.is_floating_point()]
+        copied = [(one, one.numbers) for one in rows if one.numbers is not None]
+        written = {id(one) for one in self._moving or ()}
+        try:
+            for one, numbers in copied:
+                if one.requires_grad or id(one) in written or numbers.device != one.memory.device:
+                    change(one.memory)
+                else:
+                    change(numbers)
+                    one.tensor.data = numbers
+            yield
+        finally:
+            for one, numbers in copied:
+                if one.tensor.data_ptr() == numbers.data_ptr():
+                    one.tensor.data = one.memory
+                    numbers.copy_(one.memory)
+                else:
+                    one.memory.copy_(numbers)
 
     def _follow(self, value: Any, hops: int) -> None:
         if type(value) not in _PLAIN and value is not None and id(value) not in self._found.seen:
@@ -363,7 +399,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type, types.ModuleType, torch.d
 _CODE = (types.FunctionType, types.MethodType, functools.partial)
 _SEQUENCES = (list, deque, bytearray, array.array)
 _CONTAINERS = (*_SEQUENCES, dict, OrderedDict, defaultdict, Counter, set, tuple, frozenset)
-_READ_ONCE = (types.GeneratorType, itertools.count, itertools.cycle, itertools.chain, itertools.islice, map, zip, filter)
+_READ_ONCE = (types.GeneratorType, itertools.count, itertools.cycle, itertools.chain, itertools.islice, map, zip)
 _NOT_OF_USERS = frozenset({"torch", "torchboost", "builtins"})
 """Packages whose classes and functions keep nothing from one pass to the next that a pass could change."""
 
@@ -551,6 +587,7 @@ def _write_names(owner: MutableMapping[str, Any], entries: dict[str, Any], names
 def plain(model: nn.Module) -> Iterator[None]:
     """Run the block with the model as its code has it: without hooks of users and without what this package attached.
 
+    Hooks that users have set on all optimizers do not see the steps of copies either.
     Hooks of torch that compute a part of the model, as those of the old ``weight_norm``, stay.
     """
     taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
@@ -572,6 +609,7 @@ def _hooks(model: nn.Module) -> Iterator[dict[Any, Any]]:
         yield from module_hooks(module)
     for parameter in model.parameters():
         yield from gradient_hooks(parameter)
+    yield from (global_step_pre_hooks, global_step_post_hooks)
 
 
 def belongs_to_torch(hook: Any) -> bool:

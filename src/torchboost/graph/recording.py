@@ -78,7 +78,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     waiting: list[tuple[bool, Any]] = [(True, value)]
     while waiting:
         enters, entry = waiting.pop()
-        if isinstance(entry, Tensor):
+        if issubclass(type(entry), Tensor):  # isinstance() asks a proxy for its class, which may raise
             found.append(entry)
         elif not enters:
             around.discard(id(entry))
@@ -90,12 +90,15 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def _parts(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, (tuple, list)):
-        return list(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in fields(value)]
+    try:
+        if isinstance(value, Mapping):
+            return list(value.values())
+        if isinstance(value, (tuple, list)):
+            return list(value)
+        if is_dataclass(value) and not isinstance(value, type):
+            return [getattr(value, field.name) for field in fields(value)]
+    except Exception:  # a container of the user may raise anything when it is read
+        pass
     return []
 
 
