@@ -72,7 +72,7 @@ class _Tensor:
             moved = moved or "requires_grad"
         if self._elsewhere():
             self.tensor.data = self.memory
-            self.swapped, moved = True, "numbers"
+            self.swapped = True
         if self.numbers is None:
             changed = version(self.tensor) != self.version
             self.version = version(self.tensor)
@@ -188,7 +188,9 @@ class Snapshot:
         moved = [_restored(one) for one in self._found.tensors.values()]
         python = [held.restore() for held in self._found.held]
         if self._moving is None:
-            self._moving = [t for t, m in zip(self._found.tensors.values(), moved, strict=True) if m is not None]
+            self._moving = [
+                t for t, m in zip(self._found.tensors.values(), moved, strict=True) if m is not None or t.swapped
+            ]
             self._python_moves = any(text is not None for text in python)
         said = [text for text in [*moved, *python] if text is not None]
         return "" if "" in said else next(iter(said), None)

@@ -85,8 +85,12 @@ def tensors_in(value: Any) -> list[Tensor]:
         elif id(entry) not in around and (parts := _parts(entry)):
             around.add(id(entry))
             waiting.append((False, entry))
-            waiting += [(True, part) for part in reversed(parts)]
+            waiting += [(True, part) for part in reversed(parts) if type(part) not in _PLAIN]
     return found
+
+
+_PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
+"""Entries of a long list that are passed over quickly, because each call of a model is looked at."""
 
 
 def _parts(value: Any) -> list[Any]:
