@@ -255,7 +255,7 @@ def _distance(plain: Tensor, other: Tensor | None) -> float:
         norm = float(torch.linalg.vector_norm(base))
         return norm if math.isfinite(norm) else 0.0
     found = _numbers(other)
-    if not bool(torch.isfinite(base).all()):  # a loss that is no number already
+    if not bool(torch.isfinite(base).all()):  # a loss that is not finite already
         return 0.0 if torch.equal(torch.isfinite(base), torch.isfinite(found)) else math.inf
     norm = float(torch.linalg.vector_norm(found - base))
     return norm if math.isfinite(norm) else math.inf

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import dis
 import functools
 import itertools
 import random
@@ -11,7 +10,7 @@ import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSet
+from collections.abc import Callable, Iterable, Iterator, MutableSet
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchboost.calibration.held import (
+    SEQUENCES,
+    dict_items,
+    read_cell,
+    read_class,
+    read_names,
+    read_sequence,
+    read_set,
+    read_slots,
+    stored_globals,
+    write_array,
+    write_cell,
+    write_class,
+    write_dict,
+    write_names,
+    write_sequence,
+    write_set,
+    write_slots,
+)
 from torchboost.core.covering import uncovered
 from torchboost.core.torch_private import (
     global_step_post_hooks,
@@ -289,8 +307,8 @@ class Snapshot:
                 if isinstance(entry, types.FunctionType):
                     self._follow(entry, 0)
             if _home(each) not in _NOT_OF_USERS:
-                self._hold(each, _read_class, _write_class)
-                for entry in _read_class(each).values():
+                self._hold(each, read_class, write_class)
+                for entry in read_class(each).values():
                     self._follow(entry, 0)
 
     def _follow_attributes(self, value: Any, hops: int) -> None:
@@ -300,20 +318,20 @@ class Snapshot:
         kinds = [kind for kind in type(value).__mro__ if "__slots__" in vars(kind)]
         slots = [each for kind in kinds for each in vars(kind).values() if type(each) is types.MemberDescriptorType]
         if slots:
-            self._hold(value, functools.partial(_read_slots, slots=slots), functools.partial(_write_slots, slots=slots))
-            for entry in _read_slots(value, slots).values():
+            self._hold(value, functools.partial(read_slots, slots=slots), functools.partial(write_slots, slots=slots))
+            for entry in read_slots(value, slots).values():
                 self._follow(entry, hops)
 
     def _follow_entries(self, value: Any, hops: int) -> None:
         entries: Iterable[Any]
-        if isinstance(value, _SEQUENCES):
-            self._hold(value, _read_sequence, _write_sequence)
-            entries = () if isinstance(value, (bytearray, array.array)) else _read_sequence(value)
+        if isinstance(value, SEQUENCES):
+            self._hold(value, read_sequence, write_sequence)
+            entries = () if isinstance(value, (bytearray, array.array)) else read_sequence(value)
         elif isinstance(value, dict):
-            self._hold(value, _dict_items, _write_dict)
+            self._hold(value, dict_items, write_dict)
             entries = dict.values(value)
         elif isinstance(value, (set, MutableSet)):
-            self._hold(value, _read_set, _write_set)
+            self._hold(value, read_set, write_set)
             entries = ()
         elif isinstance(value, tuple):
             entries = tuple.__iter__(value)
@@ -339,16 +357,16 @@ class Snapshot:
             for defaults in (value.__defaults__, value.__kwdefaults__):
                 self._follow(defaults, hops)
             for cell in value.__closure__ or ():
-                self._hold(cell, _read_cell, _write_cell)
-                self._follow(_read_cell(cell), hops)
+                self._hold(cell, read_cell, write_cell)
+                self._follow(read_cell(cell), hops)
             self._follow_globals(value.__code__, value.__globals__, hops)
 
     def _follow_globals(self, code: types.CodeType, held: dict[str, Any], hops: int) -> None:
         """Follow what code names in its Python module, and the variables that it declares global."""
-        stored = _stored_globals(code)
+        stored = stored_globals(code)
         if stored:
-            read = functools.partial(_read_names, names=stored)
-            self._hold(held, read, functools.partial(_write_names, names=stored))
+            read = functools.partial(read_names, names=stored)
+            self._hold(held, read, functools.partial(write_names, names=stored))
         for name in code.co_names:
             self._follow_global(held.get(name), str(held.get("__name__", "")).split(".")[0], hops)
         for inner in code.co_consts:
@@ -381,7 +399,7 @@ class Snapshot:
     def _hold_array(self, held: Any) -> None:
         if held.flags.writeable and self._found.copied_bytes + held.nbytes <= _MOST_BYTES:
             self._found.copied_bytes += held.nbytes
-            self._hold(held, lambda each: each.copy(), _write_array)
+            self._hold(held, lambda each: each.copy(), write_array)
 
     def _add_tensor(self, tensor: Tensor) -> None:
         if id(tensor) in self._found.tensors or not _is_plain(tensor):
@@ -399,8 +417,7 @@ class Snapshot:
 
 _PLAIN = (str, bytes, int, float, complex, bool, type, types.ModuleType, torch.dtype, torch.device, torch.Size)
 _CODE = (types.FunctionType, types.MethodType, functools.partial)
-_SEQUENCES = (list, deque, bytearray, array.array)
-_CONTAINERS = (*_SEQUENCES, dict, OrderedDict, defaultdict, Counter, set, tuple, frozenset)
+_CONTAINERS = (*SEQUENCES, dict, OrderedDict, defaultdict, Counter, set, tuple, frozenset)
 _READ_ONCE = (types.GeneratorType, itertools.count, itertools.cycle, itertools.chain, itertools.islice, map, zip)
 _NOT_OF_USERS = frozenset({"torch", "torchboost", "builtins"})
 """Packages whose classes and functions keep nothing from one pass to the next that a pass could change."""
@@ -470,121 +487,6 @@ def _same(left: Any, right: Any) -> bool:
     return isinstance(left, _PLAIN) and left == right
 
 
-def _dict_items(owner: dict[Any, Any]) -> dict[Any, Any]:
-    if isinstance(owner, OrderedDict):  # its order is its own
-        return {key: dict.__getitem__(owner, key) for key in OrderedDict.__iter__(owner)}
-    return dict(dict.items(owner))
-
-
-def _write_dict(owner: dict[Any, Any], entries: dict[Any, Any]) -> None:
-    kind: Any = OrderedDict if isinstance(owner, OrderedDict) else dict  # subclasses may refuse to be updated
-    kind.clear(owner)
-    for key, value in entries.items():
-        kind.__setitem__(owner, key, value)
-
-
-def _base(owner: Any, kinds: tuple[type, ...]) -> Any:
-    """Return the class of Python that a container derives from, because subclasses may refuse or count."""
-    return next((kind for kind in kinds if isinstance(owner, kind)), type(owner))
-
-
-def _read_sequence(owner: Any) -> list[Any]:
-    return list(_base(owner, _SEQUENCES).__iter__(owner))
-
-
-def _write_sequence(owner: Any, entries: list[Any]) -> None:
-    kind = _base(owner, _SEQUENCES)
-    if isinstance(owner, deque):
-        kind.clear(owner)
-    else:
-        kind.__delitem__(owner, slice(None))
-    kind.extend(owner, entries)
-
-
-def _read_set(owner: Any) -> set[Any]:
-    return set(_base(owner, (set,)).__iter__(owner))
-
-
-def _write_set(owner: Any, entries: set[Any]) -> None:
-    kind = _base(owner, (set,))
-    kind.clear(owner)
-    for entry in entries:
-        kind.add(owner, entry)
-
-
-def _write_array(owner: Any, entries: Any) -> None:
-    owner[...] = entries
-
-
-_EMPTY = object()
-
-
-def _read_cell(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _EMPTY
-
-
-def _write_cell(cell: types.CellType, value: Any) -> None:
-    if value is _EMPTY:
-        del cell.cell_contents
-    else:
-        cell.cell_contents = value
-
-
-def _read_slots(owner: Any, slots: list[types.MemberDescriptorType]) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for slot in slots:  # by the descriptor, since names may be mangled, and a property may have taken one
-        with suppress(AttributeError):
-            found[slot] = slot.__get__(owner, type(owner))
-    return found
-
-
-def _write_slots(owner: Any, entries: dict[Any, Any], slots: list[types.MemberDescriptorType]) -> None:
-    for slot in slots:
-        if slot in entries:
-            slot.__set__(owner, entries[slot])
-        else:
-            with suppress(AttributeError):
-                slot.__delete__(owner)
-
-
-def _read_class(owner: type) -> dict[str, Any]:
-    """Return the variables of a class without its methods and what Python itself keeps there."""
-    entries = vars(owner).items()
-    return {name: value for name, value in entries if name[:2] != "__" and not hasattr(type(value), "__get__")}
-
-
-def _write_class(owner: type, entries: dict[str, Any]) -> None:
-    for name in _read_class(owner).keys() - entries.keys():
-        type.__delattr__(owner, name)
-    for name, value in entries.items():
-        if vars(owner).get(name, _EMPTY) is not value:
-            type.__setattr__(owner, name, value)
-
-
-_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
-
-
-def _stored_globals(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names that a function declares ``global`` and writes."""
-    if _STORE_GLOBAL not in code.co_code[::2]:
-        return ()
-    return tuple({i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"})
-
-
-def _read_names(owner: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: owner[name] for name in names if name in owner}
-
-
-def _write_names(owner: MutableMapping[str, Any], entries: dict[str, Any], names: tuple[str, ...]) -> None:
-    for name in names:
-        if name not in entries:
-            owner.pop(name, None)
-    owner.update(entries)
-
-
 @contextmanager
 def plain(model: nn.Module) -> Iterator[None]:
     """Run the block with the model as its code has it: without hooks of users and without what this package attached.
@@ -598,12 +500,12 @@ def plain(model: nn.Module) -> Iterator[None]:
             kept = {key: hook for key, hook in hooks.items() if belongs_to_torch(hook)}
             if len(kept) < len(hooks):
                 taken.append((hooks, dict(hooks)))
-                _write_dict(hooks, kept)
+                write_dict(hooks, kept)
         with uncovered(model):
             yield
     finally:
         for hooks, entries in taken:
-            _write_dict(hooks, entries)
+            write_dict(hooks, entries)
 
 
 def _hooks(model: nn.Module) -> Iterator[dict[Any, Any]]:
