@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 from typing import Any
 
 import pytest
@@ -93,3 +94,44 @@ def test_noise_is_repeatable_and_leaves_whole_numbers():
     model = nn.Linear(4, 2)
     made = passes(model, x)
     assert not torch.equal(once(made).outputs[0], once(made, Noise(1e-3, 0)).outputs[0])
+
+
+class CallsBackward(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        super().forward(x).sum().backward()
+        return super().forward(x)
+
+
+def test_gradients_of_the_loop_stay_if_forward_calls_backward():
+    model = CallsBackward(3, 2)
+    model(torch.ones(1, 3)).sum().backward()
+    gradient = model.weight.grad
+    before = gradient.clone()
+    once(passes(model, torch.ones(1, 3)))
+    assert model.weight.grad is gradient
+    assert torch.equal(gradient, before)
+
+
+CALLS = contextvars.ContextVar("CALLS", default=0)
+
+
+class CountsInContext(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS.set(CALLS.get() + 1)
+        return super().forward(x) * CALLS.get()
+
+
+def test_context_variables_stay():
+    once(passes(CountsInContext(3, 2), torch.ones(1, 3)))
+    assert CALLS.get() == 0
+
+
+def test_an_autocast_context_of_the_loop_keeps_no_weights_of_a_pass():
+    model, x = nn.Linear(3, 2), torch.ones(1, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+        torch.clear_autocast_cache()
+        snapshot = Snapshot(model, ((x,), {}))
+        with snapshot.changed(lambda tensor: tensor.mul_(2)):
+            once(Passes(model, ((x,), {}), snapshot))
+        assert torch.equal(model(x), expected)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import array
 import collections
+import copy
 import dataclasses
+import functools
+import itertools
 import random
 import threading
 import types
+import warnings
 import weakref
 from typing import Any
 
 import numpy as np
+import pydantic
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.support.portraits import changes, portrait
 from torchboost.algorithms import Autocast
@@ -202,6 +209,189 @@ def test_a_plain_model_has_neither_hooks_of_users_nor_covers_of_ours():
         assert model[0].weight_g.grad is not None  # the hook that computes the weight stayed
         model(torch.ones(2, 3)).sum().backward()
     assert called == ["forward", "gradient", "accumulated"]
+
+
+def test_hooks_of_all_optimizers_do_not_see_steps_of_a_trial():
+    called: list[str] = []
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    handle = register_optimizer_step_post_hook(lambda *_: called.append("stepped"))
+    try:
+        with plain(nn.Linear(1, 1)):
+            optimizer.step()
+        assert called == []
+        optimizer.step()
+        assert called == ["stepped"]
+    finally:
+        handle.remove()
+
+
+class Remembers:
+    """Has private slots, one of which is empty at first."""
+
+    __slots__ = ("__calls", "last")
+
+    def __init__(self) -> None:
+        self.__calls = 0
+
+    def call(self) -> int:
+        self.__calls += 1
+        self.last = self.__calls
+        return self.__calls
+
+    def state(self) -> Any:
+        return self.__calls, hasattr(self, "last")
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Hidden(pydantic.BaseModel):
+    _calls: int = pydantic.PrivateAttr(0)
+
+
+METER, GENERATOR, NUMPY, BUFFER = Meter(), torch.Generator(), np.random.default_rng(0), torch.zeros(2)
+TALLY = [0]
+
+
+def tally() -> None:
+    TALLY[0] += 1
+
+
+class Everywhere(nn.Linear):
+    """Keeps what it changes in places that are no attributes of it."""
+
+    calls = 0
+    table: dict[int, int] = {}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.order = collections.OrderedDict.fromkeys("abc")
+        self.slots, self.hidden, self.raw, self.numbers = Remembers(), Hidden(), bytearray(1), array.array("i", [0])
+        self.objects = np.array([[0], None], dtype=object)
+        self.objects[0] = [0]
+        near = types.SimpleNamespace(near=types.SimpleNamespace(calls=0))
+        self.far = types.SimpleNamespace(one=types.SimpleNamespace(two=types.SimpleNamespace(near=near)))
+        self.near = near
+        self.register_buffer("swapped", torch.ones(3))
+        self.register_buffer("shorter", torch.arange(6.0))
+
+    def forward(self, x: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006
+        global ABSENT
+        ABSENT = 1
+        Everywhere.calls += 1
+        self.table[self.calls] = 1
+        seen.append(1)
+        METER.calls += 1
+        BUFFER.add_(1)
+        tally()
+        torch.rand(1, generator=GENERATOR)
+        NUMPY.random()
+        self.order.move_to_end("a")
+        self.slots.call()
+        self.hidden._calls += 1
+        self.raw[0] += 1
+        self.numbers[0] += 1
+        self.objects[0][0] += 1
+        self.near.near.calls += 1
+        self.swapped.data = self.swapped.data * 2
+        self.shorter.resize_(self.shorter.numel() - 1)
+        return super().forward(x)
+
+    def kept(self) -> list[Any]:
+        held = [
+            Everywhere.calls,
+            dict(self.table),
+            type(self).forward.__defaults__,
+            METER.calls,
+            TALLY,
+            "ABSENT" in globals(),
+        ]
+        drawn = [GENERATOR.get_state().tolist(), NUMPY.bit_generator.state, list(self.order), self.slots.state()]
+        raw = [self.hidden._calls, bytes(self.raw), self.numbers.tolist(), self.near.near.calls, self.objects.tolist()]
+        tensors = [BUFFER.tolist(), self.swapped.tolist(), self.shorter.tolist()]
+        return copy.deepcopy([held, drawn, raw, tensors])
+
+
+def test_what_is_kept_outside_of_attributes_is_restored():
+    model, x = Everywhere(), torch.ones(2, 3)
+    before = model.kept()
+    snapshot = Snapshot(model, ((x,), {}))
+    model(x)
+    snapshot.after_a_pass(None)
+    assert model.kept() == before
+    around = Snapshot(model, ((x,), {}))
+    model(x)
+    snapshot.after_a_pass(around)
+    assert model.kept() == before
+    model(x)
+    assert snapshot.restore()
+    assert model.kept() == before
+
+
+class NoClass:
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("unbound")
+
+
+class NoAttributes:
+    __slots__ = ("empty",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+class Refuses(list):
+    def clear(self) -> None:
+        raise RuntimeError("frozen")
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("frozen")
+
+
+@pytest.mark.parametrize("kind", [NoClass, NoAttributes, Refuses])
+def test_objects_that_raise_are_no_obstacle(kind):
+    model = nn.Linear(3, 3)
+    model.odd = [kind()]
+    snapshot = Snapshot(model)
+    if kind is Refuses:
+        model.odd[0].append(1)
+    assert snapshot.restore() == ("attributes" if kind is Refuses else None)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_depth_and_kinds_of_tensors_are_no_obstacle():
+    model = nn.Linear(3, 3)
+    model.deep = functools.reduce(lambda inner, _: [inner], range(3000), [])
+    model.nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    model.eight = torch.ones(2).to(torch.float8_e4m3fn)
+    assert Snapshot(model).restore() is None
+
+
+@pytest.mark.parametrize("make", [itertools.count, lambda: (i for i in range(3))])
+def test_an_iterator_inside_an_object_is_noticed(make):
+    model = nn.Linear(1, 1)
+    model.sampler = types.SimpleNamespace(draws=make())
+    assert Snapshot(model).has_iterator
+
+
+def test_what_is_not_trained_is_changed_in_other_memory(tmp_path):
+    path = tmp_path / "table"
+    np.ones(3, dtype="f4").tofile(path)
+    model = nn.Linear(3, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of memory that cannot be written
+        model.register_buffer("table", torch.from_numpy(np.memmap(path, dtype="f4", mode="r")))
+    before = portrait(model)
+    snapshot = Snapshot(model)
+    snapshot.after_a_pass(None)
+    with snapshot.changed(lambda tensor: tensor.mul_(2)):
+        assert model.table.tolist() == [2, 2, 2]
+        assert set(changes(before, portrait(model)))
+    assert changes(before, portrait(model)) == {}
+    assert snapshot.restore() is None
 
 
 def test_streams_are_kept():

@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from torchboost.core import torch_private as private
 from torchboost.distributed.teardown import shutdown
@@ -210,6 +212,17 @@ def test_a_transform_of_functions_is_seen():
     torch.func.grad(lambda x: (seen.append(private.inside_function_transform()), x.sum())[1])(torch.ones(2))
     assert seen == [True]
     assert not private.inside_function_transform()
+
+
+def test_modes_that_see_everything_are_seen():
+    assert not private.inside_mode()
+    with torch.device("cpu"):
+        assert not private.inside_mode()
+    with FlopCounterMode(display=False):
+        assert private.inside_mode()
+    with TorchFunctionMode():
+        assert private.inside_mode()
+    assert not private.inside_mode()
 
 
 def test_a_reentrant_checkpoint_shows_in_the_graph():

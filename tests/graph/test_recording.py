@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections.abc
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -96,3 +98,25 @@ def test_tensors_come_in_order_and_a_container_inside_itself_counts_once():
         deep = [deep]
     found = tensors_in({"x": a, "y": (ring, [a, [b]]), "z": deep})
     assert [id(tensor) for tensor in found] == [id(tensor) for tensor in (a, b, a, b, c)]
+
+
+class Lazy(collections.abc.Mapping):
+    def __getitem__(self, key: str) -> Any:
+        raise RuntimeError("not loaded")
+
+    def __iter__(self) -> Any:
+        return iter("a")
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Unbound:
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("unbound")
+
+
+def test_containers_and_proxies_that_raise_hold_no_tensors():
+    kept = torch.ones(1)
+    assert tensors_in([Lazy(), Unbound(), kept]) == [kept]

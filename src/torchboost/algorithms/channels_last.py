@@ -197,7 +197,7 @@ class _ConvertInputs:
             setattr(self, name, value)
 
     def _convert(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.ndim not in self.dimensions:
+        if not issubclass(type(value), Tensor) or value.ndim not in self.dimensions:
             return value
         if not value.is_floating_point() or value.layout is not torch.strided:
             return value

@@ -163,14 +163,8 @@ class Certificate:
 
     def _changed(self, noise: Noise) -> Pass:
         """Run a plain pass with weights and inputs that are a little different."""
-        rows = [(memory, numbers) for _, memory, numbers in self._snapshot.parameters() if numbers is not None]
-        try:
-            for memory, _ in rows:
-                noise.add_(memory)
+        with self._snapshot.changed(noise.add_):
             return self._run(noise)
-        finally:
-            for memory, numbers in rows:
-                memory.copy_(numbers)
 
     def _with(self, levers: Sequence[Algorithm]) -> Pass:
         # The optimizer of the loop is not touched. Levers of the optimizer find nothing to do in this one.

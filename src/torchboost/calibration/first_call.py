@@ -49,7 +49,7 @@ class FirstCall(Interceptor):
     """Waits in front of a model for the first training call, decides about the levers, and lets the call run.
 
     It answers each call of the model until then. Calls in eval mode, without gradients, inside a compiler, a tracer, a
-    checkpoint or a transform of ``torch.func``, or with tensors other than plain ones pass through.
+    checkpoint, a mode or a transform of ``torch.func``, or with tensors other than plain ones pass through.
 
     Args:
         target: The pair. Its levers are attached as the prior says.
@@ -232,8 +232,8 @@ def _decided(
         return calibration.check(choice, target, passes, snapshot, reduce), calibration
 
 
-def _shapes(call: Call) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(tensor.shape, tensor.dtype) for tensor in tensors_in(list(call))]
+def _shapes(call: Call) -> list[tuple[torch.Size | int, torch.dtype]]:
+    return [(t.shape if not t.is_nested else t.numel(), t.dtype) for t in tensors_in(list(call))]
 
 
 def attach_levers(
@@ -297,11 +297,12 @@ def _on_real_inputs(calibration: Calibration, target: Target, call: Call) -> Ite
     model = target.model
     held = {id(p) for p in model.parameters()}
     outside = [p for g in hookable(target.optimizer).param_groups for p in g["params"] if id(p) not in held]
+    kept = [value for value in vars(hookable(target.optimizer)).values() if isinstance(value, nn.Module)]
     device = device_of(model)
     free = free_bytes(device) if device.type == "cuda" else None
     with streams_kept(model), plain(model):
         size = sum(p.numel() * p.element_size() for p in model.parameters())
-        snapshot = Snapshot(model, call, outside, elsewhere=free is not None and 4 * size > free)
+        snapshot = Snapshot(model, (call, kept), outside, elsewhere=free is not None and 4 * size > free)
         try:
             yield Passes(model, call, snapshot, others=outside, forward=calibration.forward), snapshot
         finally:

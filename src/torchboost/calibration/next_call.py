@@ -13,6 +13,7 @@ from torchboost.core.torch_private import (
     compiled_call,
     has_saved_tensor_hooks,
     inside_function_transform,
+    inside_mode,
     interceptor_of,
     is_tracing,
     set_compiled_call,
@@ -57,11 +58,12 @@ def is_training_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """Whether a call computes gradients in training mode, on plain tensors, outside compilers and tracers.
 
     A call inside ``torch.utils.checkpoint``, whose hooks would count the tensors that a trial saves, is none. Neither
-    is one inside a transform of ``torch.func``, or with other tensors in place of the parameters.
+    is one inside a transform of ``torch.func`` or a mode such as ``FlopCounterMode``, which would count the passes of a
+    trial, or with other tensors in place of the parameters.
     """
     if torch.compiler.is_compiling() or is_tracing() or not torch.is_grad_enabled() or not model.training:
         return False
-    if has_saved_tensor_hooks() or inside_function_transform():
+    if has_saved_tensor_hooks() or inside_function_transform() or inside_mode():
         return False
     if not all(isinstance(parameter, nn.Parameter) for parameter in model.parameters()):
         return False

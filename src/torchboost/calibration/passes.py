@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ class Passes:
         self._inputs: Call = call
         self._leaves: list[Tensor] = []
         self._around: Snapshot | None = None
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._reentrant = False
         self.without_dropout = False
 
@@ -96,8 +98,10 @@ class Passes:
 
         self._inputs = with_tensors(self._call, copied)
         self._streams.restore()
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            torch.clear_autocast_cache()  # an autocast context of the loop would keep the casts of the last step
+        self._gradients = [(parameter, parameter.grad) for parameter in self.parameters]
+        for parameter in self.parameters:  # a forward that calls backward would add to them
+            parameter.grad = None
+        _clear_casts()
 
     def run(self, between: Callable[[], None] | None = None) -> Pass:
         """Forward and backward on what was prepared. The part of a step that is timed.
@@ -108,6 +112,9 @@ class Passes:
         Raises:
             IncompatibleError: No output of the model depends on its parameters.
         """
+        return contextvars.copy_context().run(self._pass, between)
+
+    def _pass(self, between: Callable[[], None] | None) -> Pass:
         args, kwargs = self._inputs
         with self._forward(), WithoutDropout() if self.without_dropout else nullcontext():
             outputs = self.model(*args, **kwargs)
@@ -139,6 +146,10 @@ class Passes:
 
     def finish(self) -> None:
         """Restore what the pass has changed."""
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._gradients = []
+        _clear_casts()
         self._snapshot.after_a_pass(self._around)
         self._around, self._inputs = None, ((), {})
 
@@ -167,6 +178,12 @@ class Passes:
                 leaf.grad = grad
 
 
+def _clear_casts() -> None:
+    """Forget the casts of weights that an autocast context of the loop keeps, from before a pass or from within it."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        torch.clear_autocast_cache()
+
+
 class Noise:
     """Multiplies numbers by 1 plus or minus a small number, by chance but the same for a seed. Whole numbers stay."""
 
@@ -175,6 +192,8 @@ class Noise:
 
     def add_(self, tensor: Tensor) -> None:
         """Change a tensor in place."""
+        if tensor.element_size() < 2:  # torch computes nothing in 8 bits
+            return
         factors = torch.empty(tensor.shape).bernoulli_(0.5, generator=self._generator).mul_(2).sub_(1)
         factors = factors.mul_(self._size).add_(1).to(tensor.device)
         whole = tensor == tensor.round()  # a number of a row or of a step would become another one

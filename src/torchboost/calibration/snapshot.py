@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
-import dis
+import array
 import functools
+import itertools
 import random
 import sys
 import types
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSet
-from contextlib import contextmanager
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, MutableSet
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchboost.calibration.held import (
+    SEQUENCES,
+    dict_items,
+    read_cell,
+    read_class,
+    read_names,
+    read_sequence,
+    read_set,
+    read_slots,
+    stored_globals,
+    write_array,
+    write_cell,
+    write_class,
+    write_dict,
+    write_names,
+    write_sequence,
+    write_set,
+    write_slots,
+)
 from torchboost.core.covering import uncovered
-from torchboost.core.torch_private import gradient_hooks, module_hooks, overrides_dispatch, version
+from torchboost.core.torch_private import (
+    global_step_post_hooks,
+    global_step_pre_hooks,
+    gradient_hooks,
+    module_hooks,
+    overrides_dispatch,
+    version,
+)
 
 __all__ = ["Snapshot", "Streams", "belongs_to_torch", "plain", "streams_kept"]
 
@@ -42,6 +69,7 @@ class _Tensor:
     requires_grad: bool
     grad: Tensor | None
     grad_version: int
+    swapped: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor, *, copied: bool) -> _Tensor:
@@ -60,8 +88,9 @@ class _Tensor:
         if self.tensor.is_leaf and self.tensor.requires_grad != self.requires_grad:
             self.tensor.requires_grad_(self.requires_grad)
             moved = moved or "requires_grad"
-        if self.tensor.data_ptr() != self.memory.data_ptr() or self.tensor.stride() != self.memory.stride():
+        if self._elsewhere():
             self.tensor.data = self.memory
+            self.swapped = True
         if self.numbers is None:
             changed = version(self.tensor) != self.version
             self.version = version(self.tensor)
@@ -72,9 +101,23 @@ class _Tensor:
         return moved
 
     def put_back(self) -> None:
-        """Write the numbers back without a comparison."""
+        """Write the numbers back without a comparison. What got other memory in the first pass gets its own back."""
+        if self.swapped and self._elsewhere():
+            self.tensor.data = self.memory
         if self.numbers is not None:
             self.memory.copy_(self.numbers)
+
+    def _elsewhere(self) -> bool:
+        """Whether the tensor has other memory than it had, or is another view of it."""
+        now, before = self.tensor, self.memory
+        return (now.data_ptr(), now.shape, now.stride()) != (before.data_ptr(), before.shape, before.stride())
+
+
+def _restored(tensor: _Tensor) -> str | None:
+    try:
+        return tensor.restore()
+    except Exception:  # of a kind that torch cannot compare or write
+        return ""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,12 +129,15 @@ class _Held:
     read: Callable[[Any], Any]
     write: Callable[[Any, Any], None]
 
-    def restore(self) -> bool:
-        """Write the entries back if they differ. Return whether they did."""
-        if _same(self.read(self.owner), self.entries):
-            return False
-        self.write(self.owner, self.entries)
-        return True
+    def restore(self) -> str | None:
+        """Write the entries back if they differ. Return what was different; empty if it could not be undone."""
+        try:
+            if _same(self.read(self.owner), self.entries):
+                return None
+            self.write(self.owner, self.entries)
+            return "attributes"
+        except Exception:  # objects of the user may raise anything
+            return ""
 
 
 @dataclass(slots=True)
@@ -109,9 +155,10 @@ class Snapshot:
     """All that a forward and backward pass of a model may change, as far as it can be reached from the model.
 
     These are parameters, buffers, gradients, flags, plain attributes of modules and of objects that they hold, nested
-    containers, variables of closures, containers that methods find in their Python module, and generators of random
-    numbers; of the inputs, what is not a tensor. What other functions and other objects keep, files and other processes
-    cannot be restored.
+    containers, variables of closures and of the classes of modules, default arguments, and generators of random
+    numbers; what methods name in their Python module: containers, tensors, modules, and objects and functions of the
+    same package; of the inputs, what is not a tensor. What other functions and other objects keep, files and other
+    processes cannot be restored. Objects that raise when they are looked at are left alone.
 
     Args:
         model: The model.
@@ -127,11 +174,15 @@ class Snapshot:
     ) -> None:
         self._found, self._elsewhere = _Found(), elsewhere
         self._own = {id(t) for t in [*model.parameters(), *model.buffers()]}
+        self._waiting: list[deque[Any]] = [deque() for _ in range(_HOPS + 1)]
         for tensor in tensors:
             self._own.add(id(tensor))
             self._add_tensor(tensor)
-        self._follow(model, 0)
-        self._follow(others, 0)
+        self._waiting[0] += (model, others)
+        while any(self._waiting):  # what is near comes first, because it is followed further
+            hops = next(hops for hops, waiting in enumerate(self._waiting) if waiting)
+            with suppress(Exception):  # objects of the user may raise anything when they are looked at
+                self._look(self._waiting[hops].popleft(), hops)
         self._moving: list[_Tensor] | None = None
         self._python_moves = True
 
@@ -152,15 +203,15 @@ class Snapshot:
             What had changed in words, for a message; empty if something could not be undone; None if nothing had.
         """
         self._restore_generators()
-        moved = [one.restore() for one in self._found.tensors.values()]
+        moved = [_restored(one) for one in self._found.tensors.values()]
         python = [held.restore() for held in self._found.held]
         if self._moving is None:
-            self._moving = [t for t, m in zip(self._found.tensors.values(), moved, strict=True) if m is not None]
-            self._python_moves = any(python)
-        said = [text for text in moved if text is not None]
-        if "" in said:
-            return ""
-        return next(iter(said), "attributes" if any(python) else None)
+            self._moving = [
+                t for t, m in zip(self._found.tensors.values(), moved, strict=True) if m is not None or t.swapped
+            ]
+            self._python_moves = any(text is not None for text in python)
+        said = [text for text in [*moved, *python] if text is not None]
+        return "" if "" in said else next(iter(said), None)
 
     def after_a_pass(self, around: Snapshot | None) -> None:
         """Restore what passes were seen to change, quickly. Levers that are attached stay attached.
@@ -189,13 +240,39 @@ class Snapshot:
         """Whether passes change more than tensors."""
         return self._python_moves
 
-    def parameters(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Yield each tensor of floating point of the model, its memory, and the copy of its numbers."""
-        for key, one in self._found.tensors.items():
-            if key in self._own and one.tensor.is_floating_point():
-                yield one.tensor, one.memory, one.numbers
+    @contextmanager
+    def changed(self, change: Callable[[Tensor], None]) -> Iterator[None]:
+        """Run the block with the numbers of the model changed.
+
+        What is neither trained nor written by passes gets other memory, because its own may be read-only.
+
+        Args:
+            change: Changes a tensor in place.
+        """
+        rows = [one for key, one in self._found.tensors.items() if key in self._own and one.tensor.is_floating_point()]
+        copied = [(one, one.numbers) for one in rows if one.numbers is not None]
+        written = {id(one) for one in self._moving or ()}
+        try:
+            for one, numbers in copied:
+                if one.requires_grad or id(one) in written or numbers.device != one.memory.device:
+                    change(one.memory)
+                else:
+                    change(numbers)
+                    one.tensor.data = numbers
+            yield
+        finally:
+            for one, numbers in copied:
+                if one.tensor.data_ptr() == numbers.data_ptr():
+                    one.tensor.data = one.memory
+                    numbers.copy_(one.memory)
+                else:
+                    one.memory.copy_(numbers)
 
     def _follow(self, value: Any, hops: int) -> None:
+        if type(value) not in _PLAIN and value is not None and id(value) not in self._found.seen:
+            self._waiting[hops].append(value)
+
+    def _look(self, value: Any, hops: int) -> None:
         found = self._found
         if value is None or isinstance(value, _PLAIN) or id(value) in found.seen:
             return
@@ -214,50 +291,58 @@ class Snapshot:
             self._follow_attributes(value, 0)
             self._follow_classes(type(value))
         else:
-            found.iterator |= hops == 0 and isinstance(value, Iterator)
+            found.iterator |= isinstance(value, Iterator if hops == 0 else _READ_ONCE)
             self._follow_entries(value, hops)
             if hops < _HOPS:
                 self._follow_attributes(value, hops + 1)
 
     def _follow_classes(self, kind: type) -> None:
-        """Follow what the methods of a module use besides their arguments."""
+        """Follow what the methods of a module use besides their arguments, and the variables of its own classes."""
         for each in kind.__mro__:
-            if id(each) not in self._found.seen:
-                self._found.seen[id(each)] = each
-                for entry in vars(each).values():
-                    entry = entry.__func__ if isinstance(entry, (staticmethod, classmethod)) else entry
-                    if isinstance(entry, types.FunctionType):
-                        self._follow(entry, 0)
+            if id(each) in self._found.seen:
+                continue
+            self._found.seen[id(each)] = each
+            for entry in list(vars(each).values()):
+                entry = entry.__func__ if isinstance(entry, (staticmethod, classmethod)) else entry
+                if isinstance(entry, types.FunctionType):
+                    self._follow(entry, 0)
+            if _home(each) not in _NOT_OF_USERS:
+                self._hold(each, read_class, write_class)
+                for entry in read_class(each).values():
+                    self._follow(entry, 0)
 
     def _follow_attributes(self, value: Any, hops: int) -> None:
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is dict:
             self._follow_entries(attributes, hops)
-        slots = {name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) if name[:2] != "__"}
-        if slots and not isinstance(value, _CONTAINERS):
-            self._hold(value, functools.partial(_read_slots, slots=sorted(slots)), _write_slots)
-            for entry in _read_slots(value, sorted(slots)).values():
+        kinds = [kind for kind in type(value).__mro__ if "__slots__" in vars(kind)]
+        slots = [each for kind in kinds for each in vars(kind).values() if type(each) is types.MemberDescriptorType]
+        if slots:
+            self._hold(value, functools.partial(read_slots, slots=slots), functools.partial(write_slots, slots=slots))
+            for entry in read_slots(value, slots).values():
                 self._follow(entry, hops)
 
     def _follow_entries(self, value: Any, hops: int) -> None:
         entries: Iterable[Any]
-        if isinstance(value, (list, deque)):
-            self._hold(value, list, _write_sequence)
-            entries = value
+        if isinstance(value, SEQUENCES):
+            self._hold(value, read_sequence, write_sequence)
+            entries = () if isinstance(value, (bytearray, array.array)) else read_sequence(value)
         elif isinstance(value, dict):
-            self._hold(value, _dict_items, _write_dict)
-            entries = list(dict.values(value))
+            self._hold(value, dict_items, write_dict)
+            entries = dict.values(value)
         elif isinstance(value, (set, MutableSet)):
-            self._hold(value, set, _write_set)
+            self._hold(value, read_set, write_set)
             entries = ()
-        elif isinstance(value, (tuple, frozenset)):
-            entries = value
+        elif isinstance(value, tuple):
+            entries = tuple.__iter__(value)
+        elif isinstance(value, frozenset):
+            entries = frozenset.__iter__(value)
         elif _is_array(value):
             self._hold_array(value)
-            entries = ()
+            entries = value.ravel().tolist() if value.dtype.hasobject else ()
         else:
             return
-        for entry in list(entries)[:_LONGEST]:
+        for entry in list(itertools.islice(entries, _LONGEST)):
             self._follow(entry, hops)
 
     def _follow_code(self, value: Any, hops: int) -> None:
@@ -269,33 +354,52 @@ class Snapshot:
                 self._follow(part, hops)
         else:
             self._follow_entries(vars(value), hops)
+            for defaults in (value.__defaults__, value.__kwdefaults__):
+                self._follow(defaults, hops)
             for cell in value.__closure__ or ():
-                self._hold(cell, _read_cell, _write_cell)
-                self._follow(_read_cell(cell), hops)
+                self._hold(cell, read_cell, write_cell)
+                self._follow(read_cell(cell), hops)
             self._follow_globals(value.__code__, value.__globals__, hops)
 
     def _follow_globals(self, code: types.CodeType, held: dict[str, Any], hops: int) -> None:
-        """Follow the containers and autograd functions that code names, and the variables that it declares global."""
-        stored = _stored_globals(code)
+        """Follow what code names in its Python module, and the variables that it declares global."""
+        stored = stored_globals(code)
         if stored:
-            self._hold(held, functools.partial(_read_names, names=stored), _write_names)
+            read = functools.partial(read_names, names=stored)
+            self._hold(held, read, functools.partial(write_names, names=stored))
         for name in code.co_names:
-            value = held.get(name)
-            if type(value) in _CONTAINERS:
-                self._follow(value, hops)
-            elif isinstance(value, type) and issubclass(value, torch.autograd.Function):
-                self._follow_classes(value)
+            self._follow_global(held.get(name), str(held.get("__name__", "")).split(".")[0], hops)
         for inner in code.co_consts:
             if isinstance(inner, types.CodeType):
                 self._follow_globals(inner, held, hops)
 
+    def _follow_global(self, value: Any, home: str, hops: int) -> None:
+        """Follow containers, autograd functions and generators. Of the package of the user also functions and objects.
+
+        Objects are followed one step only, because other threads may use what lies behind them.
+        """
+        if type(value) in _CONTAINERS or _generator_state(value) is not None:
+            self._follow(value, hops)
+        elif isinstance(value, type):
+            if issubclass(value, torch.autograd.Function):
+                self._follow_classes(value)
+        elif home in _NOT_OF_USERS or value is None or isinstance(value, _PLAIN):
+            return
+        elif isinstance(value, (Tensor, nn.Module)):
+            self._follow(value, hops)
+        elif isinstance(value, types.FunctionType):
+            if _home(value) == home:
+                self._follow(value, hops)
+        elif _home(type(value)) == home:
+            self._follow(value, max(hops, _HOPS - 1))
+
     def _hold(self, owner: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> None:
         self._found.held.append(_Held(owner, read(owner), read, write))
 
-    def _hold_array(self, array: Any) -> None:
-        if array.flags.writeable and self._found.copied_bytes + array.nbytes <= _MOST_BYTES:
-            self._found.copied_bytes += array.nbytes
-            self._hold(array, lambda a: a.copy(), _write_array)
+    def _hold_array(self, held: Any) -> None:
+        if held.flags.writeable and self._found.copied_bytes + held.nbytes <= _MOST_BYTES:
+            self._found.copied_bytes += held.nbytes
+            self._hold(held, lambda each: each.copy(), write_array)
 
     def _add_tensor(self, tensor: Tensor) -> None:
         if id(tensor) in self._found.tensors or not _is_plain(tensor):
@@ -313,7 +417,15 @@ class Snapshot:
 
 _PLAIN = (str, bytes, int, float, complex, bool, type, types.ModuleType, torch.dtype, torch.device, torch.Size)
 _CODE = (types.FunctionType, types.MethodType, functools.partial)
-_CONTAINERS = (list, deque, dict, set, tuple, frozenset)
+_CONTAINERS = (*SEQUENCES, dict, OrderedDict, defaultdict, Counter, set, tuple, frozenset)
+_READ_ONCE = (types.GeneratorType, itertools.count, itertools.cycle, itertools.chain, itertools.islice, map, zip)
+_NOT_OF_USERS = frozenset({"torch", "torchboost", "builtins"})
+"""Packages whose classes and functions keep nothing from one pass to the next that a pass could change."""
+
+
+def _home(thing: Any) -> str:
+    """Return the package of a class or function."""
+    return str(getattr(thing, "__module__", None)).split(".")[0]
 
 
 def _generator_state(value: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]] | None:
@@ -337,7 +449,7 @@ def _is_array(value: Any) -> bool:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor has memory of its own kind that a pass could write to."""
-    if overrides_dispatch(tensor) or tensor.is_inference():
+    if overrides_dispatch(tensor) or tensor.is_inference() or tensor.is_nested:
         return False
     return tensor.layout is torch.strided and not tensor.is_meta
 
@@ -361,7 +473,9 @@ def _same(left: Any, right: Any) -> bool:
     if type(left) is not type(right):
         return False
     if _is_array(left):
-        return left.shape == right.shape and bool((left == right).all())
+        if left.dtype.hasobject:
+            return left.shape == right.shape and all(a is b for a, b in zip(left.flat, right.flat, strict=True))
+        return left.shape == right.shape and left.dtype == right.dtype and left.tobytes() == right.tobytes()
     if isinstance(left, dict):
         return len(left) == len(right) and all(
             a is b and _same(left[a], right[b]) for a, b in zip(left, right, strict=True)
@@ -373,78 +487,11 @@ def _same(left: Any, right: Any) -> bool:
     return isinstance(left, _PLAIN) and left == right
 
 
-def _dict_items(owner: dict[Any, Any]) -> dict[Any, Any]:
-    return dict(dict.items(owner))
-
-
-def _write_dict(owner: dict[Any, Any], entries: dict[Any, Any]) -> None:
-    kind: Any = OrderedDict if isinstance(owner, OrderedDict) else dict  # subclasses may refuse to be updated
-    kind.clear(owner)
-    for key, value in entries.items():
-        kind.__setitem__(owner, key, value)
-
-
-def _write_sequence(owner: Any, entries: list[Any]) -> None:
-    owner.clear()
-    owner.extend(entries)
-
-
-def _write_set(owner: Any, entries: set[Any]) -> None:
-    owner.clear()
-    for entry in entries:
-        owner.add(entry)
-
-
-def _write_array(owner: Any, entries: Any) -> None:
-    owner[...] = entries
-
-
-_EMPTY = object()
-
-
-def _read_cell(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _EMPTY
-
-
-def _write_cell(cell: types.CellType, value: Any) -> None:
-    if value is not _EMPTY:
-        cell.cell_contents = value
-
-
-def _read_slots(owner: Any, slots: list[str]) -> dict[str, Any]:
-    return {name: getattr(owner, name) for name in slots if hasattr(owner, name)}
-
-
-def _write_slots(owner: Any, entries: dict[str, Any]) -> None:
-    for name, value in entries.items():
-        object.__setattr__(owner, name, value)
-
-
-_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
-
-
-def _stored_globals(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names that a function declares ``global`` and writes."""
-    if _STORE_GLOBAL not in code.co_code[::2]:
-        return ()
-    return tuple({i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"})
-
-
-def _read_names(owner: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: owner[name] for name in names if name in owner}
-
-
-def _write_names(owner: MutableMapping[str, Any], entries: dict[str, Any]) -> None:
-    owner.update(entries)
-
-
 @contextmanager
 def plain(model: nn.Module) -> Iterator[None]:
     """Run the block with the model as its code has it: without hooks of users and without what this package attached.
 
+    Hooks that users have set on all optimizers do not see the steps of copies either.
     Hooks of torch that compute a part of the model, as those of the old ``weight_norm``, stay.
     """
     taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
@@ -453,12 +500,12 @@ def plain(model: nn.Module) -> Iterator[None]:
             kept = {key: hook for key, hook in hooks.items() if belongs_to_torch(hook)}
             if len(kept) < len(hooks):
                 taken.append((hooks, dict(hooks)))
-                _write_dict(hooks, kept)
+                write_dict(hooks, kept)
         with uncovered(model):
             yield
     finally:
         for hooks, entries in taken:
-            _write_dict(hooks, entries)
+            write_dict(hooks, entries)
 
 
 def _hooks(model: nn.Module) -> Iterator[dict[Any, Any]]:
@@ -466,6 +513,7 @@ def _hooks(model: nn.Module) -> Iterator[dict[Any, Any]]:
         yield from module_hooks(module)
     for parameter in model.parameters():
         yield from gradient_hooks(parameter)
+    yield from (global_step_pre_hooks, global_step_post_hooks)
 
 
 def belongs_to_torch(hook: Any) -> bool:

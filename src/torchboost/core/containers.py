@@ -26,7 +26,7 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor], strange: Callab
         change: Returns the new tensor, or the same one if it has nothing to change.
         strange: Called with objects of other types and objects that cannot be copied. It may raise a ``RuntimeError``.
     """
-    if isinstance(value, Tensor):
+    if issubclass(type(value), Tensor):  # isinstance() asks a proxy for its class, which may raise
         return change(value)
     inner = partial(with_tensors, change=change, strange=strange)
     try:

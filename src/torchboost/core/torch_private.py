@@ -29,8 +29,12 @@ from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import _get_capturable_supported_devices as capturable_devices
+from torch.optim.optimizer import _global_optimizer_post_hooks as global_step_post_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre_hooks
+from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices as fused_devices
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -68,6 +72,8 @@ __all__ = [
     "foreach",
     "forget_fused_mark",
     "fused_devices",
+    "global_step_post_hooks",
+    "global_step_pre_hooks",
     "gradient_hooks",
     "has_fused_mark",
     "has_gradient_hooks",
@@ -75,6 +81,7 @@ __all__ = [
     "hooks_of_optimizer",
     "inside_compiled",
     "inside_function_transform",
+    "inside_mode",
     "interceptor_of",
     "is_functorch_wrapped_tensor",
     "is_reentrant_checkpoint",
@@ -326,6 +333,17 @@ def has_saved_tensor_hooks() -> bool:
 def inside_function_transform() -> bool:
     """Whether ``torch.func.grad``, ``vmap`` or another one runs: ``torch._C._functorch.peek_interpreter_stack``."""
     return peek_interpreter_stack() is not None
+
+
+def inside_mode() -> bool:
+    """Whether a mode of Python sees all functions or operators of torch, other than that of ``torch.device``.
+
+    Reads ``torch.overrides._get_current_function_mode_stack``, ``torch.utils._device.DeviceContext`` and
+    ``torch.utils._python_dispatch._get_current_dispatch_mode``.
+    """
+    device: Any = getattr(sys.modules.get("torch.utils._device"), "DeviceContext", ())
+    functions = [mode for mode in function_modes() if not isinstance(mode, device)]
+    return bool(functions) or dispatch_mode() is not None
 
 
 def is_traced_constant(name: str) -> bool:

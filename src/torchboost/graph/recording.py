@@ -78,24 +78,31 @@ def tensors_in(value: Any) -> list[Tensor]:
     waiting: list[tuple[bool, Any]] = [(True, value)]
     while waiting:
         enters, entry = waiting.pop()
-        if isinstance(entry, Tensor):
+        if issubclass(type(entry), Tensor):  # isinstance() asks a proxy for its class, which may raise
             found.append(entry)
         elif not enters:
             around.discard(id(entry))
         elif id(entry) not in around and (parts := _parts(entry)):
             around.add(id(entry))
             waiting.append((False, entry))
-            waiting += [(True, part) for part in reversed(parts)]
+            waiting += [(True, part) for part in reversed(parts) if type(part) not in _PLAIN]
     return found
 
 
+_PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
+"""Entries of a long list that are passed over quickly, because each call of a model is looked at."""
+
+
 def _parts(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, (tuple, list)):
-        return list(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in fields(value)]
+    try:
+        if isinstance(value, Mapping):
+            return list(value.values())
+        if isinstance(value, (tuple, list)):
+            return list(value)
+        if is_dataclass(value) and not isinstance(value, type):
+            return [getattr(value, field.name) for field in fields(value)]
+    except Exception:  # a container of the user may raise anything when it is read
+        pass
     return []
 
 
