@@ -7,7 +7,7 @@ import logging
 import statistics
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,7 +103,7 @@ class Boosted:
     Attributes:
         model: The given model, changed in place.
         optimizer: The optimizer to step. This is the given optimizer, unless gradient accumulation or dimension-reduced
-            training wraps it in another one.
+            training wraps it in another one. If a list was given, the list of its optimizers.
         plan: What runs, and what was left out with the reason.
         choice: What the trial of the speed levers found out. None before the first training call.
         checks: Lever -> how far its step is from the plain one, in words, as compared at the first training call.
@@ -122,6 +122,8 @@ class Boosted:
         scaler: Scaler | None,
         calibration: Calibration | None = None,
         before: Pair | None = None,
+        *,
+        listed: bool = False,
     ) -> None:
         self.choice: Choice | None = None
         self.checks: dict[str, str] = {}
@@ -131,12 +133,13 @@ class Boosted:
         self._called: nn.Module = target.model
         self._unseen = self._removed = False
         self.brings_scaler = target.scaler is not scaler
-        self.optimizer = target.optimizer
+        self.optimizer: Any = [target.optimizer, *target.others] if listed else target.optimizer
         if isinstance(target.accumulator, Accumulator):
             front = AccumulatingOptimizer(target.optimizer, target.accumulator)
             attached[AccumulationSteps.name].with_undo(front.direct.remove)
             self.optimizer = front
-        for optimizer in {id(o): o for o in (hookable(given), hookable(self.optimizer))}.values():
+        stepped = self.optimizer if listed else [self.optimizer]
+        for optimizer in {id(o): o for o in map(hookable, (given, *stepped))}.values():
             if len(attached) or calibration is not None:
                 attached.with_undo(optimizer.register_step_pre_hook(_Mark(self)).remove)
         attached.with_undo(self._note_removal).with_levers(
@@ -145,6 +148,10 @@ class Boosted:
         self._calibration = calibration
         self._waiting: FirstCall | None = None
         self._wait(before)
+
+    @property
+    def _all_given(self) -> tuple[Optimizer, ...]:
+        return self._given, *self._target.others
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer))
@@ -412,7 +419,7 @@ def boosted_of(optimizer: Optimizer) -> Boosted | None:
 
 def boost(
     model: nn.Module,
-    optimizer: Optimizer | str,
+    optimizer: Optimizer | Sequence[Optimizer] | str,
     *,
     lr: float | None = None,
     level: str = "O1",
@@ -427,13 +434,15 @@ def boost(
 
     Call it on the bare model, on the device that it will train on, before DDP and ``torch.compile``. For FSDP2, which
     replaces the parameters, see :func:`prepare`. A second call for the same model first removes what the first one
-    attached.
+    attached. If several optimizers train the model, pass them all in one call.
 
     Args:
         model: Changed in place.
         optimizer: Any ``torch.optim.Optimizer`` over parameters of the model. It follows parameters that are replaced.
             Or the name of one to build: ``"muon"`` or ``"schedule_free_adamw"``
-            (:func:`~torchboost.optim.named_optimizer`). No level changes the optimizer by itself.
+            (:func:`~torchboost.optim.named_optimizer`). No level changes the optimizer by itself. Or a list of
+            optimizers, each over parameters of its own, such as Muon for the matrices and AdamW for the rest: the loop
+            steps all of them. What works with one optimizer only, such as gradient freezing, is then left out.
         lr: Learning rate of an optimizer that is given by name, in the size of AdamW's. None takes 0.001.
         level: ``"O0"`` changes nothing, ``"O1"`` keeps the accuracy within 0.5 points, ``"O2"`` within 3 points. See
             ``docs/levels.md`` for what each level turns on, and for the measurements.
@@ -461,14 +470,16 @@ def boost(
 
     Raises:
         TypeError: An argument is not a module, an optimizer, a scaler or a number of steps.
-        ValueError: No parameter of the optimizer belongs to the model, ``total_steps`` is below 1, there is no
-            optimizer of this name, a module is lazy, or ``lr`` is given with an optimizer that has its own.
+        ValueError: No parameter of an optimizer belongs to the model, two optimizers hold the same parameter, the list
+            is empty, ``total_steps`` is below 1, there is no optimizer of this name, a module is lazy, or ``lr`` is
+            given with an optimizer that has its own.
         ConfigError: An unknown level, section, key or setting, or a value of a wrong type or out of range.
         IncompatibleError: The model is already wrapped, the optimizer was boosted with another model, or an algorithm
             cannot work on this pair. Nothing is changed, except that an earlier boost of the pair may be removed.
 
     Warns:
-        NoEffectWarning: Algorithms of the level were left out because ``total_steps`` is not given.
+        NoEffectWarning: Algorithms of the level were left out because ``total_steps`` is not given. Or the model was
+            boosted with another optimizer, over other parameters, and that boost is removed.
 
     Example:
         >>> import torch, torchboost
@@ -501,7 +512,7 @@ def boost(
 
 def attach(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     *,
     level: str,
     total_steps: int | None,
@@ -514,7 +525,12 @@ def attach(
     caller: str = "torchboost.boost",
 ) -> Boosted:
     """Do what :func:`boost` does, without its warning. Messages use the caller's names."""
-    check_pair(model, optimizer, name=name)
+    listed = not isinstance(optimizer, Optimizer) and isinstance(optimizer, Sequence)
+    optimizers = list(optimizer) if listed else [optimizer]
+    if not optimizers:
+        raise ValueError("optimizer: found an empty list; give the optimizers that train the model.")
+    for one in optimizers:
+        check_pair(model, one, name=name)
     check_scaler(scaler)
     calibrate = resolved(calibrate)
     plan = Plan.of(level, config, host.facts(model), total_steps=total_steps)
@@ -526,30 +542,56 @@ def attach(
             f"the {name} is already wrapped by {wrapper}; move the line with {caller}(...) before the line that wraps "
             f"it: pass the bare {name}, and wrap what is returned."
         )
-    earlier = boosted_of(optimizer)
-    _check_one_model(earlier, model, name)
-    given = optimizer if earlier is None else earlier._given
+    earlier = {one: found for one in optimizers if (found := boosted_of(one)) is not None}
+    for found in earlier.values():
+        _check_one_model(found, model, name)
+    given, *others = (_given_before(one, earlier.get(one)) for one in optimizers)
+    target = Target(model, given, scaler, others=tuple(others))
     for module in model.modules():
         before = _BOOSTED.get(module, lambda: None)()
         if before is not None:
+            _warn_of_other_parameters(before, target, caller)
             before.remove()
-    if earlier is not None:
-        earlier.remove()
-    target = Target(model, given, scaler)
+    for found in earlier.values():
+        found.remove()
     plan = Plan.of(level, config, host.facts(model), total_steps=total_steps)
     with shared_traces():
-        plan = plan.fit(model, given)
+        plan = plan.fit(model, given, *others)
         calibration = _calibration(plan, calibrate, wrapper, host, verify)
         if calibration is not None and calibrate is not False:
             reason = _OPEN if calibration.too_short is None else f"not measured: {calibration.too_short}"
             plan = plan.chosen({lever.name: (lever.name in calibration.prior, reason) for lever in plan.levers})
         before = None if calibration is None else calibration.before(plan.algorithms, target)
-        made = Boosted(plan, target, plan.attach(target), given, scaler, calibration, before)
+        made = Boosted(plan, target, plan.attach(target), given, scaler, calibration, before, listed=listed)
     _BOOSTED[model] = weakref.ref(made)
     return made
 
 
 _OPEN = "the trial at the first training call decides"
+
+
+def _given_before(optimizer: Optimizer, earlier: Boosted | None) -> Optimizer:
+    """Return the optimizer that the user built, if this one stands in front of it since an earlier boost."""
+    return optimizer if earlier is None or earlier._target.others else earlier._given
+
+
+def _warn_of_other_parameters(before: Boosted, target: Target, caller: str) -> None:
+    """Warn if an earlier boost goes whose optimizers hold other parameters: they may train beside the new ones."""
+    if before._removed or (not len(before.attached) and before._waiting is None):
+        return
+    earlier, now = map(_held, (before._all_given, target.optimizers))
+    if earlier.isdisjoint(now):
+        names = [" and ".join(type(one).__name__ for one in side) for side in (before._all_given, target.optimizers)]
+        warnings.warn(
+            f"the boost of this model with {names[0]} is removed by the one with {names[1]}, which holds other "
+            f"parameters. If both train the model, boost it once, with a list: {caller}(model, [first, second]).",
+            NoEffectWarning,
+            stacklevel=4,
+        )
+
+
+def _held(optimizers: Iterable[Optimizer]) -> set[int]:
+    return {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
 
 
 def _check_one_model(earlier: Boosted | None, model: nn.Module, name: str) -> None:
@@ -638,9 +680,9 @@ def warn_of_missing_length(made: Boosted, config: ConfigSource | None, total_ste
     if total_steps is not None:
         return
     facts = replace(Facts.measure(made.model, loop=loop), total_steps=_LONG_RUN)
-    inner, running = hookable(made._given), {algorithm.name for algorithm in made.plan.algorithms}
-    others = [a for a in Plan.of(made.plan.level, config, facts).algorithms if a.name not in running]
-    missed = [algorithm.name for algorithm in others if algorithm.idle(made.model, inner) is None]
+    running, plan = {algorithm.name for algorithm in made.plan.algorithms}, Plan.of(made.plan.level, config, facts)
+    others = replace(plan, algorithms=tuple(a for a in plan.algorithms if a.name not in running), levers=())
+    missed = [algorithm.name for algorithm in others.fit(made.model, *made._all_given).algorithms]
     if missed:
         warnings.warn(
             f"{made.plan.level} runs without {' and '.join(missed)}, which must know the length of the run. "

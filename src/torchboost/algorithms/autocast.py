@@ -106,7 +106,7 @@ class Autocast(Algorithm):
     """
 
     name: ClassVar[str] = "autocast"
-    traits: ClassVar[Traits] = Traits(order=30, withdrawn=2)
+    traits: ClassVar[Traits] = Traits(order=30, withdrawn=2, each_optimizer=True)
 
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
 

@@ -70,7 +70,7 @@ class Compile(Algorithm):
     """
 
     name: ClassVar[str] = "compile"
-    traits: ClassVar[Traits] = Traits(order=90)
+    traits: ClassVar[Traits] = Traits(order=90, each_optimizer=True)
 
     mode: Mode | None = None
     dynamic: bool | None = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits, attach_each
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.closure import after_closure
 from torchboost.core.torch_private import forget_fused_mark, has_fused_mark
@@ -104,7 +104,7 @@ class FusedOptimizer(Algorithm):
     """Applies :func:`fuse_optimizer`. It has no settings."""
 
     name: ClassVar[str] = "fused_optimizer"
-    traits: ClassVar[Traits] = Traits(order=35)
+    traits: ClassVar[Traits] = Traits(order=35, each_optimizer=True)
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Explain why no param group can be fused."""
@@ -113,11 +113,14 @@ class FusedOptimizer(Algorithm):
 
     def check(self, target: Target) -> None:
         """Refuse an optimizer that was built with ``differentiable=True``."""
-        _refuse_differentiable(target.optimizer)
+        for optimizer in target.optimizers:
+            _refuse_differentiable(optimizer)
 
     def attach(self, target: Target) -> Attachment:
-        """Fuse the optimizer of the target."""
-        return fuse_optimizer(target.optimizer)
+        """Fuse the optimizer of the target; of several, those that can be fused."""
+        found = target.optimizers
+        fusible = [one for one in found if self.idle(target.model, one) is None] if target.others else found
+        return attach_each(fusible, fuse_optimizer)
 
 
 def _refuse_differentiable(optimizer: Optimizer) -> None:
