@@ -525,8 +525,8 @@ def attach(
     caller: str = "torchboost.boost",
 ) -> Boosted:
     """Do what :func:`boost` does, without its warning. Messages use the caller's names."""
-    listed = not isinstance(optimizer, Optimizer) and isinstance(optimizer, Sequence)
-    optimizers = list(optimizer) if listed else [optimizer]
+    listed = isinstance(optimizer, Sequence)
+    optimizers: list[Optimizer] = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     if not optimizers:
         raise ValueError("optimizer: found an empty list; give the optimizers that train the model.")
     for one in optimizers:
