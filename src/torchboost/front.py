@@ -576,7 +576,7 @@ def _given_before(optimizer: Optimizer, earlier: Boosted | None) -> Optimizer:
 
 
 def _warn_of_other_parameters(before: Boosted, target: Target, caller: str) -> None:
-    """Warn if an earlier boost goes whose optimizers hold other parameters: they may train beside the new ones."""
+    """Warn if an earlier boost goes whose optimizers hold other parameters: the loop may step both."""
     if before._removed or (not len(before.attached) and before._waiting is None):
         return
     earlier, now = map(_held, (before._all_given, target.optimizers))

@@ -15,6 +15,11 @@ from torch.optim import SGD, AdamW, Optimizer
 import torchboost
 from torchboost import IncompatibleError, NoEffectWarning, Target, boost
 from torchboost.algorithms import BatchNormRemoval, ChannelsLast, FusedOptimizer, GradientCentralization
+from torchboost.calibration.cache import key_of
+from torchboost.calibration.choice import Machine
+from torchboost.calibration.passes import Passes
+from torchboost.calibration.snapshot import Snapshot, plain
+from torchboost.calibration.trial import _Contestant
 from torchboost.core.algorithm import attach_all
 from torchboost.core.step import TrainStep
 from torchboost.front import boosted_of
@@ -85,8 +90,8 @@ def registered(optimizer: Optimizer) -> int:
 @pytest.mark.parametrize("make", [sgd_and_adamw, adamw_and_sgd, muon_and_adamw])
 @pytest.mark.parametrize("calibrate", [False, 0.2])
 def test_training_is_that_of_a_plain_loop(make: Make, calibrate: bool | float):
-    plain = network()
-    train(plain, make(plain), range(6))
+    reference = network()
+    train(reference, make(reference), range(6))
     model = network()
     boosted = boost(model, given := make(model), config=EXACT, calibrate=calibrate)
     returned, optimizers = boosted
@@ -94,7 +99,7 @@ def test_training_is_that_of_a_plain_loop(make: Make, calibrate: bool | float):
     assert type(optimizers) is list
     assert all(map(lambda a, b: a is b, optimizers, given))
     train(model, optimizers, range(6))
-    same(model, plain, make)
+    same(model, reference, make)
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert not boosted.withdrawn
     assert all(boosted_of(optimizer) is boosted for optimizer in given)
@@ -116,6 +121,36 @@ def test_a_trial_steps_copies_of_both(make: Make):
     assert not any(optimizer.state for optimizer in optimizers)
     train(model, optimizers, range(2))
     assert all(optimizer.state for optimizer in optimizers)
+
+
+def test_a_part_of_each_optimizer_is_timed_for_the_whole():
+    model = network()
+    optimizers = sgd_and_adamw(model)
+    with plain(model):
+        call = ((batch(0)[0],), {})
+        snapshot = Snapshot(model, call)
+        contestant = _Contestant(Passes(model, call, snapshot), optimizers, (), None)
+        contestant._copies = [
+            (made, pairs, share) for (made, pairs, _), share in zip(contestant._copies, (0.5, 1.0), strict=True)
+        ]
+        ticks = iter(range(10))
+        assert contestant.step(lambda: float(next(ticks))) == 1 + 1 / 0.5 + 1
+        contestant._copies = [(made, pairs, 0.25) for made, pairs, _ in contestant._copies]
+        ticks = iter(range(10))
+        assert contestant.step(lambda: float(next(ticks))) == 1 + 1 / 0.25 + 1 + 1 / 0.25 + 1
+        snapshot.restore()
+
+
+def test_a_choice_counts_for_the_same_optimizers_only():
+    model = network()
+    first, second = sgd_and_adamw(model)
+    given = {"candidates": [ChannelsLast()], "machine": Machine.of(torch.device("cpu"))}
+    keys = [
+        key_of(model, one, batch(0), others=others, **given)
+        for one, others in ((first, ()), (second, ()), (first, (second,)), (second, (first,)))
+    ]
+    assert len(set(keys)) == 4
+    assert key_of(model, first, batch(0), others=(second,), **given) == keys[2]
 
 
 def test_both_are_fused_and_both_are_centralised():
@@ -154,11 +189,11 @@ def test_removal_leaves_no_trace(make: Make):
                 value.stride() == parameter.stride() for value in state.values() if value.shape == parameter.shape
             )
     assert not model._forward_pre_hooks
-    plain = network()
-    plain_optimizers = make(plain)
-    train(plain, plain_optimizers, range(4))
+    reference = network()
+    plain_optimizers = make(reference)
+    train(reference, plain_optimizers, range(4))
     train(model, optimizers, range(2, 4))
-    same(model, plain, make)
+    same(model, reference, make)
 
 
 @pytest.mark.parametrize("make", [adamw_and_sgd, muon_and_adamw])
@@ -182,15 +217,15 @@ def test_a_resumed_run_continues_and_a_plain_one_can_load_it(make: Make):
 
 def test_state_that_is_there_follows_its_kernels():
     model = network()
-    plain = network()
-    optimizers, plain_optimizers = adamw_and_sgd(model), adamw_and_sgd(plain)
-    train(plain, plain_optimizers, range(4))
+    reference = network()
+    optimizers, plain_optimizers = adamw_and_sgd(model), adamw_and_sgd(reference)
+    train(reference, plain_optimizers, range(4))
     train(model, optimizers, range(2))
     boost(model, optimizers, config=EXACT, calibrate=False)
     momentum = optimizers[1].state[split(model)[0][0]]["momentum_buffer"]
     assert momentum.is_contiguous(memory_format=torch.channels_last)
     train(model, optimizers, range(2, 4))
-    same(model, plain)
+    same(model, reference)
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -291,19 +326,19 @@ def test_boosting_one_optimizer_after_the_other_names_the_list():
 
 
 def test_the_step_of_boost_updates_with_both():
-    plain = network()
-    train(plain, sgd_and_adamw(plain), range(3))
+    reference = network()
+    train(reference, sgd_and_adamw(reference), range(3))
     model = network()
     step = boost(model, sgd_and_adamw(model), config=EXACT, calibrate=False).step(F.cross_entropy)
     for number in range(3):
         step(*batch(number))
-    same(model, plain)
+    same(model, reference)
     scaled = network()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     step = boost(scaled, sgd_and_adamw(scaled), config=EXACT, calibrate=False, scaler=scaler).step(F.cross_entropy)
     for number in range(3):
         step(*batch(number))
-    same(scaled, plain)
+    same(scaled, reference)
 
 
 def test_the_step_of_boost_refuses_a_line_search_beside_another_optimizer():

@@ -211,16 +211,16 @@ class _Contestant:
         by_parameter = {id(p): g for p, g in zip(self.passes.parameters, gradients, strict=False)}
         for optimizer, pairs, share in self._copies:
             if share < 1:
-                seconds, last = seconds - last, clock()
-                seconds += last
+                before, last = last, clock()
+                seconds += last - before
             for parameter, copied in pairs:
                 copied.grad = by_parameter[id(parameter)]
             type(optimizer).step(optimizer)  # not that of the instance, which a scheduler binds to the original
             for _, copied in pairs:
                 copied.grad = None
             if share < 1:
-                began, last = last, clock()
-                seconds += (last - began) / share
+                before, last = last, clock()
+                seconds += (last - before) / share
         return seconds + clock() - last
 
 
