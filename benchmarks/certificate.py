@@ -1,4 +1,4 @@
-"""Claim: the check of the speed levers at the first training call costs under one percent of a run of 1,000 steps.
+"""What the check of the speed levers at the first training call costs, as a share of a run of 1,000 steps.
 
 The first call of a boosted model with the check, against the first call without it; in turns, on new models.
 """
@@ -35,7 +35,9 @@ def encoder() -> nn.Module:
 
 
 def perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Dropout(0.2), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    return nn.Sequential(
+        nn.Linear(784, 512), nn.ReLU(), nn.Dropout(0.2), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
+    )
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import adasum_convergence
+import certificate
 import fewer_steps_table
 import freeze_rival
 import headline
 import low_precision
 import parts_accuracy
-import certificate
 import planted_effects
 import promises
 import subspace_recipe

@@ -18,8 +18,9 @@ from torchboost import Boosted, ConfigError, IncompatibleError, NoEffectWarning,
 from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.calibration.calibration import Calibration
 from torchboost.calibration.choice import Choice, Verdict
-from torchboost.front import boosted_of, fastest
+from torchboost.front import boosted_of
 from torchboost.graph import dataflow
+from torchboost.inference import fastest
 
 SCALED = {"boost": {"mode": "manual", "loss_scale_group": True}}
 EVERY_SECOND = {"extra": {"grad_accumulation": {"steps": 2}}}

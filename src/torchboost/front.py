@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import statistics
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -39,7 +37,6 @@ from torchboost.core.algorithm import LEVERS, Algorithm, AttachedAlgorithms, Sca
 from torchboost.core.arguments import (
     check_loss_fn,
     check_module,
-    check_optimizer,
     check_pair,
     check_scaler,
     check_shapes,
@@ -50,14 +47,12 @@ from torchboost.core.wrapping import hookable, wrapper_of
 from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.dataflow import shared_traces
-from torchboost.graph.recording import call
-from torchboost.inference import fast_copy
-from torchboost.measure.stopwatch import Clock, Warmup, compare
+from torchboost.inference import fast_copy, fastest
 from torchboost.optim.named import named_optimizer
 from torchboost.plan import Dropped, Plan
 from torchboost.registry import REGISTRY, Facts, Loop
 
-__all__ = ["Boosted", "Host", "boost", "boosted_of", "fastest", "prepare"]
+__all__ = ["Boosted", "Host", "boost", "boosted_of"]
 
 _LOG = logging.getLogger("torchboost")
 
@@ -74,7 +69,7 @@ class Boosted:
     Attributes:
         model: The given model, changed in place.
         optimizer: The optimizer to step. This is the given optimizer, unless gradient accumulation or dimension-reduced
-            training wraps it in another one.
+            training wraps it in another one. If a list was given, the list of its optimizers.
         plan: What runs, and what was left out with the reason.
         choice: What the trial of the speed levers found out. None before the first training call.
         checks: Lever -> how far its step is from the plain one, in words, as compared at the first training call.
@@ -93,6 +88,8 @@ class Boosted:
         scaler: Scaler | None,
         calibration: Calibration | None = None,
         before: Pair | None = None,
+        *,
+        listed: bool = False,
     ) -> None:
         self.choice: Choice | None = None
         self.checks: dict[str, str] = {}
@@ -102,12 +99,13 @@ class Boosted:
         self._called: nn.Module = target.model
         self._unseen = self._removed = False
         self.brings_scaler = target.scaler is not scaler
-        self.optimizer = target.optimizer
+        self.optimizer: Any = [target.optimizer, *target.others] if listed else target.optimizer
         if isinstance(target.accumulator, Accumulator):
             front = AccumulatingOptimizer(target.optimizer, target.accumulator)
             attached[AccumulationSteps.name].with_undo(front.direct.remove)
             self.optimizer = front
-        for optimizer in {id(o): o for o in (hookable(given), hookable(self.optimizer))}.values():
+        stepped = self.optimizer if listed else [self.optimizer]
+        for optimizer in {id(o): o for o in map(hookable, (given, *stepped))}.values():
             if len(attached) or calibration is not None:
                 attached.with_undo(optimizer.register_step_pre_hook(_Mark(self)).remove)
         attached.with_undo(self._note_removal).with_levers(
@@ -116,6 +114,10 @@ class Boosted:
         self._calibration = calibration
         self._waiting: FirstCall | None = None
         self._wait(before)
+
+    @property
+    def _all_given(self) -> tuple[Optimizer, ...]:
+        return self._given, *self._target.others
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer))
@@ -383,7 +385,7 @@ def boosted_of(optimizer: Optimizer) -> Boosted | None:
 
 def boost(
     model: nn.Module,
-    optimizer: Optimizer | str,
+    optimizer: Optimizer | Sequence[Optimizer] | str,
     *,
     lr: float | None = None,
     level: str = "O1",
@@ -398,13 +400,15 @@ def boost(
 
     Call it on the bare model, on the device that it will train on, before DDP and ``torch.compile``. For FSDP2, which
     replaces the parameters, see :func:`prepare`. A second call for the same model first removes what the first one
-    attached.
+    attached. If several optimizers train the model, pass them all in one call.
 
     Args:
         model: Changed in place.
         optimizer: Any ``torch.optim.Optimizer`` over parameters of the model. It follows parameters that are replaced.
             Or the name of one to build: ``"muon"`` or ``"schedule_free_adamw"``
-            (:func:`~torchboost.optim.named_optimizer`). No level changes the optimizer by itself.
+            (:func:`~torchboost.optim.named_optimizer`). No level changes the optimizer by itself. Or a list of
+            optimizers, each over parameters of its own, such as Muon for the matrices and AdamW for the rest: the loop
+            steps all of them. What works with one optimizer only, such as gradient freezing, is then left out.
         lr: Learning rate of an optimizer that is given by name, in the size of AdamW's. None takes 0.001.
         level: ``"O0"`` changes nothing, ``"O1"`` keeps the accuracy within 0.5 points, ``"O2"`` within 3 points. See
             ``docs/levels.md`` for what each level turns on, and for the measurements.
@@ -432,14 +436,16 @@ def boost(
 
     Raises:
         TypeError: An argument is not a module, an optimizer, a scaler or a number of steps.
-        ValueError: No parameter of the optimizer belongs to the model, ``total_steps`` is below 1, there is no
-            optimizer of this name, a module is lazy, or ``lr`` is given with an optimizer that has its own.
+        ValueError: No parameter of an optimizer belongs to the model, two optimizers hold the same parameter, the list
+            is empty, ``total_steps`` is below 1, there is no optimizer of this name, a module is lazy, or ``lr`` is
+            given with an optimizer that has its own.
         ConfigError: An unknown level, section, key or setting, or a value of a wrong type or out of range.
         IncompatibleError: The model is already wrapped, the optimizer was boosted with another model, or an algorithm
             cannot work on this pair. Nothing is changed, except that an earlier boost of the pair may be removed.
 
     Warns:
-        NoEffectWarning: Algorithms of the level were left out because ``total_steps`` is not given.
+        NoEffectWarning: Algorithms of the level were left out because ``total_steps`` is not given. Or the model was
+            boosted with another optimizer, over other parameters, and that boost is removed.
 
     Example:
         >>> import torch, torchboost
@@ -472,7 +478,7 @@ def boost(
 
 def attach(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     *,
     level: str,
     total_steps: int | None,
@@ -485,7 +491,12 @@ def attach(
     caller: str = "torchboost.boost",
 ) -> Boosted:
     """Do what :func:`boost` does, without its warning. Messages use the caller's names."""
-    check_pair(model, optimizer, name=name)
+    listed = isinstance(optimizer, Sequence)
+    optimizers: list[Optimizer] = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    if not optimizers:
+        raise ValueError("optimizer: found an empty list; give the optimizers that train the model.")
+    for one in optimizers:
+        check_pair(model, one, name=name)
     check_scaler(scaler)
     calibrate = resolved(calibrate)
     plan = Plan.of(level, config, host.facts(model), total_steps=total_steps)
@@ -497,30 +508,56 @@ def attach(
             f"the {name} is already wrapped by {wrapper}; move the line with {caller}(...) before the line that wraps "
             f"it: pass the bare {name}, and wrap what is returned."
         )
-    earlier = boosted_of(optimizer)
-    _check_one_model(earlier, model, name)
-    given = optimizer if earlier is None else earlier._given
+    earlier = {one: found for one in optimizers if (found := boosted_of(one)) is not None}
+    for found in earlier.values():
+        _check_one_model(found, model, name)
+    given, *others = (_given_before(one, earlier.get(one)) for one in optimizers)
+    target = Target(model, given, scaler, others=tuple(others))
     for module in model.modules():
         before = _BOOSTED.get(module, lambda: None)()
         if before is not None:
+            _warn_of_other_parameters(before, target, caller)
             before.remove()
-    if earlier is not None:
-        earlier.remove()
-    target = Target(model, given, scaler)
+    for found in earlier.values():
+        found.remove()
     plan = Plan.of(level, config, host.facts(model), total_steps=total_steps)
     with shared_traces():
-        plan = plan.fit(model, given)
+        plan = plan.fit(model, given, *others)
         calibration = Calibration.of(plan, calibrate, verify=verify, forward=host.forward) if wrapper is None else None
         if calibration is not None and calibrate is not False:
             reason = _OPEN if calibration.too_short is None else f"not measured: {calibration.too_short}"
             plan = plan.chosen({lever.name: (lever.name in calibration.prior, reason) for lever in plan.levers})
         before = None if calibration is None else calibration.before(plan.algorithms, target)
-        made = Boosted(plan, target, plan.attach(target), given, scaler, calibration, before)
+        made = Boosted(plan, target, plan.attach(target), given, scaler, calibration, before, listed=listed)
     _BOOSTED[model] = weakref.ref(made)
     return made
 
 
 _OPEN = "the trial at the first training call decides"
+
+
+def _given_before(optimizer: Optimizer, earlier: Boosted | None) -> Optimizer:
+    """Return the optimizer that the user built, if this one stands in front of it since an earlier boost."""
+    return optimizer if earlier is None or earlier._target.others else earlier._given
+
+
+def _warn_of_other_parameters(before: Boosted, target: Target, caller: str) -> None:
+    """Warn if an earlier boost goes whose optimizers hold other parameters: the loop may step both."""
+    if before._removed or (not len(before.attached) and before._waiting is None):
+        return
+    earlier, now = map(_held, (before._all_given, target.optimizers))
+    if earlier.isdisjoint(now):
+        names = [" and ".join(type(one).__name__ for one in side) for side in (before._all_given, target.optimizers)]
+        warnings.warn(
+            f"the boost of this model with {names[0]} is removed by the one with {names[1]}, which holds other "
+            f"parameters. If both train the model, boost it once, with a list: {caller}(model, [first, second]).",
+            NoEffectWarning,
+            stacklevel=4,
+        )
+
+
+def _held(optimizers: Iterable[Optimizer]) -> set[int]:
+    return {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
 
 
 def _check_one_model(earlier: Boosted | None, model: nn.Module, name: str) -> None:
@@ -533,62 +570,14 @@ def _check_one_model(earlier: Boosted | None, model: nn.Module, name: str) -> No
     )
 
 
-def prepare(
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    level: str = "O1",
-    total_steps: int | None = None,
-    config: ConfigSource | None = None,
-) -> Plan:
-    """Change the modules of a bare model before it is sharded or wrapped, and return the plan to attach later.
-
-    FSDP2 replaces the parameters, so the optimizer is built after sharding. Prepare the bare model, shard it, build the
-    optimizer, then attach the plan. Nothing is measured: the machine and the model choose the levers::
-
-        plan = torchboost.prepare(model, level="O1", total_steps=10_000)
-        fully_shard(model)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        attached = plan.attach(torchboost.Target(model, optimizer))
-
-    Args:
-        model: Changed in place. It must be on the device that it will train on.
-        optimizer: If it exists already, it follows the parameters that are replaced.
-        level: See :func:`boost`.
-        total_steps: See :func:`boost`.
-        config: See :func:`boost`.
-
-    Raises:
-        TypeError: An argument is not a module, or not an optimizer.
-        ValueError: A lazy module has no shape yet.
-        ConfigError: See :func:`boost`.
-        IncompatibleError: The model is already wrapped. Nothing is changed.
-    """
-    check_module(model)
-    if optimizer is not None:
-        check_optimizer(optimizer)
-    plan = Plan.of(level, config, Facts.measure(model, loop="own"), total_steps=total_steps)
-    plan.transform(model, optimizer)
-    return plan
-
-
-def fastest(forms: Mapping[str, nn.Module], sample: Any) -> str:
-    """Return the name of the fastest form on a sample. The forms are timed in turns."""
-    device = next((p.device for form in forms.values() for p in form.parameters()), torch.device("cpu"))
-    calls = {name: torch.inference_mode()(functools.partial(call, form, sample)) for name, form in forms.items()}
-    warmup = Warmup(least=2, window=1, limit=4, seconds=10)
-    times = compare(calls, baselines=[], pairs=8, warmup=warmup, clock=Clock.of(device)).samples
-    return min(times, key=lambda name: statistics.median(times[name]))
-
-
 def warn_of_missing_length(made: Boosted, config: ConfigSource | None, total_steps: int | None, loop: Loop) -> None:
     """Warn about algorithms that the level left out only because ``total_steps`` is missing."""
     if total_steps is not None:
         return
     facts = replace(Facts.measure(made.model, loop=loop), total_steps=_LONG_RUN)
-    inner, running = hookable(made._given), {algorithm.name for algorithm in made.plan.algorithms}
-    others = [a for a in Plan.of(made.plan.level, config, facts).algorithms if a.name not in running]
-    missed = [algorithm.name for algorithm in others if algorithm.idle(made.model, inner) is None]
+    running, plan = {algorithm.name for algorithm in made.plan.algorithms}, Plan.of(made.plan.level, config, facts)
+    others = replace(plan, algorithms=tuple(a for a in plan.algorithms if a.name not in running), levers=())
+    missed = [algorithm.name for algorithm in others.fit(made.model, *made._all_given).algorithms]
     if missed:
         warnings.warn(
             f"{made.plan.level} runs without {' and '.join(missed)}, which must know the length of the run. "

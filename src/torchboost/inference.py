@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copyreg
+import functools
+import statistics
 import threading
 import warnings
 import weakref
@@ -18,13 +20,14 @@ from torchboost.core.wrapping import unwrap
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.dataflow import evaluate
 from torchboost.graph.folding import fold_batch_norms, largest_difference
-from torchboost.graph.recording import Arguments
+from torchboost.graph.recording import Arguments, call
 from torchboost.graph.removed_norm import RemovedNorm
 from torchboost.graph.surgery import replace_module
 from torchboost.graph.twin import twin
 from torchboost.graph.untouched import ReachesOriginal, copies_of
+from torchboost.measure.stopwatch import Clock, Warmup, compare
 
-__all__ = ["fast_copy"]
+__all__ = ["fast_copy", "fastest"]
 
 _TOLERANCE = 1e-4
 Pick = Callable[[Mapping[str, nn.Module], Any], str]
@@ -208,3 +211,12 @@ def _compare(fast: nn.Module, plain: nn.Module, sample: Arguments) -> bool | Non
 def _contiguous(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()
+
+
+def fastest(forms: Mapping[str, nn.Module], sample: Any) -> str:
+    """Return the name of the fastest form on a sample. The forms are timed in turns."""
+    device = next((p.device for form in forms.values() for p in form.parameters()), torch.device("cpu"))
+    calls = {name: torch.inference_mode()(functools.partial(call, form, sample)) for name, form in forms.items()}
+    warmup = Warmup(least=2, window=1, limit=4, seconds=10)
+    times = compare(calls, baselines=[], pairs=8, warmup=warmup, clock=Clock.of(device)).samples
+    return min(times, key=lambda name: statistics.median(times[name]))

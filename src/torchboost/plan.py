@@ -26,7 +26,7 @@ from torchboost.graph.dataflow import shared_traces
 from torchboost.plan_file import write_plan
 from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop
 
-__all__ = ["Dropped", "Plan", "resolve"]
+__all__ = ["Dropped", "Plan", "prepare", "resolve"]
 
 SWITCHES = tuple(name for name in BoostSwitches.model_fields if name != "mode")
 _LENGTH = "total_steps"
@@ -145,23 +145,25 @@ class Plan:
         """
         write_plan(path, self.algorithms, level=self.level, mode=self.mode, read_back=_of_extra)
 
-    def fit(self, model: nn.Module, optimizer: Optimizer) -> Plan:
+    def fit(self, model: nn.Module, optimizer: Optimizer, *others: Optimizer) -> Plan:
         """Return the plan without the algorithms that would change nothing for this pair. The reasons are listed.
 
-        An algorithm that has already transformed the model stays on.
+        An algorithm that has already transformed the model stays on. If there are other optimizers of the model, the
+        algorithms that serve only one optimizer are left out, too.
 
         Raises:
             TypeError: Not a module, or not an optimizer.
-            ValueError: None of the optimizer's parameters belongs to the model.
-            IncompatibleError: The optimizer does not call hooks and does not wrap another optimizer.
+            ValueError: None of an optimizer's parameters belongs to the model.
+            IncompatibleError: An optimizer does not call hooks and does not wrap another optimizer.
         """
-        check_pair(model, optimizer)
-        inner = hookable(optimizer)
+        for one in (optimizer, *others):
+            check_pair(model, one)
+        inner = [hookable(one) for one in (optimizer, *others)]
         on = {a.name: a for a in self.algorithms}
         waiting = [a for a in self.levers if a.name not in on]
-        reasons = {name: None if a.applied(model) else a.idle(model, inner) for name, a in on.items()}
+        reasons = {name: None if a.applied(model) else _idle(a, model, inner) for name, a in on.items()}
         idle = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)
-        reasons |= {a.name: a.idle(model, inner) for a in waiting}
+        reasons |= {a.name: _idle(a, model, inner) for a in waiting}
         kept = tuple(a for a in self.algorithms if reasons[a.name] is None)
         levers = tuple(a for a in self.levers if reasons[a.name] is None)
         return replace(self, algorithms=kept, dropped=self.dropped + idle, levers=levers)
@@ -241,6 +243,49 @@ class Plan:
                 "measured times decide about speed levers; plan.save(path) keeps this plan for exact repetition"
             )
         return "\n".join(lines)
+
+
+def _idle(algorithm: Algorithm, model: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
+    """Return why an algorithm would change nothing, or must not run, with these optimizers; None if it can."""
+    if len(optimizers) > 1 and not algorithm.traits.each_optimizer:
+        return f"it works with one optimizer, and this model has {len(optimizers)}"
+    reasons = [algorithm.idle(model, optimizer) for optimizer in optimizers]
+    said = "; ".join(dict.fromkeys(reason for reason in reasons if reason is not None)) or None
+    partly = said is not None and None in reasons
+    return None if partly and REGISTRY[algorithm.name].of_optimizer else said
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    level: str = "O1",
+    total_steps: int | None = None,
+    config: ConfigSource | None = None,
+) -> Plan:
+    """Change the modules of a bare model before it is sharded or wrapped, and return the plan to attach later.
+
+    FSDP2 replaces the parameters, so the optimizer is built after sharding. Prepare the bare model, shard it, build the
+    optimizer, then call ``plan.attach(torchboost.Target(model, optimizer))``. Nothing is measured or checked.
+
+    Args:
+        model: Changed in place. It must be on the device that it will train on.
+        optimizer: If it exists already, it follows.
+        level: As are ``total_steps`` and ``config``: see :func:`torchboost.boost`.
+        total_steps: Updates of the whole run.
+        config: Settings that override the level.
+
+    Raises:
+        TypeError: An argument is not a module, or not an optimizer.
+        ValueError: A lazy module has no shape yet.
+        IncompatibleError: The model is already wrapped. Nothing is changed.
+    """
+    check_module(model)
+    if optimizer is not None:
+        check_optimizer(optimizer)
+    plan = Plan.of(level, config, Facts.measure(model, loop="own"), total_steps=total_steps)
+    plan.transform(model, optimizer)
+    return plan
 
 
 def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:

@@ -80,7 +80,7 @@ def test_the_copy_of_the_optimizer_does_not_learn():
     trial = Trial(passes(model, x), sgd(model, lr=1e9), LEVERS)
     for _ in range(3):
         assert all(seconds < float("inf") for seconds in trial.sample(within=60))
-    assert all(torch.equal(p, copied) for p, copied in trial._incumbent._pairs)
+    assert all(torch.equal(p, copied) for p, copied in trial._incumbent._copies[0][1])
 
 
 class ReturnsALoss(nn.Module):

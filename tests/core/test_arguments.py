@@ -27,7 +27,7 @@ MODULE = r"must be a torch\.nn\.Module, found list\."
 OPTIM = r"must be a torch\.optim\.Optimizer, found list\."
 WRONG = {
     "boost, model": (lambda: boost([MODEL], OPTIMIZER), MODULE),
-    "boost, optimizer": (lambda: boost(MODEL, [OPTIMIZER]), OPTIM),
+    "boost, optimizer": (lambda: boost(MODEL, [[OPTIMIZER]]), OPTIM),
     "boost, loss": (lambda: boost(MODEL, OPTIMIZER, level="O0").step("O1"), r"loss_fn must be .*, found str 'O1'\."),
     "boost, class": (lambda: boost(MODEL, OPTIMIZER, level="O0").step(nn.MSELoss), r"give MSELoss\(\)\."),
     "boost, scaler": (

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
 from torchboost.core.containers import with_tensors
-from torchboost.core.covering import cover_forward
+from torchboost.core.covering import cover_forward, is_cover
 from torchboost.core.forward_watch import ForwardWatch
 from torchboost.core.torch_private import has_saved_tensor_hooks, inside_function_transform, is_tracing
 from torchboost.core.wrapping import unwrap
@@ -141,7 +141,8 @@ class _Ends(Attachment):
 
     def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``forward``. If the heads are not known and this is an eager pass with gradients, find them."""
-        if self._known or torch.compiler.is_compiling() or not self._is_usual(module):
+        # A cover beneath, such as that of a frozen prefix, may look at the hooks that a search sets.
+        if self._known or is_cover(forward) or torch.compiler.is_compiling() or not self._is_usual(module):
             return forward(module, *args, **kwargs)
         if self._found is not None:
             self._use(self._found)
@@ -236,7 +237,7 @@ class Autocast(Algorithm):
     """
 
     name: ClassVar[str] = "autocast"
-    traits: ClassVar[Traits] = Traits(order=30, withdrawn=2)
+    traits: ClassVar[Traits] = Traits(order=30, withdrawn=2, each_optimizer=True)
 
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
     float32: tuple[str, ...] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits, attach_each
 from torchboost.core.torch_private import AnyConv
 from torchboost.errors import NoEffectWarning
 from torchboost.graph.normalized_linear import NormalizedLinear
@@ -80,12 +81,12 @@ class GradientCentralization(Algorithm):
     """
 
     name: ClassVar[str] = "gradient_centralization"
-    traits: ClassVar[Traits] = Traits(order=40, withdrawn=3)
+    traits: ClassVar[Traits] = Traits(order=40, withdrawn=3, each_optimizer=True)
 
     def attach(self, target: Target) -> Attachment:
-        """Register a pre-hook of the optimizer's step; warn if it holds no parameter to centralise."""
+        """Register a pre-hook of each optimizer's step; warn if none holds a parameter to centralise."""
         skip = depthwise_and_normalized(target.model)
-        groups = target.optimizer.param_groups
+        groups = [group for optimizer in target.optimizers for group in optimizer.param_groups]
         held = [(param, group) for group in groups for param in group["params"]]
         centralize = Centralize(skip=skip)
         if not any(centralize.applies(param, group) for param, group in held):
@@ -100,4 +101,4 @@ class GradientCentralization(Algorithm):
                 NoEffectWarning,
                 stacklevel=2,
             )
-        return centralize_gradients(target.optimizer, skip=skip)
+        return attach_each(target.optimizers, functools.partial(centralize_gradients, skip=skip))

@@ -16,7 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import torchboost.optim
-from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits, attach_each
 from torchboost.core.arguments import check_module
 from torchboost.core.covering import plain_hook
 from torchboost.core.forward_watch import ForwardWatch
@@ -104,7 +104,7 @@ class ChannelsLast(Algorithm):
     """
 
     name: ClassVar[str] = "channels_last"
-    traits: ClassVar[Traits] = Traits(order=20)
+    traits: ClassVar[Traits] = Traits(order=20, each_optimizer=True)
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Explain that the model has no 2-d or 3-d convolution, or that something is known to fail in the format."""
@@ -124,9 +124,9 @@ class ChannelsLast(Algorithm):
         """Whether some kernel has other strides than those of the format."""
         return bool(_pending(model))
 
-    def transform(self, model: nn.Module, optimizer: Optimizer | None = None) -> Attachment:
+    def transform(self, model: nn.Module, optimizer: Optimizer | None = None, *others: Optimizer) -> Attachment:
         """Convert the kernels, their gradients and their optimizer state in place."""
-        return Attachment(undo=_convert(model, optimizer))
+        return Attachment(undo=_convert(model, optimizer, *others))
 
     def attach(self, target: Target) -> Attachment:
         """Bring images into the format as they enter the model.
@@ -135,8 +135,8 @@ class ChannelsLast(Algorithm):
             NoEffectWarning: After the first update: the forward of the model was not called.
         """
         watch = ForwardWatch(self.name, target.model, target.optimizer)
-        care = care_for_fused(target.optimizer)
-        checkpoints = _plain_checkpoints(target.model, target.optimizer)
+        care = attach_each(target.optimizers, care_for_fused)
+        checkpoints = attach_each(target.optimizers, functools.partial(_plain_checkpoints, target.model))
         inputs = _watch_inputs(target.model, watch)
         return inputs.with_undo(checkpoints.remove).with_undo(care.remove).with_undo(watch.remove)
 
@@ -269,14 +269,14 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta", memory_format=_FORMATS[len(shape)]).stride()
 
 
-def _convert(model: nn.Module, optimizer: Optimizer | None) -> Callable[[], None]:
+def _convert(model: nn.Module, *optimizers: Optimizer | None) -> Callable[[], None]:
     """Convert the kernels that are in another format; return a function that restores their strides."""
     before = [(weight, weight.stride()) for weight in _pending(model)]
     for weight, strides in before:
         layout = _FORMATS[weight.ndim]
-        _rewrite(weight, optimizer, lambda tensor, layout=layout: tensor.to(memory_format=layout))
+        _rewrite(weight, optimizers, lambda tensor, layout=layout: tensor.to(memory_format=layout))
         _BEFORE[weight] = strides
-    return functools.partial(_restride, before, optimizer)
+    return functools.partial(_restride, before, optimizers)
 
 
 def _plain_checkpoints(model: nn.Module, optimizer: Optimizer | None) -> Attachment:
@@ -308,16 +308,19 @@ def _belongs(value: Any, weight: Tensor) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided and value.shape == weight.shape
 
 
-def _restride(before: list[tuple[nn.Parameter, tuple[int, ...]]], optimizer: Optimizer | None) -> None:
+def _restride(before: list[tuple[nn.Parameter, tuple[int, ...]]], optimizers: tuple[Optimizer | None, ...]) -> None:
     for weight, strides in before:
-        _rewrite(weight, optimizer, functools.partial(_restrided, strides=strides))
+        _rewrite(weight, optimizers, functools.partial(_restrided, strides=strides))
         _BEFORE.pop(weight, None)
 
 
-def _rewrite(weight: nn.Parameter, optimizer: Optimizer | None, change: Callable[[Tensor], Tensor]) -> None:
+def _rewrite(
+    weight: nn.Parameter, optimizers: tuple[Optimizer | None, ...], change: Callable[[Tensor], Tensor]
+) -> None:
     """Change the strides of a parameter and of everything that belongs to it element by element."""
-    state = optimizer.state.get(weight, {}) if optimizer is not None else {}
-    followers = [value for value in state.values() if isinstance(value, Tensor) and value.shape == weight.shape]
+    states = [optimizer.state.get(weight, {}) for optimizer in optimizers if optimizer is not None]
+    entries = [value for state in states for value in state.values()]
+    followers = [value for value in entries if isinstance(value, Tensor) and value.shape == weight.shape]
     if weight.grad is not None:
         followers.append(weight.grad)
     for tensor in (weight, *followers):

@@ -78,7 +78,7 @@ class Compile(Algorithm):
     """
 
     name: ClassVar[str] = "compile"
-    traits: ClassVar[Traits] = Traits(order=90)
+    traits: ClassVar[Traits] = Traits(order=90, each_optimizer=True)
 
     mode: Mode | None = None
     dynamic: bool | None = None
@@ -181,6 +181,9 @@ def _eager_if_twice(model: nn.Module, compiled: Callable[..., Any]) -> Callable[
                 stacklevel=2,
             )
 
+    config: Any = getattr(compiled, "get_compiler_config", None)
+    if config is not None:  # others ask it for CUDA graphs
+        vars(call)["get_compiler_config"] = config
     return call
 
 

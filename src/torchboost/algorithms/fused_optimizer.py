@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits, attach_each
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError, NoEffectWarning
@@ -91,7 +91,7 @@ class FusedOptimizer(Algorithm):
     """Applies :func:`fuse_optimizer`. It has no settings."""
 
     name: ClassVar[str] = "fused_optimizer"
-    traits: ClassVar[Traits] = Traits(order=35)
+    traits: ClassVar[Traits] = Traits(order=35, each_optimizer=True)
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Explain why no param group can be fused, or that all that can be are fused already."""
@@ -103,11 +103,15 @@ class FusedOptimizer(Algorithm):
 
     def check(self, target: Target) -> None:
         """Refuse an optimizer that was built with ``differentiable=True``."""
-        _refuse_differentiable(target.optimizer)
+        for optimizer in target.optimizers:
+            _refuse_differentiable(optimizer)
 
     def attach(self, target: Target) -> Attachment:
-        """Fuse the optimizer of the target."""
-        return _fuse(target.optimizer, _sparse(target.model))
+        """Fuse the optimizer of the target; of several, those that can be fused."""
+        found = target.optimizers
+        fusible = [one for one in found if self.idle(target.model, one) is None] if target.others else found
+        sparse = _sparse(target.model)
+        return attach_each(fusible, lambda optimizer: _fuse(optimizer, sparse))
 
 
 def _obstacles(optimizer: Optimizer, sparse: frozenset[Tensor]) -> list[str | None]:

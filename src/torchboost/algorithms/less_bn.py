@@ -108,7 +108,7 @@ class BatchNormRemoval(Algorithm):
     """
 
     name: ClassVar[str] = "less_bn"
-    traits: ClassVar[Traits] = Traits(order=10)
+    traits: ClassVar[Traits] = Traits(order=10, each_optimizer=True)
 
     normalize_head: bool = False
     keep: Keep = "last"
@@ -153,10 +153,15 @@ class BatchNormRemoval(Algorithm):
             return _plan(inner, self, None).changes
         return not self.applied(inner) and any(isinstance(m, AnyBatchNorm) for m in inner.modules())
 
-    def transform(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    def transform(self, model: nn.Module, optimizer: Optimizer | None = None, *others: Optimizer) -> None:
         """Remove the BatchNorms; see :func:`remove_batch_norms` for errors and warnings."""
         _check(model)
+        for other in others:
+            rebind_optimizer(other)  # refuses wrong names before anything is changed
+        before = set(model.parameters())
         _reduce(model, optimizer, self, None)
+        for other in others:
+            rebind_optimizer(other, removed=before - set(model.parameters()), added=_added(model, before))
 
 
 def remove_batch_norms(
@@ -293,6 +298,17 @@ def _reduce(
         if averages and before != set(model.parameters()):
             _warn_of_averages(model, len(before))
     return _report(plan, rescaled, difference)
+
+
+def _added(model: nn.Module, before: set[nn.Parameter]) -> list[tuple[nn.Parameter, nn.Parameter, str]]:
+    """Return each new parameter with the weight of its module, which it joins, and its name there."""
+    slots = [parameter_slots(module) for module in model.modules()]
+    return [
+        (new, weight, name)
+        for found in slots
+        for name, new in found.items()
+        if new is not None and new not in before and (weight := found.get("weight")) is not None
+    ]
 
 
 def _in_front(plan: _Plan) -> list[Tensor]:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ def key_of(
     candidates: Iterable[Algorithm],
     machine: Machine,
     conditions: Mapping[str, Condition] | None = None,
+    others: Sequence[Optimizer] = (),
 ) -> str:
     """Return a key that two runs share if a choice of levers that was measured in one is right for the other.
 
@@ -65,6 +66,7 @@ def key_of(
         machine: Where the trial takes place: ``Machine.of(device)``.
         conditions: What else the choice depends on, by name, such as the number of ranks, or the length of the run if
             it decides whether compilation is repaid.
+        others: More optimizers over its parameters.
 
     Returns:
         64 hexadecimal digits.
@@ -74,8 +76,9 @@ def key_of(
         IncompatibleError: The optimizer does not call hooks and does not wrap another optimizer.
     """
     check_module(model)
-    check_optimizer(optimizer)
-    description = describe(model, optimizer, inputs, candidates, machine, conditions or {})
+    for one in (optimizer, *others):
+        check_optimizer(one)
+    description = describe(model, optimizer, inputs, candidates, machine, conditions or {}, others)
     return hashlib.sha256(json.dumps(description, separators=(",", ":")).encode()).hexdigest()
 
 

@@ -180,7 +180,7 @@ class Calibration:
         if self.calibrate is False or not changing:
             return None
         try:
-            return copied(target.model, target.optimizer)
+            return copied(target.model, *target.optimizers)
         except TypeError:  # then this comparison does not take place
             return None
 
@@ -219,7 +219,8 @@ class Calibration:
                     scaler=target.scaler,
                     base=base,
                     reduce=reduce,
-                    before=None if before is None else (passes.of(before[0]), before[1]),
+                    before=None if before is None else (passes.of(before[0]), *before[1:]),
+                    others=target.others,
                 )
             ) as trial:
                 verdicts, ratio = search(
@@ -290,7 +291,7 @@ class Calibration:
     def _checked(self, wanted: Sequence[Algorithm], target: Target, passes: Passes, snapshot: Snapshot) -> Checked:
         names = [lever.name for lever in wanted]
         try:
-            return verified(wanted, passes, snapshot, target.optimizer, scaler=target.scaler)
+            return verified(wanted, passes, snapshot, target.optimizer, scaler=target.scaler, others=target.others)
         except Exception as error:  # a check must never end a training
             return Checked(names, dict.fromkeys(names, f"not checked: {_in_a_line(error)}"))
 

@@ -52,6 +52,7 @@ def describe(
     candidates: Iterable[Algorithm],
     machine: Machine,
     conditions: Mapping[str, Condition],
+    others: Sequence[Optimizer] = (),
 ) -> Description:
     """Describe a training step. Two descriptions are equal if the same choice of levers is right for both.
 
@@ -62,7 +63,7 @@ def describe(
     walk = _Walk()
     return [
         ["model", walk.modules(model)],
-        ["optimizer", walk.optimizer(optimizer)],
+        *(["optimizer", walk.optimizer(optimizer)] for optimizer in (optimizer, *others)),
         ["inputs", walk.inputs(inputs, ())],
         ["candidates", [_settings(candidate) for candidate in candidates]],
         ["machine", [[name, _exact(value)] for name, value in sorted(machine.model_dump().items())]],

@@ -30,7 +30,7 @@ from torchboost.core.torch_private import (
     set_compiled_call,
     step_pre_hook_keys,
 )
-from torchboost.core.wrapping import hookable, unwrap
+from torchboost.core.wrapping import unwrap
 from torchboost.distributed.agreement import Agreement
 from torchboost.graph.recording import tensors_in
 
@@ -191,7 +191,7 @@ def _on_the_plain_pair(
     """Measure if there is no choice, check it, and attach what stays. If this fails, attach what was there."""
     levers = [*calibration.levers, *calibration.asked]
     on = [lever for lever in levers if lever.name in attached]
-    places = step_pre_hook_keys(hookable(target.optimizer))
+    places = _places(target)
     kept = on
     try:
         for lever in on:
@@ -236,8 +236,15 @@ def _shapes(call: Call) -> list[tuple[torch.Size | int, torch.dtype]]:
     return [(t.shape if not t.is_nested else t.numel(), t.dtype) for t in tensors_in(list(call))]
 
 
+def _places(target: Target) -> list[list[int]]:
+    return [step_pre_hook_keys(optimizer) for optimizer in target.optimizers]
+
+
 def attach_levers(
-    target: Target, attached: AttachedAlgorithms, levers: Sequence[Algorithm], places: Sequence[int] | None = None
+    target: Target,
+    attached: AttachedAlgorithms,
+    levers: Sequence[Algorithm],
+    places: Sequence[Sequence[int]] | None = None,
 ) -> None:
     """Attach levers to a pair that has attachments. Hooks of the user keep their places before and after them.
 
@@ -245,12 +252,12 @@ def attach_levers(
         target: The pair.
         attached: Its attachments, to which the new ones are added.
         levers: Algorithms that are not attached.
-        places: Keys of the hooks of the optimizer, if levers were detached before; None takes those of now.
+        places: Keys of the hooks of each optimizer, if levers were detached before; None takes those of now.
     """
-    optimizer = hookable(target.optimizer)
-    places = step_pre_hook_keys(optimizer) if places is None else places
+    places = _places(target) if places is None else places
     attached.adopt(attach_all(target, levers))
-    keep_step_pre_hook_places(optimizer, places)
+    for optimizer, keys in zip(target.optimizers, places, strict=True):
+        keep_step_pre_hook_places(optimizer, keys)
 
 
 def _on_ranks(calibration: Calibration, model: nn.Module) -> tuple[Calibration, list[int] | None]:
@@ -296,8 +303,9 @@ def _on_real_inputs(calibration: Calibration, target: Target, call: Call) -> Ite
     """Yield passes of the plain model on a call, and the snapshot from which everything is restored at the end."""
     model = target.model
     held = {id(p) for p in model.parameters()}
-    outside = [p for g in hookable(target.optimizer).param_groups for p in g["params"] if id(p) not in held]
-    kept = [value for value in vars(hookable(target.optimizer)).values() if isinstance(value, nn.Module)]
+    groups = [group for optimizer in target.optimizers for group in optimizer.param_groups]
+    outside = [p for group in groups for p in group["params"] if id(p) not in held]
+    kept = [v for optimizer in target.optimizers for v in vars(optimizer).values() if isinstance(v, nn.Module)]
     device = device_of(model)
     free = free_bytes(device) if device.type == "cuda" else None
     with streams_kept(model), plain(model):
@@ -324,4 +332,5 @@ def _key(calibration: Calibration, target: Target, call: Call) -> str | None:
         candidates=calibration.levers,
         machine=Machine.of(device_of(target.model)),
         conditions={"total_steps": calibration.total_steps, "calibrate": calibration.calibrate},
+        others=target.others,
     )

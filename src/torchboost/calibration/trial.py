@@ -24,7 +24,8 @@ from torchboost.measure.stopwatch import Clock, collector_off
 
 __all__ = ["Pair", "Reduce", "Trial", "copied", "free_bytes", "needed_bytes", "optimizer_over", "restride"]
 
-Pair = tuple[nn.Module, Optimizer]
+Pair = tuple[nn.Module, *tuple[Optimizer, ...]]
+"""A model and its optimizers."""
 Reduce = Callable[[list[float]], list[float]]
 """Return for each number the largest one of all ranks. Infinity stands for a step that failed."""
 
@@ -46,7 +47,8 @@ class Trial:
         scaler: Scaler of the loop, for levers that need one.
         base: Algorithms that every contestant has.
         reduce: Combines numbers over the ranks; None for one rank.
-        before: Passes and optimizer of a copy from before boost, if the level has changed the model.
+        before: Passes and optimizers of a copy from before boost, if the level has changed the model.
+        others: More optimizers of the loop, whose copies are stepped after that of the first.
 
     Raises:
         TypeError: The optimizer cannot be copied.
@@ -64,12 +66,14 @@ class Trial:
         scaler: Any = None,
         base: Sequence[Algorithm] = (),
         reduce: Reduce | None = None,
-        before: tuple[Passes, Optimizer] | None = None,
+        before: tuple[Passes, *tuple[Optimizer, ...]] | None = None,
+        others: Sequence[Optimizer] = (),
     ) -> None:
         device = next((p.device for p in passes.parameters), torch.device("cpu"))
         self._clock = Clock.of(device)
         self._began = self._clock()
-        self._now, self._before = (passes, optimizer), before
+        self._now: tuple[Passes, Sequence[Optimizer]] = passes, (optimizer, *others)
+        self._before = None if before is None else (before[0], before[1:])
         self._levers, self._scaler, self._base = levers, scaler, base
         self._reduce = reduce if reduce is not None else list
         self._turn = 0
@@ -136,9 +140,9 @@ class Trial:
             algorithms = [*self._base, *(self._levers[name] for name in levers)]
             for algorithm in algorithms:
                 algorithm.load()
-            passes, optimizer = self._before if before and self._before is not None else self._now
+            passes, optimizers = self._before if before and self._before is not None else self._now
             until = started + within
-            contestant = _Contestant(passes, optimizer, algorithms, self._scaler)
+            contestant = _Contestant(passes, optimizers, algorithms, self._scaler)
             with collector_off():  # the collector takes a seventh of a compilation
                 seconds = [self._step_seconds(contestant, until - self._clock()) for _ in range(_WARM_STEPS)]
             made, steady = contestant, seconds[-1]
@@ -173,20 +177,26 @@ class Trial:
 
 
 class _Contestant:
-    """A set of levers for the model, and a copy of the optimizer with them."""
+    """A set of levers for the model, and copies of the optimizers with them."""
 
-    def __init__(self, passes: Passes, optimizer: Optimizer, levers: Sequence[Algorithm], scaler: Any) -> None:
+    def __init__(
+        self, passes: Passes, optimizers: Sequence[Optimizer], levers: Sequence[Algorithm], scaler: Any
+    ) -> None:
         self.passes, self._levers, self._scaler = passes, levers, scaler
-        self.optimizer, self._pairs, self._share = optimizer_over(optimizer, passes.parameters)
+        self._copies = [optimizer_over(optimizer, passes.parameters) for optimizer in optimizers]
         self._attached: AttachedAlgorithms | None = None
-        _stop_learning(self.optimizer)
+        for made, _, _ in self._copies:
+            _stop_learning(made)
 
     def attach(self) -> None:
         """Attach the levers, and give the copies of parameters the strides that the parameters then have."""
-        self._attached = attach_all(Target(self.passes.model, self.optimizer, self._scaler), self._levers)
-        for parameter, copied in self._pairs:
-            if parameter.stride() != copied.stride():
-                restride(copied, self.optimizer.state.get(copied, {}), parameter)
+        first, *others = (made for made, _, _ in self._copies)
+        target = Target(self.passes.model, first, self._scaler, others=tuple(others))
+        self._attached = attach_all(target, self._levers)
+        for made, pairs, _ in self._copies:
+            for parameter, copied in pairs:
+                if parameter.stride() != copied.stride():
+                    restride(copied, made.state.get(copied, {}), parameter)
 
     def detach(self) -> None:
         """Remove the levers."""
@@ -196,17 +206,22 @@ class _Contestant:
 
     def step(self, clock: Clock) -> float:
         """Forward, backward, update. Return the seconds."""
-        began = clock()
+        seconds, last = 0.0, clock()
         gradients = self.passes.run().gradients
-        between = clock() if self._share < 1 else began
         by_parameter = {id(p): g for p, g in zip(self.passes.parameters, gradients, strict=False)}
-        for parameter, copied in self._pairs:
-            copied.grad = by_parameter[id(parameter)]
-        type(self.optimizer).step(self.optimizer)  # not that of the instance, which a scheduler binds to the original
-        for _, copied in self._pairs:
-            copied.grad = None
-        ended = clock()
-        return (between - began) + (ended - between) / self._share if self._share < 1 else ended - began
+        for optimizer, pairs, share in self._copies:
+            if share < 1:
+                before, last = last, clock()
+                seconds += last - before
+            for parameter, copied in pairs:
+                copied.grad = by_parameter[id(parameter)]
+            type(optimizer).step(optimizer)  # not that of the instance, which a scheduler binds to the original
+            for _, copied in pairs:
+                copied.grad = None
+            if share < 1:
+                before, last = last, clock()
+                seconds += (last - before) / share
+        return seconds + clock() - last
 
 
 def optimizer_over(
@@ -283,8 +298,8 @@ def restride(copied: Tensor, state: dict[Any, Any], like: Tensor) -> None:
         )
 
 
-def copied(model: nn.Module, optimizer: Optimizer) -> Pair:
-    """Return copies of a model and its optimizer, without the hooks of the user.
+def copied(model: nn.Module, *optimizers: Optimizer) -> Pair:
+    """Return copies of a model and its optimizers, without the hooks of the user.
 
     Raises:
         TypeError: One of them cannot be copied.
@@ -296,7 +311,7 @@ def copied(model: nn.Module, optimizer: Optimizer) -> Pair:
             for key in [key for key, hook in registered.items() if not belongs_to_torch(hook)]:
                 del registered[key]
     memo: dict[int, Any] = {id(p): q for p, q in zip(model.parameters(), made.parameters(), strict=True)}
-    return made, _deepcopy(hookable(optimizer), memo)
+    return made, *(_deepcopy(hookable(optimizer), memo) for optimizer in optimizers)
 
 
 def needed_bytes(model: nn.Module) -> int:

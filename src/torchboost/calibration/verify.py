@@ -44,7 +44,13 @@ class Checked:
 
 
 def verified(
-    levers: Sequence[Algorithm], passes: Passes, snapshot: Snapshot, optimizer: Optimizer, *, scaler: Any = None
+    levers: Sequence[Algorithm],
+    passes: Passes,
+    snapshot: Snapshot,
+    optimizer: Optimizer,
+    *,
+    scaler: Any = None,
+    others: Sequence[Optimizer] = (),
 ) -> Checked:
     """Compare the plain step with that of the levers together. If it differs too much, find out which one does it.
 
@@ -57,6 +63,7 @@ def verified(
         snapshot: From before any lever.
         optimizer: Of the loop; copies of it are stepped.
         scaler: Scaler of the loop, for levers that ask for one.
+        others: More optimizers of the loop.
 
     Cost: three passes; one or two more with lower precision or a compiler, and one for each lever if a comparison
     fails. With dropout, compiling once more, since it is compared at zero.
@@ -71,7 +78,7 @@ def verified(
         result.kept += [lever.name for lever in unchecked]
         result.said |= dict.fromkeys([lever.name for lever in unchecked], "not checked: it draws other random numbers")
     kept = [lever for lever in ordered if lever.name in result.kept or REGISTRY[lever.name].of_optimizer]
-    for name, text in _of_updates(kept, passes, optimizer, scaler):
+    for name, text in _of_updates(kept, passes, (optimizer, *others), scaler):
         result.said[name] = text or result.said.get(name, "")
     result.kept = [lever.name for lever in kept if not result.said.get(lever.name, "").startswith(_NOT)]
     return result
@@ -130,14 +137,14 @@ def _words(finding: Finding, *, lower: bool) -> str:
 
 
 def _of_updates(
-    levers: Sequence[Algorithm], passes: Passes, optimizer: Optimizer, scaler: Any
+    levers: Sequence[Algorithm], passes: Passes, optimizers: Sequence[Optimizer], scaler: Any
 ) -> Iterator[tuple[str, str]]:
     """Yield each lever of the optimizer, and what the comparison of updates says of it."""
     ours = [lever for lever in levers if REGISTRY[lever.name].of_optimizer]
     if not ours:
         return
     try:
-        text = _difference_of_updates(levers, passes, optimizer, scaler)
+        text = _difference_of_updates(levers, passes, optimizers, scaler)
     except Exception as error:  # an optimizer that cannot be copied, or asks for a closure
         line = (str(error).splitlines() or [""])[0]
         text = f"not checked: {type(error).__name__}: {line}"[:300]
@@ -145,24 +152,30 @@ def _of_updates(
         yield lever.name, text
 
 
-def _difference_of_updates(levers: Sequence[Algorithm], passes: Passes, optimizer: Optimizer, scaler: Any) -> str:
-    """Step two copies of the optimizer on equal gradients, one of them with the levers, and compare."""
+def _difference_of_updates(
+    levers: Sequence[Algorithm], passes: Passes, optimizers: Sequence[Optimizer], scaler: Any
+) -> str:
+    """Step two copies of each optimizer on equal gradients, one of them with the levers, and compare."""
     streams = Streams(passes.model)
-    plain, plain_pairs, _ = optimizer_over(optimizer, passes.parameters, _PART)
-    other, other_pairs, _ = optimizer_over(optimizer, passes.parameters, _PART)
+    plain, other = ([optimizer_over(one, passes.parameters, _PART)[:2] for one in optimizers] for _ in range(2))
+    first, *more = (made for made, _ in other)
     of_model = [lever for lever in levers if not REGISTRY[lever.name].of_optimizer]
     stand_in = torch.optim.SGD(passes.parameters, lr=0.0)  # is never stepped, so that no lever misses its forward
     with (
         attach_all(Target(passes.model, stand_in, scaler), of_model),
-        attach_all(Target(passes.model, other, scaler), [lever for lever in levers if lever not in of_model]),
+        attach_all(
+            Target(passes.model, first, scaler, others=tuple(more)),
+            [lever for lever in levers if lever not in of_model],
+        ),
     ):
-        for parameter, copied in other_pairs:
-            restride(copied, other.state.get(copied, {}), parameter)
-        for made, pairs in ((plain, plain_pairs), (other, other_pairs)):
+        for made, pairs in other:
+            for parameter, copied in pairs:
+                restride(copied, made.state.get(copied, {}), parameter)
+        for made, pairs in (*plain, *other):
             streams.restore()
             _move(made, [copied for _, copied in pairs])
     streams.restore()
-    rows = zip(plain_pairs, other_pairs, strict=True)
+    rows = (row for one, two in zip(plain, other, strict=True) for row in zip(one[1], two[1], strict=True))
     worst = max((_excess(start, a, b) for (start, a), (_, b) in rows), default=0.0)
     return "exact here" if worst <= 1 else f"{_NOT}its update differs by {worst * _UPDATE:.1e} of its size"
 

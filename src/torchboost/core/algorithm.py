@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.core.arguments import check_module, check_optimizer, check_scaler
+from torchboost.core.arguments import check_apart, check_module, check_optimizer, check_scaler
 from torchboost.core.wrapping import hookable, wrapper_of
 from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError
@@ -31,6 +31,7 @@ __all__ = [
     "Target",
     "Traits",
     "attach_all",
+    "attach_each",
 ]
 
 
@@ -47,6 +48,7 @@ class Traits:
         replaces_optimizer: Whether ``attach`` puts another optimizer into the target.
         brings_scaler: Whether ``attach`` puts a scaler into the target.
         alone: Whether the algorithm excludes all others.
+        each_optimizer: Whether the algorithm serves all optimizers of a target. Others refuse more than one.
         withdrawn: Order in which a guard withdraws algorithms from a run that got worse, 1 first; 0 for those that do
             not change what is learned, or cannot be removed.
     """
@@ -55,6 +57,7 @@ class Traits:
     replaces_optimizer: bool = False
     brings_scaler: bool = False
     alone: bool = False
+    each_optimizer: bool = False
     withdrawn: int = 0
 
 
@@ -132,10 +135,12 @@ class Target:
         accumulator: Several backward passes per update; None updates after each backward pass.
         topology: The ranks of the job.
         seed: Seed of all random decisions of algorithms. Must be the same on every rank.
+        others: More optimizers of the model, each over parameters of its own. The loop steps them, too.
         scaler_follows: Whether an algorithm that is being attached will add a scaler. Set by :func:`attach_all`.
 
     Raises:
         TypeError: An argument is not a module, an optimizer or a scaler.
+        ValueError: Two optimizers hold the same parameter.
         IncompatibleError: The optimizer does not call hooks and does not wrap another optimizer.
     """
 
@@ -145,13 +150,21 @@ class Target:
     accumulator: MicroSteps | None = None
     topology: Topology = field(default_factory=Topology.current)
     seed: int = 0
+    others: tuple[Optimizer, ...] = ()
     scaler_follows: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         check_module(self.model)
-        check_optimizer(self.optimizer)
-        hookable(self.optimizer)
+        for optimizer in (self.optimizer, *self.others):
+            check_optimizer(optimizer)
+            hookable(optimizer)
+        check_apart((self.optimizer, *self.others))
         check_scaler(self.scaler)
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """All optimizers, as those that call hooks (:func:`~torchboost.core.wrapping.hookable`)."""
+        return tuple(map(hookable, (self.optimizer, *self.others)))
 
 
 class Removable(Protocol):
@@ -210,6 +223,14 @@ class Attachment:
         self.remove()
 
 
+def attach_each(optimizers: Iterable[Optimizer], attach: Callable[[Optimizer], Attachment]) -> Attachment:
+    """Attach to every optimizer, or to none if one of them raises. The attachment of a single one is returned as is."""
+    with ExitStack() as undo:
+        made = [undo.enter_context(attach(optimizer)) for optimizer in optimizers]
+        undo.pop_all()
+    return made[0] if len(made) == 1 else Attachment(*made)
+
+
 class Algorithm:
     """A training method, as a value. Subclasses are frozen dataclasses that override ``transform`` or ``attach``."""
 
@@ -228,12 +249,13 @@ class Algorithm:
         """Whether :meth:`transform` has changed ``model``. If so, a plan lists the algorithm as on."""
         return False
 
-    def transform(self, model: nn.Module, optimizer: Optimizer | None = None) -> Attachment | None:
+    def transform(self, model: nn.Module, optimizer: Optimizer | None = None, *others: Optimizer) -> Attachment | None:
         """Change the modules, once, before the model is wrapped, sharded or compiled.
 
         Args:
             model: Changed in place.
             optimizer: Its groups follow parameters that are replaced. None if it does not exist yet.
+            *others: More optimizers that follow. Only an algorithm with ``traits.each_optimizer`` is given any.
 
         Returns:
             An attachment whose ``remove()`` restores the model; None if the change cannot be undone.
@@ -404,8 +426,8 @@ def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> AttachedAlgor
     Raises:
         TypeError: ``target`` is not a :class:`Target`.
         IncompatibleError: Two algorithms exclude each other, an algorithm appears twice or cannot work on this target,
-            a model that is already wrapped still needs a transformation, or an algorithm would replace an optimizer
-            that is inside another one.
+            a model that is already wrapped still needs a transformation, an algorithm would replace an optimizer that
+            is inside another one, or the target has several optimizers and an algorithm serves only one.
     """
     if not isinstance(target, Target):
         raise TypeError(
@@ -414,6 +436,7 @@ def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> AttachedAlgor
     chosen = sorted(algorithms, key=lambda algorithm: algorithm.traits.order)
     _check_conflicts(chosen)
     _check_wrapping(target.model, chosen)
+    _check_several(target, chosen)
     target.scaler_follows = any(algorithm.traits.brings_scaler for algorithm in chosen)
     given, inner = target.optimizer, hookable(target.optimizer)
     _check_replacing(given, inner, chosen)
@@ -426,7 +449,7 @@ def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> AttachedAlgor
             for algorithm in chosen:
                 change = None
                 if algorithm.needs_transform(target.model):
-                    change = algorithm.transform(target.model, target.optimizer)
+                    change = algorithm.transform(target.model, *target.optimizers)
                 changes[algorithm.name] = undo.enter_context(change or Attachment())
             live = [undo.enter_context(algorithm.attach(target)) for algorithm in chosen]
             for algorithm, attachment in zip(chosen, live, strict=True):
@@ -436,6 +459,15 @@ def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> AttachedAlgor
         if target.optimizer is inner:
             target.optimizer = given
     return AttachedAlgorithms(chosen, live)
+
+
+def _check_several(target: Target, chosen: list[Algorithm]) -> None:
+    single = [algorithm.name for algorithm in chosen if not algorithm.traits.each_optimizer]
+    if target.others and single:
+        raise IncompatibleError(
+            f"{', '.join(map(repr, single))} works with one optimizer, but the target has {len(target.optimizers)}; "
+            "leave it out, or train all parameters with one optimizer."
+        )
 
 
 def _check_replacing(given: Optimizer, inner: Optimizer, chosen: list[Algorithm]) -> None:

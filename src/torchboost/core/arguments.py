@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import reprlib
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 __all__ = [
+    "check_apart",
     "check_count",
     "check_loss_fn",
     "check_module",
@@ -58,6 +61,18 @@ def check_pair(model: Any, optimizer: Any, *, name: str = "model") -> None:
             f"none of the {len(held)} parameters of the optimizer belongs to the {name}, a {type(model).__name__}; "
             f"build the optimizer from the current parameters of this {name}."
         )
+
+
+def check_apart(optimizers: Sequence[Optimizer]) -> None:
+    """Raise ``ValueError`` if two of the optimizers hold the same parameter."""
+    held = [{id(param) for group in optimizer.param_groups for param in group["params"]} for optimizer in optimizers]
+    for (i, one), (j, other) in itertools.combinations(enumerate(held), 2):
+        if one & other:
+            raise ValueError(
+                f"optimizer {i}, a {type(optimizers[i]).__name__}, and optimizer {j}, a "
+                f"{type(optimizers[j]).__name__}, both hold {len(one & other)} of the parameters; give each parameter "
+                "to one of them."
+            )
 
 
 def check_shapes(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from torchboost.core.algorithm import Attachment, Removable
 from torchboost.core.torch_private import MAKES_REPLICAS, make_replica, module_hooks, state_without_hooks
 
-__all__ = ["Around", "cover_forward", "is_our_hook", "own_forward", "plain_hook", "uncovered"]
+__all__ = ["Around", "cover_forward", "is_cover", "is_our_hook", "own_forward", "plain_hook", "uncovered"]
 
 Forward = Callable[..., Any]
 """Takes the module as its first argument, like a function in a class."""
@@ -113,6 +113,11 @@ def is_our_hook(hook: Any) -> bool:
     """Whether a hook was set by this package."""
     home = getattr(hook, "__module__", None) or type(hook).__module__
     return home.split(".")[0] == __name__.split(".")[0]
+
+
+def is_cover(function: Any) -> bool:
+    """Whether what :func:`cover_forward` found under a cover is another cover."""
+    return isinstance(function, types.FunctionType) and _COVER in vars(function)
 
 
 def own_forward(model: nn.Module) -> Any:

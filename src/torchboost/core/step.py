@@ -12,7 +12,7 @@ from torch import Tensor
 from torchboost.core.algorithm import AttachedAlgorithms, MicroSteps, Target
 from torchboost.core.closure import ClosureOptimizer, Replay
 from torchboost.core.wrapping import unwrap
-from torchboost.errors import NoEffectWarning
+from torchboost.errors import IncompatibleError, NoEffectWarning
 
 __all__ = ["StepOutput", "TrainStep"]
 
@@ -59,6 +59,9 @@ class TrainStep:
     Attributes:
         updated: Whether the last call updated the weights: the window was full and no gradient overflowed.
 
+    Raises:
+        IncompatibleError: One of several optimizers needs the loss as a function.
+
     Warns:
         NoEffectWarning: The model has trainable parameters that the optimizer does not hold. The warning names them.
 
@@ -74,6 +77,11 @@ class TrainStep:
         *,
         attached: AttachedAlgorithms | None = None,
     ) -> None:
+        if target.others and any(isinstance(one, ClosureOptimizer) for one in target.optimizers):
+            raise IncompatibleError(
+                f"one of the {len(target.optimizers)} optimizers needs the loss as a function, which a training step "
+                "gives to a single optimizer only; use one optimizer, or write the step by hand."
+            )
         _announce_untrained(target)
         self.target = target
         self.attached = attached if attached is not None else AttachedAlgorithms()
@@ -174,19 +182,24 @@ class TrainStep:
         return loss, count
 
     def _update(self) -> StepOutput:
-        optimizer, scaler = self.target.optimizer, self.target.scaler
+        optimizers, scaler = (self.target.optimizer, *self.target.others), self.target.scaler
         closure = () if self._replay is None else (self._replay,)
         if scaler is None:
-            update: Callable[..., Any] = optimizer.step
-            update(*closure)
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                update: Callable[..., Any] = optimizer.step
+                update(*closure)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
             self.updated = True
             return StepOutput(self._last, self._clean, self._unit_scale)
         before = scaler.get_scale()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer, *closure)
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        for optimizer in optimizers:
+            scaler.step(optimizer, *closure)
         scaler.update()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         after = scaler.get_scale()
         overflow = getattr(scaler, "overflowed", after < before)
         self.updated = not overflow
@@ -199,7 +212,8 @@ class TrainStep:
 
 def _announce_untrained(target: Target) -> None:
     """Warn about trainable parameters that the optimizer does not hold, such as parameters newer than the optimizer."""
-    held = {id(param) for group in target.optimizer.param_groups for param in group["params"]}
+    groups = [group for optimizer in (target.optimizer, *target.others) for group in optimizer.param_groups]
+    held = {id(param) for group in groups for param in group["params"]}
     trained = [(name, param) for name, param in unwrap(target.model).named_parameters() if param.requires_grad]
     missing = [name for name, param in trained if id(param) not in held]
     if not missing or len(missing) == len(trained):
