@@ -26,7 +26,7 @@ from torchboost.graph.dataflow import shared_traces
 from torchboost.plan_file import write_plan
 from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop
 
-__all__ = ["Dropped", "Plan", "resolve"]
+__all__ = ["Dropped", "Plan", "resolve", "why_idle"]
 
 SWITCHES = tuple(name for name in BoostSwitches.model_fields if name != "mode")
 _LENGTH = "total_steps"
@@ -161,9 +161,9 @@ class Plan:
         inner = [hookable(one) for one in (optimizer, *others)]
         on = {a.name: a for a in self.algorithms}
         waiting = [a for a in self.levers if a.name not in on]
-        reasons = {name: None if a.applied(model) else _idle(a, model, inner) for name, a in on.items()}
+        reasons = {name: None if a.applied(model) else why_idle(a, model, inner) for name, a in on.items()}
         idle = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)
-        reasons |= {a.name: _idle(a, model, inner) for a in waiting}
+        reasons |= {a.name: why_idle(a, model, inner) for a in waiting}
         kept = tuple(a for a in self.algorithms if reasons[a.name] is None)
         levers = tuple(a for a in self.levers if reasons[a.name] is None)
         return replace(self, algorithms=kept, dropped=self.dropped + idle, levers=levers)
@@ -245,7 +245,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def _idle(algorithm: Algorithm, model: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
+def why_idle(algorithm: Algorithm, model: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
     """Return why an algorithm would change nothing, or must not run, with these optimizers; None if it can."""
     if len(optimizers) > 1 and not algorithm.traits.each_optimizer:
         return f"it works with one optimizer, and this model has {len(optimizers)}"
