@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import torchboost
 from tests.support.conv_nets import vgg
-from torchboost import Boosted, ConfigError, IncompatibleError, NoEffectWarning, Target, boost, prepare
+from torchboost import Boosted, ConfigError, IncompatibleError, NoEffectWarning, boost, prepare
 from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.calibration.calibration import Calibration
 from torchboost.calibration.choice import Choice, Verdict
@@ -115,16 +115,6 @@ def test_a_wrapped_model_is_told_which_line_to_move():
         boost(compiled, optimizer, total_steps=10)  # pyright: ignore[reportArgumentType]
     with pytest.raises(IncompatibleError, match="bare model"):
         prepare(compiled, total_steps=10)  # pyright: ignore[reportArgumentType]
-
-
-def test_a_prepared_model_is_attached_later():
-    model = ResNet(Bottleneck, [1, 1], width=8)
-    norms = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
-    plan = prepare(model, total_steps=1000)
-    assert sum(isinstance(module, nn.BatchNorm2d) for module in model.modules()) < norms
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    attached = plan.attach(Target(torch.compile(model, backend="eager"), optimizer))  # pyright: ignore
-    assert "less_bn" in attached
 
 
 @pytest.mark.parametrize("own_loop", [True, False])

@@ -52,7 +52,7 @@ from .graph.plain_state import plain_states as plain_states
 from .guard import Guard as Guard
 from .optim.pipeline import GradientPipeline as GradientPipeline
 from .plan import Plan as Plan
-from .plan import prepare as prepare
+from .preparation import prepare as prepare
 from .registry import LEVELS as LEVELS
 from .registry import REGISTRY as REGISTRY
 from .registry import Facts as Facts

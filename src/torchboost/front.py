@@ -49,7 +49,7 @@ from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.dataflow import shared_traces
 from torchboost.inference import fast_copy, fastest
 from torchboost.optim.named import named_optimizer
-from torchboost.plan import Dropped, Plan
+from torchboost.plan import Dropped, Plan, why_idle
 from torchboost.registry import REGISTRY, Facts, Loop
 
 __all__ = ["Boosted", "Host", "boost", "boosted_of"]
@@ -99,13 +99,13 @@ class Boosted:
         self._called: nn.Module = target.model
         self._unseen = self._removed = False
         self.brings_scaler = target.scaler is not scaler
-        self.optimizer: Any = [target.optimizer, *target.others] if listed else target.optimizer
+        self._first: Optimizer = target.optimizer
         if isinstance(target.accumulator, Accumulator):
             front = AccumulatingOptimizer(target.optimizer, target.accumulator)
             attached[AccumulationSteps.name].with_undo(front.direct.remove)
-            self.optimizer = front
-        stepped = self.optimizer if listed else [self.optimizer]
-        for optimizer in {id(o): o for o in map(hookable, (given, *stepped))}.values():
+            self._first = front
+        self.optimizer: Any = [self._first, *target.others] if listed else self._first
+        for optimizer in {id(o): o for o in map(hookable, (given, self._first, *target.others))}.values():
             if len(attached) or calibration is not None:
                 attached.with_undo(optimizer.register_step_pre_hook(_Mark(self)).remove)
         attached.with_undo(self._note_removal).with_levers(
@@ -232,8 +232,8 @@ class Boosted:
             self._called = model  # the target keeps the bare model: the trial copies it, and levers are attached to it
             if isinstance(self._target.accumulator, Accumulator):
                 self._target.accumulator.model = model
-        if isinstance(self.optimizer, AccumulatingOptimizer):
-            self.optimizer.direct.remove()  # the step knows when a window is full, and steps the inner optimizer
+        if isinstance(self._first, AccumulatingOptimizer):
+            self._first.direct.remove()  # the step knows when a window is full, and steps the inner optimizer
 
         def loss(*inputs: Any) -> Tensor | tuple[Tensor, float]:
             return self._called(*inputs) if loss_fn is None else loss_fn(self._called(*inputs[:-1]), inputs[-1])
@@ -576,8 +576,8 @@ def warn_of_missing_length(made: Boosted, config: ConfigSource | None, total_ste
         return
     facts = replace(Facts.measure(made.model, loop=loop), total_steps=_LONG_RUN)
     running, plan = {algorithm.name for algorithm in made.plan.algorithms}, Plan.of(made.plan.level, config, facts)
-    others = replace(plan, algorithms=tuple(a for a in plan.algorithms if a.name not in running), levers=())
-    missed = [algorithm.name for algorithm in others.fit(made.model, *made._all_given).algorithms]
+    others, optimizers = [a for a in plan.algorithms if a.name not in running], list(map(hookable, made._all_given))
+    missed = [algorithm.name for algorithm in others if why_idle(algorithm, made.model, optimizers) is None]
     if missed:
         warnings.warn(
             f"{made.plan.level} runs without {' and '.join(missed)}, which must know the length of the run. "

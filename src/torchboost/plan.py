@@ -26,7 +26,7 @@ from torchboost.graph.dataflow import shared_traces
 from torchboost.plan_file import write_plan
 from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop
 
-__all__ = ["Dropped", "Plan", "prepare", "resolve"]
+__all__ = ["Dropped", "Plan", "resolve", "why_idle"]
 
 SWITCHES = tuple(name for name in BoostSwitches.model_fields if name != "mode")
 _LENGTH = "total_steps"
@@ -161,9 +161,9 @@ class Plan:
         inner = [hookable(one) for one in (optimizer, *others)]
         on = {a.name: a for a in self.algorithms}
         waiting = [a for a in self.levers if a.name not in on]
-        reasons = {name: None if a.applied(model) else _idle(a, model, inner) for name, a in on.items()}
+        reasons = {name: None if a.applied(model) else why_idle(a, model, inner) for name, a in on.items()}
         idle = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)
-        reasons |= {a.name: _idle(a, model, inner) for a in waiting}
+        reasons |= {a.name: why_idle(a, model, inner) for a in waiting}
         kept = tuple(a for a in self.algorithms if reasons[a.name] is None)
         levers = tuple(a for a in self.levers if reasons[a.name] is None)
         return replace(self, algorithms=kept, dropped=self.dropped + idle, levers=levers)
@@ -245,7 +245,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def _idle(algorithm: Algorithm, model: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
+def why_idle(algorithm: Algorithm, model: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
     """Return why an algorithm would change nothing, or must not run, with these optimizers; None if it can."""
     if len(optimizers) > 1 and not algorithm.traits.each_optimizer:
         return f"it works with one optimizer, and this model has {len(optimizers)}"
@@ -253,39 +253,6 @@ def _idle(algorithm: Algorithm, model: nn.Module, optimizers: Sequence[Optimizer
     said = "; ".join(dict.fromkeys(reason for reason in reasons if reason is not None)) or None
     partly = said is not None and None in reasons
     return None if partly and REGISTRY[algorithm.name].of_optimizer else said
-
-
-def prepare(
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    level: str = "O1",
-    total_steps: int | None = None,
-    config: ConfigSource | None = None,
-) -> Plan:
-    """Change the modules of a bare model before it is sharded or wrapped, and return the plan to attach later.
-
-    FSDP2 replaces the parameters, so the optimizer is built after sharding. Prepare the bare model, shard it, build the
-    optimizer, then call ``plan.attach(torchboost.Target(model, optimizer))``. Nothing is measured or checked.
-
-    Args:
-        model: Changed in place. It must be on the device that it will train on.
-        optimizer: If it exists already, it follows.
-        level: As are ``total_steps`` and ``config``: see :func:`torchboost.boost`.
-        total_steps: Updates of the whole run.
-        config: Settings that override the level.
-
-    Raises:
-        TypeError: An argument is not a module, or not an optimizer.
-        ValueError: A lazy module has no shape yet.
-        IncompatibleError: The model is already wrapped. Nothing is changed.
-    """
-    check_module(model)
-    if optimizer is not None:
-        check_optimizer(optimizer)
-    plan = Plan.of(level, config, Facts.measure(model, loop="own"), total_steps=total_steps)
-    plan.transform(model, optimizer)
-    return plan
 
 
 def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:

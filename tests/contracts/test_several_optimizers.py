@@ -279,6 +279,21 @@ def test_a_lever_is_idle_only_if_it_is_for_both():
     assert not sgd.param_groups[0]["fused"]
 
 
+def test_a_list_of_one_is_a_list_too():
+    model = network()
+    optimizer = SGD(model.parameters(), 0.1)
+    boosted = boost(model, [optimizer], config={"extra": {"grad_accumulation": {"steps": 2}}}, level="O0")
+    _, (front,) = boosted
+    assert front is not optimizer
+    assert boosted_of(front) is boosted_of(optimizer) is boosted
+    before = split(model)[0][0].detach().clone()
+    train(model, [front], range(1))
+    assert torch.equal(split(model)[0][0], before)
+    train(model, [front], range(1, 2))
+    assert not torch.equal(split(model)[0][0], before)
+    assert boost(model, [front], level="O0").optimizer == [optimizer]
+
+
 def test_wrong_lists_are_refused_before_anything_changes():
     model = network()
     filters, rest = split(model)
