@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from torchboost.core.covering import own_forward
 from torchboost.core.torch_private import (
     TreeSpec,
     buffer_slots,
@@ -76,8 +77,11 @@ class TracedForward:
 
 
 def is_opaque(module: nn.Module) -> bool:
-    """Whether calling a module runs more than its class's forward: hooks, or its own forward."""
-    return any(module_hooks(module)) or "forward" in vars(module)
+    """Whether calling a module runs more than its class's forward: hooks, or its own forward.
+
+    Covers of this package, such as those that let a convolution compute in float32, keep what it computes.
+    """
+    return any(module_hooks(module)) or own_forward(module) is not None
 
 
 def trace_forward(model: nn.Module, call: Call) -> TracedForward:
