@@ -7,7 +7,6 @@ import collections
 import copy
 import dataclasses
 import functools
-import itertools
 import random
 import threading
 import types
@@ -368,13 +367,6 @@ def test_depth_and_kinds_of_tensors_are_no_obstacle():
     model.nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     model.eight = torch.ones(2).to(torch.float8_e4m3fn)
     assert Snapshot(model).restore() is None
-
-
-@pytest.mark.parametrize("make", [itertools.count, lambda: (i for i in range(3))])
-def test_an_iterator_inside_an_object_is_noticed(make):
-    model = nn.Linear(1, 1)
-    model.sampler = types.SimpleNamespace(draws=make())
-    assert Snapshot(model).has_iterator
 
 
 def test_what_is_not_trained_is_changed_in_other_memory(tmp_path):

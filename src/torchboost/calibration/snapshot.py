@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import functools
-import itertools
 import random
 import sys
 import types
@@ -291,7 +290,7 @@ class Snapshot:
             self._follow_attributes(value, 0)
             self._follow_classes(type(value))
         else:
-            found.iterator |= isinstance(value, Iterator if hops == 0 else _READ_ONCE)
+            found.iterator |= hops == 0 and isinstance(value, Iterator)  # objects may hold the loop itself
             self._follow_entries(value, hops)
             if hops < _HOPS:
                 self._follow_attributes(value, hops + 1)
@@ -418,7 +417,6 @@ class Snapshot:
 _PLAIN = (str, bytes, int, float, complex, bool, type, types.ModuleType, torch.dtype, torch.device, torch.Size)
 _CODE = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (*SEQUENCES, dict, OrderedDict, defaultdict, Counter, set, tuple, frozenset)
-_READ_ONCE = (types.GeneratorType, itertools.count, itertools.cycle, itertools.chain, itertools.islice, map, zip)
 _NOT_OF_USERS = frozenset({"torch", "torchboost", "builtins"})
 """Packages whose classes and functions keep nothing from one pass to the next that a pass could change."""
 
