@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import functools
+import itertools
 import random
 import sys
 import types
