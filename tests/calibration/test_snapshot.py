@@ -258,6 +258,11 @@ def tally() -> None:
     TALLY[0] += 1
 
 
+@functools.lru_cache
+def table_of(size: int) -> Tensor:
+    return torch.rand(size)
+
+
 class Everywhere(nn.Linear):
     """Keeps what it changes in places that are no attributes of it."""
 
@@ -285,6 +290,8 @@ class Everywhere(nn.Linear):
         METER.calls += 1
         BUFFER.add_(1)
         tally()
+        table_of(self.calls)
+        self.shifted(self.calls)
         torch.rand(1, generator=GENERATOR)
         NUMPY.random()
         self.order.move_to_end("a")
@@ -298,8 +305,14 @@ class Everywhere(nn.Linear):
         self.shorter.resize_(self.shorter.numel() - 1)
         return super().forward(x)
 
+    @functools.lru_cache  # noqa: B019
+    def shifted(self, by: int) -> Tensor:
+        return torch.arange(by)
+
     def kept(self) -> list[Any]:
         held = [
+            table_of.cache_info().currsize,
+            Everywhere.shifted.cache_info().currsize,
             Everywhere.calls,
             dict(self.table),
             type(self).forward.__defaults__,

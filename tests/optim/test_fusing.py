@@ -7,13 +7,14 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.support.models import mlp
 from torchboost.algorithms import BlockFreeze, FusedOptimizer, fuse_optimizer
 from torchboost.core.algorithm import Attachment, Target, attach_all
 from torchboost.core.torch_private import step_pre_hooks
 from torchboost.errors import NoEffectWarning
-from torchboost.optim.fusing import Fusion, care_for_fused
+from torchboost.optim.fusing import Fusion, care_for_fused, obstacle
 
 
 def sgd(model: nn.Module, fused: bool | None = None) -> torch.optim.SGD:
@@ -88,3 +89,14 @@ def test_a_group_that_cannot_be_fused_is_written_as_it_is() -> None:
         fuse_optimizer(optimizer)
     assert [group["fused"] for group in optimizer.param_groups] == [True, None]
     assert optimizer.state_dict()["param_groups"] == written
+
+
+def test_hooks_of_all_optimizers_see_no_step_before_the_first() -> None:
+    called: list[object] = []
+    optimizer = sgd(mlp())
+    handle = register_optimizer_step_post_hook(lambda *held: called.append(held[0]))
+    try:
+        obstacle(optimizer, optimizer.param_groups[0])
+    finally:
+        handle.remove()
+    assert called == []

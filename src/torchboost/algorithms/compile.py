@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.torch_private import (
+    backward_may_repeat,
     call_uncompiled,
     compiled_call,
     compiled_graphs,
@@ -164,7 +165,8 @@ def _eager_if_twice(model: nn.Module, compiled: Callable[..., Any]) -> Callable[
             return compiled(*args, **kwargs)
         if twice or any(map(_is_asked_for, tensors_in([args, kwargs]))):
             return call_uncompiled(model, *args, **kwargs)
-        outputs = compiled(*args, **kwargs)
+        with backward_may_repeat():
+            outputs = compiled(*args, **kwargs)
         for output in tensors_in(outputs):
             if output.requires_grad:
                 output.register_hook(look)

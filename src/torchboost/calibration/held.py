@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import dis
+import functools
 import types
 from collections import OrderedDict, deque
 from collections.abc import MutableMapping
@@ -11,8 +12,10 @@ from contextlib import suppress
 from typing import Any
 
 __all__ = [
+    "CACHED",
     "SEQUENCES",
     "dict_items",
+    "read_cached",
     "read_cell",
     "read_class",
     "read_names",
@@ -21,6 +24,7 @@ __all__ = [
     "read_slots",
     "stored_globals",
     "write_array",
+    "write_cached",
     "write_cell",
     "write_class",
     "write_dict",
@@ -84,6 +88,20 @@ def write_set(owner: Any, entries: set[Any]) -> None:
 def write_array(owner: Any, entries: Any) -> None:
     """Give an array these numbers."""
     owner[...] = entries
+
+
+CACHED = type(functools.lru_cache(len))
+"""Functions that ``functools.cache`` or ``functools.lru_cache`` has made."""
+
+
+def read_cached(owner: Any) -> int:
+    """Return how many results a function has kept so far."""
+    return owner.cache_info().misses
+
+
+def write_cached(owner: Any, _: int) -> None:
+    """Let a function forget its results, because those of a pass with levers may be of another format or precision."""
+    owner.cache_clear()
 
 
 _EMPTY = object()

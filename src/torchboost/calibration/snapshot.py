@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from torchboost.calibration.held import (
+    CACHED,
     SEQUENCES,
     dict_items,
+    read_cached,
     read_cell,
     read_class,
     read_names,
@@ -29,6 +31,7 @@ from torchboost.calibration.held import (
     read_slots,
     stored_globals,
     write_array,
+    write_cached,
     write_cell,
     write_class,
     write_dict,
@@ -304,7 +307,7 @@ class Snapshot:
             self._found.seen[id(each)] = each
             for entry in list(vars(each).values()):
                 entry = entry.__func__ if isinstance(entry, (staticmethod, classmethod)) else entry
-                if isinstance(entry, types.FunctionType):
+                if isinstance(entry, _FUNCTIONS):
                     self._follow(entry, 0)
             if _home(each) not in _NOT_OF_USERS:
                 self._hold(each, read_class, write_class)
@@ -352,6 +355,9 @@ class Snapshot:
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
                 self._follow(part, hops)
+        elif isinstance(value, CACHED):
+            self._hold(value, read_cached, write_cached)
+            self._follow(value.__wrapped__, hops)
         else:
             self._follow_entries(vars(value), hops)
             for defaults in (value.__defaults__, value.__kwdefaults__):
@@ -387,7 +393,7 @@ class Snapshot:
             return
         elif isinstance(value, (Tensor, nn.Module)):
             self._follow(value, hops)
-        elif isinstance(value, types.FunctionType):
+        elif isinstance(value, _FUNCTIONS):
             if _home(value) == home:
                 self._follow(value, hops)
         elif _home(type(value)) == home:
@@ -416,7 +422,8 @@ class Snapshot:
 
 
 _PLAIN = (str, bytes, int, float, complex, bool, type, types.ModuleType, torch.dtype, torch.device, torch.Size)
-_CODE = (types.FunctionType, types.MethodType, functools.partial)
+_FUNCTIONS = (types.FunctionType, CACHED)
+_CODE = (*_FUNCTIONS, types.MethodType, functools.partial)
 _CONTAINERS = (*SEQUENCES, dict, OrderedDict, defaultdict, Counter, set, tuple, frozenset)
 _NOT_OF_USERS = frozenset({"torch", "torchboost", "builtins"})
 """Packages whose classes and functions keep nothing from one pass to the next that a pass could change."""

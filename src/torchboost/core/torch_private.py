@@ -11,7 +11,8 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, Self
@@ -562,6 +563,18 @@ def load_compiler() -> None:
     """Import ``torch._dynamo`` and ``torch._inductor``, which takes seconds."""
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch._inductor.compile_fx")
+
+
+@contextmanager
+def backward_may_repeat() -> Iterator[None]:
+    """Compile graphs whose backward pass may run with ``retain_graph=True``: ``_functorch.config.donated_buffer``.
+
+    By default their backward pass writes into what forward has saved, and torch raises if the graph is to be kept.
+    """
+    from torch._functorch import config
+
+    with config.patch(donated_buffer=False):
+        yield
 
 
 def recompile_limit() -> int:

@@ -272,7 +272,9 @@ def _probe(kind: type[Optimizer], sample: Tensor) -> str | None:
     try:
         parameter = torch.zeros_like(sample).requires_grad_()
         parameter.grad = torch.zeros_like(sample)
-        kind([parameter], lr=0.0, fused=True).step()  # pyright: ignore[reportCallIssue]
+        made = kind([parameter], lr=0.0, fused=True)  # pyright: ignore[reportCallIssue]
+        with torch.no_grad():
+            inspect.unwrap(kind.step)(made)  # hooks of users on all optimizers do not see it
     except RuntimeError as error:
         what = f"{sample.dtype} {type(sample.data).__name__} on {sample.device}"
         return f"{kind.__name__} cannot be fused for {what}: {str(error).splitlines()[0]}"
