@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 import subprocess
 import sys
@@ -203,19 +202,6 @@ def test_a_second_derivative_of_parameters_turns_the_compiler_off_for_the_next_c
         with pytest.warns(NoEffectWarning, match="create_graph=True"), pytest.raises(RuntimeError, match="double"):
             step()
         step()
-
-
-def test_a_graph_is_kept_for_a_second_backward_pass() -> None:
-    plain = mlp()
-    model = copy.deepcopy(plain)
-    inputs, _ = batch_for(model, torch.Generator().manual_seed(0))
-    with EAGER.attach(target_of(model)):
-        for net in (plain, model):
-            outputs = net(inputs)
-            outputs.square().mean().backward(retain_graph=True)
-            outputs.square().mean().backward()
-    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
 
 
 def test_a_parameter_among_the_inputs_is_compiled() -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -119,3 +123,43 @@ def test_inputs_that_can_be_read_only_once_are_not_tried():
     )
     model(iter([torch.randn(2, 3, 8, 8)])).sum().backward()
     assert "which can be read only once" in boosted.explain()
+
+
+@pytest.mark.parametrize("calibrate", [False, 0.3])
+def test_other_threads_wait_for_the_first_call(calibrate):
+    inputs = [torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    labels, lock = torch.arange(4), threading.Lock()
+
+    def work(model: nn.Module, x: Tensor) -> None:
+        loss = F.cross_entropy(model(x), labels)
+        with lock:
+            loss.backward()
+
+    (plain, _), (model, optimizer) = pair(), pair()
+    for x in inputs:
+        work(plain, x)
+    torchboost.boost(model, optimizer, calibrate=calibrate, config=ASKED)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(functools.partial(work, model), inputs))
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5)
+
+
+def counted(function: Callable[[Tensor], Tensor], calls: list[int]) -> Callable[[Tensor], Tensor]:
+    def call(x: Tensor) -> Tensor:
+        calls.append(1)
+        return function(x)
+
+    return call
+
+
+@pytest.mark.parametrize("calibrate", [False, 0.3])
+def test_parameters_that_other_processes_see_are_not_changed_by_a_trial(calibrate):
+    model, optimizer = pair()
+    model.share_memory()
+    boosted = torchboost.boost(model, optimizer, calibrate=calibrate, config=ASKED)
+    calls: list[int] = []
+    model[0].forward = counted(model[0].forward, calls)
+    train(model, optimizer, [8])
+    assert calls == [1]
+    assert "shared memory" in boosted.explain()

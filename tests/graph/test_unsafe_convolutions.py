@@ -96,12 +96,6 @@ def wide(kind: type[nn.Module], size: tuple[int, ...], *, padding_is: int = 1, *
     return kind(32, 32, 3, padding=padding_is, **settings), torch.randn(8, 32, *size)
 
 
-def point() -> Any:
-    """A strided and dilated kernel of one entry on channels-last inputs of one column, which crashes the process."""
-    layer = nn.Conv2d(4, 2, 1, stride=2, padding=(0, 1), dilation=(1, 2))
-    return layer.to(memory_format=torch.channels_last), torch.randn(2, 4, 4, 1).to(memory_format=torch.channels_last)
-
-
 NARROW = {
     "1d": lambda: narrow(nn.Conv1d, 1),
     "2d": lambda: narrow(nn.Conv2d, 2),
@@ -113,7 +107,6 @@ NARROW = {
     "small": lambda: wide(nn.Conv2d, (8, 2), padding_is=2),
     "short": lambda: wide(nn.Conv1d, (1,), padding_is=2),
     "flat outputs": lambda: wide(nn.ConvTranspose3d, (3, 8, 8), padding_is=2),
-    "point": point,
 }
 
 

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.torch_private import (
-    backward_may_repeat,
     call_uncompiled,
     compiled_call,
     compiled_graphs,
@@ -69,7 +68,8 @@ class Compile(Algorithm):
     Limit: torch cannot differentiate the gradients of compiled code again. So a call with an input that is a leaf and
     requires a gradient runs eagerly: a gradient penalty asks for that gradient with ``create_graph=True``. If a loop
     differentiates other gradients twice, such as those of parameters, torch raises in the first step that does so; the
-    model then runs eagerly from the next call on, with a warning.
+    model then runs eagerly from the next call on, with a warning. ``backward(retain_graph=True)`` raises if the
+    backward pass writes into what forward has saved; the message of torch names the setting that prevents it.
 
     Args:
         mode: Of ``torch.compile``; None is its default.
@@ -132,11 +132,15 @@ class Compile(Algorithm):
         options: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph, "backend": self.backend}
         if self.mode is not None:
             options["mode"] = self.mode
+        waiting = interceptor_of(inner)
         if _is_library_code(inner):
             _compile_from_outside(inner, options)
         else:
             inner.compile(**options)
-        set_compiled_call(inner, _eager_if_twice(inner, compiled_call(inner)))
+        compiled = _eager_if_twice(inner, compiled_call(inner))
+        if waiting is not None:
+            waiting.compiled = compiled
+        set_compiled_call(inner, compiled if waiting is None else waiting)
         return Compiled(inner)
 
     def _unsafe(self, model: nn.Module) -> str | None:
@@ -165,8 +169,7 @@ def _eager_if_twice(model: nn.Module, compiled: Callable[..., Any]) -> Callable[
             return compiled(*args, **kwargs)
         if twice or any(map(_is_asked_for, tensors_in([args, kwargs]))):
             return call_uncompiled(model, *args, **kwargs)
-        with backward_may_repeat():
-            outputs = compiled(*args, **kwargs)
+        outputs = compiled(*args, **kwargs)
         for output in tensors_in(outputs):
             if output.requires_grad:
                 output.register_hook(look)

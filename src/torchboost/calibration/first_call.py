@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,18 +15,14 @@ from torch import nn
 from torchboost.calibration.cache import ChoiceCache, key_of
 from torchboost.calibration.calibration import Calibration, Decision, device_of
 from torchboost.calibration.choice import Choice, Machine
-from torchboost.calibration.next_call import entries_in, is_training_call
+from torchboost.calibration.next_call import Gate, entries_in
 from torchboost.calibration.passes import Call, Passes
 from torchboost.calibration.snapshot import Snapshot, plain, streams_kept
 from torchboost.calibration.trial import Pair, Reduce, free_bytes, needed_bytes
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
 from torchboost.core.torch_private import (
-    Interceptor,
     active_ddp,
-    compiled_call,
-    interceptor_of,
     keep_step_pre_hook_places,
-    set_compiled_call,
     step_pre_hook_keys,
 )
 from torchboost.core.wrapping import unwrap
@@ -45,11 +40,11 @@ _RANKS_TIMEOUT = 600.0
 """Seconds that a rank waits for another one; a rank may compile for minutes."""
 
 
-class FirstCall(Interceptor):
+class FirstCall(Gate):
     """Waits in front of a model for the first training call, decides about the levers, and lets the call run.
 
-    It answers each call of the model until then. Calls in eval mode, without gradients, inside a compiler, a tracer, a
-    checkpoint, a mode or a transform of ``torch.func``, or with tensors other than plain ones pass through.
+    Calls in eval mode, without gradients, inside a compiler, a tracer, a checkpoint, a mode or a transform of
+    ``torch.func``, or with tensors other than plain ones pass.
 
     Args:
         target: The pair. Its levers are attached as the prior says.
@@ -73,22 +68,13 @@ class FirstCall(Interceptor):
         before: Pair | None = None,
         again: str | None = None,
     ) -> None:
+        super().__init__(target.model)
         self._target, self._attached = target, attached
         self._calibration, self._decided = calibration, decided
-        self._model = target.model
         self.given: Choice | None = None
         self._before, self._again, self.key = before, again is not None, again
-        self.compiled = compiled_call(self._model)
-        set_compiled_call(self._model, self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer a call of the model."""
-        if is_training_call(self._model, args, kwargs):
-            self.decide((args, kwargs))
-            return self._model(*args, **kwargs)
-        return self.pass_on(self._model, *args, **kwargs)
-
-    def decide(self, call: Call) -> None:
+    def meet(self, call: Call) -> None:
         """Choose, and attach what was chosen. If this is interrupted, the next training call decides."""
         calibration, ranks = _on_ranks(self._calibration, self._model)
         if calibration.calibrate is False:
@@ -100,7 +86,6 @@ class FirstCall(Interceptor):
             choice = ChoiceCache().load(self.key)
         if choice is None and (obstacle := calibration.obstacle(self._model)) is not None:
             choice = calibration.without_trial(obstacle)
-        self.remove()
         try:
             with _ranks_agree(calibration, ranks) as (calibration, reduce):
                 if choice is None and ranks == []:
@@ -110,8 +95,6 @@ class FirstCall(Interceptor):
                 )
         except BaseException:
             self.key = self.key if self._again else None
-            self.compiled = compiled_call(self._model)
-            set_compiled_call(self._model, self)
             raise
         choice = decision.choice
         if self.key and choice.source == "trial" and not any(v.interrupted for v in choice.verdicts):
@@ -131,42 +114,29 @@ class FirstCall(Interceptor):
             self.remove()
             self._before = None
 
-    def remove(self) -> None:
-        """Stop waiting. A second call does nothing."""
-        if interceptor_of(self._model) is self:
-            set_compiled_call(self._model, self.compiled)
 
-
-class OtherShapes(Interceptor):
-    """Waits for the first training call with inputs of other shapes. The call then runs as if nothing had been there.
+class OtherShapes(Gate):
+    """Waits for the first training call with inputs of other shapes.
 
     Args:
         model: The bare model.
         call: The call whose shapes are known.
         seen: Called once with the other call, before it runs.
-
-    Cost: one call of a Python function per call until then, and one look at the inputs.
     """
 
     def __init__(self, model: nn.Module, call: Call, seen: Callable[[Call], None]) -> None:
-        self._model, self._shapes, self._seen = model, _shapes(call), weakref.WeakMethod(seen)
-        self.compiled = compiled_call(self._model)
-        set_compiled_call(self._model, self)
+        super().__init__(model)
+        self._shapes, self._seen = _shapes(call), weakref.WeakMethod(seen)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer a call of the model."""
-        if _shapes((args, kwargs)) == self._shapes or not is_training_call(self._model, args, kwargs):
-            return self.pass_on(self._model, *args, **kwargs)
-        self.remove()
+    def is_meant(self, call: Call) -> bool:
+        """Whether this is the call that the gate waits for."""
+        return _shapes(call) != self._shapes and super().is_meant(call)
+
+    def meet(self, call: Call) -> None:
+        """Report it."""
         seen = self._seen()
         if seen is not None:
-            seen((args, kwargs))
-        return self._model(*args, **kwargs)
-
-    def remove(self) -> None:
-        """Stop waiting. A second call does nothing."""
-        if interceptor_of(self._model) is self:
-            set_compiled_call(self._model, self.compiled)
+            seen(call)
 
 
 def check_again(target: Target, attached: AttachedAlgorithms, calibration: Calibration, call: Call) -> Decision:
@@ -218,10 +188,10 @@ def _decided(
     """Return the decision, and the levers with what a pass has shown of them."""
     if choice is not None and not calibration.verify:
         return calibration.unchecked(choice, "verify=False"), calibration
-    short = _shortage(target, reduce)
-    if short is not None:
-        choice = calibration.without_trial(short) if choice is None else choice
-        return calibration.unchecked(choice, short), calibration
+    obstacle = _obstacle(target, reduce)
+    if obstacle is not None:
+        choice = calibration.without_trial(obstacle) if choice is None else choice
+        return calibration.unchecked(choice, obstacle), calibration
     with _on_real_inputs(calibration, target, call) as (passes, snapshot):
         if snapshot.has_iterator:
             choice = calibration.without_trial(_READ_ONCE) if choice is None else choice
@@ -288,12 +258,15 @@ def _ranks_agree(calibration: Calibration, ranks: list[int] | None) -> Iterator[
         agreement.close()
 
 
-def _shortage(target: Target, reduce: Reduce | None) -> str | None:
-    """Return why there is too little memory for a snapshot and passes; None if there is enough."""
+def _obstacle(target: Target, reduce: Reduce | None) -> str | None:
+    """Return why there can be no passes: too little memory for them, or parameters that other processes see."""
+    shared = any(p.device.type == "cpu" and p.is_shared() for p in target.model.parameters())
     available, needed = free_bytes(device_of(target.model)), needed_bytes(target.model)
     short = available is not None and needed > _MOST_OF_FREE * available
-    if not (reduce([float(short)])[0] if reduce is not None else short):
+    if not (reduce([float(short or shared)])[0] if reduce is not None else short or shared):
         return None
+    if shared:
+        return "the parameters are in shared memory, and other processes may train them meanwhile"
     free = "too little is" if available is None else f"{available / 2**20:,.0f} MiB are"
     return f"a snapshot and the gradients need about {needed / 2**20:,.0f} MiB, and {free} free"
 

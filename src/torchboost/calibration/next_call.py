@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchboost.calibration.passes import Call
 from torchboost.core.torch_private import (
     Interceptor,
     compiled_call,
@@ -20,38 +22,76 @@ from torchboost.core.torch_private import (
 )
 from torchboost.graph.recording import tensors_in
 
-__all__ = ["NextCall", "entries_in", "is_training_call"]
+__all__ = ["Gate", "NextCall", "entries_in", "is_training_call"]
 
 
-class NextCall(Interceptor):
-    """Counts the entries of the inputs of the next training call. The call then runs as if nothing had been there.
+class Gate(Interceptor):
+    """Stands in front of a model until one call, of which :meth:`meet` learns first. The call then runs as usual.
 
-    Calls that :func:`is_training_call` does not count pass through. Copies and pickles of the model do not have it.
+    While :meth:`meet` runs, calls from other threads wait, and calls from its own thread pass. If it raises, the gate
+    stays. Copies and pickles of the model do not have it.
 
     Args:
-        model: The bare model. No other interceptor may answer its calls. If it is compiled in place, it stays so.
-        seen: Called with the number of entries, before the call runs.
+        model: The bare model. An interceptor that answered its calls is replaced. If it is compiled in place, it stays
+            so.
 
-    Cost: one call of a Python function per call until then, and one look at the inputs.
+    Cost: one call of a Python function per call until then, and :meth:`is_meant`.
     """
 
-    def __init__(self, model: nn.Module, seen: Callable[[int], None]) -> None:
-        self._model, self._seen = model, seen
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._lock, self._meets = model, threading.RLock(), False
         self.compiled = compiled_call(model)
         set_compiled_call(model, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call of the model."""
-        if is_training_call(self._model, args, kwargs):
-            self.remove()
-            self._seen(entries_in(args, kwargs))
-            return self._model(*args, **kwargs)
-        return self.pass_on(self._model, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self.pass_on(self._model, *args, **kwargs)
+        with self._lock:
+            if self._stands and not self._meets and self.is_meant((args, kwargs)):
+                self._meets = True
+                try:
+                    self.meet((args, kwargs))
+                finally:
+                    self._meets = False
+                self.remove()
+        if self._stands:
+            return self.pass_on(self._model, *args, **kwargs)
+        return self._model(*args, **kwargs)
+
+    def is_meant(self, call: Call) -> bool:
+        """Whether this is the call that the gate waits for."""
+        return is_training_call(self._model, *call)
+
+    def meet(self, call: Call) -> None:
+        """Learn of the call."""
+        raise NotImplementedError
 
     def remove(self) -> None:
         """Put back what was there before. A second call does nothing."""
-        if interceptor_of(self._model) is self:
+        if self._stands:
             set_compiled_call(self._model, self.compiled)
+
+    @property
+    def _stands(self) -> bool:
+        return interceptor_of(self._model) is self
+
+
+class NextCall(Gate):
+    """Counts the entries of the inputs of the next training call.
+
+    Args:
+        model: The bare model.
+        seen: Called with the number of entries, before the call runs.
+    """
+
+    def __init__(self, model: nn.Module, seen: Callable[[int], None]) -> None:
+        super().__init__(model)
+        self._seen = seen
+
+    def meet(self, call: Call) -> None:
+        """Count."""
+        self._seen(entries_in(*call))
 
 
 def is_training_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

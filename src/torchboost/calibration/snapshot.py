@@ -45,6 +45,7 @@ from torchboost.core.torch_private import (
     global_step_post_hooks,
     global_step_pre_hooks,
     gradient_hooks,
+    is_of_interceptor,
     module_hooks,
     overrides_dispatch,
     version,
@@ -285,7 +286,8 @@ class Snapshot:
         if isinstance(value, Tensor):
             self._add_tensor(value)
         elif type(value) in _CODE:
-            self._follow_code(value, hops)
+            if not is_of_interceptor(value):
+                self._follow_code(value, hops)
         elif isinstance(value, weakref.ref):
             self._follow(value(), hops)
         elif (state := _generator_state(value)) is not None:

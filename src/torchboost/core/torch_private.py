@@ -11,8 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, Self
@@ -85,6 +84,7 @@ __all__ = [
     "inside_mode",
     "interceptor_of",
     "is_functorch_wrapped_tensor",
+    "is_of_interceptor",
     "is_reentrant_checkpoint",
     "is_traced_constant",
     "is_tracing",
@@ -475,6 +475,8 @@ class Interceptor:
 
     compiled: Any = None
     """The compiled call that it stands in front of."""
+    function: Any = None
+    """What :func:`set_compiled_call` puts, because ``torch.jit`` refuses other objects than functions there."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call of the module."""
@@ -507,13 +509,18 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
 
 
 def _as_function(interceptor: Interceptor) -> Any:
-    """Return a function, because ``torch.jit`` refuses a module that has another object for the compiled call."""
-
     def answer(*args: Any, **kwargs: Any) -> Any:
         return interceptor(*args, **kwargs)
 
-    vars(answer)["interceptor"] = interceptor
-    return answer
+    if interceptor.function is None:
+        vars(answer)["interceptor"] = interceptor
+        interceptor.function = answer
+    return interceptor.function
+
+
+def is_of_interceptor(value: Any) -> bool:
+    """Whether this is the function of an interceptor."""
+    return isinstance(getattr(value, "interceptor", None), Interceptor)
 
 
 def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -563,18 +570,6 @@ def load_compiler() -> None:
     """Import ``torch._dynamo`` and ``torch._inductor``, which takes seconds."""
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch._inductor.compile_fx")
-
-
-@contextmanager
-def backward_may_repeat() -> Iterator[None]:
-    """Compile graphs whose backward pass may run with ``retain_graph=True``: ``_functorch.config.donated_buffer``.
-
-    By default their backward pass writes into what forward has saved, and torch raises if the graph is to be kept.
-    """
-    from torch._functorch import config
-
-    with config.patch(donated_buffer=False):
-        yield
 
 
 def recompile_limit() -> int:

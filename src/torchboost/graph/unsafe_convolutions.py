@@ -46,21 +46,19 @@ def unsafe_channels_last(model: nn.Module) -> str | None:
 def convolutions_unsafe_in_bfloat16(model: nn.Module) -> Iterator[AnyConv]:
     """Yield the convolutions on the CPU that oneDNN computes wrongly in bfloat16 for some inputs."""
     for module in model.modules():
-        if isinstance(module, AnyConv) and _is_on_cpu(module) and _may_be_narrow(module):
+        if isinstance(module, AnyConv) and max(module.kernel_size) > 1 and _may_be_narrow(module):
             yield module
 
 
 def is_unsafe_in_bfloat16(module: AnyConv, inputs: Tensor) -> bool:
     """Whether oneDNN computes a convolution of these inputs wrongly in bfloat16.
 
-    It does in three situations; for a transposed convolution, read outputs for inputs, and the other way round:
+    It does in two situations; for a transposed convolution, read outputs for inputs, and the other way round:
 
     - In some dimension the kernel is wider than the inputs before padding, such as a kernel of 3 on a depth of 2.
     - The stride is above 1 and the last dimension of the outputs has one entry.
-    - The last dimension of the inputs and of the kernel has one entry, with a stride and a dilation above 1. The
-      process then crashes if the inputs are channels-last.
 
-    Otherwise the gradient of the kernel reads memory that was never written, and so does the forward pass in three
+    The gradient of the kernel then reads memory that was never written, and so does the forward pass in three
     dimensions. The results are of any size, infinity included, and differ from run to run. Processors with AVX512-BF16
     or AMX have such kernels. Source: https://github.com/pytorch/pytorch/issues/169688; found in the oneDNN of torch
     2.13.
@@ -76,12 +74,11 @@ def is_unsafe_in_bfloat16(module: AnyConv, inputs: Tensor) -> bool:
     else:
         few = (given[-1] + padding[-1] - reaches[-1] - 1) // strides[-1] + 1
     wider = any(reach >= size for reach, size in zip(reaches, given, strict=True))
-    return wider or (_has_stride(module) and few == 1) or (_crashes_if_narrow(module) and given[-1] == 1)
+    return wider or (_has_stride(module) and few == 1)
 
 
 def _may_be_narrow(module: AnyConv) -> bool:
-    wide = max(module.kernel_size) > 1 and any(conv_padding(module))
-    return wide or _has_stride(module) or _crashes_if_narrow(module)
+    return _is_on_cpu(module) and (any(conv_padding(module)) or _has_stride(module))
 
 
 def _has_stride(module: AnyConv) -> bool:
@@ -95,13 +92,9 @@ def _writes_past_its_buffer(module: AnyConv) -> bool:
 
 def _is_wrong_if_narrow(module: AnyConv) -> bool:
     if module.kernel_size[-1] == 1:
-        return _crashes_if_narrow(module)
+        return module.stride[-1] > 1 and module.dilation[-1] > 1
     channels = module.out_channels if module.transposed else module.in_channels
     return channels == 1 and _has_stride(module) and module.stride[-2:-1] == (1,)
-
-
-def _crashes_if_narrow(module: AnyConv) -> bool:
-    return module.kernel_size[-1] == 1 and module.stride[-1] > 1 and module.dilation[-1] > 1
 
 
 def _is_on_cpu(module: nn.Module) -> bool:
