@@ -129,7 +129,8 @@ class Boosted:
         """Return which algorithms are on, with their settings, and which were left out, with the reasons."""
         unseen = f"levers:\n  {UNSEEN}" if self._unseen else ""
         parts = [self.plan.explain(), explain(self.choice) if self.choice is not None else unseen]
-        parts += [f"  {name}  {text}" for name, text in self.checks.items() if name in self.attached]
+        on = {algorithm.name for algorithm in self.plan.algorithms}
+        parts += [f"  {name}  {text}" for name, text in self.checks.items() if name in on]
         said = "\n".join(part for part in parts if part)
         return f"removed; before, this was so:\n{said}" if self._removed else said
 
@@ -172,8 +173,8 @@ class Boosted:
         again = self.choice is not None
         choice = decision.choice.only(self.plan.levers)  # one that was loaded may name a lever that was withdrawn
         key = "" if self._waiting is None else self._waiting.key or ""
-        self._waiting, self.checks = None, dict(decision.checks)
-        if self.checks and self._calibration is not None and self._calibration.verify:
+        self._waiting, self.checks = None, self.checks | decision.checks
+        if decision.checks and self._calibration is not None and self._calibration.verify:
             self.attached.with_undo(OtherShapes(self.model, call, self._check_again).remove)
         self._leave_out(decision.refused)
         if not self._measures:
@@ -529,6 +530,8 @@ def attach(
             plan = plan.chosen({lever.name: (lever.name in calibration.prior, reason) for lever in plan.levers})
         before = None if calibration is None else calibration.before(plan.algorithms, target)
         made = Boosted(plan, target, plan.attach(target), given, scaler, calibration, before, listed=listed)
+    if not verify:
+        made.checks = {a.name: "not checked: verify=False" for a in plan.algorithms if REGISTRY[a.name].lever}
     _BOOSTED[model] = weakref.ref(made)
     return made
 
