@@ -173,7 +173,7 @@ class Boosted:
         again = self.choice is not None
         choice = decision.choice.only(self.plan.levers)  # one that was loaded may name a lever that was withdrawn
         key = "" if self._waiting is None else self._waiting.key or ""
-        self._waiting, self.checks = None, self.checks | decision.checks
+        self._waiting, self.checks = None, {**self.checks, **decision.checks}
         if decision.checks and self._calibration is not None and self._calibration.verify:
             self.attached.with_undo(OtherShapes(self.model, call, self._check_again).remove)
         self._leave_out(decision.refused)

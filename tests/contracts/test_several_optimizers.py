@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 import torchboost
+from tests.support.ranks import run_ranks
 from torchboost import IncompatibleError, NoEffectWarning, Target, boost
 from torchboost.algorithms import BatchNormRemoval, ChannelsLast, FusedOptimizer, GradientCentralization
 from torchboost.calibration.cache import key_of
@@ -366,3 +369,39 @@ def test_the_step_of_boost_refuses_a_line_search_beside_another_optimizer():
     filters, rest = split(model)
     with pytest.raises(IncompatibleError, match="one of the 2 optimizers needs the loss"):
         TrainStep(Target(model, SGD(filters, 0.1), others=(Search(rest, 0.1),)), lambda x: model(x).mean())
+
+
+def trained_on_ranks(make: Make, how: str) -> tuple[list[float], list[str]]:
+    """Train under DDP, each rank on batches of its own; return all weights, and the levers that are on."""
+    model = network()
+    optimizers, boosted = make(model), None
+    if how != "plain":
+        measured = how == "measured"
+        extra = {name: on for name, on in EXACT["extra"].items() if not (measured and on)}
+        seconds = 0.2 if measured else False
+        boosted = boost(model, optimizers, total_steps=5000, calibrate=seconds, config={"extra": extra})
+    parallel = DistributedDataParallel(model)
+    step = None if boosted is None or how != "step" else boosted.step(F.cross_entropy, model=parallel)
+    for number in range(dist.get_rank(), 12, 2):
+        if step is not None:
+            step(*batch(number))
+        else:
+            train(parallel, optimizers, range(number, number + 1))
+    assert boosted is None or not boosted.withdrawn
+    weights = [entry for p in model.parameters() for entry in p.detach().flatten().tolist()]
+    return weights, [] if boosted is None else sorted(boosted.attached)
+
+
+def all_trained_on_ranks(make: Make) -> dict[str, tuple[list[float], list[str]]]:
+    return {how: trained_on_ranks(make, how) for how in ("plain", "named", "measured", "step")}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("make", [sgd_and_adamw, adamw_and_sgd])
+def test_ranks_train_as_in_a_plain_loop(make: Make):
+    first, second = run_ranks(all_trained_on_ranks, 2, make)
+    assert first == second
+    plain_weights, _ = first.pop("plain")
+    for how, (weights, levers) in first.items():
+        torch.testing.assert_close(weights, plain_weights, rtol=1e-4, atol=1e-5, msg=how)
+        assert how == "measured" or levers == sorted(LEVERS)
