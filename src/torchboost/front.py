@@ -40,6 +40,7 @@ from torchboost.core.arguments import (
     check_pair,
     check_scaler,
     check_shapes,
+    in_words,
 )
 from torchboost.core.step import TrainStep
 from torchboost.core.torch_private import step_pre_hooks
@@ -446,7 +447,8 @@ def boost(
 
     Warns:
         NoEffectWarning: Algorithms of the level were left out because ``total_steps`` is not given. Or the model was
-            boosted with another optimizer, over other parameters, and that boost is removed.
+            boosted with another optimizer, over other parameters, or with a list of which one is missing now, and that
+            boost is removed.
 
     Example:
         >>> import torch, torchboost
@@ -514,13 +516,10 @@ def attach(
         _check_one_model(found, model, name)
     given, *others = (_given_before(one, earlier.get(one)) for one in optimizers)
     target = Target(model, given, scaler, others=tuple(others))
-    for module in model.modules():
-        before = _BOOSTED.get(module, lambda: None)()
+    for before in (*(_BOOSTED.get(module, lambda: None)() for module in model.modules()), *earlier.values()):
         if before is not None:
             _warn_of_other_parameters(before, target, caller)
             before.remove()
-    for found in earlier.values():
-        found.remove()
     plan = Plan.of(level, config, host.facts(model), total_steps=total_steps)
     with shared_traces():
         plan = plan.fit(model, given, *others)
@@ -545,15 +544,16 @@ def _given_before(optimizer: Optimizer, earlier: Boosted | None) -> Optimizer:
 
 
 def _warn_of_other_parameters(before: Boosted, target: Target, caller: str) -> None:
-    """Warn if an earlier boost goes whose optimizers hold other parameters: the loop may step both."""
+    """Warn if an earlier boost goes, one of whose optimizers holds other parameters: the loop may step it too."""
     if before._removed or (not len(before.attached) and before._waiting is None):
         return
-    earlier, now = map(_held, (before._all_given, target.optimizers))
-    if earlier.isdisjoint(now):
-        names = [" and ".join(type(one).__name__ for one in side) for side in (before._all_given, target.optimizers)]
+    now, earlier, later = _held(target.optimizers), in_words(before._all_given), in_words(target.optimizers)
+    left = [name for name, one in zip(earlier, before._all_given, strict=True) if _held([one]).isdisjoint(now)]
+    if left:
         warnings.warn(
-            f"the boost of this model with {names[0]} is removed by the one with {names[1]}, which holds other "
-            f"parameters. If both train the model, boost it once, with a list: {caller}(model, [first, second]).",
+            f"the boost of this model with {' and '.join(earlier)} is removed by the one with {' and '.join(later)}, "
+            f"without the parameters of {' and '.join(left)}. If all of them train the model, boost it once, with a "
+            f"list: {caller}(model, [first, second]).",
             NoEffectWarning,
             stacklevel=4,
         )
