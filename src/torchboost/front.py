@@ -50,6 +50,7 @@ from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.dataflow import shared_traces
 from torchboost.inference import fast_copy, fastest
 from torchboost.optim.named import named_optimizer
+from torchboost.optim.rules.schedule_free import warn_of_training_weights
 from torchboost.plan import Dropped, Plan, why_idle
 from torchboost.registry import REGISTRY, Facts, Loop
 
@@ -98,7 +99,7 @@ class Boosted:
         self.plan, self.attached, self._target, self._given = plan, attached, target, given
         self.model, self.scaler = target.model, target.scaler
         self._called: nn.Module = target.model
-        self._unseen = self._removed = False
+        self._unseen = self._removed = self._warned = False
         self.brings_scaler = target.scaler is not scaler
         self._first: Optimizer = target.optimizer
         if isinstance(target.accumulator, Accumulator):
@@ -255,7 +256,14 @@ class Boosted:
             TypeError: The model cannot be copied, or the copy would compute with tensors of the model, to which a
                 function leads, such as a lambda that holds it. Without ``sample`` the first call of the copy raises it.
             ValueError: The model does not run on ``sample``, or computes NaN or infinities.
+
+        Warns:
+            UserWarning: Once, if a schedule-free optimizer is in training mode, so that the copy is not of its average.
         """
+        for optimizer in self._target.optimizers:
+            self._warned = self._warned or warn_of_training_weights(
+                optimizer, "the copy for inference has", stacklevel=3
+            )
         return fast_copy(self.model, sample=sample, pick=fastest)
 
     def state_dict(self) -> dict[str, Any]:
