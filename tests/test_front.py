@@ -21,6 +21,7 @@ from torchboost.calibration.choice import Choice, Verdict
 from torchboost.front import boosted_of
 from torchboost.graph import dataflow
 from torchboost.inference import fastest
+from torchboost.optim import ScheduleFreeAdamW
 
 SCALED = {"boost": {"mode": "manual", "loss_scale_group": True}}
 EVERY_SECOND = {"extra": {"grad_accumulation": {"steps": 2}}}
@@ -232,6 +233,31 @@ def test_the_copy_for_inference_computes_the_same(autocast, tolerance):
     assert model.training
     expected = model.eval()(x)
     assert (copied(x) - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_copy_for_inference_of_weights_of_training_warns_once(listed):
+    model, _ = pair()
+    x, y = batch()
+    body, head = list(model[:-1].parameters()), list(model[-1].parameters())
+    average = ScheduleFreeAdamW(head if listed else [*body, *head], lr=0.1)
+    others = [torch.optim.SGD(body, 0.1)] if listed else []
+    boosted = boost(model, [*others, average] if listed else average, calibrate=False)
+    boosted.eval_model()  # nothing is trained yet
+    for _ in range(2):
+        F.cross_entropy(model(x), y).backward()
+        for optimizer in (*others, average):
+            optimizer.step()
+            optimizer.zero_grad()
+    with pytest.warns(UserWarning, match=r"copy for inference has the weights of training.*optimizer.eval\(\)") as said:
+        trained = boosted.eval_model()
+    assert said[0].filename == __file__
+    boosted.eval_model()
+    average.eval()
+    averaged = boosted.eval_model()
+    expected = copy.deepcopy(model).eval()(x)
+    torch.testing.assert_close(averaged(x), expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(trained(x), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_the_fastest_form_is_named():

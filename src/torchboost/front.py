@@ -40,6 +40,7 @@ from torchboost.core.arguments import (
     check_pair,
     check_scaler,
     check_shapes,
+    in_words,
 )
 from torchboost.core.step import TrainStep
 from torchboost.core.torch_private import step_pre_hooks
@@ -49,6 +50,7 @@ from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.dataflow import shared_traces
 from torchboost.inference import fast_copy, fastest
 from torchboost.optim.named import named_optimizer
+from torchboost.optim.rules.schedule_free import warn_of_training_weights
 from torchboost.plan import Dropped, Plan, why_idle
 from torchboost.registry import REGISTRY, Facts, Loop
 
@@ -97,7 +99,7 @@ class Boosted:
         self.plan, self.attached, self._target, self._given = plan, attached, target, given
         self.model, self.scaler = target.model, target.scaler
         self._called: nn.Module = target.model
-        self._unseen = self._removed = False
+        self._unseen = self._removed = self._warned = False
         self.brings_scaler = target.scaler is not scaler
         self._first: Optimizer = target.optimizer
         if isinstance(target.accumulator, Accumulator):
@@ -129,7 +131,8 @@ class Boosted:
         """Return which algorithms are on, with their settings, and which were left out, with the reasons."""
         unseen = f"levers:\n  {UNSEEN}" if self._unseen else ""
         parts = [self.plan.explain(), explain(self.choice) if self.choice is not None else unseen]
-        parts += [f"  {name}  {text}" for name, text in self.checks.items() if name in self.attached]
+        on = {algorithm.name for algorithm in self.plan.algorithms}
+        parts += [f"  {name}  {text}" for name, text in self.checks.items() if name in on]
         said = "\n".join(part for part in parts if part)
         return f"removed; before, this was so:\n{said}" if self._removed else said
 
@@ -172,8 +175,8 @@ class Boosted:
         again = self.choice is not None
         choice = decision.choice.only(self.plan.levers)  # one that was loaded may name a lever that was withdrawn
         key = "" if self._waiting is None else self._waiting.key or ""
-        self._waiting, self.checks = None, dict(decision.checks)
-        if self.checks and self._calibration is not None and self._calibration.verify:
+        self._waiting, self.checks = None, {**self.checks, **decision.checks}
+        if decision.checks and self._calibration is not None and self._calibration.verify:
             self.attached.with_undo(OtherShapes(self.model, call, self._check_again).remove)
         self._leave_out(decision.refused)
         if not self._measures:
@@ -253,7 +256,14 @@ class Boosted:
             TypeError: The model cannot be copied, or the copy would compute with tensors of the model, to which a
                 function leads, such as a lambda that holds it. Without ``sample`` the first call of the copy raises it.
             ValueError: The model does not run on ``sample``, or computes NaN or infinities.
+
+        Warns:
+            UserWarning: Once, if a schedule-free optimizer is in training mode, so that the copy is not of its average.
         """
+        for optimizer in self._target.optimizers:
+            self._warned = self._warned or warn_of_training_weights(
+                optimizer, "the copy for inference has", stacklevel=3
+            )
         return fast_copy(self.model, sample=sample, pick=fastest)
 
     def state_dict(self) -> dict[str, Any]:
@@ -445,7 +455,8 @@ def boost(
 
     Warns:
         NoEffectWarning: Algorithms of the level were left out because ``total_steps`` is not given. Or the model was
-            boosted with another optimizer, over other parameters, and that boost is removed.
+            boosted with another optimizer, over other parameters, or with a list of which one is missing now, and that
+            boost is removed.
 
     Example:
         >>> import torch, torchboost
@@ -513,13 +524,10 @@ def attach(
         _check_one_model(found, model, name)
     given, *others = (_given_before(one, earlier.get(one)) for one in optimizers)
     target = Target(model, given, scaler, others=tuple(others))
-    for module in model.modules():
-        before = _BOOSTED.get(module, lambda: None)()
+    for before in (*(_BOOSTED.get(module, lambda: None)() for module in model.modules()), *earlier.values()):
         if before is not None:
             _warn_of_other_parameters(before, target, caller)
             before.remove()
-    for found in earlier.values():
-        found.remove()
     plan = Plan.of(level, config, host.facts(model), total_steps=total_steps)
     with shared_traces():
         plan = plan.fit(model, given, *others)
@@ -529,6 +537,8 @@ def attach(
             plan = plan.chosen({lever.name: (lever.name in calibration.prior, reason) for lever in plan.levers})
         before = None if calibration is None else calibration.before(plan.algorithms, target)
         made = Boosted(plan, target, plan.attach(target), given, scaler, calibration, before, listed=listed)
+    if not verify:
+        made.checks = {a.name: "not checked: verify=False" for a in plan.algorithms if REGISTRY[a.name].lever}
     _BOOSTED[model] = weakref.ref(made)
     return made
 
@@ -542,15 +552,16 @@ def _given_before(optimizer: Optimizer, earlier: Boosted | None) -> Optimizer:
 
 
 def _warn_of_other_parameters(before: Boosted, target: Target, caller: str) -> None:
-    """Warn if an earlier boost goes whose optimizers hold other parameters: the loop may step both."""
+    """Warn if an earlier boost goes, one of whose optimizers holds other parameters: the loop may step it too."""
     if before._removed or (not len(before.attached) and before._waiting is None):
         return
-    earlier, now = map(_held, (before._all_given, target.optimizers))
-    if earlier.isdisjoint(now):
-        names = [" and ".join(type(one).__name__ for one in side) for side in (before._all_given, target.optimizers)]
+    now, earlier, later = _held(target.optimizers), in_words(before._all_given), in_words(target.optimizers)
+    left = [name for name, one in zip(earlier, before._all_given, strict=True) if _held([one]).isdisjoint(now)]
+    if left:
         warnings.warn(
-            f"the boost of this model with {names[0]} is removed by the one with {names[1]}, which holds other "
-            f"parameters. If both train the model, boost it once, with a list: {caller}(model, [first, second]).",
+            f"the boost of this model with {' and '.join(earlier)} is removed by the one with {' and '.join(later)}, "
+            f"without the parameters of {' and '.join(left)}. If all of them train the model, boost it once, with a "
+            f"list: {caller}(model, [first, second]).",
             NoEffectWarning,
             stacklevel=4,
         )

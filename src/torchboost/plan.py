@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSum
 from torchboost.config import BoostConfig, BoostSwitches, ConfigSource
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
-from torchboost.core.arguments import check_module, check_optimizer, check_pair, check_shapes
+from torchboost.core.arguments import check_module, check_optimizer, check_pair, check_shapes, in_words
 from torchboost.core.wrapping import hookable, wrapper_of
 from torchboost.errors import ConfigError, IncompatibleError, nearest
 from torchboost.graph.dataflow import shared_traces
@@ -58,6 +58,8 @@ class Plan:
         levers: The algorithms of the level that only change the speed of a step. A trial may switch them on and off.
         total_steps: Updates of the whole run, from the argument or the configuration; None if neither gives it.
         unmeasured: JSON paths and values of the user's settings that differ from the measured settings of the level.
+        served: With several optimizers, name of an algorithm that changes the update alone -> those that it is on for,
+            in words.
 
     Example:
         >>> import torch, torchboost
@@ -76,6 +78,7 @@ class Plan:
     levers: tuple[Algorithm, ...] = ()
     total_steps: int | None = None
     unmeasured: tuple[str, ...] = ()
+    served: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(
@@ -166,7 +169,9 @@ class Plan:
         reasons |= {a.name: why_idle(a, model, inner) for a in waiting}
         kept = tuple(a for a in self.algorithms if reasons[a.name] is None)
         levers = tuple(a for a in self.levers if reasons[a.name] is None)
-        return replace(self, algorithms=kept, dropped=self.dropped + idle, levers=levers)
+        wanted = dict.fromkeys(a for a in (*kept, *levers) if len(inner) > 1 and REGISTRY[a.name].of_optimizer)
+        served = tuple((a.name, _served(a, model, inner)) for a in wanted)
+        return replace(self, algorithms=kept, dropped=self.dropped + idle, levers=levers, served=served)
 
     def chosen(self, decisions: Mapping[str, tuple[bool, str]]) -> Plan:
         """Return the plan with levers switched on and off.
@@ -231,7 +236,9 @@ class Plan:
         lines = [f"level {self.level}, mode {self.mode}"]
         width = max((len(n) for n in [a.name for a in self.algorithms] + [d.name for d in self.dropped]), default=0)
         lines.append("on:" if self.algorithms else "on: nothing, training is unchanged")
-        lines += [f"  {a.name:<{width}}  {REGISTRY[a.name].summary}{_own_settings(a)}" for a in self.algorithms]
+        for a in self.algorithms:
+            served = dict(self.served).get(a.name, "")
+            lines.append(f"  {a.name:<{width}}  {REGISTRY[a.name].summary}{_own_settings(a)}{served}")
         if self.dropped:
             lines.append("left out:")
             lines += [f"  {d.name:<{width}}  {d.reason}" for d in self.dropped]
@@ -250,9 +257,24 @@ def why_idle(algorithm: Algorithm, model: nn.Module, optimizers: Sequence[Optimi
     if len(optimizers) > 1 and not algorithm.traits.each_optimizer:
         return f"it works with one optimizer, and this model has {len(optimizers)}"
     reasons = [algorithm.idle(model, optimizer) for optimizer in optimizers]
-    said = "; ".join(dict.fromkeys(reason for reason in reasons if reason is not None)) or None
-    partly = said is not None and None in reasons
-    return None if partly and REGISTRY[algorithm.name].of_optimizer else said
+    if len(set(reasons)) == 1:
+        return reasons[0]
+    if None in reasons and REGISTRY[algorithm.name].of_optimizer:
+        return None
+    return _of_each(reasons, optimizers)
+
+
+def _served(algorithm: Algorithm, model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
+    """Return the optimizers that an algorithm is on for, and those that it leaves alone, with the reasons."""
+    reasons = [algorithm.idle(model, optimizer) for optimizer in optimizers]
+    on = [name for name, reason in zip(in_words(optimizers), reasons, strict=True) if reason is None]
+    off = _of_each(reasons, optimizers)
+    return f"; on for {', '.join(on)}" + (f"; left out for {off}" if off else "")
+
+
+def _of_each(reasons: Sequence[str | None], optimizers: Sequence[Optimizer]) -> str:
+    named = zip(in_words(optimizers), reasons, strict=True)
+    return "; ".join(f"{name}: {reason}" for name, reason in named if reason is not None)
 
 
 def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:

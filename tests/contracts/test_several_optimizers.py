@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 import torchboost
+from tests.support.ranks import run_ranks
 from torchboost import IncompatibleError, NoEffectWarning, Target, boost
 from torchboost.algorithms import BatchNormRemoval, ChannelsLast, FusedOptimizer, GradientCentralization
 from torchboost.calibration.cache import key_of
@@ -273,10 +276,33 @@ def test_a_lever_is_idle_only_if_it_is_for_both():
     neither = plan.fit(model, torch.optim.Rprop(rest), torch.optim.Rprop(filters))
     assert "fused_optimizer" in dict(neither.dropped)
     assert "Own has its own step" in dict(plan.fit(model, SGD(rest, 0.1), Own(filters, 0.1)).dropped)["channels_last"]
+    reasons = dict(neither.dropped)["fused_optimizer"]
+    assert "Rprop has no fused form" in reasons
+    assert "first" not in reasons  # the reason is that of both
     rprop = torch.optim.Rprop(rest)
     with attach_all(Target(model, rprop, others=(sgd := SGD(filters, 0.1),)), [FusedOptimizer()]):
         assert sgd.param_groups[0]["fused"]
     assert not sgd.param_groups[0]["fused"]
+
+
+def test_explain_says_which_optimizers_are_fused():
+    def line(*optimizers: Optimizer) -> str:
+        said = boost(model, list(optimizers), config=EXACT, calibrate=False).explain()
+        return next(text for text in said.splitlines() if "fused_optimizer" in text)
+
+    model = network()
+    filters, rest = split(model)
+    assert line(SGD(filters, 0.1), AdamW(rest)).endswith("in one kernel; on for SGD (first), AdamW (second)")
+    assert "; on for AdamW (second); left out for Rprop (first): Rprop has no fused form" in line(
+        torch.optim.Rprop(filters), AdamW(rest)
+    )
+    assert line(AdamW(filters, fused=True), AdamW(rest)).endswith(
+        "; on for AdamW (second); left out for AdamW (first): already fused"
+    )
+    assert "AdamW (first): already fused; Rprop (second): Rprop has no fused form" in line(
+        AdamW(filters, fused=True), torch.optim.Rprop(rest)
+    )
+    assert line(AdamW(model.parameters())).endswith("in one kernel")
 
 
 def test_a_list_of_one_is_a_list_too():
@@ -322,11 +348,29 @@ def test_a_second_boost_removes_the_first_with_both():
     assert first.explain().startswith("removed")
     assert [registered(one) for one in optimizers] == counts
     assert all(boosted_of(one) is second for one in optimizers)
-    third = boost(model, optimizers[1], config=EXACT, calibrate=False)
+    with pytest.warns(NoEffectWarning, match=r"the parameters of SGD \(first\)\. .*boost\(model, \[first") as seen:
+        third = boost(model, optimizers[1], config=EXACT, calibrate=False)
+    assert seen[0].filename == __file__
     assert second.explain().startswith("removed")
     assert boosted_of(optimizers[0]) is None
     assert boosted_of(optimizers[1]) is third
     assert third.optimizer is optimizers[1]
+
+
+def test_a_part_of_the_model_with_one_of_its_optimizers_names_the_list():
+    model = network()
+    head = AdamW(model[-1].parameters(), 0.01)
+    whole = boost(model, [SGD(model[:-1].parameters(), 0.05), head], config=EXACT, calibrate=False)
+    with pytest.warns(NoEffectWarning, match=r"removed by the one with AdamW, .* the parameters of SGD \(first\)"):
+        boost(model[-1], head, level="O0")
+    assert whole.explain().startswith("removed")
+
+
+def test_a_new_run_of_one_optimizer_over_the_parameters_of_all_is_silent():
+    model = network()
+    first = boost(model, sgd_and_adamw(model), config=EXACT, calibrate=False)
+    boost(model, SGD(model.parameters(), 0.1), config=EXACT, calibrate=False)
+    assert first.explain().startswith("removed")
 
 
 def test_boosting_one_optimizer_after_the_other_names_the_list():
@@ -366,3 +410,39 @@ def test_the_step_of_boost_refuses_a_line_search_beside_another_optimizer():
     filters, rest = split(model)
     with pytest.raises(IncompatibleError, match="one of the 2 optimizers needs the loss"):
         TrainStep(Target(model, SGD(filters, 0.1), others=(Search(rest, 0.1),)), lambda x: model(x).mean())
+
+
+def trained_on_ranks(make: Make, how: str) -> tuple[list[float], list[str]]:
+    """Train under DDP, each rank on batches of its own; return all weights, and the levers that are on."""
+    model = network()
+    optimizers, boosted = make(model), None
+    if how != "plain":
+        measured = how == "measured"
+        extra = {name: on for name, on in EXACT["extra"].items() if not (measured and on)}
+        seconds = 0.2 if measured else False
+        boosted = boost(model, optimizers, total_steps=5000, calibrate=seconds, config={"extra": extra})
+    parallel = DistributedDataParallel(model)
+    step = None if boosted is None or how != "step" else boosted.step(F.cross_entropy, model=parallel)
+    for number in range(dist.get_rank(), 12, 2):
+        if step is not None:
+            step(*batch(number))
+        else:
+            train(parallel, optimizers, range(number, number + 1))
+    assert boosted is None or not boosted.withdrawn
+    weights = [entry for p in model.parameters() for entry in p.detach().flatten().tolist()]
+    return weights, [] if boosted is None else sorted(boosted.attached)
+
+
+def all_trained_on_ranks(make: Make) -> dict[str, tuple[list[float], list[str]]]:
+    return {how: trained_on_ranks(make, how) for how in ("plain", "named", "measured", "step")}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("make", [sgd_and_adamw, adamw_and_sgd])
+def test_ranks_train_as_in_a_plain_loop(make: Make):
+    first, second = run_ranks(all_trained_on_ranks, 2, make)
+    assert first == second
+    plain_weights, _ = first.pop("plain")
+    for how, (weights, levers) in first.items():
+        torch.testing.assert_close(weights, plain_weights, rtol=1e-4, atol=1e-5, msg=how)
+        assert how == "measured" or levers == sorted(LEVERS)

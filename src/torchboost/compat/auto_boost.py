@@ -36,6 +36,7 @@ class AutoBoost:
             ``"transformers"``, ``"lightning"`` or ``"accelerate"``. Trainers accumulate gradients and scale the loss
             themselves, so accumulation and loss scaling are left out, and the reason names the trainer's setting.
         calibrate: Whether the first training call measures which speed levers pay; see :func:`torchboost.boost`.
+        verify: Whether it compares the speed levers with a plain step; see :func:`torchboost.boost`.
 
     Raises:
         ConfigError: A level, mode, section or key is unknown, or a value has the wrong type or is out of range. A
@@ -58,6 +59,7 @@ class AutoBoost:
         total_steps: int | None = None,
         loop: Loop = "own",
         calibrate: Calibrate = "auto",
+        verify: bool = True,
     ) -> None:
         check_calibrate(calibrate)
         self._config = BoostConfig.load(boost_config_dict)
@@ -65,6 +67,7 @@ class AutoBoost:
         self.total_steps = total_steps
         self.loop: Loop = loop
         self.calibrate: Calibrate = calibrate
+        self.verify = verify
         self._plan = Plan.of(level, self._config, loop=loop, total_steps=total_steps)
         self._boosted: front.Boosted | None = None
         self.attached = AttachedAlgorithms()
@@ -114,6 +117,7 @@ class AutoBoost:
             scaler=scaler,
             host=front.Host(loop=self.loop),
             calibrate=self.calibrate,
+            verify=self.verify,
             name="network",
             caller="network_auto_process_train",
         )
@@ -175,8 +179,8 @@ class AutoBoost:
         return fast_copy(network, sample=sample, pick=front.fastest)
 
     def explain(self) -> str:
-        """Return which algorithms are on and which were left out, with the reasons."""
-        return self.plan.explain()
+        """Return which algorithms are on and which were left out, with the reasons, as ``Boosted.explain`` does."""
+        return self.plan.explain() if self._boosted is None else self._boosted.explain()
 
 
 def _eval_view(network: nn.Module) -> nn.Module:

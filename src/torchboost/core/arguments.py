@@ -25,6 +25,7 @@ __all__ = [
     "check_scaler",
     "check_sens",
     "check_shapes",
+    "in_words",
     "is_integer",
     "is_number",
     "seconds_of",
@@ -73,6 +74,15 @@ def check_apart(optimizers: Sequence[Optimizer]) -> None:
                 f"{type(optimizers[j]).__name__}, both hold {len(one & other)} of the parameters; give each parameter "
                 "to one of them."
             )
+
+
+def in_words(optimizers: Sequence[Optimizer]) -> list[str]:
+    """Return the class of each optimizer, and its place if there are several, as in ``"AdamW (second)"``."""
+    names = [type(optimizer).__name__ for optimizer in optimizers]
+    if len(names) == 1:
+        return names
+    places = ["first", "second", "third", *(f"number {number}" for number in range(4, len(names) + 1))]
+    return [f"{name} ({place})" for name, place in zip(names, places, strict=False)]
 
 
 def check_shapes(model: nn.Module) -> None:

@@ -32,6 +32,7 @@ def prepare(
     total_steps: int | None = None,
     config: ConfigSource | None = None,
     calibrate: Calibrate = "auto",
+    verify: bool = True,
 ) -> tuple[Any, ...]:
     """Boost a pair of model and optimizer and let an ``Accelerator`` prepare it. Use it instead of its ``prepare``.
 
@@ -48,6 +49,7 @@ def prepare(
         total_steps: Number of updates in the whole run, not of batches.
         config: See :func:`torchboost.boost`.
         calibrate: See :func:`torchboost.boost`.
+        verify: Whether the speed levers are compared with a plain step; see :func:`torchboost.boost`.
 
     Returns:
         The prepared model, the prepared optimizer, the prepared ``others`` in their order, and the
@@ -83,6 +85,7 @@ def prepare(
             together=True,
         ),
         calibrate=calibrate,
+        verify=verify,
         caller="torchboost.integrations.accelerate.prepare",
     )
     warn_of_missing_length(boosted, config, total_steps, "accelerate")

@@ -45,6 +45,7 @@ class Boost(Callback):
             ``self.net(x)``. If it is None, the only child that has parameters.
         config: Settings that override the level; see :func:`torchboost.boost`.
         calibrate: How long the trial of the speed levers may take; see :func:`torchboost.boost`.
+        verify: Whether the speed levers are compared with a plain step; see :func:`torchboost.boost`.
 
     Attributes:
         boosted: The boosted pair of the last ``fit``; None before.
@@ -68,11 +69,13 @@ class Boost(Callback):
         module: str | None = None,
         config: ConfigSource | None = None,
         calibrate: Calibrate = "auto",
+        verify: bool = True,
     ) -> None:
         check_calibrate(calibrate)
         Plan.of(level, config, loop="lightning")
         self.level, self.module, self.config = level, module, config
         self.calibrate: Calibrate = calibrate
+        self.verify = verify
         self.boosted: Boosted | None = None
         self._plain = Attachment()
         self._loaded: Mapping[str, Any] | None = None
@@ -115,6 +118,7 @@ class Boost(Callback):
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             host=_host(trainer),
             calibrate=self.calibrate,
+            verify=self.verify,
             name="network",
             caller="Boost",
         )

@@ -48,6 +48,7 @@ class BoostMixin(_Base):
         boost: ``"O0"``, ``"O1"`` or ``"O2"``; see :func:`torchboost.boost`.
         boost_config: Settings that override the level; ``config`` of :func:`torchboost.boost`.
         calibrate: How long the trial of the speed levers may take; see :func:`torchboost.boost`.
+        verify: Whether the speed levers are compared with a plain step; see :func:`torchboost.boost`.
 
     All other arguments are those of the trainer.
 
@@ -65,6 +66,7 @@ class BoostMixin(_Base):
     _level: str
     _config: ConfigSource | None
     _calibrate: Calibrate
+    _verify: bool
     _stage: Stage
     _awaited: str | None
     _said: bool
@@ -75,15 +77,16 @@ class BoostMixin(_Base):
         boost: str = "O1",
         boost_config: ConfigSource | None = None,
         calibrate: Calibrate = "auto",
+        verify: bool = True,
         **kwargs: Any,
     ) -> None:
-        self._set_boost(boost, boost_config, calibrate)
+        self._set_boost(boost, boost_config, calibrate, verify)
         super().__init__(*args, **kwargs)
 
-    def _set_boost(self, level: str, config: ConfigSource | None, calibrate: Calibrate) -> None:
+    def _set_boost(self, level: str, config: ConfigSource | None, calibrate: Calibrate, verify: bool) -> None:
         check_calibrate(calibrate)
         Plan.of(level, config, loop="transformers")
-        self._level, self._config, self._calibrate = level, config, calibrate
+        self._level, self._config, self._calibrate, self._verify = level, config, calibrate, verify
         self.boosted, self._stage, self._awaited, self._said = None, "outside", None, False
 
     @property
@@ -135,6 +138,7 @@ class BoostMixin(_Base):
                 together=True,
             ),
             calibrate=self._calibrate if self.args.n_gpu < 2 else False,  # DataParallel calls replicas
+            verify=self._verify,
             caller="trainer.train",
         )
         self.boosted.attached.with_undo(plain_states(self.boosted.model).remove)
@@ -197,7 +201,12 @@ class BoostTrainer(BoostMixin, Trainer):
 
 
 def boost(
-    trainer: AnyTrainer, level: str = "O1", *, config: ConfigSource | None = None, calibrate: Calibrate = "auto"
+    trainer: AnyTrainer,
+    level: str = "O1",
+    *,
+    config: ConfigSource | None = None,
+    calibrate: Calibrate = "auto",
+    verify: bool = True,
 ) -> AnyTrainer:
     """Return a trainer that does what the given one does, and boosts its training. Use it in place of the given one.
 
@@ -207,6 +216,7 @@ def boost(
         level: See :class:`BoostMixin`.
         config: See :class:`BoostMixin`.
         calibrate: See :class:`BoostMixin`.
+        verify: See :class:`BoostMixin`.
 
     Returns:
         An object of a class made of :class:`BoostMixin` and the class of ``trainer``.
@@ -230,5 +240,5 @@ def boost(
         kind = type(f"Boost{kind.__name__}", (BoostMixin, kind), {})
     made = object.__new__(kind)
     vars(made).update(vars(trainer))
-    made._set_boost(level, config, calibrate)  # pyright: ignore[reportAttributeAccessIssue]
+    made._set_boost(level, config, calibrate, verify)  # pyright: ignore[reportAttributeAccessIssue]
     return cast(AnyTrainer, made)

@@ -15,7 +15,7 @@ from torchboost.errors import NoEffectWarning, nearest
 from torchboost.optim.muon_groups import muon_groups
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.rules.mixed import MixedOptimizer
-from torchboost.optim.rules.schedule_free import ScheduleFreeAdamW
+from torchboost.optim.rules.schedule_free import ScheduleFreeAdamW, warn_of_training_weights
 
 __all__ = ["NAMED", "named_optimizer"]
 
@@ -49,16 +49,8 @@ class _Evaluated:
         if torch.compiler.is_compiling() or module.training or torch.is_grad_enabled() or self._optimizer is None:
             return
         optimizer = self._optimizer()
-        if optimizer is None or not optimizer.state or not any(g["training"] for g in optimizer.param_groups):
-            return
-        self._optimizer = None
-        warnings.warn(
-            f"{type(optimizer).__name__}: the model is evaluated on the weights of training, not on their average; "
-            "call optimizer.eval() before evaluation and before the model is saved, and optimizer.train() before "
-            "training continues.",
-            UserWarning,
-            stacklevel=5,
-        )
+        if optimizer is not None and warn_of_training_weights(optimizer, "the model is evaluated on", stacklevel=6):
+            self._optimizer = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_optimizer": None}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
@@ -16,7 +17,7 @@ from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import IN_CACHE, pieces, stochastic
 from torchboost.optim.schedules import whole
 
-__all__ = ["ScheduleFreeAdamW", "ScheduleFreeSGD"]
+__all__ = ["ScheduleFreeAdamW", "ScheduleFreeSGD", "warn_of_training_weights"]
 
 
 class _ScheduleFree(UpdateRule):
@@ -310,6 +311,26 @@ class ScheduleFreeSGD(_ScheduleFree):
     def directions(self, group: Mapping[str, Any], batch: Batch) -> list[Tensor]:
         """Return the gradients."""
         return list(batch.grads)
+
+
+def warn_of_training_weights(optimizer: Optimizer, what: str, *, stacklevel: int) -> bool:
+    """Warn if the parameters of a schedule-free optimizer are not their average, and return whether they are not.
+
+    Args:
+        optimizer: Any.
+        what: Begins the sentence that ends with the weights of training.
+        stacklevel: 1 is this function.
+    """
+    trained = isinstance(optimizer, _ScheduleFree) and bool(optimizer.state)
+    if not trained or not any(group["training"] for group in optimizer.param_groups):
+        return False
+    warnings.warn(
+        f"{type(optimizer).__name__}: {what} the weights of training instead of their average; call optimizer.eval() "
+        "before evaluation and before the model is saved, and optimizer.train() before training continues.",
+        UserWarning,
+        stacklevel=stacklevel,
+    )
+    return True
 
 
 def _alike(batch: Batch) -> Iterator[tuple[float, Batch]]:
