@@ -176,7 +176,8 @@ class Boosted:
         choice = decision.choice.only(self.plan.levers)  # one that was loaded may name a lever that was withdrawn
         key = "" if self._waiting is None else self._waiting.key or ""
         self._waiting, self.checks = None, {**self.checks, **decision.checks}
-        if decision.checks and self._calibration is not None and self._calibration.verify:
+        alone = Topology.current().world_size == 1  # other ranks may have inputs of the same shapes, and would not come
+        if alone and decision.checks and self._calibration is not None and self._calibration.verify:
             self.attached.with_undo(OtherShapes(self.model, call, self._check_again).remove)
         self._leave_out(decision.refused)
         if not self._measures:
@@ -191,7 +192,7 @@ class Boosted:
                 *(self.plan.level, gain(choice.ratio)),
             )
         tries = self._calibration is not None and self._calibration.obstacle(self.model) is None
-        if tries and not again and choice.source != "prior" and Topology.current().world_size == 1:
+        if tries and not again and choice.source != "prior" and alone:
             report = functools.partial(self._measure_again, key)
             watch = StepWatch(self.model, hookable(self._given), report, entries=decision.entries)
             self.attached.with_undo(watch.remove)

@@ -123,3 +123,29 @@ def stepped() -> list[str]:
 def test_the_trial_of_a_step_over_ddp_ends_and_runs_the_bare_model():
     results = run_ranks(stepped, 2, timeout=60.0)
     assert results[0] == results[1]
+
+
+def ragged() -> list[float]:
+    """One rank has inputs of another shape in the second step, the other one in the third."""
+    losses = []
+    for boosted in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if boosted:
+            asked = {"extra": {"channels_last": True, "fused_optimizer": True, "autocast": False}}
+            torchboost.boost(model, optimizer, calibrate=False, config=asked)
+        parallel = DistributedDataParallel(model)
+        for step in range(4):
+            samples = 4 + 3 * (step - 1 == dist.get_rank())
+            loss = parallel(torch.ones(samples, 3, 8, 8) * step).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def test_a_rank_with_inputs_of_another_shape_does_not_wait_for_the_others():
+    for losses in run_ranks(ragged, 2, timeout=60):
+        assert losses[4:] == pytest.approx(losses[:4], rel=1e-4)
