@@ -118,6 +118,12 @@ def test_a_wrapped_model_is_told_which_line_to_move():
         prepare(compiled, total_steps=10)  # pyright: ignore[reportArgumentType]
 
 
+def test_a_wrapped_model_says_that_nothing_was_measured():
+    model = torch.compile(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), backend="eager")
+    boosted = torchboost.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), total_steps=10_000)
+    assert "fused_optimizer  not measured or checked: wrapped by torch.compile before boost" in boosted.explain()
+
+
 @pytest.mark.parametrize("own_loop", [True, False])
 def test_gradients_accumulate_in_either_loop(own_loop):
     model, sgd = pair()

@@ -538,8 +538,9 @@ def attach(
             plan = plan.chosen({lever.name: (lever.name in calibration.prior, reason) for lever in plan.levers})
         before = None if calibration is None else calibration.before(plan.algorithms, target)
         made = Boosted(plan, target, plan.attach(target), given, scaler, calibration, before, listed=listed)
-    if not verify:
-        made.checks = {a.name: "not checked: verify=False" for a in plan.algorithms if REGISTRY[a.name].lever}
+    if wrapper is not None or not verify:
+        why = "checked: verify=False" if wrapper is None else f"measured or checked: wrapped by {wrapper} before boost"
+        made.checks = {a.name: f"not {why}" for a in plan.algorithms if REGISTRY[a.name].lever}
     _BOOSTED[model] = weakref.ref(made)
     return made
 

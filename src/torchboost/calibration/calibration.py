@@ -339,7 +339,12 @@ def describe(choice: Choice) -> str:
 
 def explain(choice: Choice) -> str:
     """Return the choice in one line per lever."""
-    lines = [f"measured at the first training call, {choice.seconds:.1f} s:" if choice.source == "trial" else "levers:"]
+    headings = {
+        "trial": f"measured at the first training call, {choice.seconds:.1f} s:",
+        "cache": "measured at an earlier start, from the cache:",
+        "checkpoint": "from the checkpoint:",
+    }
+    lines = [headings.get(choice.source, "not measured:")]
     for verdict in choice.verdicts:
         interval = verdict.ratio
         figure = "" if interval is None else f" ({interval.low:.2f} to {interval.high:.2f}, {verdict.pairs} pairs)"
