@@ -129,7 +129,7 @@ class Boosted:
 
     def explain(self) -> str:
         """Return which algorithms are on, with their settings, and which were left out, with the reasons."""
-        unseen = f"levers:\n  {UNSEEN}" if self._unseen else ""
+        unseen = f"not {'measured' if self._measures else 'checked'}: {UNSEEN}" if self._unseen else ""
         parts = [self.plan.explain(), explain(self.choice) if self.choice is not None else unseen]
         on = {algorithm.name for algorithm in self.plan.algorithms}
         parts += [f"  {name}  {text}" for name, text in self.checks.items() if name in on]
@@ -146,15 +146,11 @@ class Boosted:
 
     def _updated(self) -> None:
         """Note an update before the first training call of the model, which may never come."""
-        if (
-            self._measures
-            and self._waiting is not None
-            and self._waiting.given is None
-            and self.choice is None
-            and not self._unseen
-        ):
+        waits = self._waiting is not None and self._waiting.given is None
+        if waits and self.choice is None and not self._unseen:
             self._unseen = True
-            self._leave_open(UNSEEN)
+            if self._measures:
+                self._leave_open(f"not measured: {UNSEEN}")
 
     def _note_removal(self) -> None:
         if self._waiting is not None and self.choice is None and self._measures:
@@ -175,7 +171,7 @@ class Boosted:
         again = self.choice is not None
         choice = decision.choice.only(self.plan.levers)  # one that was loaded may name a lever that was withdrawn
         key = "" if self._waiting is None else self._waiting.key or ""
-        self._waiting, self.checks = None, {**self.checks, **decision.checks}
+        self._waiting, self._unseen, self.checks = None, False, {**self.checks, **decision.checks}
         alone = Topology.current().world_size == 1  # other ranks may have inputs of the same shapes, and would not come
         if alone and decision.checks and self._calibration is not None and self._calibration.verify:
             self.attached.with_undo(OtherShapes(self.model, call, self._check_again).remove)

@@ -127,6 +127,44 @@ def test_inputs_that_can_be_read_only_once_are_not_tried():
     assert "which can be read only once" in boosted.explain()
 
 
+class Feed:
+    """Hands out numbers from an iterator, which nothing can put back."""
+
+    def __init__(self) -> None:
+        self.numbers = iter(range(1, 10**6))
+
+    def __call__(self) -> int:
+        return next(self.numbers)
+
+
+class Fed(nn.Sequential):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * (1 + 0.05 * self.feed())
+
+
+@pytest.mark.parametrize("calibrate", [False, 0.3])
+def test_what_moves_from_call_to_call_is_said(calibrate, caplog):
+    model = Fed(*network())
+    model.feed = Feed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    boosted = torchboost.boost(model, optimizer, calibrate=calibrate, config={"extra": {"autocast": False}})
+    train(model, optimizer, [8])
+    assert "two equal calls differed" in caplog.text
+    assert "cannot be restored" in boosted.explain()
+    assert "exact here" not in boosted.explain()
+
+
+@pytest.mark.parametrize("calibrate", [False, 0.3])
+def test_views_that_the_loop_took_after_boost_follow_the_weights(calibrate):
+    model, optimizer = pair()
+    torchboost.boost(model, optimizer, calibrate=calibrate, config=ASKED)
+    live = model.state_dict()
+    train(model, optimizer, [8, 8])
+    for name, parameter in model.named_parameters():
+        assert live[name].data_ptr() == parameter.data_ptr()
+        assert torch.equal(live[name], parameter)
+
+
 @pytest.mark.parametrize("calibrate", [False, 0.3])
 def test_other_threads_wait_for_the_first_call(calibrate):
     inputs = [torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]

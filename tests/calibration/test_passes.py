@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import torchboost
 from torchboost.calibration.passes import Noise, Passes
 from torchboost.calibration.snapshot import Snapshot
+from torchboost.errors import IncompatibleError
 
 Pair = collections.namedtuple("Pair", "first second")
 
@@ -62,23 +64,36 @@ def test_inputs_with_a_history_are_cut_from_it_and_may_be_written_to(build):
     assert encoder.weight.grad is not None
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint")
-def test_recomputed_parts(reentrant):
-    class Recomputing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+class Recomputing(nn.Module):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(3, 3), nn.Linear(3, 2), reentrant
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(checkpoint(self.first, x.requires_grad_(), use_reentrant=reentrant))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(checkpoint(self.first, x.requires_grad_(), use_reentrant=self.reentrant))
 
-    model, x = Recomputing(), torch.randn(4, 3)
+
+def test_recomputed_parts():
+    model, x = Recomputing(reentrant=False), torch.randn(4, 3)
     kept = model.first.weight.grad = torch.ones(3, 3)
     found = once(passes(model, x))
     assert all(gradient is not None for gradient in found.gradients[:4])
     assert model.first.weight.grad is kept
     assert torch.equal(kept, torch.ones(3, 3))
+
+
+def test_a_reentrant_checkpoint_is_refused_before_anything_is_accumulated():
+    model, x, called = Recomputing(reentrant=True), torch.randn(4, 3), []
+    weight = model.first.weight
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *_: called.append(1))
+    with pytest.raises(IncompatibleError, match="use_reentrant=False"):
+        once(passes(model, x))
+    assert called == []
+    boosted = torchboost.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), calibrate=0.2)
+    model(x).sum().backward()
+    assert called == [1]
+    assert "use_reentrant" in boosted.explain()
 
 
 def test_noise_is_repeatable_and_leaves_whole_numbers():

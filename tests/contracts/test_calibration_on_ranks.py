@@ -149,3 +149,38 @@ def ragged() -> list[float]:
 def test_a_rank_with_inputs_of_another_shape_does_not_wait_for_the_others():
     for losses in run_ranks(ragged, 2, timeout=60):
         assert losses[4:] == pytest.approx(losses[:4], rel=1e-4)
+
+
+def probed() -> tuple[bool, str]:
+    """Rank 0 calls the bare model once before DDP, as a summary of its layers does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    asked = {"extra": {"channels_last": True, "fused_optimizer": True, "autocast": False}}
+    boosted = torchboost.boost(model, optimizer, calibrate=False, config=asked)
+    if dist.get_rank() == 0:
+        model(torch.ones(2, 3, 8, 8))
+    early = "exact here" in boosted.explain()
+    DistributedDataParallel(model)(torch.ones(4, 3, 8, 8)).square().mean().backward()
+    optimizer.step()
+    return early, boosted.explain()
+
+
+def test_a_call_of_one_rank_decides_nothing():
+    for early, text in run_ranks(probed, 2, timeout=60):
+        assert not early
+        assert "exact here" in text
+
+
+def by_hand() -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    boosted = torchboost.boost(model, optimizer, calibrate=False)
+    model(torch.ones(4, 8)).square().mean().backward()
+    optimizer.step()
+    return boosted.explain()
+
+
+def test_ranks_without_ddp_say_that_nothing_is_checked():
+    assert all("not checked" in text and "without DDP" in text for text in run_ranks(by_hand, 2, timeout=60))

@@ -18,6 +18,8 @@ from torchboost.calibration.snapshot import Snapshot, plain, streams_kept
 from torchboost.calibration.verify import verified
 from torchboost.core.algorithm import Algorithm
 
+COMPARED = [name for name in ZOO if name != "checkpointed_reentrant"]
+"""All but the one whose backward pass cannot run without writing to ``.grad``."""
 FEW = ["gpt_tied", "convnext", "dropout", "complex_parameters"]
 
 
@@ -76,7 +78,9 @@ def alarms(name: str, seed: int) -> dict[str, str]:
     return {name: text for name, text in gone.items() if "it raised" not in text}  # that is no comparison
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in ZOO])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in COMPARED]
+)
 def test_right_levers_raise_no_alarm(name):
     for seed in range(5):
         assert alarms(name, seed) == {}, seed

@@ -32,6 +32,7 @@ __all__ = [
     "check_calibrate",
     "describe",
     "device_of",
+    "exchange_in",
     "explain",
     "gain",
     "measured_elsewhere",
@@ -43,10 +44,10 @@ Calibrate = bool | float | Literal["auto"]
 False: none. A number: its seconds."""
 
 UNSEEN = (
-    "not measured: the optimizer was stepped, but no training call of the model was seen. It was compiled after boost, "
-    "only a part of it is called, or all calls are inside a checkpoint"
+    "the optimizer was stepped, but no training call of the model was seen. It was compiled after boost, only a part "
+    "of it is called, all calls are inside a checkpoint, or several ranks call it without DDP"
 )
-"""Why nothing is measured if updates come before the first training call."""
+"""Why nothing is measured or checked if updates come before the first training call."""
 
 _SWITCH = "TORCHBOOST_CALIBRATE"
 """Environment variable. If it is 0, ``"auto"`` measures nothing."""
@@ -168,10 +169,7 @@ class Calibration:
         too_short = self.too_short
         if too_short is not None:
             return too_short
-        together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if together and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-            return "SyncBatchNorm exchanges numbers within a step, which a trial must not interrupt on one rank"
-        return None
+        return exchange_in(model)
 
     def before(self, algorithms: Iterable[Algorithm], target: Target) -> Pair | None:
         """Return copies of a pair for the trial to compare with, if other algorithms than levers change the model."""
@@ -294,6 +292,14 @@ class Calibration:
             return verified(wanted, passes, snapshot, target.optimizer, scaler=target.scaler, others=target.others)
         except Exception as error:  # a check must never end a training
             return Checked(names, dict.fromkeys(names, f"not checked: {_in_a_line(error)}"))
+
+
+def exchange_in(model: nn.Module) -> str | None:
+    """Return what in a model waits for other ranks in each pass, which one rank must not run alone; None without."""
+    together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if together and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        return "SyncBatchNorm exchanges numbers within a step, which a trial must not interrupt on one rank"
+    return None
 
 
 def _off(verdict: Verdict, reason: str) -> Verdict:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torchboost.calibration.dirty_memory import dirty_memory, fill_freed_memory
-from torchboost.calibration.passes import Noise, Pass, Passes
+from torchboost.calibration.passes import Noise, Pass, Passes, numbers_of
 from torchboost.calibration.snapshot import Snapshot
 from torchboost.core.algorithm import Algorithm, Target, attach_all
 
@@ -28,6 +28,8 @@ _STEPS_OF_ROUNDING = 64
 _ATTEMPTS = 2
 """A rounding that moves a ReLU or a maximum to its other side changes gradients by more than its size. If a comparison
 fails, plain passes with changes of so many roundings show how much, so many times."""
+_LARGE = 1e-3
+"""If rounding changes that much, relative to an output or the gradient, one more pass shows whether passes repeat."""
 _WIDE_SHARE = 3 / _STEPS_OF_ROUNDING
 _LOWER_ROUNDING = 2.0**-8
 
@@ -39,10 +41,12 @@ class Bound:
     Args:
         rounding: Times the difference that rounding alone makes in this tensor.
         own: Relative to the norm of this tensor.
-        whole: Relative to the norm of the whole gradient; does not count for outputs.
+        whole: Relative to the norm of the whole gradient. Counts only if rounding may change a gradient by a fifth of
+            its norm, such as that of a bias before BatchNorm.
         outputs: Like ``own``, for outputs.
         most: Relative to the norm of the tensor, the most that rounding may explain. Unrelated gradients of one size
             differ by 1.4 times their norm.
+        most_of_outputs: Like ``most``, for outputs.
         hopeless: A relative difference of outputs or of the whole gradient for which no second attempt is made.
     """
 
@@ -51,17 +55,22 @@ class Bound:
     whole: float
     outputs: float
     most: float
+    most_of_outputs: float
     hopeless: float
 
     def of(self, response: float, norm: float, whole: float | None) -> float:
         """Return the allowed difference of one tensor."""
-        own, rest = (self.outputs, 0.0) if whole is None else (self.own, self.whole * whole)
-        return max(min(self.rounding * response, self.most * norm), own * norm, rest)
+        rounding = self.rounding * response
+        if whole is None:
+            return max(min(rounding, self.most_of_outputs * norm), self.outputs * norm)
+        return max(
+            min(rounding, self.most * norm), self.own * norm, self.whole * whole if 5 * rounding >= norm else 0.0
+        )
 
 
-EXACT = Bound(rounding=64.0, own=3e-4, whole=1e-5, outputs=2e-5, most=3.0, hopeless=0.1)
+EXACT = Bound(rounding=64.0, own=3e-4, whole=1e-5, outputs=2e-5, most=3.0, most_of_outputs=3.0, hopeless=0.1)
 """For levers that change the order of additions, and nothing else."""
-LOWER = Bound(rounding=8.0, own=0.6, whole=2**-7, outputs=2**-5, most=3.0, hopeless=0.0)
+LOWER = Bound(rounding=8.0, own=0.6, whole=2**-7, outputs=2**-5, most=3.0, most_of_outputs=0.25, hopeless=0.0)
 """For levers that compute in bfloat16 or float16. ``rounding`` counts from a change by one part in 256."""
 
 
@@ -101,6 +110,9 @@ class Certificate:
     Attributes:
         is_random: Whether the pass draws random numbers even without dropout. Compiled code then draws others.
 
+    Raises:
+        IncompatibleError: Equal passes differ.
+
     Cost: two passes at the beginning, three with dropout, one for each check, and up to two more if one fails narrowly.
     Memory for two gradients.
     """
@@ -119,6 +131,8 @@ class Certificate:
         self._whole = _norm(self._norms.gradients)
         self._response = _distances(self._plain, self._changed(Noise(self._size, 0)))
         self._wide: list[_Distances] = []
+        if max(self._relative(self._response), self._of_outputs(self._response)) > _LARGE:
+            passes.compare(self._plain.outputs, self._run(None).outputs)
 
     def check(self, levers: Sequence[Algorithm], *, lower: bool = False) -> Finding:
         """Run a pass with levers attached and compare it.
@@ -250,20 +264,15 @@ def _distances(plain: Pass, other: Pass | None) -> _Distances:
 
 def _distance(plain: Tensor, other: Tensor | None) -> float:
     """Return the norm of a difference, in float64; infinity if only one of the two is finite."""
-    base = _numbers(plain)
+    base = numbers_of(plain)
     if other is None:
         norm = float(torch.linalg.vector_norm(base))
         return norm if math.isfinite(norm) else 0.0
-    found = _numbers(other)
+    found = numbers_of(other)
     if not bool(torch.isfinite(base).all()):  # the plain loss is NaN already
         return 0.0 if torch.equal(torch.isfinite(base), torch.isfinite(found)) else math.inf
     norm = float(torch.linalg.vector_norm(found - base))
     return norm if math.isfinite(norm) else math.inf
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
-    return torch.view_as_real(tensor.resolve_conj()).double() if tensor.is_complex() else tensor.double()
 
 
 def _norm(values: Sequence[float]) -> float:

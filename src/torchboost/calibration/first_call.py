@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from torchboost.calibration.cache import ChoiceCache, key_of
-from torchboost.calibration.calibration import Calibration, Decision, device_of
+from torchboost.calibration.calibration import Calibration, Decision, device_of, exchange_in
 from torchboost.calibration.choice import Choice, Machine
 from torchboost.calibration.next_call import Gate, entries_in
 from torchboost.calibration.passes import Call, Passes
@@ -36,6 +36,7 @@ _LOG = logging.getLogger("torchboost")
 _MOST_OF_FREE = 0.5
 """If a snapshot and the gradients need more of the free memory, nothing is measured or checked."""
 _READ_ONCE = "the inputs or the model hold an iterator, which can be read only once"
+_WITHOUT_DDP = "several ranks decide together only under DDP"
 _RANKS_TIMEOUT = 600.0
 """Seconds that a rank waits for another one; a rank may compile for minutes."""
 
@@ -74,6 +75,12 @@ class FirstCall(Gate):
         self.given: Choice | None = None
         self._before, self._again, self.key = before, again is not None, again
 
+    def is_meant(self, call: Call) -> bool:
+        """Whether this call decides. Of several ranks only all of them can, in the same call of DDP."""
+        if self.given is None and _on_ranks(self._calibration, self._model)[1] == []:
+            return False
+        return super().is_meant(call)
+
     def meet(self, call: Call) -> None:
         """Choose, and attach what was chosen. If this is interrupted, the next training call decides."""
         calibration, ranks = _on_ranks(self._calibration, self._model)
@@ -88,10 +95,10 @@ class FirstCall(Gate):
             choice = calibration.without_trial(obstacle)
         try:
             with _ranks_agree(calibration, ranks) as (calibration, reduce):
-                if choice is None and ranks == []:
-                    choice = calibration.without_trial("several ranks decide together only under DDP")
                 decision = _on_the_plain_pair(
-                    *(self._target, self._attached, calibration, choice, call, reduce), before=self._before
+                    *(self._target, self._attached, calibration, choice, call, reduce),
+                    obstacle=_WITHOUT_DDP if ranks == [] else None,
+                    before=self._before,
                 )
         except BaseException:
             self.key = self.key if self._again else None
@@ -156,18 +163,20 @@ def _on_the_plain_pair(
     call: Call,
     reduce: Reduce | None,
     *,
+    obstacle: str | None = None,
     before: Pair | None = None,
 ) -> Decision:
     """Measure if there is no choice, check it, and attach what stays. If this fails, attach what was there."""
     levers = [*calibration.levers, *calibration.asked]
     on = [lever for lever in levers if lever.name in attached]
-    places = _places(target)
+    places, memory = _places(target), [(p, p.data) for p in target.model.parameters()]
     kept = on
     try:
         for lever in on:
             if choice is None or calibration.verify or lever.name not in choice.kept:
                 attached.detach(lever.name)
-        decision, calibration = _decided(target, calibration, choice, call, reduce, before)
+        obstacle = obstacle or _obstacle(target, reduce)
+        decision, calibration = _decided(target, calibration, choice, call, reduce, obstacle, before)
         levers = [*calibration.levers, *calibration.asked]
         names = {*decision.choice.kept, *(lever.name for lever in calibration.asked)} - set(decision.refused)
         kept = [lever for lever in levers if lever.name in names]
@@ -175,6 +184,15 @@ def _on_the_plain_pair(
     finally:
         with streams_kept(target.model):
             attach_levers(target, attached, [lever for lever in kept if lever.name not in attached], places)
+        _back_into(memory)
+
+
+def _back_into(memory: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    """Let parameters have the memory that they had, if it has their strides: the loop may hold other views of it."""
+    for parameter, before in memory:
+        same = (parameter.shape, parameter.stride(), parameter.dtype) == (before.shape, before.stride(), before.dtype)
+        if same and parameter.data_ptr() != before.data_ptr():
+            parameter.data = before.copy_(parameter.detach())
 
 
 def _decided(
@@ -183,12 +201,12 @@ def _decided(
     choice: Choice | None,
     call: Call,
     reduce: Reduce | None,
+    obstacle: str | None,
     before: Pair | None,
 ) -> tuple[Decision, Calibration]:
     """Return the decision, and the levers with what a pass has shown of them."""
     if choice is not None and not calibration.verify:
         return calibration.unchecked(choice, "verify=False"), calibration
-    obstacle = _obstacle(target, reduce)
     if obstacle is not None:
         choice = calibration.without_trial(obstacle) if choice is None else choice
         return calibration.unchecked(choice, obstacle), calibration
@@ -259,7 +277,9 @@ def _ranks_agree(calibration: Calibration, ranks: list[int] | None) -> Iterator[
 
 
 def _obstacle(target: Target, reduce: Reduce | None) -> str | None:
-    """Return why there can be no passes: too little memory for them, or parameters that other processes see."""
+    """Return why there can be no passes: too little memory for them, or something that other processes take part in."""
+    if exchange_in(target.model) is not None:
+        return exchange_in(target.model)
     shared = any(p.device.type == "cpu" and p.is_shared() for p in target.model.parameters())
     available, needed = free_bytes(device_of(target.model)), needed_bytes(target.model)
     short = available is not None and needed > _MOST_OF_FREE * available
@@ -284,9 +304,17 @@ def _on_real_inputs(calibration: Calibration, target: Target, call: Call) -> Ite
     with streams_kept(model), plain(model):
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         snapshot = Snapshot(model, (call, kept), outside, elsewhere=free is not None and 4 * size > free)
+        passes = Passes(model, call, snapshot, others=outside, forward=calibration.forward)
         try:
-            yield Passes(model, call, snapshot, others=outside, forward=calibration.forward), snapshot
+            yield passes, snapshot
         finally:
+            if passes.unequal:
+                _LOG.warning(
+                    "Something that the model uses moves on in each call and could not be restored after those of the "
+                    "trial, such as an iterator or a file: two equal calls differed by %.1e of an output. If the run "
+                    "must repeat another one, use boost(..., calibrate=False, verify=False).",
+                    passes.unequal,
+                )
             if snapshot.restore() == "":
                 _LOG.warning(
                     "A pass of the trial changed a large array or tensor that the model holds as an attribute, and it "

@@ -160,9 +160,9 @@ class Snapshot:
 
     These are parameters, buffers, gradients, flags, plain attributes of modules and of objects that they hold, nested
     containers, variables of closures and of the classes of modules, default arguments, and generators of random
-    numbers; what methods name in their Python module: containers, tensors, modules, and objects and functions of the
-    same package; of the inputs, what is not a tensor. What other functions and other objects keep, files and other
-    processes cannot be restored. Objects that raise when they are looked at are left alone.
+    numbers; what methods name in their Python module: containers, tensors, modules, and objects, functions and classes
+    of the same package; of the inputs, what is not a tensor. What other functions and objects keep, iterators in
+    objects, files and other processes cannot be restored. Objects that raise when they are looked at are left alone.
 
     Args:
         model: The model.
@@ -389,7 +389,7 @@ class Snapshot:
         if type(value) in _CONTAINERS or _generator_state(value) is not None:
             self._follow(value, hops)
         elif isinstance(value, type):
-            if issubclass(value, torch.autograd.Function):
+            if issubclass(value, torch.autograd.Function) or (home not in _NOT_OF_USERS and _home(value) == home):
                 self._follow_classes(value)
         elif home in _NOT_OF_USERS or value is None or isinstance(value, _PLAIN):
             return

@@ -144,7 +144,11 @@ class Trial:
             until = started + within
             contestant = _Contestant(passes, optimizers, algorithms, self._scaler)
             with collector_off():  # the collector takes a seventh of a compilation
-                seconds = [self._step_seconds(contestant, until - self._clock()) for _ in range(_WARM_STEPS)]
+                seconds = [self._step_seconds(contestant, until - self._clock()) for _ in range(_WARM_STEPS - 1)]
+                first = contestant.outputs
+                seconds.append(self._step_seconds(contestant, until - self._clock()))
+            if not levers:
+                passes.compare(first, contestant.outputs)
             made, steady = contestant, seconds[-1]
         except TimeUp:
             failure = TimeoutError(f"its first steps take longer than the {within:.1f} s that the trial had left")
@@ -185,6 +189,7 @@ class _Contestant:
         self.passes, self._levers, self._scaler = passes, levers, scaler
         self._copies = [optimizer_over(optimizer, passes.parameters) for optimizer in optimizers]
         self._attached: AttachedAlgorithms | None = None
+        self.outputs: list[Tensor] = []
         for made, _, _ in self._copies:
             _stop_learning(made)
 
@@ -207,8 +212,8 @@ class _Contestant:
     def step(self, clock: Clock) -> float:
         """Forward, backward, update. Return the seconds."""
         seconds, last = 0.0, clock()
-        gradients = self.passes.run().gradients
-        by_parameter = {id(p): g for p, g in zip(self.passes.parameters, gradients, strict=False)}
+        found = self.passes.run()
+        by_parameter = {id(p): g for p, g in zip(self.passes.parameters, found.gradients, strict=False)}
         for optimizer, pairs, share in self._copies:
             if share < 1:
                 before, last = last, clock()
@@ -221,7 +226,9 @@ class _Contestant:
             if share < 1:
                 before, last = last, clock()
                 seconds += (last - before) / share
-        return seconds + clock() - last
+        seconds += clock() - last
+        self.outputs = found.outputs
+        return seconds
 
 
 def optimizer_over(
