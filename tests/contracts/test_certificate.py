@@ -70,10 +70,10 @@ def alarms(name: str, seed: int) -> dict[str, str]:
     call = batch.args, batch.kwargs
     levers: list[Algorithm] = [ChannelsLast(), FusedOptimizer(), Autocast()]
     levers = [lever for lever in levers if lever.idle(model, optimizer) is None]
-    snapshot = Snapshot(model, call)
     with streams_kept(model), plain(model):
+        snapshot = Snapshot(model, call)
         checked = verified(levers, Passes(model, call, snapshot), snapshot, optimizer)
-    assert snapshot.restore() is None
+        assert snapshot.restore() is None
     gone = {name: text for name, text in checked.said.items() if name not in checked.kept}
     return {name: text for name, text in gone.items() if "it raised" not in text}  # that is no comparison
 
