@@ -41,36 +41,35 @@ class Bound:
     Args:
         rounding: Times the difference that rounding alone makes in this tensor.
         own: Relative to the norm of this tensor.
-        whole: Relative to the norm of the whole gradient. Counts only if rounding may change a gradient by a fifth of
-            its norm, such as that of a bias before BatchNorm.
+        whole: Relative to the norm of the whole gradient.
+        small: Relative to the norm of a gradient, the most that ``whole`` may explain, unless rounding changes it by a
+            fifth of its norm, as it does that of a bias before BatchNorm.
         outputs: Like ``own``, for outputs.
         most: Relative to the norm of the tensor, the most that rounding may explain. Unrelated gradients of one size
             differ by 1.4 times their norm.
-        most_of_outputs: Like ``most``, for outputs.
         hopeless: A relative difference of outputs or of the whole gradient for which no second attempt is made.
     """
 
     rounding: float
     own: float
     whole: float
+    small: float
     outputs: float
     most: float
-    most_of_outputs: float
     hopeless: float
 
     def of(self, response: float, norm: float, whole: float | None) -> float:
         """Return the allowed difference of one tensor."""
         rounding = self.rounding * response
-        if whole is None:
-            return max(min(rounding, self.most_of_outputs * norm), self.outputs * norm)
-        return max(
-            min(rounding, self.most * norm), self.own * norm, self.whole * whole if 5 * rounding >= norm else 0.0
-        )
+        own, rest = (self.outputs, 0.0) if whole is None else (self.own, self.whole * whole)
+        if 5 * rounding < norm:
+            rest = min(rest, self.small * norm)
+        return max(min(rounding, self.most * norm), own * norm, rest)
 
 
-EXACT = Bound(rounding=64.0, own=3e-4, whole=1e-5, outputs=2e-5, most=3.0, most_of_outputs=3.0, hopeless=0.1)
+EXACT = Bound(rounding=64.0, own=3e-4, whole=1e-5, small=0.01, outputs=2e-5, most=3.0, hopeless=0.1)
 """For levers that change the order of additions, and nothing else."""
-LOWER = Bound(rounding=8.0, own=0.6, whole=2**-7, outputs=2**-5, most=3.0, most_of_outputs=0.25, hopeless=0.0)
+LOWER = Bound(rounding=8.0, own=0.6, whole=2**-7, small=math.inf, outputs=2**-5, most=3.0, hopeless=0.0)
 """For levers that compute in bfloat16 or float16. ``rounding`` counts from a change by one part in 256."""
 
 
