@@ -191,8 +191,9 @@ class _ConvertInputs:
     """The hooks of the root module.
 
     A model may write into its inputs, and the loop may read them afterwards. So what was written into a converted copy
-    is written into the original, too. If this cannot be seen, as in a graph that is being compiled and under
-    ``inference_mode``, nothing is copied: convolutions with converted kernels then convert their input themselves.
+    is written into the original, too. Under ``inference_mode`` writes cannot be seen, so nothing is copied:
+    convolutions with converted kernels then convert their input themselves. A graph that is compiled cannot ask whether
+    the model writes: there, a write stays in the copy.
 
     Args:
         dimensions: Of the inputs that are converted.
@@ -246,14 +247,14 @@ class _ConvertInputs:
         if not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(value):
             return value  # torch.func.vmap cannot change the layout of what it maps over; the results are the same
         layout = _FORMATS[value.ndim]
-        blind = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
-        if blind and not value.is_contiguous(memory_format=layout):
+        stays = value.is_contiguous(memory_format=layout)
+        if not stays and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             return value
-        dense = converted = value.contiguous(memory_format=layout)
+        converted = value.contiguous(memory_format=layout)
         if value.shape[1] == 1:
             # Both formats are the same bytes, and only the strides tell the next convolution which it is.
-            converted = dense.squeeze(1).unsqueeze(-1).movedim(-1, 1)
-        if dense is not value and not blind:
+            converted = converted.squeeze(1).unsqueeze(-1).movedim(-1, 1)
+        if not (stays or torch.compiler.is_compiling()):
             self.given[converted] = _Given(value, version(converted), converted.grad_fn)
         return converted
 
