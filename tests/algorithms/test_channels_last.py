@@ -429,6 +429,7 @@ def test_a_copy_of_the_model_has_kernels_in_the_format_and_no_hook(how: str) -> 
     assert again.stem[0].weight.is_contiguous(memory_format=LAST)
     assert vars(again).keys() == vars(BottleneckNet()).keys()
     assert not again._forward_pre_hooks
+    assert not again._forward_hooks
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
@@ -442,6 +443,7 @@ def test_an_attachment_copied_with_its_model_is_removed_from_the_copy_alone(how:
     copied.remove()
     assert strides(again) == before
     assert not again._forward_pre_hooks
+    assert not again._forward_hooks
     assert strides(model) == changed != before
     assert len(model._forward_pre_hooks) == 1
     effect.remove()

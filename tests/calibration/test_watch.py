@@ -48,6 +48,17 @@ def test_slower_steps_are_reported_once():
     assert reports == ["a step takes 200.0 ms, after the trial it took 100.0 ms"]
 
 
+def test_hooks_after_the_watch_run_in_the_step_that_it_reports():
+    optimizer, clock, reports, watch = watched()
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(len(reports)))
+    run(optimizer, clock, 0.1, 60)
+    run(optimizer, clock, 0.2, 200)
+    assert len(seen) == 260
+    assert seen[-1] == 1
+    watch.remove()
+
+
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.2])
 def test_steps_that_are_as_fast_are_not_reported(factor):
     optimizer, clock, reports, _ = watched()
@@ -106,9 +117,10 @@ def test_inputs_of_another_size_are_reported_once_without_a_trace():
     fed.train([126] * 300)
     assert fed.reports == ["the inputs have 126 entries, at the trial 100"]
     assert interceptor_of(fed.model) is None
-    assert not fed.optimizer._optimizer_step_post_hooks
     fed.train([500] * 600, seconds=1.0)
     assert len(fed.reports) == 1
+    fed.watch.remove()
+    assert not fed.optimizer._optimizer_step_post_hooks
 
 
 def test_smaller_inputs_are_reported():

@@ -146,6 +146,16 @@ def test_versions_count_what_was_written_in_place():
     assert private.versions([tensor, torch.ones(1)]) == [before + 1, 0]
 
 
+def test_a_view_is_told_from_a_gradient_that_autograd_made():
+    layer = nn.Conv2d(3, 4, 3)
+    layer(torch.randn(1, 3, 5, 5)).sum().backward()
+    flat = torch.zeros(4)
+    with torch.no_grad():
+        assert private.is_view(flat.view(2, 2))
+    assert not private.is_view(flat)
+    assert not any(private.is_view(p.grad) for p in layer.parameters())
+
+
 def test_a_stamp_tells_writes_and_moves():
     tensor = torch.ones(2)
     first = private.memory_stamp(tensor)

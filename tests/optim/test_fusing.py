@@ -44,6 +44,99 @@ def test_momentum_that_starts_later_is_that_of_an_ordinary_step() -> None:
     assert fused.param_groups[0]["fused"] is True
 
 
+class _Misaligned:
+    """A convolution in channels-last format whose gradients are views of a flat buffer, in contiguous format."""
+
+    def __init__(self, fused: bool) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.optimizer = sgd(self.model, fused=fused or None)
+        self.flat = torch.zeros(sum(p.numel() for p in self.model.parameters()))
+        start = 0
+        for p in self.model.parameters():
+            p.grad = self.flat[start : start + p.numel()].view(p.shape)
+            start += p.numel()
+        self.views = [p.grad for p in self.model.parameters()]
+        self.care = care_for_fused(self.optimizer)
+
+    def backward(self, seed: int) -> None:
+        self.flat.zero_()
+        inputs = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
+        self.model(inputs).square().mean().backward()
+
+    def check(self, other: _Misaligned) -> None:
+        for p, q in zip(self.model.parameters(), other.model.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+        torch.testing.assert_close(self.flat, other.flat)
+        assert all(p.grad is view for p, view in zip(self.model.parameters(), self.views, strict=True))
+
+
+@torch.no_grad()
+def _clip(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad.clamp_(-0.01, 0.01)
+
+
+def test_gradients_in_a_flat_buffer_are_still_there_after_a_step() -> None:
+    fused, plain = _Misaligned(True), _Misaligned(False)
+    for one in (fused, plain):
+        one.optimizer.register_step_pre_hook(_clip)
+        for seed in range(3):
+            one.backward(seed)
+            one.optimizer.step()
+    fused.check(plain)
+
+
+def test_gradients_in_a_flat_buffer_are_unscaled_there() -> None:
+    """The fused kernel divides the gradients that it is given."""
+    fused, plain = _Misaligned(True), _Misaligned(False)
+    for one in (fused, plain):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        one.backward(0)
+        one.flat.mul_(8)
+        scaler.scale(torch.zeros(()))
+        scaler.step(one.optimizer)
+    fused.check(plain)
+
+
+def test_a_step_that_fails_gives_the_gradients_back_at_the_next() -> None:
+    fused, plain = _Misaligned(True), _Misaligned(False)
+
+    def fail(*args: object) -> None:
+        raise KeyError
+
+    for one in (fused, plain):
+        one.backward(0)
+        with one.optimizer.register_step_pre_hook(fail), pytest.raises(KeyError):
+            one.optimizer.step()
+        one.optimizer.step()
+    fused.check(plain)
+
+
+def test_gradients_that_a_hook_drops_after_the_step_stay_away() -> None:
+    fused = _Misaligned(True)
+    fused.care.remove()
+    fused.optimizer.register_step_post_hook(lambda optimizer, args, kwargs: optimizer.zero_grad())
+    fused.care = care_for_fused(fused.optimizer)
+    fused.backward(0)
+    fused.optimizer.step()
+    assert all(p.grad is None for p in fused.model.parameters())
+
+
+def test_gradients_that_are_aligned_are_not_touched() -> None:
+    model = mlp()
+    optimizer = sgd(model, fused=True)
+    with care_for_fused(optimizer):
+        model(torch.randn(4, 8)).square().mean().backward()
+        held = [p.grad for p in model.parameters()]
+        optimizer.register_step_pre_hook(
+            lambda optimizer, args, kwargs: seen.extend(p.grad for p in optimizer.param_groups[0]["params"])
+        )
+        seen: list[torch.Tensor | None] = []
+        optimizer.step()
+    assert all(a is b for a, b in zip(seen, held, strict=True))
+
+
 @pytest.mark.parametrize("fused", [None, True])
 def test_it_is_taken_once_and_only_for_fused_groups(fused: bool | None) -> None:
     model = mlp()

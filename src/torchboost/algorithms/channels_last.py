@@ -6,9 +6,9 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,14 @@ from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits, att
 from torchboost.core.arguments import check_module
 from torchboost.core.covering import plain_hook
 from torchboost.core.forward_watch import ForwardWatch
-from torchboost.core.torch_private import AnyConv, calls_hooks, is_functorch_wrapped_tensor, parameter_slots
+from torchboost.core.torch_private import (
+    AnyConv,
+    calls_hooks,
+    is_functorch_wrapped_tensor,
+    is_view,
+    parameter_slots,
+    version,
+)
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.unsafe_convolutions import unsafe_channels_last
@@ -47,8 +54,9 @@ def to_channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> At
 
     Nothing is checked here; :func:`torchboost.boost` compares the first batch in both formats.
 
-    Kernels in shared memory, and those that are views into a larger piece of memory (a flat buffer), stay as they are:
-    other code holds that memory, too. Code outside the model that calls ``param.view(-1)`` or ``param.grad.view(-1)``,
+    Kernels in shared memory, and those that are views into a larger piece of memory (a flat buffer) or whose gradients
+    are, stay as they are: other code holds that memory, too. What the model writes into an input reaches the tensor
+    that the loop holds. Code outside the model that calls ``param.view(-1)`` or ``param.grad.view(-1)``,
     as ``parameters_to_vector`` does, fails for kernels in this format; ``reshape`` works.
 
     Parameters keep their identity. Their gradients and the per-element state of ``optimizer`` (momentum, Adam's
@@ -163,17 +171,39 @@ def _refuse_unsafe(model: nn.Module) -> None:
         raise IncompatibleError(f"channels_last: {unsafe}; leave channels_last out.")
 
 
+class _Given(NamedTuple):
+    """What a copy of an input was made from, and how it was before the model could write into it."""
+
+    original: Tensor
+    version: int
+    grad_fn: Any
+
+    def take_back(self, copied: Tensor) -> None:
+        """Write into the original what the model wrote into the copy, under autograd if the model did so."""
+        if version(copied) == self.version:
+            return
+        with torch.set_grad_enabled(torch.is_grad_enabled() and copied.grad_fn is not self.grad_fn):
+            self.original.copy_(copied)
+
+
 @dataclass(eq=False, slots=True)
 class _ConvertInputs:
-    """The hook of the root module.
+    """The hooks of the root module.
+
+    A model may write into its inputs, and the loop may read them afterwards. So what was written into a converted copy
+    is written into the original, too. Under ``inference_mode`` writes cannot be seen, so nothing is copied:
+    convolutions with converted kernels then convert their input themselves. A graph that is compiled cannot ask whether
+    the model writes: there, a write stays in the copy.
 
     Args:
         dimensions: Of the inputs that are converted.
         watch: Told that the model is called.
+        given: For each copy that is in use.
     """
 
     dimensions: frozenset[int]
     watch: ForwardWatch | None = None
+    given: MutableMapping[Tensor, _Given] = field(default_factory=WeakTensorKeyDictionary)
 
     @property
     def __name__(self) -> str:
@@ -185,14 +215,27 @@ class _ConvertInputs:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.watch is not None:
             self.watch.called = True
-        return tuple(map(self._convert, args)), {key: self._convert(value) for key, value in kwargs.items()}
+        if torch.compiler.is_compiling():
+            return tuple(map(self._convert, args)), {key: self._convert(value) for key, value in kwargs.items()}
+        unique = {id(value): value for value in (*args, *kwargs.values())}  # an input that is given twice stays one
+        made = {key: self._convert(value) for key, value in unique.items()}
+        return tuple(made[id(value)] for value in args), {key: made[id(value)] for key, value in kwargs.items()}
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        """Bring what the model wrote into its inputs to the loop."""
+        if torch.compiler.is_compiling() or not self.given:
+            return
+        for value in (*args, *kwargs.values()):
+            given = self.given.pop(value, None) if isinstance(value, Tensor) else None
+            if given is not None:
+                given.take_back(value)
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickled attachment does not keep the watch."""
         return {"dimensions": self.dimensions}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.watch = None
+        self.watch, self.given = None, WeakTensorKeyDictionary()
         for name, value in state.items():
             setattr(self, name, value)
 
@@ -203,9 +246,17 @@ class _ConvertInputs:
             return value
         if not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(value):
             return value  # torch.func.vmap cannot change the layout of what it maps over; the results are the same
-        converted = value.contiguous(memory_format=_FORMATS[value.ndim])
-        # With one channel both formats are the same bytes, and only the strides tell the next convolution which it is.
-        return converted.squeeze(1).unsqueeze(-1).movedim(-1, 1) if converted.shape[1] == 1 else converted
+        layout = _FORMATS[value.ndim]
+        stays = value.is_contiguous(memory_format=layout)
+        if not stays and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            return value
+        converted = value.contiguous(memory_format=layout)
+        if value.shape[1] == 1:
+            # Both formats are the same bytes, and only the strides tell the next convolution which it is.
+            converted = converted.squeeze(1).unsqueeze(-1).movedim(-1, 1)
+        if not (stays or torch.compiler.is_compiling()):
+            self.given[converted] = _Given(value, version(converted), converted.grad_fn)
+        return converted
 
 
 def _watch_inputs(model: nn.Module, watch: ForwardWatch | None = None) -> Attachment:
@@ -219,7 +270,9 @@ def _watch_inputs(model: nn.Module, watch: ForwardWatch | None = None) -> Attach
         return Attachment()
 
     hook = _ConvertInputs(dimensions, watch)
-    return plain_hook(model, model.register_forward_pre_hook(hook, with_kwargs=True))
+    entry = model.register_forward_pre_hook(hook, with_kwargs=True)
+    leaving = model.register_forward_hook(hook.leave, prepend=True, with_kwargs=True, always_call=True)
+    return Attachment(plain_hook(model, entry), plain_hook(model, leaving))
 
 
 def _convolutions(model: nn.Module) -> Iterator[nn.Module]:
@@ -239,11 +292,16 @@ def _kernels(model: nn.Module) -> list[nn.Parameter]:
     return [w for w in dict.fromkeys(weights) if _is_plain(w) and w.ndim in _FORMATS and _has_own_memory(w)]
 
 
-def _has_own_memory(weight: nn.Parameter) -> bool:
+def _has_own_memory(tensor: Tensor) -> bool:
     """Whether its memory is not shared with other processes or a larger flat buffer."""
-    if weight.device.type == "cpu" and weight.is_shared():  # memory of GPUs always counts as shared
+    if tensor.device.type == "cpu" and tensor.is_shared():  # memory of GPUs always counts as shared
         return False
-    return weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def _may_move(grad: Tensor | None) -> bool:
+    """Whether a gradient can follow its kernel; other code may hold the memory that it is a part of."""
+    return grad is None or (grad.layout is torch.strided and not is_view(grad) and _has_own_memory(grad))
 
 
 def _is_plain(weight: nn.Parameter) -> bool:
@@ -262,7 +320,7 @@ def _pending(model: nn.Module) -> list[nn.Parameter]:
     """
     if wrapper_of(model) is not None:
         return [w for w in _kernels(model) if not w.is_contiguous(memory_format=_FORMATS[w.ndim])]
-    return [w for w in _kernels(model) if w.stride() != _strides(w.shape)]
+    return [w for w in _kernels(model) if w.stride() != _strides(w.shape) and _may_move(w.grad)]
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:
@@ -321,7 +379,7 @@ def _rewrite(
     states = [optimizer.state.get(weight, {}) for optimizer in optimizers if optimizer is not None]
     entries = [value for state in states for value in state.values()]
     followers = [value for value in entries if isinstance(value, Tensor) and value.shape == weight.shape]
-    if weight.grad is not None:
+    if weight.grad is not None and _may_move(weight.grad):
         followers.append(weight.grad)
     for tensor in (weight, *followers):
         tensor.data = change(tensor.data)

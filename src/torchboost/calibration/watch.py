@@ -67,10 +67,13 @@ class StepWatch(Attachment):
         self._usual_entries, self._entries = entries, 0
         self._resized, self._side = 0, 0
         self._next: NextCall | None = None
+        self._over = False
         self._graphs = compiled_graphs()
         super().__init__(optimizer.register_step_post_hook(self._look), undo=self._stop_counting)
 
     def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._over:
+            return
         now = self._read()
         last, self._last = self._last, now
         if last is None or self._skip > 0:
@@ -93,7 +96,7 @@ class StepWatch(Attachment):
         found = [f"a step takes {1e3 * seconds:.1f} ms, after the trial it took {1e3 * usual:.1f} ms"] if slower else []
         if self._resized:
             found.append(f"the inputs have {self._entries:,} entries, {self._reference} {self._usual_entries:,}")
-        self.remove()
+        self._over = True  # torch walks through the hooks of the step just now, so this one stays until remove()
         self._report(", and ".join(found))
 
     def _count_next(self) -> None:

@@ -88,6 +88,7 @@ __all__ = [
     "is_reentrant_checkpoint",
     "is_traced_constant",
     "is_tracing",
+    "is_view",
     "keep_step_pre_hook_places",
     "make_replica",
     "memory_stamp",
@@ -245,6 +246,11 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """Return the :data:`version` of each tensor."""
     return list(map(version, tensors))
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether a tensor was made as a view of another one. Reads ``Tensor._is_view``."""
+    return tensor._is_view()
 
 
 def memory_stamp(tensor: Tensor) -> tuple[int, int]:

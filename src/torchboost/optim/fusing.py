@@ -7,7 +7,7 @@ import operator
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torchboost.core.torch_private import forget_fused_mark, has_fused_mark, ste
 from torchboost.core.wrapping import hookable
 from torchboost.errors import NoEffectWarning
 from torchboost.optim.fused_kernels import miscomputes
-from torchboost.optim.memory_layout import aligned, is_dense
+from torchboost.optim.memory_layout import aligned, is_dense, writable
 from torchboost.optim.rules import adam, sgd
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.rules.checkpoints import change_entries
@@ -71,6 +71,14 @@ class _Seen:
         return all(map(operator.is_, self.params, other.params))
 
 
+class _Lent(NamedTuple):
+    """A gradient in the layout of its parameter, which stands in for the one of the loop while the step runs."""
+
+    parameter: Tensor
+    grad: Tensor
+    arranged: Tensor
+
+
 class Fusion(Attachment):
     """Fuses groups, and looks at gradients and state before each step.
 
@@ -87,10 +95,12 @@ class Fusion(Attachment):
         self._defaults = _flags(optimizer.defaults)
         self._checks_before = has_fused_mark(optimizer)
         self._seen: dict[int, _Seen] = {}
+        self._lent: list[_Lent] = []
         self._apply(optimizer)
         if all(chosen):
             optimizer.defaults |= _FUSED
         self._handles.append(optimizer.register_step_pre_hook(self._prepare))
+        self._handles.append(optimizer.register_step_post_hook(self._give_back))
         self._handles.append(optimizer.register_state_dict_post_hook(self._write_plain, prepend=True))
         self._handles.append(optimizer.register_load_state_dict_post_hook(self._apply))
 
@@ -112,6 +122,7 @@ class Fusion(Attachment):
 
     def _arrange(self) -> None:
         """Bring gradients, and whatever else has changed, into the layout that the fused kernels assume."""
+        self._give_back()  # of a step that failed
         groups = self._optimizer.param_groups
         for index in range(len(self._chosen), len(groups)):
             self._admit(index, groups[index])
@@ -126,11 +137,20 @@ class Fusion(Attachment):
                     self._give_up(index, group, "has sparse gradients, which the fused kernels do not support")
                     continue
                 strides = [None if plain else p.stride() for p, plain in zip(moving, contiguous, strict=True)]
-                _align_gradients(moving)
+                self._lent += _align_gradients(moving)
                 _align_written_state(self._optimizer.state, moving, strides)
             now = _Seen(moving, {(p.dtype, p.device) for p in moving}, strides, len(self._optimizer.state))
             if index not in self._seen or not now.is_same(self._seen[index]):
                 self._look_closely(index, group, now)
+
+    @torch.no_grad()
+    def _give_back(self, *_: Any) -> None:
+        """Put back the gradients of the loop, with the numbers that the step leaves."""
+        while self._lent:
+            parameter, grad, arranged = self._lent.pop()
+            if parameter.grad is arranged:
+                grad.copy_(arranged)
+                parameter.grad = grad
 
     def _admit(self, index: int, group: dict[str, Any]) -> None:
         """Decide about a group that was added after this was attached."""
@@ -259,12 +279,18 @@ def _gaps(parameter: Tensor) -> str:
     )
 
 
-def _align_gradients(parameters: list[Tensor]) -> None:
+def _align_gradients(parameters: list[Tensor]) -> list[_Lent]:
+    """Replace gradients in another layout; return those to put back, as other code may hold their memory."""
+    lent: list[_Lent] = []
     for p in parameters:
         grad: Any = p.grad
         arranged = aligned(grad, p)
-        if arranged is not grad:
-            p.grad = arranged
+        if arranged is grad:
+            continue
+        p.grad = arranged
+        if not grad.requires_grad and writable(grad) is grad:
+            lent.append(_Lent(p, grad, arranged))
+    return lent
 
 
 def _probe(kind: type[Optimizer], sample: Tensor) -> str | None:
