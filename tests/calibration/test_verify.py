@@ -100,3 +100,24 @@ def test_compiled_code_that_draws_other_numbers_is_not_compared():
     found = checked([Compile(backend="eager"), ChannelsLast()], model)
     assert set(found.kept) == {"compile", "channels_last"}
     assert found.said["compile"] == "not checked: it draws other random numbers"
+
+
+class KeepsItsWrites(ChannelsLast):
+    """Hands the model a copy of its input, as compiled code in another memory format does."""
+
+    def attach(self, target: Target) -> Attachment:
+        return Attachment(target.model.register_forward_pre_hook(lambda _, args: tuple(x.clone() for x in args)))
+
+
+def test_a_write_into_an_input_that_does_not_reach_the_loop_is_found():
+    found = checked([KeepsItsWrites()], nn.Sequential(nn.ReLU(inplace=True), *network()))
+    assert "an output differs by" in found.said["channels_last"]
+    assert checked([KeepsItsWrites()]).kept == ["channels_last"]
+    assert checked([ChannelsLast()], nn.Sequential(nn.ReLU(inplace=True), *network())).kept == ["channels_last"]
+
+
+def test_compiled_code_that_keeps_writes_in_its_copy_is_found():
+    levers = [ChannelsLast(), Compile(backend="aot_eager")]
+    found = checked(levers, nn.Sequential(nn.ReLU(inplace=True), *network()))
+    assert set(found.kept) != {"channels_last", "compile"}
+    assert set(checked(levers).kept) == {"channels_last", "compile"}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchboost.calibration.snapshot import Snapshot, Streams
 from torchboost.calibration.without_dropout import WithoutDropout
 from torchboost.core.containers import with_tensors
-from torchboost.core.torch_private import is_reentrant_checkpoint
+from torchboost.core.torch_private import is_reentrant_checkpoint, version
 from torchboost.errors import IncompatibleError
 from torchboost.graph.recording import tensors_in
 
@@ -34,7 +34,8 @@ class Pass:
     """What one pass computed.
 
     Attributes:
-        outputs: The tensors of floating point among the outputs, without history.
+        outputs: The tensors of floating point among the outputs, without history, then the inputs that the model has
+            written to.
         gradients: Those of the parameters, then those of the inputs that require one. None if it does not exist.
     """
 
@@ -78,6 +79,8 @@ class Passes:
         self._seeds: list[Tensor] | None = None
         self._inputs: Call = call
         self._leaves: list[Tensor] = []
+        self._copies: list[tuple[Tensor, int]] = []
+        self._written: list[int] | None = None
         self._around: Snapshot | None = None
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self.without_dropout = False
@@ -103,6 +106,7 @@ class Passes:
             return made[id(tensor)]
 
         self._inputs = with_tensors(self._call, copied)
+        self._copies = [(copy, version(copy)) for copy in made.values()]
         self._streams.restore()
         self._gradients = [(parameter, parameter.grad) for parameter in self.parameters]
         for parameter in self.parameters:  # a forward that calls backward would add to them
@@ -136,6 +140,10 @@ class Passes:
                     "torch.utils.checkpoint with use_reentrant=True allows no pass that leaves .grad alone; use "
                     "use_reentrant=False"
                 )
+        if self._written is None:
+            moved = [copy.is_floating_point() and version(copy) != before for copy, before in self._copies]
+            self._written = [index for index, changed in enumerate(moved) if changed]
+        found += [self._copies[index][0] for index in self._written]
         if between is not None:
             between()
         seeds = [seed.to(end.dtype) for seed, end in zip(self._seeds, ends, strict=True)]
@@ -173,7 +181,7 @@ class Passes:
         self._gradients = []
         _clear_casts()
         self._snapshot.after_a_pass(self._around)
-        self._around, self._inputs = None, ((), {})
+        self._around, self._inputs, self._copies = None, ((), {}), []
 
     def _copied(self, tensor: Tensor, noise: Noise | None) -> Tensor:
         copy = tensor.detach().clone(memory_format=torch.preserve_format)
