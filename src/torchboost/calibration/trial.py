@@ -252,7 +252,7 @@ def optimizer_over(
     wanted = {id(p) for p in parameters}
     chosen = _part([p for p in held if id(p) in wanted], part)
     copies = {id(p): _copied(p) for p in chosen}
-    absent = nn.Parameter(torch.empty(0))
+    absent = nn.Parameter(torch.empty(0, device="cpu"))
     memo: dict[int, Any] = {id(p): copies.get(id(p), absent) for p in held}
     left_out = [value for p in held if id(p) not in copies for value in inner.state.get(p, {}).values()]
     memo |= {id(value): None for value in left_out if isinstance(value, Tensor)}

@@ -265,5 +265,5 @@ def _guesses(model: nn.Module) -> Iterator[Tensor]:
         sides = len(first.kernel_size)
         shapes = [(2, first.in_channels, *[side] * sides) for side in _SIDES[sides]]
     for shape in shapes:
-        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        noise = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
         yield noise.to(weight.device, weight.dtype)

@@ -32,13 +32,15 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if self._waits(str(func).removeprefix("aten."), args, made):
+        if self._waits(str(func).removeprefix("aten."), (*args, *(kwargs or {}).values()), made):
             self.seen[f"{func} at {_line()}"] += 1
         return made
 
     @staticmethod
     def _waits(name: str, args: Any, made: Any) -> bool:
         first = args[0] if args else None
+        if name.startswith(("copy_", "_foreach_copy_")) and args[2:] == (True,):  # non_blocking
+            return False
         if name.startswith("copy_"):
             return not _on_device(first) and _on_device(args[1])
         if name.startswith("_to_copy"):

@@ -80,7 +80,7 @@ class Halves:
                 return (
                     f"'{name}' at its border, of shape {tuple(value.shape)}, is not one row for each of {count} samples"
                 )
-        rows = torch.arange(count - 1, -1, -2) if count > 1 else torch.zeros(2, dtype=torch.int64)
+        rows = torch.tensor(list(range(count - 1, -1, -2)) if count > 1 else [0, 0], device="cpu")
         try:
             alone = self.border(self.select(tensors, rows))
         except Exception as error:  # whatever the user's forward raises
