@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torchboost
+from tests.device.on_device._rules import reloaded
 from tests.device.on_device._training import CLOSE, HALF, NETWORKS, default_device, losses, network, step
 from tests.support.pretend_device.waits import Waits
 
@@ -56,7 +57,9 @@ def test_a_trial_measures_and_checks_and_leaves_the_run_as_it_was(name, level, d
         found = losses(made.model, made.optimizer, "cuda")
     assert made.choice is not None
     assert made.choice.source == "trial", made.explain()
-    assert all(verdict.pairs for verdict in made.choice.verdicts), made.explain()
+    assert any(verdict.pairs for verdict in made.choice.verdicts), made.explain()
+    assert set(made.checks) == {verdict.lever for verdict in made.choice.verdicts if verdict.kept}
+    assert not any("not checked" in text for text in made.checks.values()), made.explain()
     assert found == pytest.approx(trained(name, level, "cpu"), rel=CLOSE["rtol"], abs=CLOSE["atol"])
 
 
@@ -73,14 +76,9 @@ def test_a_steady_step_does_not_wait_for_the_device(name, level, config):
 
 @pytest.mark.parametrize("location", ["cpu", "cuda"])
 def test_a_run_resumes_bit_for_bit(location):
-    from tests.device.on_device._rules import reloaded
-
     first = boosted("bottleneck", "O2", "cuda")
     losses(first.model, first.optimizer, "cuda")
-    saved = reloaded(
-        [first.state_dict(), first.model.state_dict(), first.optimizer.state_dict()],
-        location,
-    )
+    saved = reloaded([part.state_dict() for part in (first, first.model, first.optimizer)], location)
     second = boosted("bottleneck", "O2", "cuda")
     second.model.load_state_dict(saved[1])
     second.optimizer.load_state_dict(saved[2])
