@@ -32,10 +32,7 @@ def batch(model: nn.Module, number: int, device: str) -> tuple[Tensor, Tensor]:
 
 def losses(model: nn.Module, optimizer: Any, device: str, *, steps: int = 4, scaler: Any = None) -> list[float]:
     """Train, and return the loss of each batch."""
-    seen = []
-    for number in range(steps):
-        seen.append(float(step(model, optimizer, device, number, scaler=scaler)))
-    return seen
+    return [float(step(model, optimizer, device, number, scaler=scaler)) for number in range(steps)]
 
 
 def step(model: nn.Module, optimizer: Any, device: str, number: int, *, scaler: Any = None) -> Tensor:
@@ -59,5 +56,3 @@ def default_device(device: str | None) -> Iterator[None]:
         yield
     finally:
         torch.set_default_device(None)
-
-
