@@ -12,6 +12,8 @@ from torch.nn import functional as F
 import torchboost
 from tests.device.on_device._training import batch, default_device, losses, network, step
 from tests.support.pretend_device.waits import Waits
+from torchboost.calibration.calibration import Calibration
+from torchboost.calibration.search import Price
 from torchboost.calibration.snapshot import Streams, streams_kept
 from torchboost.calibration.trial import free_bytes
 from torchboost.inference import fast_copy
@@ -58,6 +60,15 @@ def test_a_trial_takes_place_if_torch_holds_all_memory(monkeypatch):
     losses(made.model, made.optimizer, "cuda")
     assert made.choice is not None
     assert made.choice.source == "trial", made.explain()
+
+
+def test_a_trial_may_take_longer_for_the_price_of_compilation(monkeypatch):
+    asked: list[Price | None] = []
+    monkeypatch.setattr(Calibration, "seconds", lambda self, step, price=None: asked.append(price) or 0.3)
+    model = network("cnn", "cuda")
+    made = torchboost.boost(model, AdamW(model.parameters()), total_steps=10_000, calibrate=0.3)
+    losses(made.model, made.optimizer, "cuda")
+    assert [price is not None for price in asked] == [True]
 
 
 @pytest.mark.parametrize("default", [None, "cuda"])
