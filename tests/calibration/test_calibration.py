@@ -18,7 +18,7 @@ from torchboost.calibration import first_call
 from torchboost.calibration import watch as watch_module
 from torchboost.calibration.calibration import check_calibrate, resolved
 from torchboost.calibration.choice import Choice, Verdict
-from torchboost.calibration.search import Found, Price
+from torchboost.calibration.search import Found
 from torchboost.calibration.trial import Trial
 from torchboost.core.living import living
 from torchboost.core.torch_private import compiled_call, interceptor_of
@@ -569,31 +569,6 @@ def test_a_run_that_is_too_short_for_a_trial_has_none(calibrate, steps, measured
 def test_the_price_follows_the_length_of_the_run(calibrate, steps, expected):
     made = module.Calibration(levers=(), prior=frozenset(), calibrate=calibrate, total_steps=steps)
     assert made.seconds(0.1) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("calibrate", "steps", "expected", "wanted"),
-    [
-        ("auto", 10_000, 27.0, 37.0),  # 1 % of the run and the price
-        ("auto", 10_000, 36.0, 48.0),  # three quarters are set aside for the price
-        ("auto", 10_000, 38.0, 10.0),  # it would take more than 5 % of the run
-        ("auto", 10_000, 7.0, 10.0),  # it fits as it is
-        ("auto", 5_000, 27.0, 5.0),
-        ("auto", 100_000, 70.0, 130.0),
-        ("auto", None, 27.0, 3.0),
-        (12.5, 10_000, 27.0, 12.5),
-    ],
-)
-def test_a_price_that_is_worth_it_makes_the_trial_longer(calibrate, steps, expected, wanted):
-    made = module.Calibration(levers=(), prior=frozenset(), calibrate=calibrate, total_steps=steps)
-    assert made.seconds(0.1, Price(expected=expected, best_ratio=1.5)) == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize(("times", "ratio", "wanted"), [(4, 1.5, 37.0), (5, 1.5, 10.0), (1, 1.05, 10.0)])
-def test_a_price_is_worth_it_if_the_run_saves_three_times_what_it_pays(times, ratio, wanted):
-    made = module.Calibration(levers=(), prior=frozenset(), calibrate="auto", total_steps=10_000)
-    price = Price(expected=27.0, best_ratio=ratio, times=times)
-    assert made.seconds(0.1, price) == pytest.approx(wanted)
 
 
 def test_a_trial_on_the_cpu_is_not_longer_for_the_price_of_compilation(monkeypatch):
