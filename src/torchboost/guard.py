@@ -356,7 +356,7 @@ def _trend_of(state: Mapping[str, Any]) -> _Trend:
 
 
 def _sum_of(state: float | None) -> Tensor | None:
-    return None if state is None else torch.tensor(float(state), dtype=torch.float64)
+    return None if state is None else torch.tensor(float(state), dtype=torch.float64, device="cpu")
 
 
 def _names_of(state: Sequence[str]) -> list[str]:

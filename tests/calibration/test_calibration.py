@@ -571,6 +571,16 @@ def test_the_price_follows_the_length_of_the_run(calibrate, steps, expected):
     assert made.seconds(0.1) == pytest.approx(expected)
 
 
+def test_a_trial_on_the_cpu_is_not_longer_for_the_price_of_compilation(monkeypatch):
+    monkeypatch.delenv("TORCHBOOST_CALIBRATE")
+    asked = []
+    monkeypatch.setattr(module.Calibration, "seconds", lambda self, step, price=None: asked.append(price) or 0.3)
+    model = network()
+    boosted = torchboost.boost(model, adamw(model), level="O1", total_steps=10_000)
+    boosted.model(batches()[0][0])
+    assert asked == [None]
+
+
 def test_a_choice_from_the_cache_keeps_what_is_attached_already(tmp_path, monkeypatch):
     """Unless the levers are checked, which needs the plain model."""
     monkeypatch.setenv("TORCHBOOST_CACHE", str(tmp_path))

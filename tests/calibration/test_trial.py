@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -189,6 +190,14 @@ def test_a_closed_trial_leaves_no_lever():
     trial.close()
     made._snapshot.restore()
     assert changes(before, portrait(model)) == {}
+
+
+@pytest.mark.parametrize("name", ["cuda", "xpu"])
+def test_memory_that_the_allocator_of_a_device_holds_unused_is_free(name, monkeypatch):
+    held = {"mem_get_info": (5, 100), "memory_reserved": 60, "memory_allocated": 20}
+    answers = {key: lambda device, answer=answer: answer for key, answer in held.items()}
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(**answers))
+    assert free_bytes(torch.device(name)) == 45
 
 
 def test_memory_is_estimated():

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from torchboost.calibration.calibration import Calibration
 from torchboost.calibration.search import Price, search
 
 KERNEL = 0.02
@@ -121,3 +122,28 @@ def test_a_lever_that_is_interrupted_before_its_first_pair_is_not_kept(budget: f
     bench = Scripted(0.5, {"slow": 60.0}, {}, interrupts=True, noise=0.0)
     (verdict,) = search(["slow"], bench, seconds=0.5 * budget, undecided={"slow": True}).verdicts
     assert not verdict.kept
+
+
+@pytest.mark.parametrize(
+    ("calibrate", "steps", "expected", "wanted"),
+    [
+        ("auto", 10_000, 27.0, 37.0),  # 1 % of the run and the price
+        ("auto", 10_000, 36.0, 48.0),  # three quarters are set aside for the price
+        ("auto", 10_000, 38.0, 10.0),  # it would take more than 5 % of the run
+        ("auto", 10_000, 7.0, 10.0),  # it fits as it is
+        ("auto", 5_000, 27.0, 5.0),
+        ("auto", 100_000, 70.0, 130.0),
+        ("auto", None, 27.0, 3.0),
+        (12.5, 10_000, 27.0, 12.5),
+    ],
+)
+def test_a_price_that_is_worth_it_makes_the_trial_longer(calibrate, steps, expected, wanted):
+    made = Calibration(levers=(), prior=frozenset(), calibrate=calibrate, total_steps=steps)
+    assert made.seconds(0.1, Price(expected=expected, best_ratio=1.5)) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("times", "ratio", "wanted"), [(4, 1.5, 37.0), (5, 1.5, 10.0), (1, 1.05, 10.0)])
+def test_a_price_is_worth_it_if_the_run_saves_three_times_what_it_pays(times, ratio, wanted):
+    made = Calibration(levers=(), prior=frozenset(), calibrate="auto", total_steps=10_000)
+    price = Price(expected=27.0, best_ratio=ratio, times=times)
+    assert made.seconds(0.1, price) == pytest.approx(wanted)

@@ -15,7 +15,7 @@ SOURCE = ROOT / "src" / "torchboost"
 TESTS = ROOT / "tests"
 BENCHMARKS = ROOT / "benchmarks"
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if path.name not in {"__init__.py", "__main__.py"})
-UNMIRRORED = {"contracts", "parity", "support"}
+UNMIRRORED = {"contracts", "device", "parity", "support"}
 MAX_FILE_LINES = 600
 LONG = {"src/torchboost/core/torch_private.py"}
 """Every private name of torch stands there, and nowhere else."""

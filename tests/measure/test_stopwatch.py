@@ -215,6 +215,15 @@ def test_real_clock_moves_forward() -> None:
     assert clock() <= clock()
 
 
+@pytest.mark.parametrize("name", ["cuda", "mps", "xpu:1"])
+def test_a_clock_waits_for_any_accelerator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[object] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    clock = Clock.of(name)
+    assert clock() <= clock()
+    assert waited == [torch.device(name)] * 2
+
+
 @pytest.mark.gpu
 def test_cuda_clock_counts_the_device() -> None:
     watch = Stopwatch(Clock.of("cuda"))

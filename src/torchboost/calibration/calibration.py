@@ -14,7 +14,7 @@ from torch import nn
 
 from torchboost.calibration.choice import Choice, Machine, Source, Verdict
 from torchboost.calibration.passes import Passes
-from torchboost.calibration.search import Price, search
+from torchboost.calibration.search import SET_ASIDE, Price, search
 from torchboost.calibration.snapshot import Snapshot
 from torchboost.calibration.trial import Pair, Reduce, Trial, copied, needed_bytes
 from torchboost.calibration.verify import Checked, verified
@@ -61,6 +61,9 @@ _LEAST_STEPS = 12
 _COMPILE_SECONDS, _COMPILE_SECONDS_PER_MODULE = 8.0, 0.15
 """Expected price of a compilation, before it is measured."""
 _COMPILE_RATIO = 1.5
+_WORTH = 3.0
+"""On a GPU a trial takes as much longer as a price, if the run is expected to save so many times that price."""
+_MOST_SHARE_WITH_PRICE = 0.05
 
 
 @dataclass(frozen=True)
@@ -140,13 +143,24 @@ class Calibration:
             compiled=self.compiled and not REGISTRY[name].once,
         )
 
-    def seconds(self, step_seconds: float) -> float:
-        """Return the budget of a trial, from the time of a plain step."""
+    def seconds(self, step_seconds: float, price: Price | None = None) -> float:
+        """Return the budget of a trial.
+
+        Args:
+            step_seconds: Time of a plain step.
+            price: Of a lever for which the trial may take longer, up to 5 % of the run; None without one.
+        """
         if not isinstance(self.calibrate, (bool, str)):
             return float(self.calibrate)
         if self.total_steps is None:
             return min(_MOST_SECONDS, _STEPS_WITHOUT_LENGTH * step_seconds)
-        return min(_MOST_SECONDS, _steps_of_trial(self.total_steps) * step_seconds)
+        usual = min(_MOST_SECONDS, _steps_of_trial(self.total_steps) * step_seconds)
+        if price is None or price.expected <= SET_ASIDE * usual:
+            return usual
+        run = self.total_steps * step_seconds
+        wanted = max(usual + price.expected, price.expected / SET_ASIDE)
+        pays = run * (1 - 1 / price.best_ratio) >= _WORTH * price.times * price.expected
+        return wanted if pays and wanted <= _MOST_SHARE_WITH_PRICE * run else usual
 
     @property
     def too_short(self) -> str | None:
@@ -210,6 +224,8 @@ class Calibration:
             before = None
         levers = {lever.name: lever for lever in self.levers if lever.name not in self.fixed}
         base = [lever for lever in self.levers if lever.name in self.fixed and lever.name in self.prior]
+        prices = {name: _price(model, self.graphs) for name in levers if REGISTRY[name].once}
+        granted = next(iter(prices.values()), None) if _grants_price(device) else None
         try:
             with closing(
                 Trial(
@@ -224,9 +240,9 @@ class Calibration:
                 verdicts, ratio = search(
                     sorted(levers, key=lambda name: name not in self.prior),  # what may take long comes last
                     trial,
-                    seconds=(budget := self.seconds(trial.step_seconds)),
+                    seconds=(budget := self.seconds(trial.step_seconds, granted)),
                     steps=self.total_steps,
-                    prices={name: _price(model, self.graphs) for name in levers if REGISTRY[name].once},
+                    prices=prices,
                     undecided={name: name in self.prior for name in levers},
                     step_seconds=trial.step_seconds,
                     changed=before is not None,
@@ -382,6 +398,11 @@ def _price(model: nn.Module, graphs: int) -> Price:
     leaves = sum(1 for module in model.modules() if not any(True for _ in module.children()))
     expected = _COMPILE_SECONDS + _COMPILE_SECONDS_PER_MODULE * leaves
     return Price(expected=expected, best_ratio=_COMPILE_RATIO, times=graphs)
+
+
+def _grants_price(device: torch.device) -> bool:
+    """Whether a trial may take longer to try compilation: on a GPU a step takes little time, and the price stays."""
+    return device.type in ("cuda", "xpu")
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -300,7 +300,7 @@ def _on_real_inputs(calibration: Calibration, target: Target, call: Call) -> Ite
     outside = [p for group in groups for p in group["params"] if id(p) not in held]
     kept = [v for optimizer in target.optimizers for v in vars(optimizer).values() if isinstance(v, nn.Module)]
     device = device_of(model)
-    free = free_bytes(device) if device.type == "cuda" else None
+    free = free_bytes(device) if device.type != "cpu" else None
     with streams_kept(model), plain(model):
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         snapshot = Snapshot(model, (call, kept), outside, elsewhere=free is not None and 4 * size > free)

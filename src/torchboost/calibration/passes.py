@@ -222,13 +222,13 @@ class Noise:
     """Multiplies numbers by 1 plus or minus a small number, by chance but the same for a seed. Whole numbers stay."""
 
     def __init__(self, size: float, seed: int) -> None:
-        self._size, self._generator = size, torch.Generator().manual_seed(seed)
+        self._size, self._generator = size, torch.Generator("cpu").manual_seed(seed)
 
     def add_(self, tensor: Tensor) -> None:
         """Change a tensor in place."""
         if tensor.element_size() < 2:  # torch computes nothing in 8 bits
             return
-        factors = torch.empty(tensor.shape).bernoulli_(0.5, generator=self._generator).mul_(2).sub_(1)
+        factors = torch.empty(tensor.shape, device="cpu").bernoulli_(0.5, generator=self._generator).mul_(2).sub_(1)
         factors = factors.mul_(self._size).add_(1).to(tensor.device)
         whole = tensor == tensor.round()  # a number of a row or of a step would become another one
         tensor.copy_(torch.where(whole, tensor, tensor * factors))
@@ -245,8 +245,8 @@ def _gradient_for(output: Tensor) -> Tensor:
     """Return a fixed gradient of norm 1 with the shape of ``output``. The default generators are not used."""
     if output.numel() == 1:
         return torch.ones_like(output, requires_grad=False)
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(output.shape, generator=generator) / max(1.0, output.numel() ** 0.5)
+    generator = torch.Generator("cpu").manual_seed(0)
+    values = torch.randn(output.shape, generator=generator, device="cpu") / max(1.0, output.numel() ** 0.5)
     return values.to(output.device, output.dtype)
 
 

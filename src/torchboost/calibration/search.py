@@ -11,7 +11,7 @@ from torchboost.calibration.choice import Verdict
 from torchboost.measure.evidence import Interval
 from torchboost.measure.statistics import exact_median
 
-__all__ = ["Bench", "Found", "Price", "search"]
+__all__ = ["SET_ASIDE", "Bench", "Found", "Price", "search"]
 
 _LOOKS = (7, 11, 15, 20, 28, 40, 60, 90)
 """Numbers of pairs at which a lever may be decided."""
@@ -45,7 +45,7 @@ _FEW = 4.0
 """If a lever had less time than so many steps, and was not timed, this says nothing about its speed."""
 _OVERTIME = 0.5
 """Share of the time left that a lever may take to its first look after its own time is up."""
-_SET_ASIDE = 0.75
+SET_ASIDE = 0.75
 """Share of the budget for levers with a price, since a price that is paid in part is lost."""
 
 
@@ -240,7 +240,7 @@ class _Search:
 
     def _set_aside(self, priced: Sequence[str]) -> None:
         """Leave time for those levers whose price the budget and the run allow."""
-        share = _SET_ASIDE * self.seconds
+        share = SET_ASIDE * self.seconds
         wanted = any(self.steps is not None and self._dear(lever, share) is None for lever in priced)
         self.until = self.seconds - (share if wanted else 0.0)
 

@@ -50,6 +50,7 @@ from torchboost.core.torch_private import (
     overrides_dispatch,
     version,
 )
+from torchboost.graph.drawing import accelerators, generator_states, set_generator_states
 
 __all__ = ["Snapshot", "Streams", "belongs_to_torch", "plain", "streams_kept"]
 
@@ -534,17 +535,14 @@ class Streams:
     """The random generators of torch, Python and NumPy as they are now. Other threads must not draw meanwhile."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-        self._cpu = torch.get_rng_state()
-        self._cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
+        self._devices = accelerators(model.parameters())
+        self._torch = generator_states(self._devices)
         self._python, numpy = random.getstate(), sys.modules.get("numpy")
         self._numpy = numpy.random.get_state() if numpy is not None else None
 
     def restore(self) -> None:
         """Set them to what they were."""
-        torch.set_rng_state(self._cpu)
-        for device, state in zip(self._devices, self._cuda, strict=True):
-            torch.cuda.set_rng_state(state, device)
+        set_generator_states(self._torch, self._devices)
         random.setstate(self._python)
         numpy = sys.modules.get("numpy")
         if numpy is not None and self._numpy is not None:
@@ -552,8 +550,7 @@ class Streams:
 
     def drawn(self) -> bool:
         """Whether those of torch were used since."""
-        now = [torch.cuda.get_rng_state(device) for device in self._devices]
-        return not (torch.equal(torch.get_rng_state(), self._cpu) and all(map(torch.equal, now, self._cuda)))
+        return not all(map(torch.equal, generator_states(self._devices), self._torch))
 
 
 @contextmanager

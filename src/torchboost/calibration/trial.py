@@ -252,7 +252,7 @@ def optimizer_over(
     wanted = {id(p) for p in parameters}
     chosen = _part([p for p in held if id(p) in wanted], part)
     copies = {id(p): _copied(p) for p in chosen}
-    absent = nn.Parameter(torch.empty(0))
+    absent = nn.Parameter(torch.empty(0, device="cpu"))
     memo: dict[int, Any] = {id(p): copies.get(id(p), absent) for p in held}
     left_out = [value for p in held if id(p) not in copies for value in inner.state.get(p, {}).values()]
     memo |= {id(value): None for value in left_out if isinstance(value, Tensor)}
@@ -335,9 +335,11 @@ def needed_bytes(model: nn.Module) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the free memory of a device; None if it is unknown."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    """Return the free memory of a device, with what torch's allocator holds unused; None if it is unknown."""
+    module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    if module is not None and hasattr(module, "mem_get_info"):
+        unused = module.memory_reserved(device) - module.memory_allocated(device)
+        return module.mem_get_info(device)[0] + unused
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]

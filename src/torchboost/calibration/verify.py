@@ -187,10 +187,10 @@ def _move(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         rate = group.get("lr", _RATE)
         if not float(rate):
             group["lr"] = torch.full_like(rate, _RATE) if isinstance(rate, Tensor) else _RATE
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     for _ in range(_STEPS):
         for parameter in parameters:
-            numbers = torch.randn(parameter.shape, generator=generator).mul_(1e-2)
+            numbers = torch.randn(parameter.shape, generator=generator, device="cpu").mul_(1e-2)
             parameter.grad = torch.empty_like(parameter).copy_(numbers)
         type(optimizer).step(optimizer)
 

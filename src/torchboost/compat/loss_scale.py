@@ -289,9 +289,9 @@ class _CellScale(LossScaler):
         return [self._scale]
 
     def _conclude(self, overflow: Sequence[bool], where: Sequence[str | None]) -> None:
-        scale = torch.tensor(self._scale)
+        scale = torch.tensor(self._scale, device="cpu")
         with torch.no_grad():
-            returned = self._cell(scale, torch.tensor(overflow[0]))
+            returned = self._cell(scale, torch.tensor(overflow[0], device="cpu"))
         verdict = returned is None or isinstance(returned, bool) or getattr(returned, "dtype", None) is torch.bool
         self._scale = self._checked(scale if verdict else returned)
 

@@ -88,9 +88,9 @@ class TrainStep:
         self.updated = False
         self._loss = loss
         self._replay: Replay | None = None
-        self._last = torch.full((), torch.nan)
-        self._clean = torch.zeros((), dtype=torch.bool)
-        self._unit_scale = torch.ones(())
+        self._last = torch.full((), torch.nan, device="cpu")
+        self._clean = torch.zeros((), dtype=torch.bool, device="cpu")
+        self._unit_scale = torch.ones((), device="cpu")
 
     def __call__(self, *inputs: Any) -> StepOutput:
         """Train on one batch.
@@ -203,11 +203,11 @@ class TrainStep:
         after = scaler.get_scale()
         overflow = getattr(scaler, "overflowed", after < before)
         self.updated = not overflow
-        return StepOutput(self._last, torch.tensor(overflow), torch.tensor(after))
+        return StepOutput(self._last, torch.tensor(overflow, device="cpu"), torch.tensor(after, device="cpu"))
 
     def _scale_tensor(self) -> Tensor:
         scaler = self.target.scaler
-        return self._unit_scale if scaler is None else torch.tensor(scaler.get_scale())
+        return self._unit_scale if scaler is None else torch.tensor(scaler.get_scale(), device="cpu")
 
 
 def _announce_untrained(target: Target) -> None:

@@ -614,7 +614,7 @@ def active_ddp() -> DistributedDataParallel | None:
 
 def exchange_of_a_pass(ddp: DistributedDataParallel) -> None:
     """Do all of a forward pass of DDP but calling the model: ``DDP._pre_forward`` and ``DDP._post_forward``."""
-    ddp._post_forward(ddp._pre_forward(torch.zeros(())))
+    ddp._post_forward(ddp._pre_forward(torch.zeros((), device="cpu")))
 
 
 def all_reduce_hooks(unit: nn.Module) -> list[Any]:

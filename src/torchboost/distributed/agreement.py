@@ -72,7 +72,7 @@ class Agreement:
         Raises:
             RankDisagreementError: They differ, or a rank did not arrive; raised on every rank that is alive.
         """
-        mine = torch.tensor(list(figures.values()), dtype=torch.int64)
+        mine = torch.tensor(list(figures.values()), dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(mine) for _ in self._ranks]
         self._together(lambda group: group.allgather([rows], [mine]), figures)
         columns = {name: column.tolist() for name, column in zip(figures, torch.stack(rows).T, strict=True)}
@@ -94,7 +94,7 @@ class Agreement:
         Raises:
             RankDisagreementError: A rank did not arrive; raised on every rank that is alive.
         """
-        mine = torch.tensor(list(numbers), dtype=torch.float64)
+        mine = torch.tensor(list(numbers), dtype=torch.float64, device="cpu")
         rows = [torch.empty_like(mine) for _ in self._ranks]
         self._together(lambda group: group.allgather([rows], [mine]), {step: self._calls})
         return torch.stack(rows).amax(0).tolist()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchboost.core.arguments import check_shapes
 from torchboost.core.torch_private import AnyConv
-from torchboost.graph.drawing import generators_kept
+from torchboost.graph.drawing import accelerators, generators_kept
 from torchboost.graph.flow import Dataflow
 from torchboost.graph.recording import LAYERS, Arguments, call, is_leaf, record_run, record_symbols, tensors_in
 from torchboost.graph.structure import assume
@@ -201,7 +201,7 @@ def undisturbed(model: nn.Module, *, numbers: bool = True) -> Iterator[nn.Module
     (:func:`~torchboost.graph.untouched.untouched`).
     """
     copied = twin(model, numbers=numbers, lend=True)
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    devices = accelerators(model.parameters())
     with torch.no_grad(), generators_kept(devices), untouched(model, lent=large_plain_tensors(model)):
         yield copied
 
@@ -265,5 +265,5 @@ def _guesses(model: nn.Module) -> Iterator[Tensor]:
         sides = len(first.kernel_size)
         shapes = [(2, first.in_channels, *[side] * sides) for side in _SIDES[sides]]
     for shape in shapes:
-        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        noise = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
         yield noise.to(weight.device, weight.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,18 +12,36 @@ from torch import Tensor
 
 from torchboost.core.torch_private import DispatchMode
 
-__all__ = ["generators_kept"]
+__all__ = ["accelerators", "generator_states", "generators_kept", "set_generator_states"]
+
+
+def accelerators(tensors: Iterable[Tensor]) -> list[torch.device]:
+    """Return the devices of tensors that draw random numbers of their own: all but the CPU and ``meta``."""
+    found = {tensor.device for tensor in tensors}
+    return sorted((device for device in found if device.type not in ("cpu", "meta")), key=str)
+
+
+def generator_states(devices: Sequence[torch.device]) -> list[Tensor]:
+    """Return the states of torch's default generators: of the CPU, and of each of these devices."""
+    return [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in devices)]
+
+
+def set_generator_states(states: Sequence[Tensor], devices: Sequence[torch.device]) -> None:
+    """Set what :func:`generator_states` has returned for these devices."""
+    torch.set_rng_state(states[0])
+    for device, state in zip(devices, states[1:], strict=True):
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 @contextmanager
-def generators_kept(devices: Sequence[int] = ()) -> Iterator[None]:
+def generators_kept(devices: Sequence[torch.device] = ()) -> Iterator[None]:
     """Restore the default generators of torch and of ``random`` at the end, if this thread has drawn from them.
 
     ``torch.random.fork_rng`` always restores them, so numbers that other threads draw meanwhile are drawn again. Here
     this can only happen after the first draw of this thread.
 
     Args:
-        devices: Indices of CUDA devices, in addition to the CPU.
+        devices: Accelerators, in addition to the CPU.
     """
     python = random.getstate()
     with _Draws(devices) as draws:
@@ -38,18 +56,16 @@ def generators_kept(devices: Sequence[int] = ()) -> Iterator[None]:
 class _Draws(DispatchMode):
     """Record the state of the default generators before the first draw of this thread."""
 
-    def __init__(self, devices: Sequence[int]) -> None:
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__()
         self._devices = devices
         self._before: list[Tensor] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._before is None and torch.Tag.nondeterministic_seeded in func.tags:
-            self._before = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
+            self._before = generator_states(self._devices)
         return func(*args, **(kwargs or {}))
 
     def put_back(self) -> None:
         if self._before is not None:
-            torch.set_rng_state(self._before[0])
-            for device, state in zip(self._devices, self._before[1:], strict=True):
-                torch.cuda.set_rng_state(state, device)
+            set_generator_states(self._before, self._devices)

@@ -270,16 +270,16 @@ def _reference(place: _Place, values: Mapping[str, Any]) -> Tensor:
     """Return a tensor with the device and type of the BatchNorm's layer, or else of any other layer."""
     own = [values.get(f"{prefix}weight") for prefix in place.layer_prefixes]
     floating = (v for v in [*own, *values.values()] if isinstance(v, Tensor) and v.is_floating_point())
-    return next(floating, torch.empty(0))
+    return next(floating, torch.empty(0, device="cpu"))
 
 
 def _neutral(eps: float, dtype: torch.dtype, *, weight: bool) -> float:
     """Return the weight (or, without one, the variance) with which ``batch_norm`` scales by one, including rounding."""
-    ideal = torch.tensor((1 + eps) ** 0.5 if weight else 1 - eps, dtype=dtype)
+    ideal = torch.tensor((1 + eps) ** 0.5 if weight else 1 - eps, dtype=dtype, device="cpu")
     candidates = [ideal]
     if dtype in (torch.float32, torch.float64):
-        candidates += [torch.nextafter(ideal, torch.tensor(end, dtype=dtype)) for end in (0.0, 2.0)]
-    one, zero = torch.ones(1, 1, dtype=dtype), torch.zeros(1, dtype=dtype)
+        candidates += [torch.nextafter(ideal, torch.tensor(end, dtype=dtype, device="cpu")) for end in (0.0, 2.0)]
+    one, zero = (torch.full(size, n, dtype=dtype, device="cpu") for size, n in (((1, 1), 1), ((1,), 0)))
 
     def error(value: Tensor) -> float:
         scale, variance = (value, one[0]) if weight else (one[0], value)

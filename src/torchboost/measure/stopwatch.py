@@ -64,9 +64,9 @@ class Clock:
     def of(cls, device: torch.device | str = "cpu") -> Clock:
         """Return a clock that waits for ``device`` before each reading."""
         device = torch.device(device)
-        if device.type == "cuda":
-            return cls(synchronize=functools.partial(torch.cuda.synchronize, device))
-        return cls()
+        if device.type in ("cpu", "meta"):
+            return cls()
+        return cls(synchronize=functools.partial(torch.accelerator.synchronize, device))
 
     def __call__(self) -> float:
         """Wait for the device and return the seconds."""

@@ -125,7 +125,7 @@ class Pass:
             return left
         norm = math.sqrt(squares.sum())
         if gradients.share is not None:
-            norm = float(joint_norm(torch.tensor(norm), 2.0, gradients.share))
+            norm = float(joint_norm(torch.tensor(norm, device="cpu"), 2.0, gradients.share))
         return self._clipped(gradients, norm, left, hand_over=hand_over)
 
     def _clipped(self, gradients: Gradients, norm: float, left: float, *, hand_over: bool) -> float:

@@ -264,7 +264,7 @@ class PipelineAttachment(Attachment):
         there = 1.0 if before is _ABSENT or before is None else float(before)
         wanted = left if scale != 1.0 else left * there
         if wanted != there:
-            self._given, self._scale_before = torch.tensor(wanted), before
+            self._given, self._scale_before = torch.tensor(wanted, device="cpu"), before
             optimizer.grad_scale = self._given
 
     def _after_step(self, *_: Any) -> None:

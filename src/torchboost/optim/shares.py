@@ -68,7 +68,7 @@ class Share:
         """
         if self.due > 0 and isinstance(error, Exception) and not isinstance(error, RankDisagreementError):
             with suppress(RankDisagreementError):
-                self.exchange(torch.tensor(_REFUSED))
+                self.exchange(torch.tensor(_REFUSED, device="cpu"))
 
 
 def share_of(optimizer: Optimizer) -> Share | None:
@@ -110,7 +110,7 @@ def total_norm(grads: Sequence[Tensor], order: float, share: Share | None) -> Te
     own = get_total_norm(filled, order) if filled else None
     if share is None:
         return own
-    return joint_norm(torch.zeros(()) if own is None else own, order, share)
+    return joint_norm(torch.zeros((), device="cpu") if own is None else own, order, share)
 
 
 def joint_norm(own: Tensor, order: float, share: Share) -> Tensor:
@@ -130,7 +130,7 @@ def all_finite(grads: Sequence[Tensor], share: Share | None) -> bool:
     finite = all(bool(torch.stack([norm.float() for norm in own]).isfinite().all()) for own in norms.values())
     if share is None:
         return finite
-    return bool(share.exchange(torch.tensor(float(finite))).all())
+    return bool(share.exchange(torch.tensor(float(finite), device="cpu")).all())
 
 
 def values_of(grad: Tensor) -> Tensor:

@@ -427,13 +427,13 @@ class _Cut:
 @cache
 def _compiler_follows_flags() -> bool:
     """Compile a one-parameter module, flip its flag and check whether the gradient follows (pytorch#139476)."""
-    layer = nn.Linear(1, 1, bias=False)
+    layer = nn.Linear(1, 1, bias=False, device="cpu")
     compiled = torch.compile(lambda x: layer(x), backend="aot_eager")
     seen = []
     for wanted in (True, False, True):
         layer.weight.requires_grad_(wanted)
         layer.weight.grad = None
-        x = torch.ones(1, 1, requires_grad=True)
+        x = torch.ones(1, 1, requires_grad=True, device="cpu")
         compiled(x).sum().backward()
         seen.append(layer.weight.grad is not None)
     return seen == [True, False, True]

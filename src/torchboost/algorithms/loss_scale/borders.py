@@ -33,7 +33,7 @@ class Ratios:
     def __init__(self, groups: int) -> None:
         # On the host, in float32: kernels then multiply in float32, even if the gradient is in half precision and could
         # not hold the ratio, and no device has to be waited for.
-        self._numbers = torch.ones(groups, groups)
+        self._numbers = torch.ones(groups, groups, device="cpu")
         self._table = [list(row.unbind()) for row in self._numbers.unbind()]
 
     def between(self, into: int, out_of: int) -> Tensor:
@@ -46,7 +46,8 @@ class Ratios:
         if scales is None:
             self._numbers.data.fill_(1.0)
         else:
-            self._numbers.data.copy_(torch.tensor([[into / out_of for out_of in scales] for into in scales]))
+            table = [[into / out_of for out_of in scales] for into in scales]
+            self._numbers.data.copy_(torch.tensor(table, device="cpu"))
 
 
 class LossScaleGroupBorder(torch.autograd.Function):

@@ -324,7 +324,7 @@ def _template(metadata: Metadata, key: str, names: list[str], optimizer: Optimiz
             if isinstance(param, DTensor) and param.shape == entry.size:
                 room = torch.empty_like(param, dtype=dtype)
             else:
-                room = torch.empty(entry.size, dtype=dtype)
+                room = torch.empty(entry.size, dtype=dtype, device="cpu")
         _put(template, place[1:], room)
     return template
 

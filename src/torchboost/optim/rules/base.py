@@ -329,9 +329,12 @@ class UpdateRule(Optimizer):
             for key, value in self.defaults_for(group).items():
                 group.setdefault(key, value)
             own = [self.state[param] for param in group["params"] if param in self.state]
+            # Read at each update: on a device, each of them would be waited for. A kernel reads its steps there itself.
+            kept = () if group.get("fused") or group.get("capturable") else ("step",)
             for entry in own:
                 if "step" in entry and not isinstance(entry["step"], Tensor):  # torch before 1.12
-                    entry["step"] = torch.tensor(float(entry["step"]), dtype=torch.float32)
+                    entry["step"] = torch.tensor(float(entry["step"]), dtype=torch.float32, device="cpu")
+                entry.update({key: entry[key].cpu() for key in (*kept, *self.rule_for(group).numbers) if key in entry})
             if schedules or rounds_at_random(group):  # torch's checkpoints do not count updates, except in Adam's state
                 group.setdefault("updates", max((int(entry.get("step", 0)) for entry in own), default=0))
 
@@ -549,7 +552,7 @@ class UpdateRule(Optimizer):
         if left == 1:
             self._update_all(work)
             return
-        self.grad_scale = torch.tensor(left)
+        self.grad_scale = torch.tensor(left, device="cpu")
         try:
             self._update_all(work)
         finally:

@@ -211,8 +211,8 @@ def _blocks(values: Tensor) -> Tensor:
 def _shares(signed: bool, device: torch.device) -> Tensor:
     """Return the share of each code."""
     levels, zero = (SIGNED_LEVELS, SIGNED_ZERO) if signed else (LEVELS, ZERO)
-    above = torch.exp2((torch.arange(levels, dtype=torch.float64) + 1 - levels) / PER_DOUBLING)
-    shares = torch.zeros(2**8, dtype=torch.float64)
+    above = torch.exp2((torch.arange(levels, dtype=torch.float64, device="cpu") + 1 - levels) / PER_DOUBLING)
+    shares = torch.zeros(2**8, dtype=torch.float64, device="cpu")
     shares[NAN] = torch.nan if signed else torch.inf
     shares[zero + 1 : zero + 1 + levels] = above
     if signed:

@@ -88,7 +88,7 @@ class Lamb(UpdateRule):
         moments = {
             key: torch.zeros_like(param, memory_format=torch.preserve_format) for key in ("exp_avg", "exp_avg_sq")
         }
-        return {"step": torch.zeros((), dtype=torch.float32), **moments}
+        return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""

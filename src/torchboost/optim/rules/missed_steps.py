@@ -232,11 +232,11 @@ class _Steps:
         if kernel is None:
             return
         first = int(begin[0])
-        numbers = torch.arange(first, self.end + 1, dtype=torch.float64)
+        numbers = torch.arange(first, self.end + 1, dtype=torch.float64, device="cpu")
         rests = self.can_rest
         after = self._reach(numbers) if rests else [torch.zeros_like(numbers).float()] * 2
         table = torch.stack([*self._factors(numbers), *after], dim=1)
-        starts, stops = begin.long(), torch.empty(len(begin), dtype=torch.int64)
+        starts, stops = begin.long(), torch.empty(len(begin), dtype=torch.int64, device="cpu")
         nesterov, amsgrad, decoupled, _, uncorrected = self.form
         decays, info = bool(self.values[:, 1].any()), torch.finfo(torch.float32)
         pointers = [rows[name].data_ptr() for name in ("weight", "exp_avg", "exp_avg_sq")]

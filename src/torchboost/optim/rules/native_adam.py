@@ -129,7 +129,7 @@ def prepared(
             load().sum_squares(blocks.ctypes.data, len(blocks), squares.ctypes.data, threads)
         norm = math.sqrt(squares.sum())
         if share is not None:
-            norm = float(joint_norm(torch.tensor(norm), 2.0, share))
+            norm = float(joint_norm(torch.tensor(norm, device="cpu"), 2.0, share))
         if not math.isfinite(norm):
             if nonfinite == "skip":
                 return None

@@ -214,7 +214,7 @@ class AdamOffload(Adam):
         """Return a step of 0 and moments of 0, on the host."""
         dtype = torch.float32 if has_master(param, group) else param.dtype
         moments = {key: self._host_like(param, dtype).zero_() for key in self.state_keys(group)[1:]}
-        return {"step": torch.zeros((), dtype=torch.float32), **moments}
+        return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
 
     def update(self, group: Mapping[str, Any], batch: Batch) -> None:
         """Update tensors on the host in place."""
@@ -328,7 +328,7 @@ class AdamOffload(Adam):
         model = param if is_dense(param) else torch.empty_like(param, device="meta")
         step = state["step"]
         if not isinstance(step, Tensor) or step.device.type != "cpu" or step.dtype != torch.float32:
-            state["step"] = torch.tensor(float(step), dtype=torch.float32)
+            state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
         for key in (*self.state_keys(group)[1:], *(("master",) if wide else ())):
             value = state[key]
             if value.device.type != "cpu" or value.dtype != dtype or not same_layout(value, model):

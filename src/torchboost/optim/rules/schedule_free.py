@@ -139,8 +139,8 @@ class _ScheduleFree(UpdateRule):
 
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return fast weights equal to the parameter, and an average of none so far."""
-        numbers = {key: torch.zeros((), dtype=torch.float32) for key in self.numbers}
-        return {"step": torch.zeros((), dtype=torch.float32), "z": param.detach().clone(), **numbers}
+        numbers = {key: torch.zeros((), dtype=torch.float32, device="cpu") for key in self.numbers}
+        return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), "z": param.detach().clone(), **numbers}
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""

@@ -227,7 +227,8 @@ class Staging:
         wanted = min(len(chunks), 2)
         if len(self._slots) < wanted or any(slot.numel() < size for slot in self._slots):
             self._slots = []  # freed first
-            self._slots = [torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned) for _ in range(wanted)]
+            host = {"dtype": torch.uint8, "device": "cpu", "pin_memory": self._pinned}
+            self._slots = [torch.empty(size, **host) for _ in range(wanted)]
 
     def _fetch(self, jobs: Sequence[Job], chunk: Sequence[Piece], slot: int) -> list[_Loaded]:
         """Queue the copies of the gradients and weights of a chunk."""

@@ -104,7 +104,7 @@ def exchanged(
     own = [tensor.to_local().detach().to(dtype) for tensor in tensors]
     arrived = route.send([[own[at] for at in route.owned_by(rank)] for rank in range(route.size)], dtype, there=True)
     mine = route.owned_by(route.rank)
-    results: list[Tensor] = [torch.empty(0)] * len(mine)
+    results: list[Tensor] = [torch.empty(0, device="cpu")] * len(mine)
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for place, at in enumerate(mine):
         by_shape.setdefault(layouts[at].shape, []).append(place)
@@ -116,7 +116,7 @@ def exchanged(
             results[place] = one.reshape(shape)
     cut = [results[place].split(route.lengths(at), dim=layouts[at].along) for place, at in enumerate(mine)]
     back = route.send([[pieces[rank] for pieces in cut] for rank in range(route.size)], dtype, there=False)
-    shards: list[Tensor] = [torch.empty(0)] * len(tensors)
+    shards: list[Tensor] = [torch.empty(0, device="cpu")] * len(tensors)
     for rank in range(route.size):
         for at, shard in zip(route.owned_by(rank), back[rank], strict=True):
             shards[at] = shard

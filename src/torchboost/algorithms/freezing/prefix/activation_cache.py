@@ -35,7 +35,7 @@ def sample_ids(ids: Tensor | Sequence[int]) -> Tensor:
         TypeError: The ids are not integers.
         ValueError: Not one-dimensional, or one is negative.
     """
-    found = torch.as_tensor(ids)
+    found = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
     if found.numel() == 0:
         found = found.long()
     if found.dtype in (torch.bool, torch.uint64) or found.is_floating_point() or found.is_complex():
@@ -52,7 +52,7 @@ class _Index:
     """Id -> slot, by binary search in two sorted lists: a long one, and a short one for recent ids."""
 
     def __init__(self) -> None:
-        empty = torch.empty(0, dtype=torch.int64)
+        empty = torch.empty(0, dtype=torch.int64, device="cpu")
         self._old = self._recent = (empty, empty)
 
     def find(self, ids: Tensor) -> Tensor:
@@ -222,12 +222,12 @@ class ActivationCache:
             raise IndexError(
                 f"slots: found {int(slots.min())} to {int(slots.max())}; rows lie in 0 to {self.rows - 1}."
             )
-        firsts = torch.tensor([chunk.first for chunk in self._chunks], dtype=torch.int64)
+        firsts = torch.tensor([chunk.first for chunk in self._chunks], dtype=torch.int64, device="cpu")
         owner = torch.bucketize(slots, firsts, right=True) - 1
         masks = [(number, owner == number) for number in owner.unique().tolist()]
         result = []
         for place, column in enumerate(self._columns):
-            rows = torch.empty(slots.numel(), column.bytes, dtype=torch.uint8)
+            rows = torch.empty(slots.numel(), column.bytes, dtype=torch.uint8, device="cpu")
             for number, mask in masks:
                 if number < 0:
                     rows[mask] = column.to_bytes(missing[place])
@@ -282,7 +282,7 @@ class ActivationCache:
                 if start < end:
                     part = data[start - self.rows : end - self.rows]
                     chunk.columns[place][start - chunk.first : end - chunk.first] = part
-        self._index.add(wanted[rows], torch.arange(self.rows, self.rows + len(rows)))
+        self._index.add(wanted[rows], torch.arange(self.rows, self.rows + len(rows), device="cpu"))
         self.rows += len(rows)
         return len(rows)
 
@@ -307,7 +307,7 @@ class ActivationCache:
 
     def _allocate(self, size: int) -> Tensor:
         if self.path is None or size == 0:
-            return torch.empty(size, dtype=torch.uint8)
+            return torch.empty(size, dtype=torch.uint8, device="cpu")
         if self._file is None:
             self._file = _File(self.path)
         return self._file.grow(size)

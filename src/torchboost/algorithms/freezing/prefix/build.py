@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchboost.algorithms.freezing.prefix.split import Cut, cut_forward
-from torchboost.algorithms.freezing.prefix.trace import Call, TracedForward, cuda_devices, random_state
+from torchboost.algorithms.freezing.prefix.trace import Call, TracedForward, random_state
 from torchboost.core.torch_private import memory_stamp, versions
-from torchboost.graph.drawing import generators_kept
+from torchboost.graph.drawing import accelerators, generators_kept
 
 __all__ = ["Halves", "build_halves"]
 
@@ -80,7 +80,7 @@ class Halves:
                 return (
                     f"'{name}' at its border, of shape {tuple(value.shape)}, is not one row for each of {count} samples"
                 )
-        rows = torch.arange(count - 1, -1, -2) if count > 1 else torch.zeros(2, dtype=torch.int64)
+        rows = torch.tensor(list(range(count - 1, -1, -2)) if count > 1 else [0, 0], device="cpu")
         try:
             alone = self.border(self.select(tensors, rows))
         except Exception as error:  # whatever the user's forward raises
@@ -127,7 +127,7 @@ def _module(graph: fx.Graph, targets: dict[str, nn.Module | Tensor]) -> fx.Graph
 def _restless(prefix: fx.GraphModule, tensors: tuple[Tensor, ...]) -> set[str]:
     """Names of the nodes that draw random numbers or change buffers."""
     buffers = [(buffer, buffer.clone()) for buffer in prefix.buffers()]
-    devices = cuda_devices((*tensors, *prefix.parameters()))
+    devices = accelerators((*tensors, *prefix.parameters()))
     watch = _Watcher(prefix, functools.partial(random_state, devices), [buffer for buffer, _ in buffers])
     with generators_kept(devices):
         before = watch.state()

@@ -118,7 +118,7 @@ def fast_prefix(model: nn.Module, *, cache: ActivationCache | None = None) -> Fa
         if argument.default is argument.empty and argument.kind is argument.POSITIONAL_OR_KEYWORD
     ]
     if len(needed) == 1:
-        trial = Call.of((torch.empty(0),), {})
+        trial = Call.of((torch.empty(0, device="cpu"),), {})
         assert trial is not None
         trace_forward(model, trial)
     return FastPrefix(model, cache)

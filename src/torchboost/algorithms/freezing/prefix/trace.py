@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import random
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +22,10 @@ from torchboost.core.torch_private import (
     tree_unflatten,
 )
 from torchboost.errors import IncompatibleError
-from torchboost.graph.drawing import generators_kept
+from torchboost.graph.drawing import accelerators, generator_states, generators_kept
 from torchboost.graph.recording import LAYERS, StandIn
 
-__all__ = ["Call", "TracedForward", "cuda_devices", "is_opaque", "random_state", "trace_forward"]
+__all__ = ["Call", "TracedForward", "is_opaque", "random_state", "trace_forward"]
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, slice)
 
@@ -99,7 +99,7 @@ def trace_forward(model: nn.Module, call: Call) -> TracedForward:
     """
     tracer = _Tracer(call)
     attributes = [(module, dict(vars(module)), dict(buffer_slots(module))) for module in model.modules()]
-    devices = cuda_devices(model.parameters())
+    devices = accelerators(model.parameters())
     before = random_state(devices)
     python = random.getstate()
     try:
@@ -147,15 +147,9 @@ def _refusal(model: nn.Module, why: str) -> str:
     )
 
 
-def cuda_devices(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the CUDA devices that tensors lie on."""
-    return sorted({t.device.index for t in tensors if t.device.type == "cuda"})
-
-
-def random_state(devices: Iterable[int]) -> tuple[bytes, ...]:
-    """Return the state of the random number generators of torch on the CPU and on the given CUDA devices."""
-    states = (torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices))
-    return tuple(state.numpy().tobytes() for state in states)
+def random_state(devices: Sequence[torch.device]) -> tuple[bytes, ...]:
+    """Return the state of the random number generators of torch on the CPU and on the given devices."""
+    return tuple(state.numpy().tobytes() for state in generator_states(devices))
 
 
 class _Tracer(fx.Tracer):

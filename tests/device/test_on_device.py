@@ -1,0 +1,45 @@
+"""Every branch for ``cuda`` runs without a GPU: a file of ``on_device`` in a process with the pretend device.
+
+The device is registered before torch is imported and stays for the whole process, so each file has its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.support.pretend_device.build import built, compiler
+
+SUBJECTS = sorted(path for path in Path(__file__).with_name("on_device").glob("*.py") if not path.stem.startswith("_"))
+LIMIT = 300.0
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The compiled device, which the workers of a session share."""
+    folder = tmp_path_factory.getbasetemp()
+    return built(folder if worker_id == "master" else folder.parent)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda path: path.stem)
+def test_on_device(subject: Path, library: Path, pytestconfig: pytest.Config):
+    plugin, marks = "tests.support.pretend_device.plugin", str(pytestconfig.getoption("markexpr"))
+    options = ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
+    environment |= {"TORCHBOOST_PRETEND_DEVICE": str(library), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", plugin, *options, str(subject)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
