@@ -78,30 +78,34 @@ def replay(rows: Mapping[str, Tensor], last: Tensor, step: int, past: Mapping[st
         step: The step that all rows must reach.
         past: The options of all steps after the earliest of ``last``.
     """
-    # Oldest first: the rows that still have steps to make are then always the first ones.
+    # Oldest first: the rows that still have steps to make are then always the first ones. The copies on the host tell
+    # which ones these are, so that a GPU is waited for once in a chunk.
     order = torch.argsort(last, stable=True)
-    order = order[last[order] < step]
-    if not len(order):
-        return
-    steps = _Steps.window(past, int(last[order[0]]), step, rows["weight"])
-    live = {key: value.flatten(1)[order] if value.ndim > 1 else value[order, None] for key, value in rows.items()}
     begin = last[order].double()
-    if steps.fits_kernel(live["weight"], int(begin[0])):
+    begun = begin.cpu()
+    late = int(torch.count_nonzero(begun < step))
+    if not late:
+        return
+    order, begin, begun = order[:late], begin[:late], begun[:late]
+    steps = _Steps.window(past, int(begun[0]), step, rows["weight"])
+    live = {key: value.flatten(1)[order] if value.ndim > 1 else value[order, None] for key, value in rows.items()}
+    if steps.fits_kernel(live["weight"], int(begun[0])):
         steps.run_kernel(live, begin)
         for key, value in live.items():
             rows[key].index_copy_(0, order, value.view(-1, *rows[key].shape[1:]))
         return
     while len(order):
-        rest = steps.at_rest(live, begin)
+        rest = steps.at_rest(live, begin).cpu()
         if bool(rest.any()):
-            done = {key: value[rest] for key, value in live.items()}
-            steps.finish(done, begin[rest])
+            ended, going = (mask.nonzero().flatten().to(order.device) for mask in (rest, ~rest))
+            done = {key: value[ended] for key, value in live.items()}
+            steps.finish(done, begin[ended])
             for key, value in done.items():
-                rows[key].index_copy_(0, order[rest], value.view(-1, *rows[key].shape[1:]))
-            live = {key: value[~rest] for key, value in live.items()}
-            order, begin = order[~rest], begin[~rest]
-        steps.advance(live, begin)
-        begin = (begin + CHUNK).clamp_(max=step)
+                rows[key].index_copy_(0, order[ended], value.view(-1, *rows[key].shape[1:]))
+            live = {key: value[going] for key, value in live.items()}
+            order, begin, begun = order[going], begin[going], begun[~rest]
+        steps.advance(live, begin, begun)
+        begin, begun = ((numbers + CHUNK).clamp_(max=step) for numbers in (begin, begun))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,10 @@ class _Steps:
         end: The last step.
         dtype: That of the rows; factors are rounded to it.
         form: As returned by :func:`form_of`.
+        decays: Whether a step has weight decay.
+        least: The smallest epsilon.
+        shrink: Size of a move in units of the one before.
+        can_rest: Whether the moves shrink from step to step.
     """
 
     first: Tensor
@@ -123,15 +131,25 @@ class _Steps:
     end: int
     dtype: torch.dtype
     form: tuple[bool, ...]
+    decays: bool
+    least: float
+    shrink: float
+    can_rest: bool
 
     @classmethod
     def window(cls, past: Mapping[str, Any], begin: int, end: int, like: Tensor) -> _Steps:
-        options = past["options"]
+        options, form = past["options"], tuple(past["form"])
         start = max(bisect_right(options, (begin + 1, math.inf)) - 1, 0)
-        table = torch.tensor(options[start:], dtype=torch.float64, device=like.device)
+        table = torch.tensor(options[start:], dtype=torch.float64, device="cpu")
+        _, _, decay, beta1, beta2, eps = table.unbind(1)
+        shrink = float(beta1[0]) / math.sqrt(float(beta2[0])) if beta2[0] else math.inf
+        varied, decays = bool((beta1 != beta1[0]).any() or (beta2 != beta2[0]).any()), bool(decay.any())
+        can_rest = not (varied or shrink >= 1 or (decays and not form[2]))
+        least, table = float(eps.min()), table.to(like.device)
         values = table[:, 1:].contiguous()
         faded = (1 - values[:, 0] * values[:, 1]).to(like.dtype).double().log()
-        return cls(table[:, 0].contiguous(), values, faded, end, like.dtype, tuple(past["form"]))
+        first = table[:, 0].contiguous()
+        return cls(first, values, faded, end, like.dtype, form, decays, least, shrink, can_rest)
 
     def at_rest(self, rows: Mapping[str, Tensor], begin: Tensor) -> Tensor:
         """Return a mask of the rows that further steps move by less than rounding."""
@@ -142,18 +160,10 @@ class _Steps:
         if "max_exp_avg_sq" in rows:
             square = torch.maximum(square, rows["max_exp_avg_sq"])
         reach, left = self._reach(begin)
-        travel = reach[:, None] * rows["exp_avg"].abs() / square.sqrt().clamp_(min=float(self.values[:, 4].min()))
+        travel = reach[:, None] * rows["exp_avg"].abs() / square.sqrt().clamp_(min=self.least)
         info = torch.finfo(self.dtype)
         limit = rows["weight"].abs() * (left[:, None] * (info.eps / 8)) + info.tiny
         return (missing <= 0) | (travel <= limit).all(1)
-
-    @property
-    def can_rest(self) -> bool:
-        """Whether the moves shrink from step to step."""
-        decay, beta1, beta2 = self.values[:, 1], self.values[:, 2], self.values[:, 3]
-        shrink = float(beta1[0]) / math.sqrt(float(beta2[0])) if beta2[0] else math.inf
-        varied = bool((beta1 != beta1[0]).any() or (beta2 != beta2[0]).any())
-        return not (varied or shrink >= 1 or (bool(decay.any()) and not self.form[2]))
 
     def _reach(self, begin: Tensor) -> tuple[Tensor, Tensor]:
         """Return a bound of all moves after a step in units of ``|m| / sqrt(v)``, and what decay leaves of a weight."""
@@ -161,8 +171,7 @@ class _Steps:
         # beta1 / sqrt(beta2) times the one before; what counts is their sum.
         _, _, decoupled, corrected, _ = self.form
         beta1 = self.values[0, 2]
-        shrink = float(beta1) / math.sqrt(float(self.values[0, 3]))
-        reach = self.values[:, 0].max() * shrink / (1 - shrink)
+        reach = self.values[:, 0].max() * self.shrink / (1 - self.shrink)
         reach = (reach / (1 - beta1 ** (begin + 1)) if corrected else reach.expand_as(begin)).to(self.dtype)
         return reach, self._left(begin).to(self.dtype) if decoupled else torch.ones_like(reach)
 
@@ -182,27 +191,27 @@ class _Steps:
         rows["exp_avg"].mul_((kept1**missing).to(self.dtype))
         rows["exp_avg_sq"].mul_((kept2**missing).to(self.dtype))
 
-    def advance(self, rows: Mapping[str, Tensor], begin: Tensor) -> None:
-        """Make the next steps, at most ``CHUNK``."""
+    def advance(self, rows: Mapping[str, Tensor], begin: Tensor, begun: Tensor) -> None:
+        """Make the next steps, at most ``CHUNK``. ``begun`` is ``begin``, in ascending order, on the host."""
         if not len(begin):
             return
         nesterov, _, decoupled, _, uncorrected = self.form
-        count = min(CHUNK, int(self.end - begin.min()))
+        count = min(CHUNK, self.end - int(begun[0]))
         numbers = torch.arange(1, count + 1, dtype=torch.float64, device=begin.device)[:, None] + begin
-        active = (numbers <= self.end).sum(1).tolist()
+        latest = self.end - torch.arange(1, count + 1, dtype=torch.float64, device="cpu")
+        active = torch.searchsorted(begun, latest, right=True).tolist()
         factors = self._factors(numbers)
-        decays = bool(factors[-1].any())
         by_step = zip(*(factor[..., None] for factor in factors), strict=True)
         nothing = torch.zeros_like(rows["weight"])
         for n, (new1, kept2, new2, floor, root2, scale, fade, pull) in zip(active, by_step, strict=True):
             weight, mean, square, grad = (t[:n] for t in (rows["weight"], rows["exp_avg"], rows["exp_avg_sq"], nothing))
-            if decays and decoupled:
+            if self.decays and decoupled:
                 weight.mul_(fade[:n])
-            elif decays:
+            elif self.decays:
                 grad = weight * pull[:n]
             mean.lerp_(grad, new1[:n])
             square.mul_(kept2[:n])
-            if decays and not decoupled:
+            if self.decays and not decoupled:
                 square.addcmul_(grad, grad * new2[:n])
             if "max_exp_avg_sq" in rows:
                 largest = rows["max_exp_avg_sq"][:n]
@@ -238,7 +247,7 @@ class _Steps:
         table = torch.stack([*self._factors(numbers), *after], dim=1)
         starts, stops = begin.long(), torch.empty(len(begin), dtype=torch.int64, device="cpu")
         nesterov, amsgrad, decoupled, _, uncorrected = self.form
-        decays, info = bool(self.values[:, 1].any()), torch.finfo(torch.float32)
+        decays, info = self.decays, torch.finfo(torch.float32)
         pointers = [rows[name].data_ptr() for name in ("weight", "exp_avg", "exp_avg_sq")]
         pointers.append(rows["max_exp_avg_sq"].data_ptr() if amsgrad else 0)
         job = _Job(
@@ -246,7 +255,7 @@ class _Steps:
             *(tensor.data_ptr() for tensor in (starts, stops, table)),
             *(len(starts), rows["weight"].shape[1], first, self.end),
             *(nesterov, decays and decoupled, decays and not decoupled, uncorrected, rests),
-            *(float(self.values[:, 4].min()), info.eps / 8, info.tiny),
+            *(self.least, info.eps / 8, info.tiny),
         )
         kernel.replay(ctypes.byref(job), torch.get_num_threads())
         self.finish(dict(rows), stops.double())
