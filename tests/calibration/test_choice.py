@@ -47,8 +47,10 @@ def test_a_machine_is_described_by_what_this_process_uses(monkeypatch):
     assert (here.device, here.threads, here.torch) == ("cpu", torch.get_num_threads(), torch.__version__)
     assert here.processor == environment().processor
     assert here.torchboost == environment().torchboost
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
-    assert Machine.of("cuda:1").device == "GPU 1"
+    for kind in ("cuda", "xpu"):
+        monkeypatch.setattr(getattr(torch, kind), "get_device_name", lambda device: f"GPU {device.index}")
+        assert Machine.of(f"{kind}:1").device == "GPU 1"
+    assert Machine.of("mps").device == "mps"
 
 
 @pytest.mark.parametrize("state", [{"choice": "{"}, {"choice": 7}, {"levers": 7}, {"levers": {"autocast": "maybe"}}])

@@ -58,6 +58,16 @@ def test_none_on_other_devices():
     assert peak.bytes is None
 
 
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_on_an_accelerator_its_allocator_counts(kind, monkeypatch):
+    module = getattr(torch, kind)
+    for name, value in {"memory_allocated": 5, "max_memory_allocated": 45, "reset_peak_memory_stats": None}.items():
+        monkeypatch.setattr(module, name, lambda device, value=value: value)
+    with PeakMemory(torch.device(kind)) as peak:
+        pass
+    assert peak.bytes == 40
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_what_torch_allocates():
     with PeakMemory(torch.device("cuda")) as peak:

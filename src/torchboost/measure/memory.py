@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ __all__ = ["PeakMemory"]
 class PeakMemory:
     """Measures how far the memory of a ``with`` block rises above what was held before it.
 
-    On CUDA that is what torch allocates on the device. On CPUs under Linux it is the resident memory of the whole
+    On CUDA and XPU that is what torch allocates on the device. On CPUs under Linux it is the resident memory of the whole
     process, libraries and threads included, whose record of the peak is reset. Elsewhere ``bytes`` is None.
 
     Cost: a garbage collection.
@@ -25,15 +26,17 @@ class PeakMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
+        module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
         self._device = device
+        self._counts: Any = module if hasattr(module, "max_memory_allocated") else None
         self._before: int | None = None
         self.bytes: int | None = None
 
     def __enter__(self) -> PeakMemory:
         gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = torch.cuda.memory_allocated(self._device)
+        if self._counts is not None:
+            self._counts.reset_peak_memory_stats(self._device)
+            self._before = self._counts.memory_allocated(self._device)
         elif self._device.type == "cpu":
             _return_free_memory()
             self._before = _resident("VmRSS") if _reset() else None
@@ -44,8 +47,8 @@ class PeakMemory:
     ) -> None:
         if self._before is None:
             return
-        on_gpu = self._device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(self._device) if on_gpu else _resident("VmHWM")
+        counts = self._counts
+        peak = _resident("VmHWM") if counts is None else counts.max_memory_allocated(self._device)
         self.bytes = None if peak is None else max(0, peak - self._before)
 
 

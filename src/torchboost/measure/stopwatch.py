@@ -278,7 +278,8 @@ def instructions() -> str:
 def device_name(device: torch.device | str) -> str:
     """Return the name of a GPU, or the type of any other device."""
     device = torch.device(device)
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    return module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
 
 
 def _check(contestants: Mapping[str, object], baselines: Sequence[str], pairs: int, calls: int) -> None:
