@@ -16,8 +16,8 @@ __all__ = ["PeakMemory"]
 class PeakMemory:
     """Measures how far the memory of a ``with`` block rises above what was held before it.
 
-    On CUDA and XPU that is what torch allocates on the device. On CPUs under Linux it is the resident memory of the whole
-    process, libraries and threads included, whose record of the peak is reset. Elsewhere ``bytes`` is None.
+    On CUDA and XPU that is what torch allocates on the device. On CPUs under Linux it is the resident memory of the
+    whole process, libraries and threads included, whose record of the peak is reset. Elsewhere ``bytes`` is None.
 
     Cost: a garbage collection.
 
