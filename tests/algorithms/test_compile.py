@@ -68,6 +68,18 @@ def test_a_flip_of_requires_grad_is_one_more_graph_and_trains_what_it_should() -
     assert compiled.graphs >= 2
 
 
+def test_a_layer_that_was_frozen_at_first_is_trained_when_it_is_thawed() -> None:
+    model = BottleneckNet()
+    target = target_of(model)
+    Compile(backend="aot_eager").attach(target)
+    for flag in (False, True, False):
+        model.stem.requires_grad_(flag)
+        before = model.stem[0].weight.detach().clone()
+        target.optimizer.zero_grad()
+        train(target, 1, 3)
+        assert torch.equal(model.stem[0].weight, before) is not flag
+
+
 def test_removal_leaves_no_trace() -> None:
     model = cnn()
     target = target_of(model)

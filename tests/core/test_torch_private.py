@@ -1,4 +1,4 @@
-"""The private names of torch are still there, and mean what they meant in torch 2.13.0.
+"""The private names of torch are still there, and mean what they meant in torch 2.9.1 to 2.14.1.
 
 A failure of one of these tests after an update of torch names what has moved, and so what else of the package fails.
 """

@@ -142,7 +142,7 @@ class _Ends(Attachment):
     def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``forward``. If the heads are not known and this is an eager pass with gradients, find them."""
         # A cover beneath, such as that of a frozen prefix, may look at the hooks that a search sets.
-        if self._known or is_cover(forward) or torch.compiler.is_compiling() or not self._is_usual(module):
+        if self._known or torch.compiler.is_compiling() or is_cover(forward) or not self._is_usual(module):
             return forward(module, *args, **kwargs)
         if self._found is not None:
             self._use(self._found)

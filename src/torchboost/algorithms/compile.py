@@ -23,6 +23,7 @@ from torchboost.core.torch_private import (
     load_compiler,
     set_compiled_call,
 )
+from torchboost.core.torch_versions import following_flags
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.recording import tensors_in
@@ -163,13 +164,16 @@ class Compile(Algorithm):
 def _eager_if_twice(model: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Return a call of the model that runs eagerly if gradients of it are, or may be, differentiated again."""
     twice: list[bool] = []
+    run = following_flags(compiled)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
             return compiled(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
         if twice or any(map(_is_asked_for, tensors_in([args, kwargs]))):
             return call_uncompiled(model, *args, **kwargs)
-        outputs = compiled(*args, **kwargs)
+        outputs = run(*args, **kwargs)
         for output in tensors_in(outputs):
             if output.requires_grad:
                 output.register_hook(look)

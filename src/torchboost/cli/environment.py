@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchboost.core.torch_versions import compiler_follows_flags
+
 __all__ = ["EXTRAS", "compile_advice", "cpp_compiler", "examine"]
 
 EXTRAS = {
@@ -24,8 +26,6 @@ EXTRAS = {
 """Extra -> the modules that it installs."""
 
 SHOWN = ("torchboost", "torch", "pydantic", "numpy", "safetensors")
-
-GOOD_SINCE = (2, 13)
 
 
 def examine() -> dict[str, Any]:
@@ -42,28 +42,19 @@ def examine() -> dict[str, Any]:
         "distributed": dist.is_available(),
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "nccl": dist.is_available() and dist.is_nccl_available(),
-        "compile": compile_advice(torch.__version__),
+        "compile": compile_advice(),
         "cpp_compiler": cpp_compiler(),
         "extras": {extra: _missing(modules) for extra, modules in EXTRAS.items()},
     }
 
 
-def compile_advice(version: str) -> str:
-    """Say whether this version of torch has the compiler bug that affects freezing.
-
-    Affected versions reuse an old graph after ``requires_grad`` of a parameter changes, so layers that were frozen once
-    never train again (pytorch issues 139476 and 162174).
-
-    Args:
-        version: Version of torch, such as ``"2.13.0+cpu"``.
-    """
-    parts = version.split("+")[0].split(".")
-    numbers = tuple(int(part) for part in parts[:2] if part.isdigit())
-    if len(numbers) == 2 and numbers >= GOOD_SINCE:
-        return "good: recompiles when requires_grad changes (checked on 2.13.0)"
+def compile_advice() -> str:
+    """Say whether this torch has the compiler bug that affects freezing (pytorch issues 139476 and 162174)."""
+    if compiler_follows_flags():
+        return "good: recompiles when requires_grad changes"
     return (
-        "careful: older than 2.13.0, may reuse an old graph after requires_grad changes (seen on 2.9.1); "
-        "do not freeze layers of a compiled model, or update torch"
+        "careful: older than 2.12, may reuse an old graph after requires_grad changes, so layers that were frozen once "
+        "never train again; what torchboost compiles recompiles"
     )
 
 

@@ -32,7 +32,8 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor], strange: Callab
     try:
         if isinstance(value, tuple):
             return _tuple(value, inner)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # The compiler of torch 2.9 cannot trace the question whether None is one.
+        if value is not None and dataclasses.is_dataclass(value) and not isinstance(value, type):
             return _record(value, inner)
         if isinstance(value, MutableMapping):
             return _filled(value, value.items(), inner)

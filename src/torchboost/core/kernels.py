@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from torchboost.core.torch_versions import cpu_capabilities
+
 __all__ = ["kernel_switches"]
 
 _VARIABLES = (
@@ -22,7 +24,7 @@ def kernel_switches() -> list[Any]:
 
     Plain values, for a key. If they differ between two processes, what was measured in one does not count in the other.
     """
-    cpu = torch.cpu.get_capabilities()
+    cpu = cpu_capabilities()
     return [
         [[name, os.environ.get(name)] for name in _VARIABLES],
         [[name, str(value)] for name, value in sorted(cpu.items())],

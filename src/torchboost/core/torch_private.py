@@ -2,7 +2,7 @@
 
 No other module of the package reads a private name of torch; ``tests/contracts/test_private_names.py`` scans for them.
 If an update of torch moves or changes a name, it is mended here, and ``tests/core/test_torch_private.py`` says which
-one it was. All names were last seen in torch 2.13.0, and all but one in 2.11.0 (:func:`all_reduce_hooks`). The module
+one it was. All names were last seen in torch 2.9.1 to 2.14.1; one is read in two ways (:func:`all_reduce_hooks`). The module
 imports nothing of this package, and nothing of torch that ``import torch`` does not import.
 """
 
@@ -12,6 +12,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, Self
@@ -75,6 +76,8 @@ __all__ = [
     "global_step_post_hooks",
     "global_step_pre_hooks",
     "gradient_hooks",
+    "guards_every_flag",
+    "guards_of_every_flag",
     "has_fused_mark",
     "has_gradient_hooks",
     "has_saved_tensor_hooks",
@@ -94,6 +97,7 @@ __all__ = [
     "memory_stamp",
     "module_hooks",
     "node_number",
+    "older_cpu_flags",
     "overrides_dispatch",
     "parameter_slots",
     "recompile_limit",
@@ -578,11 +582,37 @@ def load_compiler() -> None:
     importlib.import_module("torch._inductor.compile_fx")
 
 
+def guards_of_every_flag() -> AbstractContextManager[Any]:
+    """Within it new graphs check all of every parameter: ``torch._dynamo.config``; imports the compiler.
+
+    Otherwise they check a parameter only if the dict that holds it was written to, which a flag is not.
+    """
+    from torch._dynamo import config
+
+    patch: Any = config.patch
+    return patch(skip_tensor_guards_with_matching_dict_tags=False)
+
+
+def guards_every_flag() -> bool:
+    """Whether :func:`guards_of_every_flag` holds for the whole program."""
+    from torch._dynamo import config
+
+    return not config.skip_tensor_guards_with_matching_dict_tags
+
+
 def recompile_limit() -> int:
     """Return how many graphs of one code torch compiles before it falls back to eager: ``torch._dynamo.config``."""
     from torch._dynamo import config
 
     return config.recompile_limit
+
+
+# Processors
+
+
+def older_cpu_flags() -> dict[str, Any]:
+    """Return whether the processor computes in bfloat16: ``torch.cpu._is_avx512_bf16_supported`` and its like."""
+    return {"avx512_bf16": _torch.cpu._is_avx512_bf16_supported(), "amx_bf16": _torch.cpu._is_amx_tile_supported()}
 
 
 # Several ranks

@@ -23,6 +23,7 @@ from typing import Protocol, Self
 import torch
 
 from torchboost.core.torch_private import compiled_graphs
+from torchboost.core.torch_versions import cpu_capabilities
 from torchboost.measure.evidence import Environment, Interval, Ratio
 from torchboost.measure.statistics import bootstrap_median, detectable_ratio, paired_ratio
 
@@ -270,7 +271,7 @@ def processor_name() -> str:
 def instructions() -> str:
     """Return the vector instructions that torch computes with, such as ``AVX512, avx512_bf16``."""
     widest = torch.backends.cpu.get_cpu_capability()
-    found = torch.cpu.get_capabilities()
+    found = cpu_capabilities()
     further = (name for name in ("avx512_bf16", "amx_bf16") if found.get(name) and widest.startswith("AVX512"))
     return ", ".join((widest, *further))
 

@@ -16,6 +16,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torchboost.core.algorithm import Attachment
 from torchboost.core.closure import after_closure
 from torchboost.core.torch_private import forget_fused_mark, has_fused_mark, step_pre_hooks
+from torchboost.core.torch_versions import UNSUPPORTED_SHARDS
 from torchboost.core.wrapping import hookable
 from torchboost.errors import NoEffectWarning
 from torchboost.optim.fused_kernels import miscomputes
@@ -301,7 +302,7 @@ def _probe(kind: type[Optimizer], sample: Tensor) -> str | None:
         made = kind([parameter], lr=0.0, fused=True)  # pyright: ignore[reportCallIssue]
         with torch.no_grad():
             inspect.unwrap(kind.step)(made)  # hooks of users on all optimizers do not see it
-    except RuntimeError as error:
+    except UNSUPPORTED_SHARDS as error:
         what = f"{sample.dtype} {type(sample.data).__name__} on {sample.device}"
         return f"{kind.__name__} cannot be fused for {what}: {str(error).splitlines()[0]}"
     return _wrong(kind, sample.dtype, sample.device)

@@ -102,6 +102,7 @@ def test_progressive_freezing_is_monotone_and_leaves_the_head():
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own, as inductor loads
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.usefixtures("followed_flags")
 def test_a_compiled_model_gets_as_many_graphs_as_announced(pattern, backend):
     from torch._dynamo.utils import counters
 
@@ -175,6 +176,7 @@ def test_compiling_before_the_first_update_that_freezes_limits_the_graphs(patter
         assert rest == indices[number:]
 
 
+@pytest.mark.usefixtures("followed_flags")
 def test_a_resumed_run_keeps_the_schedule_of_its_checkpoint():
     """Freezing that began uncompiled stays as it was, also if the resumed model is compiled from the start."""
     chosen = settings("progressive", groups=10, full_share=0.5, total_steps=40)
@@ -378,6 +380,7 @@ def test_the_cache_follows_a_schedule():
     assert len(sizes) == 4
 
 
+@pytest.mark.usefixtures("followed_flags")
 def test_the_cache_needs_a_bare_model_and_settled_norms():
     with pytest.raises(ValueError, match="use norms='eval'"):
         BlockFreeze(cache_mebibytes=1)

@@ -9,6 +9,7 @@ from tests.support.models import BottleneckNet
 from tests.support.ranks import run_ranks
 from tests.support.wrapped import all_weights, train_share, wrap
 from torchboost import IncompatibleError, NoEffectWarning, Target
+from torchboost.algorithms.compile import Compile
 from torchboost.algorithms.freezing.freezer import Freezing, prefixes_of
 from torchboost.algorithms.freezing.schedule import Repeated
 from torchboost.bench.workloads.models import GPT
@@ -215,6 +216,7 @@ def test_remove_gives_everything_back():
 
 
 @pytest.mark.parametrize("norms", ["update", "eval"])
+@pytest.mark.usefixtures("followed_flags")
 def test_compiled_training_follows_the_flags(norms):
     schedule = (0, 1, 3, 0)
     eager, plain, _ = start(schedule, norms=norms)
@@ -231,6 +233,7 @@ def test_compiled_training_follows_the_flags(norms):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("followed_flags")
 def test_a_tied_weight_is_cut_in_a_compiled_model_too():
     torch.manual_seed(0)
     model = GPT(16, context=8, layers=2, heads=2, width=8)
@@ -249,10 +252,22 @@ def test_a_tied_weight_is_cut_in_a_compiled_model_too():
     assert reached[1] < reached[0]
 
 
+def test_what_a_level_compiles_is_trained_again_when_it_is_thawed():
+    model = BottleneckNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    blocks = blocks_of(model)
+    Freezing(model, optimizer, prefixes_of(blocks, range(len(blocks))), Repeated((2, 0, 3)))
+    Compile(backend="aot_eager").attach(Target(model, optimizer))
+    for frozen in (True, False, True):
+        before = model.stem[0].weight.detach().clone()
+        train(model, optimizer, [0])
+        assert torch.equal(model.stem[0].weight, before) is frozen
+
+
 def test_wrappers_that_cannot_follow_are_refused(monkeypatch):
     (found,) = run_ranks(_refusals, 1)
     assert "static_graph=True" in found[0]
-    monkeypatch.setattr("torchboost.algorithms.freezing.freezer._compiler_follows_flags", lambda: False)
+    monkeypatch.setattr("torchboost.algorithms.freezing.freezer.compiler_follows_flags", lambda: False)
     model = BottleneckNet()
     model.compile(backend="eager")
     with pytest.raises(IncompatibleError, match="pytorch#139476"):

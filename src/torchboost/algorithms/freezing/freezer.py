@@ -6,7 +6,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 from weakref import ref
 
@@ -22,6 +21,7 @@ from torchboost.algorithms.freezing.replicas import Replicas, check_reducer, sev
 from torchboost.core.algorithm import Attachment, Removable
 from torchboost.core.covering import plain_hook
 from torchboost.core.torch_private import AnyBatchNorm, recompile_limit
+from torchboost.core.torch_versions import compiler_follows_flags
 from torchboost.core.wrapping import is_compiled
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.blocks import Block
@@ -85,10 +85,11 @@ def check_freezable(model: nn.Module | None, optimizer: Optimizer) -> None:
     """
     if model is not None:
         check_reducer(model)
-        if is_compiled(model) and not _compiler_follows_flags():
+        if is_compiled(model) and not compiler_follows_flags():
             raise IncompatibleError(
                 f"freezing: torch.compile of torch {torch.__version__} keeps using the old graph when requires_grad "
-                "changes (pytorch#139476), so unfrozen layers would never train; update torch, or do not compile."
+                "changes (pytorch#139476), so unfrozen layers would never train; set torch._dynamo.config."
+                "skip_tensor_guards_with_matching_dict_tags = False at the start of the program, or update to 2.12."
             )
     closure = list(inspect.signature(type(optimizer).step).parameters.values())[1:2]
     if closure and closure[0].default is inspect.Parameter.empty and closure[0].kind in _NAMED:
@@ -422,18 +423,3 @@ class _Cut:
         if self.active and isinstance(output, Tensor):
             return output.detach()
         return output
-
-
-@cache
-def _compiler_follows_flags() -> bool:
-    """Compile a one-parameter module, flip its flag and check whether the gradient follows (pytorch#139476)."""
-    layer = nn.Linear(1, 1, bias=False, device="cpu")
-    compiled = torch.compile(lambda x: layer(x), backend="aot_eager")
-    seen = []
-    for wanted in (True, False, True):
-        layer.weight.requires_grad_(wanted)
-        layer.weight.grad = None
-        x = torch.ones(1, 1, requires_grad=True, device="cpu")
-        compiled(x).sum().backward()
-        seen.append(layer.weight.grad is not None)
-    return seen == [True, False, True]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchboost.core.torch_private import foreach
+from torchboost.core.torch_versions import foreach_lerp
 from torchboost.optim.rules.base import Batch
 from torchboost.optim.updates import Updates, UpdateTransform
 
@@ -47,7 +48,7 @@ def adam_directions(group: Mapping[str, Any], batch: Batch) -> list[Tensor]:
         foreach.div_(root, second)
     foreach.add_(root, float(group["eps"]))
     if group.get("nesterov"):
-        directions = list(foreach.lerp(mean, grads, 1 - beta1))
+        directions = foreach_lerp(mean, grads, 1 - beta1)
         foreach.div_(directions, root)
     else:
         directions = list(foreach.div(mean, root))

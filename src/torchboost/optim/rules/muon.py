@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchboost.core.torch_private import foreach
+from torchboost.core.torch_versions import foreach_lerp
 from torchboost.optim.gradients import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import MasterWeights
@@ -150,7 +151,7 @@ class Muon(UpdateRule):
             momentum, decay = float(group["momentum"]), float(group["lr"]) * float(group["weight_decay"])
             buffers = part.state("momentum_buffer")
             foreach.lerp_(buffers, part.grads, 1 - momentum)
-            directions = list(foreach.lerp(part.grads, buffers, momentum) if group["nesterov"] else buffers)
+            directions = list(foreach_lerp(part.grads, buffers, momentum) if group["nesterov"] else buffers)
             if decay:
                 foreach.mul_(part.params, 1 - decay)
             _move(group, layout, part.params, directions)

@@ -1,0 +1,61 @@
+"""What differs between the versions of torch that this package works with, from 2.9 on.
+
+No other module asks which version of torch runs. If the oldest supported version moves on, what is marked with a
+later one can go. Private names that have moved are in :mod:`torchboost.core.torch_private`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchboost.core.torch_private import (
+    foreach,
+    guards_every_flag,
+    guards_of_every_flag,
+    older_cpu_flags,
+    overrides_dispatch,
+)
+
+__all__ = ["UNSUPPORTED_SHARDS", "compiler_follows_flags", "cpu_capabilities", "following_flags", "foreach_lerp"]
+
+UNSUPPORTED_SHARDS = (RuntimeError, AssertionError)
+"""What an operator raises that cannot compute with a DTensor: in 2.9 not always a ``RuntimeError``."""
+
+_BEFORE_2_12, _BEFORE_2_13 = (torch.__version__ < version for version in ((2, 12), (2, 13)))
+
+
+def cpu_capabilities() -> dict[str, Any]:
+    """Return what the processor can do: ``torch.cpu.get_capabilities``, before 2.11 what bfloat16 needs only."""
+    read: Callable[[], dict[str, Any]] = getattr(torch.cpu, "get_capabilities", older_cpu_flags)
+    return read()
+
+
+def foreach_lerp(starts: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> list[Tensor]:
+    """Return ``start + weight * (end - start)`` of each pair, which before 2.13 works one by one for a DTensor only."""
+    if _BEFORE_2_13 and any(map(overrides_dispatch, starts)):
+        return [torch.lerp(start, end, weight) for start, end in zip(starts, ends, strict=True)]
+    return list(foreach.lerp(starts, ends, weight))
+
+
+def following_flags(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled function whose graphs check ``requires_grad`` of every parameter, as all do from 2.12 on."""
+    if not _BEFORE_2_12:
+        return compiled
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with guards_of_every_flag():
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+def compiler_follows_flags() -> bool:
+    """Whether graphs of other functions than :func:`following_flags` do so; before 2.12 if a setting of torch is off.
+
+    Otherwise a graph that was made while a layer is frozen never trains it again (pytorch#139476).
+    """
+    return not _BEFORE_2_12 or guards_every_flag()
