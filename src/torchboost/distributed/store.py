@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ def own_store(purpose: str, ranks: Sequence[int]) -> Any:
         ranks: Global ranks, this one included; each of them must call this in the same order.
     """
     assert dist.group.WORLD is not None
-    named = ".".join(map(str, ranks))
+    named = hashlib.sha256(".".join(map(str, ranks)).encode()).hexdigest()[:16]  # a short key for any number of ranks
     within = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
     store = within(f"torchboost/{purpose}/{named}", dist.group.WORLD.get_group_store())
     return within(str(store.add(str(dist.get_rank()), 1)), store)
