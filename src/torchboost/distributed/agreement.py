@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchboost.distributed.store import own_store
+from torchboost.distributed.store import own_gloo, own_store
 from torchboost.distributed.teardown import part
 from torchboost.errors import RankDisagreementError
 
@@ -57,13 +57,9 @@ class Agreement:
         weakref.finalize(self, self._groups.clear)
         self._rank = dist.get_rank()
         self._at = self._ranks.index(self._rank)
-        options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        options._timeout = timedelta(seconds=self._wait)
-        # Connections are made when they are used: to a few ranks, not to all.
-        options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]  # pyright: ignore
         try:
             self._store = own_store("agreement", self._ranks)
-            self._groups.append(dist.ProcessGroupGloo(self._store, self._at, len(ranks), options))
+            self._groups.append(own_gloo(self._store, self._at, len(ranks), self._wait))
             self._exchange(torch.zeros(1, device="cpu"))
         except RuntimeError as error:
             raise RankDisagreementError(
