@@ -51,7 +51,7 @@ from torchboost.graph.dataflow import shared_traces
 from torchboost.inference import fast_copy, fastest
 from torchboost.optim.named import named_optimizer
 from torchboost.optim.rules.schedule_free import warn_of_training_weights
-from torchboost.plan import Dropped, Plan, why_idle
+from torchboost.plan import Plan, why_idle
 from torchboost.registry import REGISTRY, Facts, Loop
 
 __all__ = ["Boosted", "Host", "boost", "boosted_of"]
@@ -346,10 +346,7 @@ class Boosted:
             return
         self.withdrawn[name] = reason
         self.attached.detach(name)
-        kept = tuple(one for one in self.plan.algorithms if one.name != name)
-        levers = tuple(one for one in self.plan.levers if one.name != name)
-        dropped = (*(entry for entry in self.plan.dropped if entry.name != name), Dropped(name, reason))
-        self.plan = replace(self.plan, algorithms=kept, levers=levers, dropped=dropped)
+        self.plan = self.plan.without({name: reason})
         if self._calibration is not None:
             self._calibration = self._calibration.without(name)
             if self._waiting is not None:
@@ -497,8 +494,12 @@ def attach(
     verify: bool = True,
     name: str = "model",
     caller: str = "torchboost.boost",
+    transformed: bool = False,
 ) -> Boosted:
-    """Do what :func:`boost` does, without its warning. Messages use the caller's names."""
+    """Do what :func:`boost` does, without its warning. Messages use the caller's names.
+
+    If the modules were ``transformed`` before the model was sharded, what found nothing to change then is left out.
+    """
     listed = isinstance(optimizer, Sequence)
     optimizers: list[Optimizer] = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     if not optimizers:
@@ -511,7 +512,8 @@ def attach(
     if plan.algorithms:
         check_shapes(model)
     wrapper = wrapper_of(model)
-    if wrapper is not None and any(algorithm.needs_transform(model) for algorithm in plan.algorithms):
+    idle = {a.name: _NOTHING for a in plan.algorithms if wrapper is not None and a.needs_transform(model)}
+    if idle and not transformed:
         raise IncompatibleError(
             f"the {name} is already wrapped by {wrapper}; move the line with {caller}(...) before the line that wraps "
             f"it: pass the bare {name}, and wrap what is returned."
@@ -525,7 +527,7 @@ def attach(
         if before is not None:
             _warn_of_other_parameters(before, target, caller)
             before.remove()
-    plan = Plan.of(level, config, host.facts(model), total_steps=total_steps)
+    plan = Plan.of(level, config, host.facts(model), total_steps=total_steps).without(idle)
     with shared_traces():
         plan = plan.fit(model, given, *others)
         calibration = Calibration.of(plan, calibrate, verify=verify, forward=host.forward) if wrapper is None else None
@@ -541,6 +543,7 @@ def attach(
     return made
 
 
+_NOTHING = "it found nothing to change before the model was sharded"
 _OPEN = "the trial at the first training call decides"
 
 

@@ -195,6 +195,12 @@ class Plan:
             dropped=tuple(entry for entry in self.dropped if entry.name not in decisions) + off,
         )
 
+    def without(self, reasons: Mapping[str, str]) -> Plan:
+        """Return the plan without some algorithms, by name -> reason, also as levers."""
+        kept, levers = (tuple(a for a in of if a.name not in reasons) for of in (self.algorithms, self.levers))
+        dropped = (*(d for d in self.dropped if d.name not in reasons), *map(Dropped._make, reasons.items()))
+        return replace(self, algorithms=kept, levers=levers, dropped=dropped)
+
     def transform(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         """Let every algorithm change the modules. Call it before the model is wrapped, sharded or compiled.
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from time import monotonic, sleep
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.support.ranks import run_ranks
 from torchboost.distributed.agreement import Agreement
@@ -87,3 +89,44 @@ def _absent_from_the_beginning() -> str:
 @pytest.mark.dist
 def test_a_rank_that_does_not_begin_is_an_error_on_the_others() -> None:
     assert "not all of them started within 2 s" in run_ranks(_absent_from_the_beginning, 2)[0]
+
+
+class Counted:
+    """A group that notes to whom it sends."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.sent = group, []
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
+        self.sent.append((to, sum(tensor.nbytes for tensor in tensors)))
+        return self.group.send(tensors, to, tag)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
+
+
+def _messages() -> list[tuple[int, int]]:
+    everyone = Agreement(range(dist.get_world_size()), subject="a test")
+    group = Counted(everyone._groups[0])
+    everyone._groups[0] = group
+    everyone.check({"step": 1, "seed": 2}, hint="")
+    assert everyone.largest([dist.get_rank(), float("inf")], step="") == [dist.get_world_size() - 1, float("inf")]
+    everyone.close()
+    return group.sent
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_messages_grow_with_the_logarithm_of_the_ranks(ranks: int) -> None:
+    for rank, sent in enumerate(run_ranks(_messages, ranks)):
+        to = [(rank + step) % ranks for step in (1, 2, 4) if step < ranks]
+        assert sent == [*((other, 2 * 2 * 8) for other in to), *((other, 2 * 8) for other in to)]
+
+
+def test_of_many_ranks_those_that_are_silent_are_found() -> None:
+    everyone = object.__new__(Agreement)
+    everyone._ranks, everyone._calls, everyone._store = list(range(200)), 1, dist.HashStore()
+    here = [rank for rank in everyone._ranks if rank not in (0, 62, 131, 199)]
+    for rank in here:
+        everyone._here(1 << rank % 62, rank // 62)
+    assert everyone._silent() == [0, 62, 131, 199]

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
-from torch import nn
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from transformers.modeling_outputs import SequenceClassifierOutput
 
+import torchboost.optim
 from tests.support.ranks import run_ranks
-from tests.support.trainer_models import KINDS, SPEED, has_plain_layout, trained_alike
+from tests.support.trainer_models import KINDS, SPEED, Kind, has_plain_layout, trained_alike
+from tests.support.wrapped import all_weights
 from torchboost.core.torch_private import module_hooks
 from torchboost.errors import IncompatibleError
 from torchboost.front import Boosted
@@ -142,6 +150,120 @@ def test_the_eval_copy_is_right_under_mixed_precision():
     boosted.remove()
     with torch.no_grad():
         torch.testing.assert_close(copy(**batch).logits, model.eval()(**batch).logits, rtol=1e-4, atol=1e-4)
+
+
+class ConvNet(nn.Module):
+    """A network with BatchNorms for the images of ``KINDS``, since Accelerate shards no ResNet of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [[nn.Conv2d(w, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU()] for w in (3, 16, 16, 16)]
+        self.blocks = nn.Sequential(*(nn.Sequential(*block) for block in blocks))
+        self.head = nn.Linear(16 * 4, 3)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> SequenceClassifierOutput:
+        loss = F.cross_entropy(self.head(self.blocks(pixel_values).flatten(1)), labels)
+        return SequenceClassifierOutput(loss=loss)  # pyright: ignore[reportArgumentType]
+
+
+def freezing(**less_bn: int) -> dict[str, Any]:
+    return {"extra": {"grad_freeze": {"pattern": "progressive"}, **({"less_bn": less_bn} if less_bn else {})}}
+
+
+SHARDED = {
+    "bert": ("BertLayer", KINDS["bert"]._replace(config=freezing())),
+    "conv": (
+        "Sequential",
+        Kind(ConvNet, KINDS["resnet"].data, freezing(keep_every=2)),
+    ),
+    "kept": (
+        "Sequential",
+        Kind(ConvNet, KINDS["resnet"].data, freezing(keep_every=1)),
+    ),
+}
+
+
+def fsdp2(wrapped: str, **options: Any) -> FullyShardedDataParallelPlugin:
+    """Return a plugin, after Accelerate, which shards nothing on a CPU, was told that this is none."""
+    reset()
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    policy: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": [wrapped]}
+    return FullyShardedDataParallelPlugin(**{"fsdp_version": 2, **policy, **options})
+
+
+def train_sharded(
+    name: str, folder: str = "", *, resume: str = "", back: str = "", rule: str = "adamw", level: str = "O1"
+) -> list[float]:
+    """Train for eight updates, save after four, resume from there, or go back to there; return all weights."""
+    wrapped, kind = SHARDED[name]
+    accelerator, model = Accelerator(fsdp_plugin=fsdp2(wrapped)), kind.seeded()
+    parts: Any = (model, RULES[rule](model.parameters()), DataLoader(kind.data(), 4))
+    if level:
+        config = kind.config if level != "O0" else None
+        *parts, boosted = prepare(accelerator, *parts, level=level, total_steps=STEPS, config=config)
+        assert ("grad_freeze" in boosted.attached) == (level != "O0")
+        assert any(isinstance(m, RemovedNorm) for m in model.modules()) == (name == "conv")
+        assert ("found nothing to change" in boosted.explain()) == (name == "kept")
+    else:
+        parts = accelerator.prepare(*parts)
+    model, optimizer, loader = parts
+    if resume:
+        accelerator.load_state(resume)
+    batches, done = [batch for _ in range(2) for batch in loader], HALF if resume else 0
+    while done < STEPS:
+        accelerator.backward(model(**batches[done]).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        done += 1
+        if done == HALF and folder:
+            accelerator.save_state(folder)
+        if done == STEPS - 1 and back:
+            assert not all(p.requires_grad for p in model.parameters())
+            accelerator.load_state(back)
+            done, back = HALF, ""
+    return all_weights(model)
+
+
+RULES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-2),
+    "stateless": partial(torch.optim.SGD, lr=0.05),
+    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "ours": partial(torchboost.optim.AdamW, lr=1e-2),
+}
+
+
+def resumed_sharded(name: str, rule: str, folder: str) -> list[bool]:
+    whole = train_sharded(name, folder, rule=rule)
+    assert all(map(math.isfinite, whole))
+    assert whole == train_sharded(name, rule=rule), "a checkpoint changes nothing"
+    others = train_sharded(name, resume=folder, rule=rule), train_sharded(name, back=folder, rule=rule)
+    return [whole == other for other in others]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("name", "rule"), [*(("bert", r) for r in RULES), ("conv", "adamw"), ("kept", "adamw")])
+def test_a_resumed_run_under_fsdp2_equals_the_uninterrupted_one(name: str, rule: str, tmp_path: Path):
+    assert run_ranks(resumed_sharded, 2, name, rule, str(tmp_path)) == [[True, True]] * 2
+
+
+def test_fsdp1_and_full_state_dicts_are_refused_unchanged():
+    model = KINDS["bert"].seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for options, said in (({"fsdp_version": 1}, "FSDP"), ({"state_dict_type": "FULL_STATE_DICT"}, "loses the moments")):
+        accelerator = Accelerator(fsdp_plugin=fsdp2("BertLayer", **options))
+        with pytest.raises(IncompatibleError, match=said):
+            prepare(accelerator, model, optimizer)
+
+
+def weights_at_o0() -> bool:
+    return train_sharded("bert", level="O0") == train_sharded("bert", level="")
+
+
+@pytest.mark.dist
+def test_level_o0_under_fsdp2_trains_as_accelerate_alone():
+    assert run_ranks(weights_at_o0, 2) == [True, True]
 
 
 def test_the_saved_optimizer_is_that_of_a_plain_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

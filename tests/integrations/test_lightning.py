@@ -17,12 +17,15 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Subset
 
 import torchboost.registry
 from tests.support.ranks import run_ranks
 from tests.support.trainer_models import KINDS, SPEED, Kind, differences, has_plain_layout, trained_alike
+from tests.support.wrapped import all_weights
 from torchboost.core.hardware import HalfPrecision
 from torchboost.core.torch_private import module_hooks
 from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning
@@ -360,3 +363,66 @@ def test_the_saved_optimizer_is_that_of_a_plain_run(tmp_path: Path):
     assert live.fused
     saved = torch.load(tmp_path / f"step={STEPS}.ckpt", weights_only=True)
     assert has_plain_layout(saved["optimizer_states"][0])
+
+
+class Sharded(Lit):
+    """The same, sharded by FSDP2, with a rule that keeps moments."""
+
+    def configure_model(self) -> None:
+        for block in [module for module in self.net.modules() if type(module).__name__ == "BertLayer"]:
+            fully_shard(block, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2) if self.momentum else super().configure_optimizers()
+
+
+def fit_sharded(
+    name: str, momentum: float, folder: Path, *, whole: bool, level: str = "O1", resume: str | None = None
+) -> list[float]:
+    config = {"extra": {"less_bn": {}, "grad_freeze": {"pattern": "progressive"}}} if level == "O1" else None
+    strategy = ModelParallelStrategy(2, 1, save_distributed_checkpoint=not whole)
+    settings = {"strategy": strategy, "devices": 2, "plugins": [TwoRanks()], "use_distributed_sampler": False}
+    boost, module = Boost(level or "O0", module="net", config=config), Sharded(KINDS[name].seeded(), momentum=momentum)
+    trainer_of(folder, *([boost] if level else []), **settings).fit(module, loader(KINDS[name]), ckpt_path=resume)
+    if level == "O1":
+        assert "grad_freeze" in {algorithm.name for algorithm in boost.plan.algorithms}
+        assert any(isinstance(m, RemovedNorm) for m in module.modules()) == (name == "resnet")
+    return all_weights(module)
+
+
+def resumed_sharded(name: str, momentum: float, whole: bool, folder: str) -> bool:
+    first = fit_sharded(name, momentum, Path(folder) / "first", whole=whole)
+    torch.distributed.barrier()
+    checkpoint = str(Path(folder) / "first" / f"step={STEPS // 2}.ckpt")
+    return first == fit_sharded(name, momentum, Path(folder) / "resumed", whole=whole, resume=checkpoint)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "case", [("bert", 0.9, False), ("bert", 0.0, False), ("bert", 0.9, True), ("resnet", 0.9, False)]
+)
+def test_a_resumed_run_under_fsdp2_equals_the_uninterrupted_one(case: tuple[str, float, bool], tmp_path: Path):
+    assert run_ranks(resumed_sharded, 2, *case, str(tmp_path)) == [True, True]
+
+
+def weights_at_o0(folder: str) -> bool:
+    found = [fit_sharded("bert", 0.9, Path(folder) / level, whole=False, level=level) for level in ("O0", "")]
+    return found[0] == found[1]
+
+
+@pytest.mark.dist
+def test_level_o0_under_fsdp2_trains_as_lightning_alone(tmp_path: Path):
+    assert run_ranks(weights_at_o0, 2, str(tmp_path)) == [True, True]
+
+
+def refused_for_tensors() -> str:
+    settings = {"strategy": ModelParallelStrategy(1, 2), "devices": 2, "plugins": [TwoRanks()]}
+    with pytest.raises(IncompatibleError) as error:
+        trainer_of(Path(), Boost("O1"), **settings).fit(Sharded(KINDS["bert"].seeded()), loader(KINDS["bert"]))
+    return str(error.value)
+
+
+@pytest.mark.dist
+def test_tensor_parallelism_is_refused():
+    assert all("tensor parallelism" in said for said in run_ranks(refused_for_tensors, 2))

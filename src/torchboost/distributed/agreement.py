@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from torchboost.distributed.store import own_store
+from torchboost.distributed.store import own_gloo, own_store
 from torchboost.distributed.teardown import part
 from torchboost.errors import RankDisagreementError
 
 __all__ = ["Agreement"]
 
 _POLL = 0.02
-"""Seconds between two looks at which ranks arrived."""
+"""Seconds before the second look at which ranks arrived; each later one waits twice as long."""
+_WORD = 62
+"""Ranks that one number in the store tells of."""
 
 
 class Agreement:
@@ -36,7 +39,9 @@ class Agreement:
     Raises:
         RankDisagreementError: Not all ranks built it in time.
 
-    Cost: see ``docs/algorithms/grad_freeze.md``; one all-gather of 8 bytes per figure for each :meth:`check`.
+    Cost: per rank ``log2 n`` messages of 16 bytes per figure for each :meth:`check`, over ``2 log2 n`` connections. If
+    ranks differ, another such exchange of 8 bytes per figure and rank tells which. If one is missing, each other rank
+    reads a number per 62 ranks from the store, a few times. See ``docs/distributed.md``.
     """
 
     def __init__(self, ranks: Sequence[int], *, subject: str, timeout: float = 30.0) -> None:
@@ -51,16 +56,16 @@ class Agreement:
         self._groups: list[Any] = []
         weakref.finalize(self, self._groups.clear)
         self._rank = dist.get_rank()
+        self._at = self._ranks.index(self._rank)
         try:
             self._store = own_store("agreement", self._ranks)
-            position = self._ranks.index(self._rank)
-            group = dist.ProcessGroupGloo(self._store, position, len(ranks), timedelta(seconds=self._wait))
+            self._groups.append(own_gloo(self._store, self._at, len(ranks), self._wait))
+            self._exchange(torch.zeros(1, device="cpu"))
         except RuntimeError as error:
             raise RankDisagreementError(
                 f"{subject}: ranks {_listed(self._ranks)} train together, but not all of them started within "
                 f"{self._wait:.0f} s (this is rank {self._rank}); attach on all of them."
             ) from error
-        self._groups.append(group)
 
     def check(self, figures: Mapping[str, int], *, hint: str) -> None:
         """Compare ``figures`` with those of the other ranks; all ranks must call this with the same names.
@@ -73,16 +78,17 @@ class Agreement:
             RankDisagreementError: They differ, or a rank did not arrive; raised on every rank that is alive.
         """
         mine = torch.tensor(list(figures.values()), dtype=torch.int64, device="cpu")
-        rows = [torch.empty_like(mine) for _ in self._ranks]
-        self._together(lambda group: group.allgather([rows], [mine]), figures)
-        columns = {name: column.tolist() for name, column in zip(figures, torch.stack(rows).T, strict=True)}
-        different = [
-            f"{name} is {_by_value(self._ranks, found)}" for name, found in columns.items() if len(set(found)) > 1
-        ]
-        if different:
-            same = [f"{name} {found[0]}" for name, found in columns.items() if len(set(found)) == 1]
-            alike = f" ({', '.join(same)} on all)" if same else ""
-            raise RankDisagreementError(f"{self._subject}: the ranks disagree: {'; '.join(different)}{alike}. {hint}")
+        found = self._largest(torch.cat([mine, ~mine]), figures)
+        if torch.equal(found[: len(mine)], ~found[len(mine) :]):
+            return
+        rows = torch.full((len(self._ranks), len(mine)), torch.iinfo(torch.int64).min, device="cpu")
+        rows[self._at] = mine
+        rows = self._largest(rows, figures)
+        columns = {name: column.tolist() for name, column in zip(figures, rows.T, strict=True)}
+        different = [f"{name} is {_by_value(self._ranks, of)}" for name, of in columns.items() if len(set(of)) > 1]
+        same = [f"{name} {of[0]}" for name, of in columns.items() if len(set(of)) == 1]
+        alike = f" ({', '.join(same)} on all)" if same else ""
+        raise RankDisagreementError(f"{self._subject}: the ranks disagree: {'; '.join(different)}{alike}. {hint}")
 
     def largest(self, numbers: Sequence[float], *, step: str) -> list[float]:
         """Return for each number the largest one of all ranks; all ranks must call this with as many numbers.
@@ -95,25 +101,37 @@ class Agreement:
             RankDisagreementError: A rank did not arrive; raised on every rank that is alive.
         """
         mine = torch.tensor(list(numbers), dtype=torch.float64, device="cpu")
-        rows = [torch.empty_like(mine) for _ in self._ranks]
-        self._together(lambda group: group.allgather([rows], [mine]), {step: self._calls})
-        return torch.stack(rows).amax(0).tolist()
+        return self._largest(mine, {step: self._calls}).tolist()
 
     def close(self) -> None:
         """Free the group; all ranks must call this. A second call does nothing."""
         if self._groups:
             part(self._groups.pop(), min(5.0, self._wait))
 
-    def _together(self, collective: Callable[[Any], Any], figures: Mapping[str, int]) -> None:
+    def _largest(self, mine: Tensor, figures: Mapping[str, int]) -> Tensor:
+        """Return the largest of each entry over the ranks."""
         if not self._groups:
             raise RankDisagreementError(f"{self._subject}: the ranks disagreed earlier; restart the job.")
         self._calls += 1
         started = monotonic()
         try:
-            collective(self._groups[0]).wait()
+            return self._exchange(mine)
         except RuntimeError as error:
             self._abandon()
             raise RankDisagreementError(self._absent(figures, started)) from error
+
+    def _exchange(self, found: Tensor) -> Tensor:
+        """Combine with the ranks 1, 2, 4, ... places before; after the last exchange every rank knows of all."""
+        group, ranks, step = self._groups[0], len(self._ranks), 1
+        deadline = monotonic() + self._wait
+        while step < ranks:
+            theirs = torch.empty_like(found)
+            sent = group.send([found], (self._at + step) % ranks, 0)
+            received = group.recv([theirs], (self._at - step) % ranks, 0)
+            for work in (received, sent):
+                work.wait(timedelta(seconds=max(_POLL, deadline - monotonic())))
+            found, step = torch.maximum(found, theirs), 2 * step
+        return found
 
     def _abandon(self) -> None:
         """Close the connections, so that ranks which wait for this one fail at once."""
@@ -121,15 +139,15 @@ class Agreement:
 
     def _absent(self, figures: Mapping[str, int], started: float) -> str:
         """Name the ranks that did not arrive: those that do not answer in the store."""
-        missing = list(self._ranks)
+        missing: list[int] = []
         had = ", ".join(f"{name} {value}" for name, value in figures.items()) or "the same call"
         try:
-            self._store.set(f"{self._calls}/{self._rank}", "here")
+            self._here(1 << self._at % _WORD, self._at // _WORD)
             # Ranks that are alive fail within the same wait, and answer.
-            deadline = monotonic() + 0.8 * (self._timeout - self._wait)
-            while missing and monotonic() < deadline:
-                missing = [rank for rank in missing if not self._store.check([f"{self._calls}/{rank}"])]
-                sleep(_POLL)
+            deadline, pause = monotonic() + 0.8 * (self._timeout - self._wait), _POLL
+            while (missing := self._silent()) and monotonic() < deadline:
+                sleep(min(pause, max(0.0, deadline - monotonic())))
+                pause *= 2
         except RuntimeError:
             who = "the process that holds the store (rank 0, unless a launcher does) has ended, perhaps others too"
         else:
@@ -139,6 +157,14 @@ class Agreement:
             f"{monotonic() - started:.1f} s). Look at the first error of that rank; if one rank works alone for "
             "longer, raise the timeout."
         )
+
+    def _silent(self) -> list[int]:
+        """Return the ranks that have not told in the store that this call failed."""
+        words = [self._here(0, word) for word in range(-(-len(self._ranks) // _WORD))]
+        return [rank for at, rank in enumerate(self._ranks) if not words[at // _WORD] >> at % _WORD & 1]
+
+    def _here(self, bit: int, word: int) -> int:
+        return self._store.add(f"{self._calls}/{word}", bit)
 
 
 def _listed(ranks: Sequence[int], noun: str = "") -> str:

@@ -1,13 +1,15 @@
-"""Separate prefixes in the store through which the ranks of a job find each other."""
+"""Separate prefixes in the store through which the ranks of a job find each other, and gloo groups over them."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["own_store"]
+__all__ = ["own_gloo", "own_store"]
 
 
 def own_store(purpose: str, ranks: Sequence[int]) -> Any:
@@ -22,7 +24,25 @@ def own_store(purpose: str, ranks: Sequence[int]) -> Any:
         ranks: Global ranks, this one included; each of them must call this in the same order.
     """
     assert dist.group.WORLD is not None
-    named = ".".join(map(str, ranks))
+    named = hashlib.sha256(".".join(map(str, ranks)).encode()).hexdigest()[:16]  # a short key for any number of ranks
     within = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
     store = within(f"torchboost/{purpose}/{named}", dist.group.WORLD.get_group_store())
     return within(str(store.add(str(dist.get_rank()), 1)), store)
+
+
+def own_gloo(store: Any, at: int, ranks: int, timeout: float) -> Any:
+    """Return a ``ProcessGroupGloo``, most of which torch's stubs leave out, whose ranks connect when they first talk.
+
+    By default gloo connects all with all.
+
+    Args:
+        store: Of :func:`own_store`.
+        at: Place of this rank among them.
+        ranks: How many they are.
+        timeout: Seconds.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=timeout)
+    options._devices = [gloo.create_default_device(lazy_init=True)]
+    return gloo(store, at, ranks, options)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
+from accelerate.utils.constants import OPTIMIZER_NAME
 from torch import nn
+from torch.distributed.fsdp import StateDictType
 from torch.optim import Optimizer
 
 from torchboost.calibration.calibration import Calibrate
 from torchboost.config import ConfigSource
 from torchboost.core.arguments import check_module, check_optimizer
+from torchboost.core.wrapping import hookable
+from torchboost.distributed.checkpoint.checkpoint import load_optimizer
 from torchboost.errors import IncompatibleError
 from torchboost.front import Host, attach, warn_of_missing_length
 from torchboost.graph.plain_state import plain_states
+from torchboost.plan import Plan
+from torchboost.registry import REGISTRY
 
 __all__ = ["prepare"]
 
@@ -40,8 +48,13 @@ def prepare(
     exactly. Weights are saved for the original architecture. Gradient accumulation, clipping, loss scaling and mixed
     precision stay those of the accelerator.
 
+    If the accelerator shards the model with FSDP2, its modules are changed before and the algorithms are attached
+    after. Weights are then saved as the changed model has them; :func:`torchboost.plain_state_dict` returns those of
+    the original architecture.
+
     Args:
-        accelerator: Of one process, or of several with ``DistributedDataParallel``.
+        accelerator: Of one process, or of several with ``DistributedDataParallel`` or FSDP2
+            (``FullyShardedDataParallelPlugin(fsdp_version=2)`` with the state dict type ``SHARDED_STATE_DICT``).
         model: The bare model, changed in place. It is moved to the device of the accelerator first.
         optimizer: Its optimizer.
         *others: What else the accelerator prepares: data loaders, schedulers.
@@ -57,8 +70,8 @@ def prepare(
 
     Raises:
         TypeError: An argument is not an accelerator, a module or an optimizer.
-        IncompatibleError: The pair is prepared or wrapped already, or the accelerator shards the model. Nothing is
-            changed.
+        IncompatibleError: The pair is prepared or wrapped already, or the accelerator uses DeepSpeed,
+            Megatron-LM, FSDP1, or FSDP2 with full state dicts. Nothing is changed.
         ValueError, ConfigError: See :func:`torchboost.boost`.
 
     Example:
@@ -71,28 +84,52 @@ def prepare(
     if accelerator.device_placement:
         model.to(accelerator.device)
     mixed = accelerator.mixed_precision
+    host = Host(
+        loop="accelerate",
+        precision="" if mixed == "no" else mixed,
+        forward=lambda: accelerator.autocast(),
+        together=True,
+    )
+    prepared: tuple[Any, ...] = (model, optimizer)
+    if accelerator.is_fsdp2:
+        plan = Plan.of(level, config, host.facts(model), total_steps=total_steps)
+        plan.without({name: "" for name, entry in REGISTRY.items() if entry.lever}).transform(model, optimizer)
+        prepared = accelerator.prepare(model, optimizer, *others)
     boosted = attach(
-        model,
-        optimizer,
+        prepared[0],
+        hookable(prepared[1]),
         level=level,
         total_steps=total_steps,
         config=config,
         scaler=accelerator.scaler,
-        host=Host(
-            loop="accelerate",
-            precision="" if mixed == "no" else mixed,
-            forward=lambda: accelerator.autocast(),
-            together=True,
-        ),
+        host=host,
         calibrate=calibrate,
         verify=verify,
         caller="torchboost.integrations.accelerate.prepare",
+        transformed=accelerator.is_fsdp2,
     )
     warn_of_missing_length(boosted, config, total_steps, "accelerate")
-    boosted.attached.with_undo(plain_states(model).remove)
-    prepared = accelerator.prepare(model, boosted.optimizer, *others)
+    if accelerator.is_fsdp2:
+        moments = _FrozenMoments(accelerator, prepared[1])
+        boosted.attached.with_undo(accelerator.register_load_state_pre_hook(moments).remove)
+    else:
+        boosted.attached.with_undo(plain_states(model).remove)
+        prepared = accelerator.prepare(model, boosted.optimizer, *others)
     accelerator.register_for_checkpointing(boosted)
     return *prepared, boosted
+
+
+class _FrozenMoments:
+    """A hook of ``load_state`` that loads the optimizer again, because torch drops the moments of frozen parameters."""
+
+    def __init__(self, accelerator: Accelerator, optimizer: Any) -> None:
+        self._accelerator, self._optimizer = accelerator, optimizer
+
+    def __call__(self, _: Any, folder: str | os.PathLike[str]) -> None:
+        at = self._accelerator._optimizers.index(self._optimizer)
+        if not all(p.requires_grad for group in self._optimizer.param_groups for p in group["params"]):
+            model = self._accelerator._models[at]
+            load_optimizer(Path(folder) / f"{OPTIMIZER_NAME}_{at}", "optimizer", model, self._optimizer.optimizer)
 
 
 def _check(accelerator: Any, model: Any, optimizer: Any) -> None:
@@ -101,10 +138,19 @@ def _check(accelerator: Any, model: Any, optimizer: Any) -> None:
     check_module(model)
     check_optimizer(optimizer)
     kind = accelerator.distributed_type
-    if kind not in _WHOLE:
+    if accelerator.is_fsdp2:
+        plugin: Any = accelerator.state.fsdp_plugin
+        found = plugin.state_dict_type
+        if found != StateDictType.SHARDED_STATE_DICT:
+            raise IncompatibleError(
+                f"found FSDP2 with {found.name}, which loses the moments of frozen parameters; use "
+                "FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type='SHARDED_STATE_DICT')."
+            )
+    elif kind not in _WHOLE:
         raise IncompatibleError(
             f"found an accelerator of the kind {kind.value}, which replaces model or optimizer by shards of its own. "
-            "Use one process or DistributedDataParallel, or torchboost.prepare with fully_shard in a loop without it."
+            "Use one process, DistributedDataParallel or FullyShardedDataParallelPlugin(fsdp_version=2), or "
+            "torchboost.prepare with fully_shard in a loop without it."
         )
     if isinstance(optimizer, AcceleratedOptimizer) or hasattr(model, "_original_forward"):
         raise IncompatibleError(

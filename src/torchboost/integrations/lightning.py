@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,6 +21,7 @@ from torchboost.graph.plain_state import plain_states, to_plain_
 from torchboost.integrations.figures import figures_of
 from torchboost.integrations.saved_state import warn_of_missing_state
 from torchboost.plan import Plan
+from torchboost.registry import REGISTRY
 
 __all__ = ["Boost"]
 
@@ -36,6 +36,8 @@ class Boost(Callback):
     attached in ``on_fit_start``. The number of updates comes from the trainer. What was attached is removed when
     ``fit`` ends, also by an error. Checkpoints hold the weights of the original architecture, which
     ``load_from_checkpoint`` loads without this callback, and its state, from which a resumed run continues exactly.
+    Under ``ModelParallelStrategy`` (FSDP2) the weights stay as the changed network has them;
+    :func:`torchboost.plain_state_dict` returns those of the original architecture.
 
     Gradient accumulation, clipping, loss scaling and mixed precision stay those of the trainer.
 
@@ -53,8 +55,8 @@ class Boost(Callback):
     Raises:
         ValueError: ``calibrate`` is not valid.
         ConfigError: ``level`` or ``config`` is not valid.
-        IncompatibleError: In ``fit``: no single network or optimizer, or a strategy that shards the model. Nothing is
-            changed.
+        IncompatibleError: In ``fit``: no single network or optimizer, or a strategy other than one device, DDP and
+            FSDP2. Nothing is changed.
 
     Example:
         >>> from torchboost.integrations.lightning import Boost
@@ -89,20 +91,20 @@ class Boost(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Change the modules of the network, before its weights are restored and it is wrapped."""
         if stage == "fit":
-            self._check_unsharded(trainer)
+            self._check_strategy(trainer)
             network = self._network(pl_module)
             self._said, self._loaded = False, None
             plan = Plan.of(
                 self.level, self.config, _host(trainer).facts(network), total_steps=_length_before_data(trainer)
             )
-            if not isinstance(trainer.strategy, DDPStrategy):  # on one device the first call tries the levers
-                levers = {lever.name for lever in plan.levers}
-                plan = replace(plan, algorithms=tuple(a for a in plan.algorithms if a.name not in levers))
-            plan.transform(network)
+            levers = {lever.name: "" for lever in plan.levers}  # on one device the first call tries them
+            if _sharded(trainer):  # FSDP2 takes contiguous kernels only
+                levers = {name: "" for name, entry in REGISTRY.items() if entry.lever}
+            (plan if isinstance(trainer.strategy, DDPStrategy) else plan.without(levers)).transform(network)
         elif self.boosted is None:
             return
         self._plain.remove()
-        self._plain = plain_states(self._network(pl_module))
+        self._plain = Attachment() if _sharded(trainer) else plain_states(self._network(pl_module))
         if stage == "fit":
             self._refresh_averages(trainer, pl_module)
 
@@ -121,6 +123,7 @@ class Boost(Callback):
             verify=self.verify,
             name="network",
             caller="Boost",
+            transformed=_sharded(trainer),
         )
         _LOG.info("%s\n%s", self.level, self.boosted.explain())
 
@@ -153,7 +156,7 @@ class Boost(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the weights for the original architecture also after ``fit``."""
-        if self.boosted is not None:
+        if self.boosted is not None and not _sharded(trainer):
             network = self._network(pl_module)
             name = next(name for name, module in pl_module.named_modules() if module is network)
             to_plain_(network, checkpoint["state_dict"], f"{name}.")
@@ -196,11 +199,17 @@ class Boost(Callback):
             )
         return found[0]
 
-    def _check_unsharded(self, trainer: Trainer) -> None:
-        if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+    def _check_strategy(self, trainer: Trainer) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)):
             raise IncompatibleError(
-                f"found {type(trainer.strategy).__name__}, which replaces model or optimizer by shards of its own. Use "
-                "one device or DDPStrategy, or torchboost.prepare with fully_shard in a loop of your own."
+                f"found {type(strategy).__name__}, which replaces model or optimizer by shards of its own. Use one "
+                "device, DDPStrategy, or ModelParallelStrategy with fully_shard in configure_model."
+            )
+        if isinstance(strategy, ModelParallelStrategy) and strategy.device_mesh["tensor_parallel"].size() > 1:
+            raise IncompatibleError(
+                "found ModelParallelStrategy with tensor parallelism, which divides layers; use "
+                "ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=1)."
             )
 
     def _refresh_averages(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -213,6 +222,10 @@ class Boost(Callback):
                 return
             if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
                 callback.setup(trainer, pl_module, "fit")
+
+
+def _sharded(trainer: Trainer) -> bool:
+    return isinstance(trainer.strategy, ModelParallelStrategy)
 
 
 def _length(trainer: Trainer) -> int | None:

@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn import functional as F
 
 from tests.support.models import BottleneckNet
@@ -52,6 +53,20 @@ def test_flags_follow_the_schedule_from_the_first_update_on():
     assert [index for index, *_ in seen] == [1, 0, 3, 1]
     assert all(ours == flags for _, ours, flags in seen)
     assert [ours for _, ours, _ in seen] == [3, 0, 24, 3]
+
+
+def test_the_step_by_which_torch_makes_the_state_of_an_optimizer_is_no_update():
+    model, optimizer, freezing = start((1, 2), momentum=0.0)  # without a state, so that each checkpoint steps it
+    for updates in range(2):
+        get_optimizer_state_dict(model, optimizer)
+        assert (freezing.step, freezing.index) == (updates, 1 + updates)
+        train(model, optimizer, [updates])
+
+
+def test_an_update_at_a_rate_of_zero_counts():
+    model, optimizer, freezing = start(lr=0.0)
+    train(model, optimizer, [0])
+    assert freezing.step == 1
 
 
 @pytest.mark.parametrize("rule", [torch.optim.SGD, torch.optim.AdamW])

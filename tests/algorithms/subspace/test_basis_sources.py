@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,13 @@ import torch.distributed as dist
 from tests.support.ranks import run_ranks
 from torchboost.algorithms.subspace import basis_sources
 from torchboost.algorithms.subspace.basis import blocks_within
-from torchboost.algorithms.subspace.basis_sources import MatrixFile, principal_basis, shared_basis, write_matrix
+from torchboost.algorithms.subspace.basis_sources import (
+    MatrixFile,
+    _Meeting,
+    principal_basis,
+    shared_basis,
+    write_matrix,
+)
 from torchboost.algorithms.subspace.principal_components import PrincipalComponents
 from torchboost.algorithms.subspace.snapshots import Layout, SnapshotBuffer
 
@@ -198,3 +206,34 @@ def test_parts_of_a_job_make_a_basis_each(both: bool) -> None:
         if both or rank // 2:
             wanted = alone.lift(torch.eye(alone.components, dtype=torch.float64))
             torch.testing.assert_close(torch.tensor(one), wanted)
+
+
+class CountedStore:
+    """A store that notes how often it was asked."""
+
+    def __init__(self, store: dist.HashStore) -> None:
+        self.store, self.asked = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked += 1
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("failing", [[], [0], [9], [15, 4]])
+def test_a_failure_reaches_all_ranks_with_few_requests_of_each(failing: list[int]):
+    store, ranks = dist.HashStore(), 16
+
+    def meet(rank: int) -> tuple[str, int]:
+        meeting = object.__new__(_Meeting)
+        meeting.rank, meeting.ranks, meeting._timeout, meeting._store = rank, ranks, 20.0, CountedStore(store)
+        try:
+            meeting.raise_first("made", ValueError(str(rank)) if rank in failing else None)
+        except ValueError as error:
+            return str(error), meeting._store.asked
+        return "", meeting._store.asked
+
+    with ThreadPoolExecutor(ranks) as pool:
+        said, asked = zip(*pool.map(meet, range(ranks)), strict=True)
+    assert max(asked) <= 7
+    assert all((word in map(str, failing)) if failing else not word for word in said)
+    assert all(said[rank] == str(rank) for rank in failing)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -61,6 +62,26 @@ def sharded(odd: list[int]) -> int:
 @pytest.mark.parametrize(("odd", "wanted"), [([], [0, 0, 0, 0]), ([3], [0, 0, 2, 2]), ([0, 2], [0, 0, 0, 0])])
 def test_shards_are_compared_as_the_whole_they_make(odd, wanted):
     assert run_ranks(sharded, 4, odd) == wanted
+
+
+def bytes_told(shards: int) -> int:
+    """Return how many bytes a rank tells the others about a state in so many shards."""
+    told: list[int] = []
+
+    def gather(said: list[Any], own: Any) -> None:
+        told.append(len(pickle.dumps(own)))
+        said[:] = [own] * len(said)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_world_size", lambda: shards)
+        patch.setattr(dist, "get_rank", lambda: 0)
+        patch.setattr(dist, "all_gather_object", gather)
+        assert first_holder(STATE, list(range(shards))) == 0
+    return told[0]
+
+
+def test_what_is_told_of_shards_does_not_grow_with_their_number():
+    assert bytes_told(1024) <= bytes_told(2) + 8
 
 
 def test_the_sum_of_the_bits_is_the_same_in_any_order():

@@ -299,7 +299,9 @@ class Freezing(Attachment):
     def _over(self, step: int) -> bool:
         return self._total is not None and step >= self._total
 
-    def _updated(self, *_: Any) -> None:
+    def _updated(self, optimizer: Optimizer, *_: Any) -> None:
+        if _learns_nothing(optimizer):
+            return
         self._watch()
         self._look_at_gradients()
         self._after_update()
@@ -406,6 +408,15 @@ class Freezing(Attachment):
     def _settle_norms(self, *_: Any) -> None:
         """Put frozen norms back into eval mode, since ``model.train()`` in the loop sets every module to training."""
         self._settled.settle(self._in_force.norms)
+
+
+def _learns_nothing(optimizer: Optimizer) -> bool:
+    """Whether all rates and gradients are zero, as in the step by which DCP finds out what an optimizer keeps."""
+    rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
+    if any((isinstance(rate, Tensor) and rate.device.type != "cpu") or rate != 0 for rate in rates):
+        return False  # a rate on an accelerator is not waited for
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
 
 
 def _untraced(hook: Callable[..., None]) -> Callable[..., None]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchboost.algorithms.subspace.basis import Block, SubspaceBasis, blocks_within, check_products, rows_of
 from torchboost.algorithms.subspace.principal_components import PrincipalComponents, Progress
 from torchboost.algorithms.subspace.snapshots import Layout, Snapshots, renaming
-from torchboost.distributed.store import own_store
+from torchboost.distributed.store import own_gloo, own_store
 from torchboost.distributed.teardown import part
 
 __all__ = ["BasisSource", "MatrixFile", "principal_basis", "shared_basis", "write_matrix"]
@@ -211,10 +211,7 @@ def shared_basis(
         source = make()
         return SubspaceBasis(blocks, [source.rows(i, range(block.components)) for i, block in enumerate(blocks)])
     meeting = _Meeting(group, timeout)
-    said = meeting.told("settings", alike)
-    other = next((rank for rank, own in enumerate(said) if own != said[0]), None)
-    if other is not None:
-        raise ValueError(f"the ranks differ: rank 0 has {said[0]}, rank {other} has {said[other]}; make them equal.")
+    meeting.check_alike(alike)
     source, failed = None, None
     if meeting.rank == 0:
         try:
@@ -246,28 +243,36 @@ class _Meeting:
         self._store = own_store("basis", dist.get_process_group_ranks(group))
         self._gloo: Any = None  # a ProcessGroupGloo, most of which torch's stubs leave out
 
-    def told(self, subject: str, word: str) -> list[str]:
-        """Return what every rank says."""
-        self._store.set(f"{subject}/{self.rank}", word)
-        keys = [f"{subject}/{rank}" for rank in range(self.ranks)]
-        with self._patience():
-            self._store.wait(keys, timedelta(seconds=self._timeout))
-        return [self._store.get(key).decode() for key in keys]
+    def check_alike(self, own: str) -> None:
+        """Raise on every rank if one has other settings than rank 0."""
+        if self.rank == 0:
+            self._store.set("alike", own)
+        first = self._told("alike")
+        differ = f"the ranks differ: rank 0 has {first}, rank {self.rank} has {own}; make them equal."
+        self.raise_first("settings", None if own == first else ValueError(differ))
 
     def raise_first(self, subject: str, failed: Exception | None) -> None:
-        """Raise on every rank if one failed: its own error, otherwise that of the first failed rank."""
-        said = self.told(subject, "" if failed is None else _packed(failed).hex())
+        """Raise on every rank if one failed: its own error, otherwise that of another. Each rank asks two others."""
+        below = [f"{subject}/{rank}" for rank in (2 * self.rank + 1, 2 * self.rank + 2) if rank < self.ranks]
+        said = [self._told(key) for key in below] if failed is None else [_packed(failed).hex()]
+        self._store.set(f"{subject}/{self.rank}", next(filter(None, said), ""))
+        first = self._told(f"{subject}/0")
         if failed is not None:
             raise failed
-        if first := next(filter(None, said), ""):
+        if first:
             raise pickle.loads(bytes.fromhex(first))
+
+    def _told(self, key: str) -> str:
+        with self._patience():
+            self._store.wait([key], timedelta(seconds=self._timeout))
+        return self._store.get(key).decode()
 
     def shared_out(self, source: BasisSource | None, blocks: Sequence[Block]) -> list[Tensor]:
         """Return the rows of this rank; rank 0 makes those of all ranks, one rank's after the other's."""
         shares = [rows_of(blocks, owner, self.ranks) for owner in range(self.ranks)]
         held = []
         with self._patience():
-            self._gloo = dist.ProcessGroupGloo(self._store, self.rank, self.ranks, timedelta(seconds=self._timeout))
+            self._gloo = own_gloo(self._store, self.rank, self.ranks, self._timeout)
             for i, block in enumerate(blocks):
                 mine = len(shares[self.rank][i])
                 if source is None:

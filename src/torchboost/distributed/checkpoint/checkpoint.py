@@ -37,7 +37,7 @@ from torchboost.distributed.checkpoint import folders
 from torchboost.distributed.checkpoint.copies import first_holder
 from torchboost.distributed.checkpoint.generators import generator_states, set_generator_states
 
-__all__ = ["Part", "latest", "load", "save"]
+__all__ = ["Part", "latest", "load", "load_optimizer", "save"]
 
 OPTIMIZER = "torchboost.optimizer"
 """Part with the entries that hooks added to the optimizer's state dict."""
@@ -168,11 +168,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
         raise ValueError(
             f"the checkpoint holds the parts {sorted(found)}, but load got {sorted(parts)}; give the same parts."
         )
-    key = _key("optimizer", own[COPY])
-    room = {key: _template(metadata, key, names, optimizer)}
-    _read(path, room)
-    state = {**own[OPTIMIZER], **room[key]}
-    _match_groups(state, names, optimizer)
+    state = {**own[OPTIMIZER], **_optimizer_state(path, metadata, _key("optimizer", own[COPY]), names, optimizer)}
     for name, part in parts.items():
         part.load_state_dict(own[name])
     # Not set_optimizer_state_dict: it steps an optimizer without state, hooks and all, and drops frozen moments.
@@ -185,6 +181,25 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
     set_model_state_dict(model, {**weights, **content.get(key, {})})
     if len(writers) == _world_size():
         set_generator_states(own[GENERATORS], model)
+
+
+def load_optimizer(path: str | os.PathLike[str], key: str, model: nn.Module, optimizer: Optimizer) -> None:
+    """Load an optimizer from a checkpoint that a trainer wrote with DCP; all ranks must call this.
+
+    Unlike ``set_optimizer_state_dict`` it keeps the moments of frozen parameters, and steps nothing.
+
+    Args:
+        path: Folder of the checkpoint. DCP reads it with ``pickle``: load only files you trust.
+        key: The name of the optimizer in it.
+        model: Sharded as for training.
+        optimizer: Over the same parameters in the same groups.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint, or one of its files is missing.
+        ValueError: The groups differ, or a file is damaged. Nothing was loaded.
+    """
+    names = _names(model, _params(optimizer))
+    optimizer.load_state_dict(_optimizer_state(Path(path), _metadata(Path(path)), key, names, optimizer))
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -327,6 +342,16 @@ def _template(metadata: Metadata, key: str, names: list[str], optimizer: Optimiz
                 room = torch.empty(entry.size, dtype=dtype, device="cpu")
         _put(template, place[1:], room)
     return template
+
+
+def _optimizer_state(
+    path: Path, metadata: Metadata, key: str, names: list[str], optimizer: Optimizer
+) -> dict[str, Any]:
+    """Return the state that a checkpoint has under ``key``, sharded and ordered as this optimizer is."""
+    room = {key: _template(metadata, key, names, optimizer)}
+    _read(path, room)
+    _match_groups(room[key], names, optimizer)
+    return room[key]
 
 
 def _put(tree: Any, place: tuple[Any, ...], value: Any) -> None:
