@@ -61,6 +61,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gradient_centralization": {},
     "channels_last": {},
     "autocast": {"dtype": st.sampled_from(["bfloat16", "float16"])},
+    "matmul_precision": {"precision": st.sampled_from(["high", "medium"])},
     "grad_freeze": {
         "groups": st.integers(2, 2**40),
         "full_share": SHARE,

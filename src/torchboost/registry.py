@@ -20,6 +20,7 @@ from torchboost.algorithms.freezing.algorithm import BlockFreeze, Pattern
 from torchboost.algorithms.fused_optimizer import FusedOptimizer
 from torchboost.algorithms.less_bn import BatchNormRemoval
 from torchboost.algorithms.loss_scale.algorithm import LossScaleGroups
+from torchboost.algorithms.matmul_precision import MatmulPrecision
 from torchboost.algorithms.subspace.algorithm import SubspaceDescent
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import check_count, check_module
@@ -164,7 +165,7 @@ class Entry:
         displaces: Names that are dropped when this one is on (MindSpore's precedence rule).
         lever: Whether it only changes the speed of a step, so that a trial may switch it on and off.
         once: Whether it costs time once, such as compilation.
-        lower: Whether it computes in a lower precision. Other levers change results by rounding only.
+        instead_of: Name of a lever. If a trial has kept that one, it does not try this one.
         of_optimizer: Whether it changes the update alone.
         in_no_level: Why no level has it although MindSpore's levels do. Shown if its switch is not read.
     """
@@ -181,7 +182,7 @@ class Entry:
     displaces: frozenset[str] = frozenset()
     lever: bool = False
     once: bool = False
-    lower: bool = False
+    instead_of: str = ""
     of_optimizer: bool = False
     in_no_level: str = ""
 
@@ -212,6 +213,12 @@ def _half_unproven(facts: Facts) -> str | None:
         return f"{facts.device} is not available here, so it is not known whether it computes faster in bfloat16"
     reason = facts.half_precision_reason or f"this {facts.device} does not compute faster in bfloat16"
     return f"{reason}; ask for it with extra.autocast"
+
+
+def _tf32_unproven(facts: Facts) -> str | None:
+    if facts.device != "cuda":
+        return "TF32 is a precision of CUDA devices"
+    return "its gain is not measured on cuda yet; ask for it with extra.matmul_precision"
 
 
 _TRAINER_SETTINGS = {
@@ -353,7 +360,14 @@ _ENTRIES = (
         unusable=_cast_by_the_trainer,
         unproven=_half_unproven,
         lever=True,
-        lower=True,
+    ),
+    Entry(
+        algorithm=MatmulPrecision,
+        summary="computes float32 matrix products in TF32",
+        unusable=_cast_by_the_trainer,
+        unproven=_tf32_unproven,
+        lever=True,
+        instead_of=Autocast.name,
     ),
     Entry(
         algorithm=BlockFreeze,
@@ -424,7 +438,7 @@ REGISTRY: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in
 """Every algorithm by its JSON name."""
 
 _SYSTEM: dict[str, Mapping[str, Any]] = {
-    name: {} for name in ("channels_last", "autocast", "fused_optimizer", "compile")
+    name: {} for name in ("channels_last", "autocast", "matmul_precision", "fused_optimizer", "compile")
 }
 
 LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchboost.algorithms import Autocast
-from torchboost.calibration.certificate import EXACT, LOWER, Certificate
+from torchboost.calibration.certificate import EXACT, Certificate, lower
 from torchboost.calibration.passes import Passes
 from torchboost.calibration.snapshot import Snapshot
 from torchboost.core.algorithm import Algorithm, Attachment, Target
@@ -72,11 +72,65 @@ def test_a_gradient_is_named_by_its_parameter():
 def test_lower_precision_has_its_own_bound():
     made = certificate(network())
     assert made.check([Autocast()]).reason
-    found = made.check([Autocast()], lower=True)
+    found = made.check([Autocast()], rounding=2**-8)
     assert found.reason == ""
     assert 1e-4 < found.gradient < 0.1
-    assert made.check([Off(by=3.0)], lower=True).reason
-    assert EXACT.of(0.0, 1.0, None) < LOWER.of(0.0, 1.0, None)
+    assert made.check([Off(by=3.0)], rounding=2**-8).reason
+    assert EXACT.of(0.0, 1.0, None) < lower(2**-11).of(0.0, 1.0, None) < lower(2**-8).of(0.0, 1.0, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundedFactors(Algorithm):
+    """Rounds the factors of every product, forward and backward, as a GPU does in TF32."""
+
+    name: ClassVar[str] = "matmul_precision"
+
+    bits: int = 10
+
+    def attach(self, target: Target) -> Attachment:
+        class Product(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+                ctx.save_for_backward(x, weight)
+                return round_(x) @ round_(weight).t() + bias
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Tensor) -> Any:
+                x, weight = ctx.saved_tensors
+                g = round_(gradients[0])
+                return g @ round_(weight), g.t() @ round_(x), gradients[0].sum(0)
+
+        def round_(tensor: Tensor) -> Tensor:
+            mantissa, exponent = tensor.frexp()
+            return torch.ldexp((mantissa * 2 ** (self.bits + 1)).round() / 2 ** (self.bits + 1), exponent)
+
+        layers = [layer for layer in target.model.modules() if isinstance(layer, nn.Linear)]
+        hooks = [
+            layer.register_forward_hook(lambda m, args, out: Product.apply(args[0], m.weight, m.bias))
+            for layer in layers
+        ]
+        return Attachment(*hooks)
+
+
+def test_tf32_is_within_its_bound_and_a_worse_precision_is_not():
+    made = certificate(network())
+    assert made.check([RoundedFactors()]).reason, "TF32 counts as exact"
+    found = made.check([RoundedFactors()], rounding=2**-11)
+    assert found.reason == ""
+    assert 1e-5 < found.gradient < 1e-2
+    assert made.check([RoundedFactors(bits=3)], rounding=2**-11).reason
+    assert made.check([Off(by=1.1)], rounding=2**-11).reason
+
+
+@pytest.mark.parametrize("backend", ["cuda", "mkldnn"])
+def test_the_program_may_have_set_the_precision_of_one_backend(backend):
+    """Torch then refuses to name one precision for all."""
+    matmul = getattr(torch.backends, backend).matmul
+    matmul.fp32_precision = "tf32"
+    try:
+        assert certificate(network()).check([]).reason == ""
+    finally:
+        matmul.fp32_precision = "none"
 
 
 def test_other_shapes_and_missing_gradients_are_said():

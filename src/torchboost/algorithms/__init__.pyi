@@ -17,6 +17,8 @@ from .less_bn import BatchNormRemoval as BatchNormRemoval
 from .less_bn import remove_batch_norms as remove_batch_norms
 from .loss_scale import GroupGradScaler as GroupGradScaler
 from .loss_scale import LossScaleGroups as LossScaleGroups
+from .matmul_precision import MatmulPrecision as MatmulPrecision
+from .matmul_precision import lower_matmul_precision as lower_matmul_precision
 from .subspace import CheckpointFiles as CheckpointFiles
 from .subspace import SnapshotBuffer as SnapshotBuffer
 from .subspace import SubspaceBasis as SubspaceBasis

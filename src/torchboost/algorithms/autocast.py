@@ -253,6 +253,11 @@ class Autocast(Algorithm):
             if names is not None:
                 object.__setattr__(self, name, tuple(names))  # JSON has lists only
 
+    @property
+    def rounding(self) -> float:
+        """That of bfloat16, also for float16, whose smallest numbers are lost."""
+        return 2.0**-8
+
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Explain that no parameter is in float32, the only precision that autocast lowers."""
         if any(parameter.dtype is torch.float32 for parameter in model.parameters()):

@@ -127,6 +127,11 @@ class Calibration:
             prior=frozenset(name for name in on & levers if calibrate is False or not REGISTRY[name].once),
             calibrate=calibrate if levers else False,
             total_steps=plan.total_steps,
+            fixed={
+                lever.name: f"{better} is on and leaves it little to do"
+                for lever in plan.levers
+                if (better := REGISTRY[lever.name].instead_of) in on - levers
+            },
             compiled=any(REGISTRY[name].once for name in on - levers),
             graphs=max((algorithm.graphs() for algorithm in plan.algorithms), default=1),
             forward=forward,
@@ -244,6 +249,7 @@ class Calibration:
                     steps=self.total_steps,
                     prices=prices,
                     undecided={name: name in self.prior for name in levers},
+                    instead_of={name: REGISTRY[name].instead_of for name in levers},
                     step_seconds=trial.step_seconds,
                     changed=before is not None,
                 )

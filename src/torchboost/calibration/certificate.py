@@ -31,7 +31,6 @@ fails, plain passes with changes of so many roundings show how much, so many tim
 _LARGE = 1e-3
 """If rounding changes that much, relative to an output or the gradient, one more pass shows whether passes repeat."""
 _WIDE_SHARE = 3 / _STEPS_OF_ROUNDING
-_LOWER_ROUNDING = 2.0**-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +68,24 @@ class Bound:
 
 EXACT = Bound(rounding=64.0, own=3e-4, whole=1e-5, small=0.01, outputs=2e-5, most=3.0, hopeless=0.1)
 """For levers that change the order of additions, and nothing else."""
-LOWER = Bound(rounding=8.0, own=0.6, whole=2**-7, small=math.inf, outputs=2**-5, most=3.0, hopeless=0.0)
-"""For levers that compute in bfloat16 or float16. ``rounding`` counts from a change by one part in 256."""
+
+
+def lower(rounding: float) -> Bound:
+    """Return the bound for levers that compute in a lower precision.
+
+    Args:
+        rounding: Of that precision, relative to a number: 1/256 for bfloat16, 1/2048 for TF32. ``Bound.rounding``
+            counts from a change of this size.
+    """
+    return Bound(
+        rounding=8.0,
+        own=153.6 * rounding,
+        whole=2 * rounding,
+        small=math.inf,
+        outputs=8 * rounding,
+        most=3.0,
+        hopeless=0.0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,25 +148,25 @@ class Certificate:
         if max(self._relative(self._response), self._of_outputs(self._response)) > _LARGE:
             passes.compare(self._plain.outputs, self._run(None).outputs)
 
-    def check(self, levers: Sequence[Algorithm], *, lower: bool = False) -> Finding:
+    def check(self, levers: Sequence[Algorithm], *, rounding: float = 0.0) -> Finding:
         """Run a pass with levers attached and compare it.
 
         Args:
             levers: They are attached for the pass and removed after it.
-            lower: Whether one of them computes in a lower precision.
+            rounding: Relative rounding of the lowest precision in which they compute; 0 for that of the plain pass.
 
         Raises:
             Exception: Whatever the levers or the model raise with them.
         """
-        bound = LOWER if lower else EXACT
+        bound, scale = (lower(rounding), rounding / self._size) if rounding else (EXACT, 1.0)
         found = _distances(self._plain, self._with(levers))
         if found.strange:
             return Finding(reason=found.strange, gradient=math.inf, outputs=math.inf)
-        worst = self._excess(found, bound, lower)
+        worst = self._excess(found, bound, scale)
         while worst and not self._is_hopeless(found, bound) and len(self._wide) < _ATTEMPTS:
             noise = Noise(_STEPS_OF_ROUNDING * self._size, 1 + len(self._wide))
             self._wide.append(_distances(self._plain, self._changed(noise)))
-            worst = self._excess(found, bound, lower)
+            worst = self._excess(found, bound, scale)
         return Finding(reason=worst, gradient=self._relative(found), outputs=self._of_outputs(found))
 
     def _first(self) -> Pass:
@@ -203,9 +218,8 @@ class Certificate:
     def _fill(self, device: torch.device) -> None:
         fill_freed_memory({tensor.numel() for tensor in self._sized}, device)
 
-    def _excess(self, found: _Distances, bound: Bound, lower: bool) -> str:
+    def _excess(self, found: _Distances, bound: Bound, scale: float) -> str:
         """Return which tensor is too far away, in words; empty if none is."""
-        scale = _LOWER_ROUNDING / self._size if lower else 1.0
         for index, (distance, norm) in enumerate(zip(found.outputs, self._norms.outputs, strict=True)):
             response = max(self._responses(lambda d, i=index: d.outputs[i]))
             if distance > bound.of(scale * response, norm, None):
@@ -238,11 +252,9 @@ class Certificate:
 
 def _rounding_of_products(device: torch.device) -> float:
     """Return the relative rounding of float32 in matrix products and convolutions on a device."""
-    if device.type == "cuda":
-        lower = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
-        return 2.0**-10 if lower else 0.0
-    chosen = torch.get_float32_matmul_precision()
-    return {"high": 2.0**-10, "medium": 2.0**-7}.get(chosen, 0.0)
+    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    backends: list[Any] = [cuda.matmul, cudnn.conv] if device.type == "cuda" else [mkldnn.matmul, mkldnn.conv]
+    return max({"tf32": 2.0**-10, "bf16": 2.0**-7}.get(backend.fp32_precision, 0.0) for backend in backends)
 
 
 def _distances(plain: Pass, other: Pass | None) -> _Distances:

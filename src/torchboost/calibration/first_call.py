@@ -257,7 +257,7 @@ def _on_ranks(calibration: Calibration, model: nn.Module) -> tuple[Calibration, 
         return calibration, []
     reason = "DistributedDataParallel has laid out its buckets for the kernels as they are"
     fixed = {a.name: reason for a in calibration.levers if type(a).transform is not Algorithm.transform}
-    return replace(calibration, fixed=fixed), dist.get_process_group_ranks(ddp.process_group)
+    return replace(calibration, fixed={**calibration.fixed, **fixed}), dist.get_process_group_ranks(ddp.process_group)
 
 
 @contextmanager

@@ -140,6 +140,7 @@ def search(
     steps: int | None = None,
     prices: Mapping[str, Price] | None = None,
     undecided: Mapping[str, bool] | None = None,
+    instead_of: Mapping[str, str] | None = None,
     step_seconds: float | None = None,
     changed: bool = False,
 ) -> Found:
@@ -161,10 +162,11 @@ def search(
         prices: Lever -> what it costs once.
         undecided: Lever -> whether to keep it if the budget does not suffice for a decision. Missing means no. A lever
             whose few samples speak against it is dropped, and so is one that was not timed although it had time.
+        instead_of: Lever -> another one. If that one was kept, this one is not tried.
         step_seconds: Time of a plain step; None if unknown.
         changed: Whether the loop before boost differs from the incumbent.
     """
-    told = dict(prices or {}), dict(undecided or {}), changed
+    told = dict(prices or {}), dict(undecided or {}), dict(instead_of or {}), changed
     return _Search(list(levers), bench, seconds, steps, *told, last_step=step_seconds).run()
 
 
@@ -182,6 +184,7 @@ class _Search:
     steps: int | None
     prices: dict[str, Price]
     undecided: dict[str, bool]
+    instead_of: dict[str, str]
     changed: bool
     until: float = field(init=False)
     kept: list[str] = field(default_factory=list)
@@ -245,6 +248,9 @@ class _Search:
         self.until = self.seconds - (share if wanted else 0.0)
 
     def _try(self, lever: str, share: float, also: Sequence[str] = ()) -> None:
+        if (better := self.instead_of.get(lever, "")) in self.kept:
+            self._decide(lever, False, f"{better} is on and leaves it little to do", None)
+            return
         refusal, within = self._too_dear(lever, share), self._left()
         if refusal is not None:
             if within <= 0:

@@ -69,7 +69,7 @@ def verified(
     Cost: three passes; one or two more with lower precision or a compiler, and one for each lever if a comparison
     fails. With dropout, compiling once more, since it is compared at zero.
     """
-    ordered = sorted(levers, key=lambda lever: (REGISTRY[lever.name].once, REGISTRY[lever.name].lower))
+    ordered = sorted(levers, key=lambda lever: (REGISTRY[lever.name].once, lever.rounding))
     result = Checked()
     of_model = [lever for lever in ordered if not REGISTRY[lever.name].of_optimizer]
     if of_model:
@@ -92,14 +92,14 @@ def _of_model(levers: Sequence[Algorithm], certificate: Certificate) -> Checked:
     result = Checked()
     if not levers:
         return result
-    exact = [lever for lever in levers if not _is_lower([lever]) and not REGISTRY[lever.name].once]
+    exact = [lever for lever in levers if not lever.rounding and not REGISTRY[lever.name].once]
     groups = [exact, list(levers)] if exact and len(exact) < len(levers) else [list(levers)]
     for group in groups:
         finding = _try(certificate, group)
         if finding.reason:
             return _one_by_one(levers, certificate)
         for lever in group:
-            result.said.setdefault(lever.name, _words(finding, lower=_is_lower(group)))
+            result.said.setdefault(lever.name, _words(finding, lower=_rounding(group) > 0))
     result.kept = [lever.name for lever in levers]
     return result
 
@@ -114,21 +114,21 @@ def _one_by_one(levers: Sequence[Algorithm], certificate: Certificate) -> Checke
             result.said[lever.name] = f"{_NOT}{finding.reason}"
             continue
         kept.append(lever)
-        result.said[lever.name] = _words(finding, lower=_is_lower(group))
+        result.said[lever.name] = _words(finding, lower=_rounding(group) > 0)
     result.kept = [lever.name for lever in kept]
     return result
 
 
 def _try(certificate: Certificate, levers: Sequence[Algorithm]) -> Finding:
     try:
-        return certificate.check(levers, lower=_is_lower(levers))
+        return certificate.check(levers, rounding=_rounding(levers))
     except Exception as error:  # levers may raise anything; training continues without them
         text = (str(error).splitlines() or [""])[0]
         return Finding(reason=f"it raised {type(error).__name__}: {text}"[:300], gradient=math.inf, outputs=math.inf)
 
 
-def _is_lower(levers: Sequence[Algorithm]) -> bool:
-    return any(REGISTRY[lever.name].lower for lever in levers)
+def _rounding(levers: Sequence[Algorithm]) -> float:
+    return max(lever.rounding for lever in levers)
 
 
 def _words(finding: Finding, *, lower: bool) -> str:

@@ -237,6 +237,11 @@ class Algorithm:
     name: ClassVar[str]
     traits: ClassVar[Traits] = Traits()
 
+    @property
+    def rounding(self) -> float:
+        """Relative rounding of a precision below float32 in which this lets float32 products compute; 0 if none."""
+        return 0.0
+
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Return why this algorithm would change nothing for this model and optimizer; None if it would."""
         return None

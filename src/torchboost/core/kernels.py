@@ -9,7 +9,7 @@ import torch
 
 from torchboost.core.torch_versions import cpu_capabilities
 
-__all__ = ["kernel_switches"]
+__all__ = ["kernel_switches", "matmul_backends"]
 
 _VARIABLES = (
     *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "ATEN_CPU_CAPABILITY"),
@@ -36,6 +36,12 @@ def kernel_switches() -> list[Any]:
         [str(backend.fp32_precision) for backend in _backends()],
         torch.are_deterministic_algorithms_enabled(),
     ]
+
+
+def matmul_backends() -> dict[str, Any]:
+    """Return what holds the precision of float32 matrix products, by its name in ``torch.backends``."""
+    mkldnn: Any = torch.backends.mkldnn
+    return {"cuda.matmul": torch.backends.cuda.matmul, "mkldnn.matmul": mkldnn.matmul}
 
 
 def _backends() -> list[Any]:

@@ -23,6 +23,7 @@ from torchboost.algorithms import (
     FusedOptimizer,
     GradientCentralization,
     LossScaleGroups,
+    MatmulPrecision,
     SubspaceDescent,
 )
 from torchboost.algorithms.freezing.freezer import Freezing
@@ -33,6 +34,7 @@ ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "gradient_centralization": GradientCentralization,
     "channels_last": ChannelsLast,
     "autocast": Autocast,
+    "matmul_precision": MatmulPrecision,
     "grad_freeze": lambda: BlockFreeze(groups=3, pattern="continuous", full_share=0.3, total_steps=6),
     "fused_optimizer": FusedOptimizer,
     "compile": lambda: Compile(backend="eager"),

@@ -63,6 +63,32 @@ def test_a_trial_measures_and_checks_and_leaves_the_run_as_it_was(name, level, d
     assert found == pytest.approx(trained(name, level, "cpu"), rel=CLOSE["rtol"], abs=CLOSE["atol"])
 
 
+@NETWORK
+@pytest.mark.parametrize("config", [PLAIN, HALVED], ids=["float32", "bfloat16"])
+def test_a_trial_tries_tf32_unless_autocast_is_on_and_leaves_the_process_as_it_was(name, config, monkeypatch):
+    seen, choose = [], torch.set_float32_matmul_precision
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda value: seen.append(value) or choose(value))
+    made = boosted(name, "O1", "cuda", config=config, calibrate=1.0)
+    losses(made.model, made.optimizer, "cuda")
+    assert made.choice is not None
+    assert ("high" in seen) is (config is PLAIN), made.explain()
+    assert config is PLAIN or "autocast is on and leaves it little to do" in made.explain()
+    made.remove()
+    assert torch.backends.cuda.matmul.fp32_precision == "none"
+
+
+@NETWORK
+def test_tf32_by_name_is_checked_and_stays_until_it_is_removed(name):
+    config = {"extra": {**PLAIN["extra"], "matmul_precision": True}}
+    made = boosted(name, "O1", "cuda", config=config)
+    losses(made.model, made.optimizer, "cuda")
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    assert made.checks["matmul_precision"].startswith("checked: the gradient differs by")
+    assert "computes float32 matrix products in TF32" in made.explain()
+    made.remove()
+    assert torch.backends.cuda.matmul.fp32_precision == "none"
+
+
 @LEVEL
 @NETWORK
 @pytest.mark.parametrize("config", [PLAIN, HALVED], ids=["float32", "bfloat16"])
