@@ -10,7 +10,7 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.torchboost-stamp
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0
 
-.PHONY: setup demo test test-all lint format type layers docs check bench bench-gpu package clean
+.PHONY: setup demo test test-all lint format type layers docs check bench bench-gpu bench-gpu-commit package clean
 
 setup: $(STAMP)
 
@@ -53,9 +53,13 @@ bench: setup
 	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
 	$(BIN)/python benchmarks/tables.py
 
-bench-gpu: setup
-	$(BIN)/python benchmarks/gpu.py $(BENCH_ARGS)
-	$(BIN)/python benchmarks/tables.py
+# On somebody else's machine: no environment is made, so torch and the rest are those of PYTHON.
+bench-gpu:
+	$(PYTHON) benchmarks/gpu.py $(BENCH_ARGS)
+
+# Before the files are copied to a machine without git.
+bench-gpu-commit:
+	PYTHONPATH=src $(PYTHON) -c "from torchboost.measure.stopwatch import environment as e; print(e().commit)" > COMMIT
 
 package: setup
 	$(BIN)/python -m build --outdir dist

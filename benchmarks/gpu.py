@@ -1,92 +1,157 @@
-"""Claim: the levels pay on a GPU too. ResNet-50 at 224 pixels and a GPT of 124 M weights on synthetic batches."""
+"""Half an hour on a GPU, in calls of at most ten minutes: what is worth most comes first, all of it is saved at once.
+
+It needs no package but torch, those of torchboost and ``transformers``, no installation and no git. What is in the
+results is not measured again. ``--tiny --no-compile --pretend`` runs all of it without a GPU.
+"""
 
 from __future__ import annotations
 
-import functools
+import argparse
+import json
+import os
 import sys
-from dataclasses import replace
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-import torch
-from options import Options, parser, run
-from torch import nn
+from processes import outcome, run_within
 
-from torchboost.bench.workloads.bench import run_bench
-from torchboost.bench.workloads.data import Data, Text, synthetic_images
-from torchboost.bench.workloads.jobs import Job, find_job
-from torchboost.bench.workloads.models import GPT, Bottleneck, ResNet
-from torchboost.registry import REGISTRY
-
-VOCABULARY = 50257
-
-
-def resnet50(data: Any) -> nn.Module:
-    return ResNet(Bottleneck, [3, 4, 6, 3], classes=data.classes, stem="imagenet")
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+REFUSED = 3
+"""The status of a part that cannot measure here at all."""
+MOST_CRASHES = 5
+LEAST_SECONDS = 15.0
+"""A part is not started if it has less."""
+PRETEND = "TORCHBOOST_PRETEND_DEVICE"
 
 
-def images(count: int, path: object, limit: int | None) -> Data:
-    return synthetic_images(count, size=224)
+class Part(NamedTuple):
+    """What one process measures.
+
+    Args:
+        kind: A key of ``gpu_part.KINDS``.
+        seconds: Its share of the call, if no part before it ended early.
+        subject: A network, for kinds that measure one.
+        only: Contestants; empty for all.
+        cold: Whether the compiler has nothing in its cache.
+    """
+
+    kind: str
+    seconds: float
+    subject: str = ""
+    only: tuple[str, ...] = ()
+    cold: bool = False
 
 
-def gpt2_small(data: Any) -> nn.Module:
-    return GPT(VOCABULARY, context=data.context)
+class Call(NamedTuple):
+    """Parts that run one after another within so many seconds."""
+
+    seconds: float
+    parts: tuple[Part, ...]
 
 
-def tokens(count: int, path: object, limit: int | None) -> Data:
-    generator = torch.Generator().manual_seed(0)
-    made = torch.randint(VOCABULARY, (count * 1024 + 1,), generator=generator)
-    return Text(train_tokens=made, test_tokens=made, characters="", context=1024)
+def lengths(network: str) -> tuple[Part, ...]:
+    return tuple(Part("levels", 145, network, (f"O1, {steps:,} steps",), cold=True) for steps in (10_000, 450_000))
 
 
-def jobs(smoke: bool) -> list[Job]:
-    """Eight batches each. The data are created once and stay on the device."""
-    image_batch, text_batch = (4, 2) if smoke else (256, 16)
-    return [
-        replace(
-            find_job("cifar10-resnet-bottleneck"),
-            name="resnet50-224",
-            title="synthetic images, 224 x 224",
-            model_name="ResNet-50",
-            load=functools.partial(images, 8 * image_batch),
-            build=resnet50,
-            batch=image_batch,
-        ),
-        replace(
-            find_job("text-gpt"),
-            name="gpt2-small",
-            title="synthetic tokens, context 1024",
-            model_name="GPT, 12 layers, width 768",
-            load=functools.partial(tokens, 8 * text_batch),
-            build=gpt2_small,
-            batch=text_batch,
-        ),
-    ]
+EAGER = ("channels_last+autocast+fused_optimizer+tf32", "autocast+fused_optimizer+tf32", "O1", "O2")
+PLAN: Mapping[str, Call] = {
+    "1": Call(420, (Part("machine", 60), Part("tests", 190), Part("rules", 170))),
+    "2": Call(590, (Part("levels", 295, "resnet50"), Part("levels", 295, "gpt2"))),
+    "3": Call(590, (Part("levels", 295, "bert"), Part("levels", 295, "vit"))),
+    "4": Call(100, (Part("levels", 100, "mobilenet", EAGER),)),
+    # The second half hour.
+    "5": Call(590, (*lengths("resnet50"), *lengths("gpt2"))),
+    "6": Call(590, (Part("freezing", 200, "resnet50"), Part("freezing", 200, "gpt2"), Part("offload", 190, "gpt-1b"))),
+    "7": Call(590, (Part("levels", 295, "llama"), Part("levels", 295, "convnext"))),
+}
 
 
-def measure(options: Options) -> list[Path]:
-    if not torch.cuda.is_available():
-        sys.exit("gpu: found no CUDA device, nothing was measured; run this on a machine with one.")
-    single = [f"hand+{name}" for name in REGISTRY if name in ("less_bn", "gradient_centralization")]
-    by_hand = ["hand", "hand+compile"] if options.compiled else ["hand"]
-    levels = ["O1", "O2", "O1+compile", "O2+compile"] if options.compiled else ["O1", "O2"]
-    paths = []
-    for job in jobs(options.smoke):
-        out = options.file("gpu", job.name)
-        run_bench(
-            job,
-            contestants=["stock", *by_hand, *levels, *single],
-            pairs=3 if options.smoke else 30,
-            calls=1 if options.smoke else 5,
-            epochs=0,
-            device="cuda",
-            out=out,
-            resume=options.resume,
-            progress=options.progress,
-        )
-        paths.append(out)
-    return paths
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--call", nargs="+", choices=list(PLAN), default=list(PLAN), help="default: all, in this order")
+    made.add_argument("--deadline", type=float, help="seconds for each call; default: as planned, at most 590")
+    made.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results, default: %(default)s")
+    made.add_argument("--pairs", type=int, default=12, help="rounds of every comparison (default: %(default)s)")
+    made.add_argument("--tiny", action="store_true", help="small networks: checks the scripts, proves nothing")
+    made.add_argument("--no-compile", dest="compiled", action="store_false", help="leave out torch.compile")
+    made.add_argument("--again", action="store_true", help="measure again what failed or did not end")
+    made.add_argument("--pretend", action="store_true", help="on the pretend device of the tests; needs a C++ compiler")
+    found = made.parse_args(argv)
+    if found.pairs < 1:
+        made.error(f"--pairs: found {found.pairs}; it must be at least 1.")
+    if found.pretend and (found.compiled or not found.tiny):
+        made.error("found --pretend alone; the pretend device needs --tiny and --no-compile.")
+    return found
+
+
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for a part: the package is found without an installation, and every level measures."""
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [variables.get("PYTHONPATH")])]
+    own = {"PYTHONPATH": os.pathsep.join(paths), "TORCHBOOST_CACHE": "off", "TORCHBOOST_CALIBRATE": "1"}
+    return {**variables, **own}
+
+
+def run_part(part: Part, seconds: float, asked: argparse.Namespace, variables: Mapping[str, str]) -> int:
+    """Run a part, and again after a crash, without what crashed. Return the status of the last process."""
+    ends, ended, status = time.monotonic() + seconds, "", 0
+    for _ in range(MOST_CRASHES):
+        left = ends - time.monotonic()
+        if left < LEAST_SECONDS:
+            break
+        task = {
+            **part._asdict(),
+            "seconds": left,
+            "out": str(asked.out),
+            "pairs": asked.pairs,
+            "tiny": asked.tiny,
+            "compiled": asked.compiled,
+            "again": asked.again,
+            "ended": ended,
+        }
+        device = ["-m", "tests.support.pretend_device"] if PRETEND in variables else []
+        with ExitStack() as stack:
+            cache = {"TORCHINDUCTOR_CACHE_DIR": stack.enter_context(tempfile.TemporaryDirectory())} if part.cold else {}
+            command = [sys.executable, *device, str(HERE / "gpu_part.py"), json.dumps(task)]
+            status = run_within(left, command, {**variables, **cache})
+        if status in (0, REFUSED):
+            return status
+        ended, status = outcome(status, left), status or 1
+        print(f"  {part.kind} {part.subject}: {ended}", file=sys.stderr, flush=True)
+    return status
+
+
+def run_call(name: str, asked: argparse.Namespace, variables: Mapping[str, str]) -> bool:
+    """Run the parts of a call. Return whether another call makes sense."""
+    call = PLAN[name]
+    seconds = call.seconds if asked.deadline is None else asked.deadline
+    began = time.monotonic()
+    for at, part in enumerate(call.parts):
+        left = seconds - (time.monotonic() - began)
+        share = left * part.seconds / sum(later.seconds for later in call.parts[at:])
+        print(f"call {name}: {part.kind} {part.subject}, {share:.0f} s".replace(" ,", ","), flush=True)
+        if run_part(part, share, asked, variables) == REFUSED:
+            return False
+    print(f"call {name}: {time.monotonic() - began:.0f} s", flush=True)
+    return True
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    asked = arguments(argv)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    variables = environment(os.environ)
+    with tempfile.TemporaryDirectory() as folder:
+        if asked.pretend and PRETEND not in variables:
+            sys.path.insert(0, str(ROOT))
+            from tests.support.pretend_device.build import built
+
+            variables[PRETEND] = str(built(Path(folder)))
+        return 0 if all(run_call(name, asked, variables) for name in asked.call) else REFUSED
 
 
 if __name__ == "__main__":
-    run([measure], parser(__doc__).parse_args())
+    sys.exit(main())

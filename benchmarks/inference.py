@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from gpu import VOCABULARY
 from options import Options, parser, run
 from torch import Tensor, nn
 
@@ -15,6 +14,7 @@ from torchboost.compat.auto_boost import AutoBoost
 from torchboost.measure.evidence import BenchReport, Contestant
 from torchboost.measure.stopwatch import Clock, Comparison, compare, environment
 
+VOCABULARY = 50257
 STOCK = "network.eval()"
 COMPILED = "torch.compile(network.eval())"
 COPY = "fast copy"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from gpu import VOCABULARY
+from inference import VOCABULARY
 from options import Options, parser, run
 from torch import nn
 from torch.nn.utils import clip_grad_norm_

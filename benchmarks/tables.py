@@ -15,6 +15,7 @@ import adasum_convergence
 import certificate
 import fewer_steps_table
 import freeze_rival
+import gpu_tables
 import headline
 import low_precision
 import parts_accuracy
@@ -313,7 +314,7 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "overhead": times,
     "loss_scale": times,
     "accuracy": accuracy,
-    "gpu": times,
+    "gpu": lambda path: own(gpu_tables.table(path)),
     "freeze_savings": times,
     "freeze_on_ranks": times,
     "dim_reduce": times,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from options import Options, options_of, parser
+from processes import outcome, run_within
 from zoo_cells import Grid, Task
 from zoo_networks import TINY, ZOO
 from zoo_verdict import STOCK, conclusion
@@ -148,21 +148,8 @@ def run_once(name: str, out: Path, options: Options, asked: Asked, left_out: dic
         command = [sys.executable, str(Path(__file__).with_name("zoo_cells.py")), task.to_json()]
         # Without a cache, both levels measure in each run.
         own = {"TORCHBOOST_CACHE": "off", "TORCHBOOST_CALIBRATE": "1", **cache_in(asked.compiler)}
-        try:
-            status = subprocess.run(
-                command, env={**os.environ, **simulated, **own}, timeout=LIMIT_SECONDS, check=False
-            ).returncode
-            ended = outcome(status)
-        except subprocess.TimeoutExpired:
-            ended = f"hung for {LIMIT_SECONDS:,} seconds"
+        ended = outcome(run_within(LIMIT_SECONDS, command, {**os.environ, **simulated, **own}), LIMIT_SECONDS)
         return (state.read_text(encoding="utf-8").strip() if ended else ""), ended
-
-
-def outcome(status: int) -> str:
-    """Return how a process ended; empty if all went well."""
-    if status < 0:
-        return f"crashed with {signal.Signals(-status).name}"
-    return f"ended with status {status}" if status else ""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

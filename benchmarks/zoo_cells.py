@@ -54,7 +54,8 @@ WARMUP = Warmup(least=6, limit=60, seconds=300)
 Grid = Literal["eager", "some", "all"]
 """Which cells are compiled: none, those with a fused optimizer, or all."""
 Cell = tuple[str, ...]
-Step = Callable[[], object]
+Step = Callable[[], Tensor]
+"""Trains a step and returns its loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,38 +117,40 @@ def has_images(model: nn.Module) -> bool:
     return any(isinstance(module, nn.Conv2d) for module in model.modules())
 
 
-def by_hand(network: Network, cell: Cell) -> Step:
-    """Return a training step in plain torch.
+def by_hand(network: Network, cell: Cell, device: torch.device | str = "cpu", mode: str | None = None) -> Step:
+    """Return a training step in plain torch. ``mode`` is that of ``torch.compile``.
 
     Raises:
         IncompatibleError: torchboost refuses one of the levers on this network.
     """
-    training = network.training(**({"fused": True} if "fused_optimizer" in cell else {}))
+    kind = torch.device(device).type
+    training = network.training(device=device, **({"fused": True} if "fused_optimizer" in cell else {}))
     for lever in cell:
         REGISTRY[lever].algorithm().check(Target(training.model, training.optimizer))
     last = "channels_last" in cell
     if last:
         training.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    forward = compiled(training.model) if "compile" in cell else training.model
+    forward = compiled(training.model, mode) if "compile" in cell else training.model
     half, supply = "autocast" in cell, itertools.cycle(training.batches)
 
-    def step() -> None:
+    def step() -> Tensor:
         batch = next(supply)
         if last:
             batch = images_last(batch)
         training.optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16) if half else contextlib.nullcontext():
+        with torch.autocast(kind, torch.bfloat16) if half else contextlib.nullcontext():
             loss = training.loss(forward(*batch.args, **batch.kwargs), batch)
         loss.backward()
         training.optimizer.step()
+        return loss.detach()
 
     return step
 
 
-def compiled(model: nn.Module) -> Callable[..., Any]:
+def compiled(model: nn.Module, mode: str | None = None) -> Callable[..., Any]:
     """Compile with graphs of its own: torch falls back to eager after 8 graphs of one code, which older ones share."""
     options: Any = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
-    return torch.compile(model, **options)
+    return torch.compile(model, mode=mode, **options)
 
 
 def images_last(batch: Batch) -> Batch:
@@ -158,19 +161,27 @@ def images_last(batch: Batch) -> Batch:
     return Batch(tuple(map(convert, batch.args)), kwargs, batch.target)
 
 
-def boosted_loop(network: Network, level: str) -> tuple[Step, Boosted]:
+def boosted_loop(
+    network: Network,
+    level: str,
+    *,
+    device: torch.device | str = "cpu",
+    total_steps: int = PLANNED_STEPS,
+    config: Mapping[str, Any] = NO_FREEZING,
+) -> tuple[Step, Boosted]:
     """Return the loop of a user who has added one line."""
-    training = network.training()
-    boosted = boost(training.model, training.optimizer, level=level, total_steps=PLANNED_STEPS, config=NO_FREEZING)
+    training = network.training(device=device)
+    boosted = boost(training.model, training.optimizer, level=level, total_steps=total_steps, config=config)
     model, optimizer = boosted
     supply = itertools.cycle(training.batches)
 
-    def step() -> None:
+    def step() -> Tensor:
         batch = next(supply)
         optimizer.zero_grad()
         loss = training.loss(model(*batch.args, **batch.kwargs), batch)
         loss.backward()
         optimizer.step()
+        return loss.detach()
 
     return step, boosted
 
@@ -301,9 +312,9 @@ def rounds(least: int, stock: Step) -> int:
 
 
 def marked(step: Step, name: str, mark: Callable[[str], object]) -> Step:
-    def call() -> None:
+    def call() -> Tensor:
         mark(name)
-        step()
+        return step()
 
     return call
 

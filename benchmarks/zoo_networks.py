@@ -69,12 +69,12 @@ class Network:
     loss: Loss
     needs: str = ""
 
-    def training(self, **settings: Any) -> Training:
+    def training(self, *, device: torch.device | str = "cpu", **settings: Any) -> Training:
         """Return model, optimizer, batches and loss, the same at each call. ``settings`` are those of the optimizer."""
         torch.manual_seed(0)
-        model = self.build().train()
-        optimizer = self.optimizer(model.parameters(), **settings)
-        return Training(model, optimizer, [self.draw() for _ in range(BATCHES)], self.loss)
+        with torch.device(device):
+            model, batches = self.build().train(), [self.draw() for _ in range(BATCHES)]
+        return Training(model, self.optimizer(model.parameters(), **settings), batches, self.loss)
 
     def missing(self) -> bool:
         """Whether the package that the model comes from is not installed."""
@@ -120,13 +120,13 @@ def hugging_face(config: str, model: str, **settings: Any) -> Callable[[], nn.Mo
     return build
 
 
-def tokens(count: int, length: int, **labels: tuple[int, ...]) -> Callable[[], Batch]:
+def tokens(count: int, length: int, *, vocabulary: int = VOCABULARY, **labels: tuple[int, ...]) -> Callable[[], Batch]:
     """Draw ``input_ids`` and, under each name of ``labels``, class numbers of that shape; ``()`` copies the tokens."""
 
     def draw() -> Batch:
-        ids = torch.randint(VOCABULARY, (count, length))
+        ids = torch.randint(vocabulary, (count, length))
         drawn = {
-            name: torch.randint(2 if len(shape) == 1 else VOCABULARY, shape) if shape else ids
+            name: torch.randint(2 if len(shape) == 1 else vocabulary, shape) if shape else ids
             for name, shape in labels.items()
         }
         return Batch(kwargs={"input_ids": ids, **drawn})

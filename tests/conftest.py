@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 
 from torchboost.core import hardware
 from torchboost.measure.machine import Products
@@ -19,9 +18,12 @@ from torchboost.measure.machine import Products
 ROOT = Path(__file__).parents[1]
 VECTORS = ROOT / "tests" / "parity" / "vectors"
 
-# The same examples on every run and machine; nothing written into the checkout.
-settings.register_profile("torchboost", derandomize=True, database=None, deadline=None)
-settings.load_profile("torchboost")
+if importlib.util.find_spec("hypothesis") is not None:  # the tests on a GPU do without
+    from hypothesis import settings
+
+    # The same examples on every run and machine; nothing written into the checkout.
+    settings.register_profile("torchboost", derandomize=True, database=None, deadline=None)
+    settings.load_profile("torchboost")
 
 
 class Case(NamedTuple):

@@ -78,12 +78,6 @@ def test_a_result_is_kept_if_it_could_be_repeated(changed: dict[str, str], pairs
     assert zoo.is_current(saved(tmp_path / "zoo-mlp.json", **changed), pairs) == current
 
 
-def test_how_a_process_ended():
-    assert zoo.outcome(0) == ""
-    assert zoo.outcome(-11) == CRASH
-    assert zoo.outcome(1) == "ended with status 1"
-
-
 @pytest.mark.parametrize(
     "words", [["--networks", "gpt3"], ["--pairs", "0"], ["--compile", "--no-compile"], ["--simulate", "sse"]]
 )

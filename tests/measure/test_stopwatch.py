@@ -258,3 +258,11 @@ def test_commit_is_that_of_the_checkout_and_marks_changes(tmp_path: Path) -> Non
     assert len(clean) == 40
     (tmp_path / "file").write_text("two")
     assert stopwatch._commit(tmp_path) == f"{clean}+changes"
+
+
+def test_commit_of_a_copy_without_git_is_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "COMMIT").write_text("0123+changes\n")
+    assert stopwatch._commit(tmp_path) == "0123+changes"
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setenv("PATH", "")  # a checkout on a machine without git
+    assert stopwatch._commit(tmp_path) == "0123+changes"

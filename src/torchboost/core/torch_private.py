@@ -2,8 +2,8 @@
 
 No other module of the package reads a private name of torch; ``tests/contracts/test_private_names.py`` scans for them.
 If an update of torch moves or changes a name, it is mended here, and ``tests/core/test_torch_private.py`` says which
-one it was. All names were last seen in torch 2.9.1 to 2.14.1; one is read in two ways (:func:`all_reduce_hooks`). The module
-imports nothing of this package, and nothing of torch that ``import torch`` does not import.
+one it was. All names were last seen in torch 2.9.1 to 2.14.1; one is read in two ways (:func:`all_reduce_hooks`). The
+module imports nothing of this package, and nothing of torch that ``import torch`` does not import.
 """
 
 from __future__ import annotations

@@ -231,8 +231,8 @@ def compare(
 def environment(device: torch.device | str = "cpu") -> Environment:
     """Describe the machine and the versions of a result.
 
-    ``commit`` is that of the checkout that contains this package, with ``+changes`` if files differ from it. It is
-    empty for an installed package.
+    ``commit`` is that of the checkout that contains this package, with ``+changes`` if files differ from it. In a copy
+    without git it is read from a file ``COMMIT`` next to ``src``. It is empty for an installed package.
     """
     device = torch.device(device)
     return Environment(
@@ -353,9 +353,9 @@ def collector_off() -> Iterator[None]:
 
 
 def _commit(root: Path) -> str:
-    if not (root / ".git").exists():
-        return ""
-    head = _git(root, "rev-parse", "HEAD")
+    head = _git(root, "rev-parse", "HEAD") if (root / ".git").exists() else ""
+    if not head and (root / "COMMIT").is_file():
+        return (root / "COMMIT").read_text(encoding="utf-8").strip()
     changed = _git(root, "status", "--porcelain", "--untracked-files=no")
     return f"{head}+changes" if head and changed else head
 

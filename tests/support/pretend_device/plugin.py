@@ -1,7 +1,8 @@
 """A plugin of pytest: ``cuda`` is the pretend device, whose library ``TORCHBOOST_PRETEND_DEVICE`` names.
 
 The library must be loaded before torch, so the plugin is named at the start: ``pytest -p
-tests.support.pretend_device.plugin``. What ``torch.cuda`` reads from the driver is replaced by plain functions.
+tests.support.pretend_device.plugin``. ``python -m tests.support.pretend_device`` runs a script with it. What
+``torch.cuda`` reads from the driver is replaced by plain functions.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ def _replace_driver() -> None:
         "default_stream": current,
     }
     done = ("_lazy_init", "init", "synchronize", "empty_cache", "set_device", "reset_peak_memory_stats")
+    done = (*done, "set_sync_debug_mode")
     for name, answer in {**answers, **dict.fromkeys(done)}.items():
         setattr(torch.cuda, name, lambda *_, _answer=answer, **__: _answer)
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):

@@ -1,0 +1,124 @@
+"""The networks that are trained on a GPU, with random weights and data: their usual sizes, and tiny ones.
+
+ResNet-50 and MobileNetV2 are plain torch, the others come from ``transformers``; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from inference import MOBILENET, VOCABULARY, mobilenet
+from zoo_networks import (
+    Network,
+    adamw,
+    cross_entropy,
+    floats,
+    hugging_face,
+    images,
+    numbers,
+    own_loss,
+    plain,
+    sgd,
+    tokens,
+)
+
+from torchboost.bench.workloads.models import Bottleneck, ResNet
+
+
+def language(title: str, names: tuple[str, str], count: int, length: int, vocabulary: int, **settings: Any) -> Network:
+    return Network(
+        title=f"{title}, batch {count} x {length} tokens",
+        build=hugging_face(*names, vocab_size=vocabulary, **settings),
+        draw=tokens(count, length, vocabulary=vocabulary, labels=()),
+        optimizer=adamw,
+        loss=own_loss,
+        needs="transformers",
+    )
+
+
+def pictures(title: str, names: tuple[str, str], count: int, side: int, classes: int, **settings: Any) -> Network:
+    return Network(
+        title=f"{title}, batch {count}",
+        build=hugging_face(*names, num_labels=classes, **settings),
+        draw=floats("pixel_values", (count, 3, side, side), (count,), classes),
+        optimizer=adamw,
+        loss=own_loss,
+        needs="transformers",
+    )
+
+
+def convolutions(title: str, build: Callable[[], torch.nn.Module], count: int, side: int, classes: int) -> Network:
+    return Network(
+        title=f"{title}, batch {count}",
+        build=build,
+        draw=plain(images(count, side), numbers(classes, count)),
+        optimizer=sgd,
+        loss=cross_entropy,
+    )
+
+
+GPT2, LLAMA = ("GPT2Config", "GPT2LMHeadModel"), ("LlamaConfig", "LlamaForCausalLM")
+BERT, VIT = ("BertConfig", "BertForMaskedLM"), ("ViTConfig", "ViTForImageClassification")
+CONVNEXT = ("ConvNextConfig", "ConvNextForImageClassification")
+
+
+def resnet50(count: int) -> Network:
+    return convolutions(
+        "ResNet-50 at 224 pixels",
+        lambda: ResNet(Bottleneck, [3, 4, 6, 3], classes=1000, stem="imagenet"),
+        *(count, 224, 1000),
+    )
+
+
+def gpt2(count: int) -> Network:
+    return language("GPT-2 small", GPT2, count, 1024, VOCABULARY, use_cache=False)
+
+
+NETWORKS: Mapping[str, Network] = {
+    "resnet50": resnet50(256),
+    "resnet50-short": resnet50(64),
+    "gpt2": gpt2(16),
+    "gpt2-short": gpt2(4),
+    "bert": language("BERT base", BERT, 64, 256, 30_522),
+    "vit": pictures("ViT base at 224 pixels", VIT, 128, 224, 1000),
+    "llama": language(
+        *("Llama, 16 layers of width 1024", LLAMA, 8, 1024, 32_000),
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        use_cache=False,
+    ),
+    "convnext": pictures("ConvNeXt tiny at 224 pixels", CONVNEXT, 128, 224, 1000),
+    "mobilenet": convolutions("MobileNetV2 at 224 pixels", lambda: mobilenet(MOBILENET), 256, 224, 1000),
+    "gpt-1b": language(
+        "GPT of 1.3 billion parameters", GPT2, 4, 1024, VOCABULARY, n_layer=24, n_embd=2048, n_head=16, use_cache=False
+    ),
+}
+_ONE_LAYER = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+_TINY_GPT = language(
+    *("tiny GPT-2", GPT2, 2, 16, 64),
+    **{"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0},
+    use_cache=False,
+)
+_TINY_RESNET = convolutions("tiny ResNet", lambda: ResNet(Bottleneck, [1, 1], width=8), 4, 12, 10)
+TINY: Mapping[str, Network] = {
+    "resnet50": _TINY_RESNET,
+    "resnet50-short": _TINY_RESNET,
+    "gpt2": _TINY_GPT,
+    "gpt2-short": _TINY_GPT,
+    "gpt-1b": _TINY_GPT,
+    "bert": language("tiny BERT", BERT, 2, 16, 64, max_position_embeddings=16, **_ONE_LAYER),
+    "vit": pictures("tiny ViT", VIT, 2, 16, 10, image_size=16, patch_size=4, **_ONE_LAYER),
+    "llama": language("tiny Llama", LLAMA, 2, 16, 64, use_cache=False, **_ONE_LAYER),
+    "convnext": pictures("tiny ConvNeXt", CONVNEXT, 2, 32, 10, depths=[1, 1, 1, 1], hidden_sizes=[8, 8, 8, 8]),
+    "mobilenet": convolutions("tiny MobileNetV2", lambda: mobilenet(MOBILENET[:2]), 2, 32, 1000),
+}
+"""Checks the scripts in seconds; its times mean nothing."""
+
+
+def network(name: str, *, tiny: bool) -> Network:
+    return (TINY if tiny else NETWORKS)[name]
