@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -279,7 +279,7 @@ def instructions() -> str:
 def device_name(device: torch.device | str) -> str:
     """Return the name of a GPU, or the type of any other device."""
     device = torch.device(device)
-    module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
     return module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
 
 
