@@ -582,10 +582,8 @@ def test_a_choice_may_give_a_lever_other_settings():
     plan = Plan.of("O1", facts=Facts(half_precision=False, convolutions=20, total_steps=10))
     form = Compile(mode="reduce-overhead")
     chosen = plan.chosen({"compile": (True, "")}, [form])
-    assert form in chosen.algorithms
     assert "torch.compile: mode='reduce-overhead'" in chosen.explain()
     assert Compile() in chosen.chosen({"compile": (True, "")}).algorithms
-    assert "compile" not in names(plan.chosen({"compile": (False, "no gain")}, [form]))
 
 
 def test_a_choice_switches_levers_and_keeps_the_rest():
