@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from tests.support.conv_nets import vgg
 from torchboost import ConfigError, Facts, IncompatibleError, Plan, Target
-from torchboost.algorithms import AccumulationSteps
+from torchboost.algorithms import AccumulationSteps, Compile
 from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.config import BoostConfig
 from torchboost.plan import resolve
@@ -576,6 +576,14 @@ def test_levers_are_what_a_level_may_switch_and_the_user_did_not():
     }
     assert Plan.of("O0", facts=facts).levers == ()
     assert Plan.of("O1", {"boost": {"mode": "manual"}}, facts).levers == ()
+
+
+def test_a_choice_may_give_a_lever_other_settings():
+    plan = Plan.of("O1", facts=Facts(half_precision=False, convolutions=20, total_steps=10))
+    form = Compile(mode="reduce-overhead")
+    chosen = plan.chosen({"compile": (True, "")}, [form])
+    assert "torch.compile: mode='reduce-overhead'" in chosen.explain()
+    assert Compile() in chosen.chosen({"compile": (True, "")}).algorithms
 
 
 def test_a_choice_switches_levers_and_keeps_the_rest():

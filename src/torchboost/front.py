@@ -21,6 +21,7 @@ from torchboost.calibration.calibration import (
     Calibration,
     Decision,
     describe,
+    device_of,
     explain,
     gain,
     measured_elsewhere,
@@ -180,7 +181,8 @@ class Boosted:
             self.plan = self.plan.chosen({v.lever: (False, v.reason) for v in choice.verdicts if not v.kept})
             return
         self.choice = choice
-        self.plan = self.plan.chosen({v.lever: (v.kept, v.reason) for v in choice.verdicts})
+        forms = () if self._calibration is None else self._calibration.in_form(choice, device_of(self.model)).levers
+        self.plan = self.plan.chosen({v.lever: (v.kept, v.reason) for v in choice.verdicts}, forms)
         _LOG.info("%s: %s", self.plan.level, describe(choice))
         if choice.ratio is not None and choice.ratio.high < 1:
             _LOG.warning(
@@ -196,7 +198,7 @@ class Boosted:
     def _check_again(self, call: Call) -> None:
         """Check the levers on inputs of other shapes, once."""
         if self._calibration is not None:
-            decision = check_again(self._target, self.attached, self._calibration, call)
+            decision = check_again(self._target, self.attached, self._calibration, call, self.choice)
             self.checks |= decision.checks
             self._leave_out(decision.refused)
 
@@ -300,14 +302,16 @@ class Boosted:
         if self.brings_scaler and self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
 
-    def _levers(self) -> dict[str, bool]:
+    def _levers(self) -> dict[str, bool | str]:
         """Return the levers that a resumed run must have; empty if the first training call has still to decide."""
         if self._removed:
             return {}
-        if self._waiting is not None and self._waiting.given is not None:
-            return {lever.name: lever.name in self._waiting.given.kept for lever in self.plan.levers}
-        undecided = self._measures and self._waiting is not None and self.choice is None and not self._unseen
-        return {} if undecided else {lever.name: lever.name in self.attached for lever in self.plan.levers}
+        given = None if self._waiting is None else self._waiting.given
+        if given is None and self._measures and self._waiting and self.choice is None and not self._unseen:
+            return {}
+        choice, on = (self.choice, self.attached) if given is None else (given, given.kept)
+        chosen = choice.levers if choice else {}
+        return {lever.name: lever.name in on and (chosen.get(lever.name) or True) for lever in self.plan.levers}
 
     def _follow(self, chosen: Choice | None) -> None:
         """Compute as the checkpoint did, without a trial: bfloat16 may be found faster or slower here."""

@@ -7,7 +7,7 @@ import os
 import re
 import reprlib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from torchboost.graph.dataflow import shared_traces
 from torchboost.plan_file import write_plan
 from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop
 
-__all__ = ["Dropped", "Plan", "resolve", "why_idle"]
+__all__ = ["Dropped", "Plan", "own_settings", "resolve", "why_idle"]
 
 SWITCHES = tuple(name for name in BoostSwitches.model_fields if name != "mode")
 _LENGTH = "total_steps"
@@ -173,11 +173,12 @@ class Plan:
         served = tuple((a.name, _served(a, model, inner)) for a in wanted)
         return replace(self, algorithms=kept, dropped=self.dropped + idle, levers=levers, served=served)
 
-    def chosen(self, decisions: Mapping[str, tuple[bool, str]]) -> Plan:
+    def chosen(self, decisions: Mapping[str, tuple[bool, str]], forms: Iterable[Algorithm] = ()) -> Plan:
         """Return the plan with levers switched on and off.
 
         Args:
             decisions: Name of a lever -> whether it is on, and the reason if it is off. Other levers stay as they are.
+            forms: Levers with the settings that a trial has chosen; those of :attr:`levers` for the others.
 
         Raises:
             ValueError: A name is not one of :attr:`levers`.
@@ -187,6 +188,7 @@ class Plan:
         if unknown:
             raise ValueError(f"found {', '.join(unknown)}; the levers of this plan are {', '.join(levers) or 'none'}.")
         others = [a for a in self.algorithms if a.name not in decisions]
+        levers |= {form.name: form for form in forms}
         on = [levers[name] for name, (kept, _) in decisions.items() if kept]
         off = tuple(Dropped(name, reason) for name, (kept, reason) in decisions.items() if not kept)
         return replace(
@@ -244,7 +246,8 @@ class Plan:
         lines.append("on:" if self.algorithms else "on: nothing, training is unchanged")
         for a in self.algorithms:
             served = dict(self.served).get(a.name, "")
-            lines.append(f"  {a.name:<{width}}  {REGISTRY[a.name].summary}{_own_settings(a)}{served}")
+            settings = f": {said}" if (said := own_settings(a)) else ""
+            lines.append(f"  {a.name:<{width}}  {REGISTRY[a.name].summary}{settings}{served}")
         if self.dropped:
             lines.append("left out:")
             lines += [f"  {d.name:<{width}}  {d.reason}" for d in self.dropped]
@@ -365,11 +368,10 @@ def _written_length(config: BoostConfig) -> int | None:
     return config.grad_freeze.total_steps if _LENGTH in config.grad_freeze.model_fields_set else None
 
 
-def _own_settings(algorithm: Algorithm) -> str:
-    """Return the settings that differ from the defaults, after a colon; empty if none does."""
+def own_settings(algorithm: Algorithm) -> str:
+    """Return the settings that differ from the defaults, as code; empty if none does."""
     found = [(f.name, getattr(algorithm, f.name), f.default) for f in fields(algorithm)]  # pyright: ignore[reportArgumentType]
-    said = ", ".join(f"{name}={value!r}" for name, value, default in found if value != default)
-    return f": {said}" if said else ""
+    return ", ".join(f"{name}={value!r}" for name, value, default in found if value != default)
 
 
 def _place(algorithm: Algorithm) -> tuple[int, int]:

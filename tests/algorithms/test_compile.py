@@ -18,6 +18,7 @@ from tests.support.trajectories import identical, train
 from tests.support.wrapped import Kind, all_weights, train_share, wrap
 from torchboost.algorithms.compile import Compile
 from torchboost.core.algorithm import Target, attach_all
+from torchboost.core.torch_private import mode_options
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
 EAGER = Compile(backend="eager")
@@ -278,3 +279,37 @@ def test_ranks_under_ddp_and_fsdp_train_like_one_process() -> None:
     assert a == b
     for weights in a:
         torch.testing.assert_close(weights, _train("single"), rtol=0, atol=1e-5)
+
+
+def test_modes_that_a_trial_may_choose() -> None:
+    def modes(made: Compile, device: str = "cuda") -> list[str | None]:
+        return [form.algorithm.mode for form in made.forms(torch.device(device)) if isinstance(form.algorithm, Compile)]
+
+    assert modes(Compile()) == ["reduce-overhead", "max-autotune-no-cudagraphs"]
+    assert modes(Compile(mode="reduce-overhead")) == ["max-autotune"]
+    assert modes(Compile(mode="max-autotune")) == modes(Compile(), "cpu") == modes(EAGER) == []
+    assert [form.algorithm.dynamic for form in Compile(dynamic=False).forms(torch.device("cuda"))] == [False, False]
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch, as it loads inductor
+def test_torch_knows_the_options_of_cuda_graphs() -> None:
+    options = {**mode_options("reduce-overhead"), "triton.cudagraph_skip_dynamic_graphs": True}
+    assert options["triton.cudagraphs"] is True
+    torch.compile(mlp(), options=options)  # refuses options that it does not know
+    with pytest.raises(RuntimeError, match="Unexpected optimization option"):
+        torch.compile(mlp(), options={"triton.cudagraph_skip": True})
+
+
+def test_what_is_dropped_frees_the_memory_of_cuda_graphs() -> None:
+    def graphs() -> int:
+        model(inputs)
+        return compiled.graphs
+
+    model = BottleneckNet()
+    inputs, _ = batch_for(model, torch.Generator().manual_seed(0))
+    compiled = EAGER.attach(target_of(model))
+    assert graphs() == graphs() == 1
+    Compile().forget()
+    assert graphs() == 1
+    Compile(mode="reduce-overhead").forget()
+    assert graphs() == 2, "everything compiles once more"

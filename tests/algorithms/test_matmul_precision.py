@@ -114,3 +114,14 @@ def test_a_level_on_the_cpu_leaves_it_out_and_says_why():
     boosted = torchboost.boost(model, optimizer, level="O1", total_steps=10_000)
     assert "matmul_precision" not in {lever.name for lever in boosted.plan.levers}
     assert "TF32 is a precision of CUDA devices" in boosted.explain()
+
+
+def test_a_second_boost_of_the_model_has_it_too():
+    model, optimizer = pair()
+    config = {"extra": {"matmul_precision": {"precision": "medium"}}}
+    for _ in range(2):
+        boosted = torchboost.boost(model, optimizer, level="O0", config=config)
+        assert list(boosted.attached) == ["matmul_precision"], boosted.explain()
+        assert torch.get_float32_matmul_precision() == "medium"
+    boosted.remove()
+    assert state() == ["highest", "none", "none"]

@@ -29,6 +29,17 @@ def test_it_names_what_is_on():
     assert choice().kept == {"autocast"}
 
 
+def test_the_levers_alone_say_the_form_too():
+    form = "compile(mode='reduce-overhead')"
+    compiled = Verdict(lever="compile", kept=True, form=form, reason="")
+    made = choice().model_copy(update={"verdicts": (*choice().verdicts[:1], compiled)})
+    assert made.levers == {"autocast": True, "compile": form}
+    again = Choice.saved({"levers": made.levers})
+    assert again is not None
+    assert again.levers == made.levers
+    assert choice().levers == {"autocast": True, "compile": False}
+
+
 def test_machines_differ_in_what_was_found_and_what_is_here():
     found = Machine(processor="a", threads=2, device="cpu", torch="2.13", torchboost="1")
     assert found.differences(found) == ""

@@ -368,3 +368,83 @@ def test_a_hopelessly_slow_lever_costs_two_pairs():
     assert [verdict.kept for verdict in verdicts] == [False, True]
     assert verdicts[0].pairs == 2
     assert "15" in verdicts[0].reason or "14" in verdicts[0].reason
+
+
+def compiled(**forms: float) -> Planted:
+    """Compilation that takes 5 s and gains a quarter; its forms cost as much and change a step by these factors."""
+    factors = {"compile": 0.8, **{name: 0.8 * factor for name, factor in forms.items()}}
+    return Planted(factors, noise=0.02, prices=dict.fromkeys(factors, 5.0))
+
+
+FORMS = {"compile": ["graphs", "tuned"], "graphs": ["both"]}
+PRICES = {"compile": Price(expected=5.0)} | dict.fromkeys(["graphs", "tuned", "both"], Price(expected=5.0))
+
+
+@pytest.mark.parametrize(
+    ("factors", "form", "tried"),
+    [
+        ({"graphs": 0.8, "tuned": 1.0, "both": 0.6}, "both", ["compile", "graphs", "both"]),
+        ({"graphs": 0.8, "tuned": 0.5, "both": 1.0}, "graphs", ["compile", "graphs", "both"]),
+        ({"graphs": 1.0, "tuned": 0.8, "both": 0.5}, "tuned", ["compile", "graphs", "tuned"]),
+        ({"graphs": 1.2, "tuned": 1.0, "both": 0.5}, "", ["compile", "graphs", "tuned"]),
+    ],
+)
+def test_forms_of_a_lever_are_tried_in_its_place_one_after_the_other(factors, form, tried):
+    bench = compiled(**factors)
+    (verdict,), ratio = search(["compile"], bench, seconds=60, steps=10**6, prices=PRICES, forms=FORMS)
+    assert verdict.kept
+    assert verdict.form == form
+    assert bench.built == [(name,) for name in tried]
+    assert bench.incumbent == (form or "compile",)
+    assert all(f"{name}: " in verdict.reason for name in tried[1:])
+    assert verdict.price == pytest.approx(5.0 * len(tried))
+    assert ratio is not None
+    assert ratio.mid == pytest.approx(1.25 / factors.get(form, 1.0), rel=0.05)
+
+
+def test_no_form_is_tried_of_a_lever_that_was_dropped():
+    bench = Planted({"compile": 1.1, "graphs": 0.5}, prices={"compile": 5.0, "graphs": 5.0})
+    (verdict,), _ = search(["compile"], bench, seconds=60, steps=10**6, prices=PRICES, forms={"compile": ["graphs"]})
+    assert (verdict.kept, verdict.form) == (False, "")
+    assert bench.built == [("compile",)]
+
+
+@pytest.mark.parametrize(("steps", "paid"), [(5_000, False), (10**6, True)])
+def test_a_form_whose_price_is_not_repaid_is_not_paid(steps, paid):
+    """The price that is expected of a form grows with the one that was measured: here threefold."""
+    prices = PRICES | {"compile": Price(expected=5 / 3), "graphs": Price(expected=5 / 3, best_ratio=1.02)}
+    bench = compiled(graphs=0.8)
+    (verdict,), _ = search(["compile"], bench, seconds=60, steps=steps, prices=prices, forms={"compile": ["graphs"]})
+    assert verdict.kept
+    assert (("graphs",) in bench.built) is paid
+    assert paid or "5,000 steps do not repay it: at best it saves 1 s, and it costs about 5 s" in verdict.reason
+
+
+@pytest.mark.parametrize("longer", [0.0, 40.0])
+def test_a_form_gets_more_time_if_the_run_repays_it(longer):
+    asked = []
+
+    def answer(spent: float, step_seconds: float, price: Price) -> float:
+        asked.append((spent, step_seconds, price.expected))
+        return longer and spent + longer
+
+    bench = compiled(graphs=0.8)
+    forms = {"compile": ["graphs"]}
+    (verdict,), _ = search(["compile"], bench, seconds=8, steps=10**6, prices=PRICES, forms=forms, longer=answer)
+    assert verdict.kept
+    assert (verdict.form == "graphs") is (longer > 0)
+    assert longer or "to try it takes about 5 s, and the trial has" in verdict.reason
+    ((spent, step_seconds, expected),) = asked
+    assert 5 < spent < 8
+    assert step_seconds == pytest.approx(0.01, rel=0.2)
+    assert expected == pytest.approx(5.0)
+
+
+def test_a_form_that_raises_leaves_the_lever_as_it_is():
+    bench = Planted({"compile": 0.8, "raises": 0.5}, noise=0.02, prices={"compile": 5.0})
+    prices = {"compile": Price(expected=5.0), "raises": Price(expected=5.0)}
+    forms = {"compile": ["raises"]}
+    (verdict,), ratio = search(["compile"], bench, seconds=60, steps=10**6, prices=prices, forms=forms)
+    assert (verdict.kept, verdict.form) == (True, "")
+    assert "raises: it raised RuntimeError: planted" in verdict.reason
+    assert ratio == verdict.ratio

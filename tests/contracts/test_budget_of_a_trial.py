@@ -147,3 +147,13 @@ def test_a_price_is_worth_it_if_the_run_saves_three_times_what_it_pays(times, ra
     made = Calibration(levers=(), prior=frozenset(), calibrate="auto", total_steps=10_000)
     price = Price(expected=27.0, best_ratio=ratio, times=times)
     assert made.seconds(0.1, price) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("calibrate", "steps", "wanted"),
+    [("auto", 200_000, 250.0), ("auto", 40_000, 0.0), ("auto", None, 0.0), (12.5, 200_000, 0.0)],
+)
+def test_a_dearer_form_makes_the_trial_longer_if_it_is_worth_it(calibrate, steps, wanted):
+    """It may take 5 % of the run with what was spent before; a user's number of seconds stays."""
+    made = Calibration(levers=(), prior=frozenset(), calibrate=calibrate, total_steps=steps)
+    assert made.longer(50.0, 0.1, Price(expected=150.0, best_ratio=1.15)) == pytest.approx(wanted)

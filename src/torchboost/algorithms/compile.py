@@ -5,22 +5,27 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.algorithm import Algorithm, Attachment, Form, Target, Traits
+from torchboost.core.containers import with_tensors
 from torchboost.core.torch_private import (
     call_uncompiled,
     compiled_call,
     compiled_graphs,
+    forget_compiled,
     inside_compiled,
     interceptor_of,
+    is_view,
     load_compiler,
+    mode_options,
     set_compiled_call,
 )
 from torchboost.core.torch_versions import following_flags
@@ -32,6 +37,10 @@ from torchboost.graph.unsafe_convolutions import unsafe_channels_last
 __all__ = ["Compile", "Compiled"]
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+
+
+_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes that replay CUDA graphs, in memory that the next replay overwrites."""
 
 
 class Compiled(Attachment):
@@ -71,6 +80,12 @@ class Compile(Algorithm):
     differentiates other gradients twice, such as those of parameters, torch raises in the first step that does so; the
     model then runs eagerly from the next call on, with a warning. ``backward(retain_graph=True)`` raises if the
     backward pass writes into what forward has saved; the message of torch names the setting that prevents it.
+
+    CUDA graphs (``"reduce-overhead"``, ``"max-autotune"``) replay into the same memory at each call. Outputs are copied
+    out of it, and so are gradients that the parameters still hold at the next call or at the removal, as in gradient
+    accumulation. Outputs in objects that :func:`~torchboost.core.containers.with_tensors` does not search, and
+    gradients that the loop keeps elsewhere, are overwritten. If shapes change, what is compiled for changing shapes
+    runs without CUDA graphs. None of this was run on a GPU.
 
     Args:
         mode: Of ``torch.compile``; None is its default.
@@ -122,6 +137,22 @@ class Compile(Algorithm):
                 "with its own forward."
             )
 
+    def forms(self, device: torch.device) -> tuple[Form, ...]:
+        """Return CUDA graphs and the search for faster kernels, on CUDA devices."""
+        if device.type != "cuda" or self.backend != "inductor":
+            return ()
+        if self.mode in (None, "default"):
+            return self._in_mode("reduce-overhead", 1.5, 1.3), self._in_mode("max-autotune-no-cudagraphs", 8.0, 1.15)
+        return (self._in_mode("max-autotune", 8.0, 1.15),) if self.mode == "reduce-overhead" else ()
+
+    def _in_mode(self, mode: Mode, price: float, best_ratio: float) -> Form:
+        return Form(replace(self, mode=mode), price, best_ratio)
+
+    def forget(self) -> None:
+        """Free the memory of CUDA graphs, which the compiler keeps. Everything compiles once more."""
+        if self.mode in _GRAPHS:
+            forget_compiled()
+
     def load(self) -> None:
         """Import the compiler, which must not be interrupted: it registers operators while it is imported."""
         load_compiler()
@@ -131,7 +162,10 @@ class Compile(Algorithm):
         # The forward of DDP runs uncompiled in any case; inside it the compiler splits graphs at gradient buckets.
         inner = unwrap(target.model)
         options: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph, "backend": self.backend}
-        if self.mode is not None:
+        graphs = self.mode in _GRAPHS and any(parameter.is_cuda for parameter in inner.parameters())
+        if graphs and self.mode is not None:
+            options["options"] = {**mode_options(self.mode), "triton.cudagraph_skip_dynamic_graphs": True}
+        elif self.mode is not None:
             options["mode"] = self.mode
         waiting = interceptor_of(inner)
         if _is_library_code(inner):
@@ -139,10 +173,13 @@ class Compile(Algorithm):
         else:
             inner.compile(**options)
         compiled = _eager_if_twice(inner, compiled_call(inner))
+        kept = _OutOfGraphs(inner, compiled) if graphs else None
+        compiled = compiled if kept is None else kept.call
         if waiting is not None:
             waiting.compiled = compiled
         set_compiled_call(inner, compiled if waiting is None else waiting)
-        return Compiled(inner)
+        made = Compiled(inner)
+        return made if kept is None else made.with_undo(kept.copy_gradients)
 
     def _unsafe(self, model: nn.Module) -> str | None:
         """Inductor runs convolutions channels-last."""
@@ -194,6 +231,40 @@ def _eager_if_twice(model: nn.Module, compiled: Callable[..., Any]) -> Callable[
     if config is not None:  # others ask it for CUDA graphs
         vars(call)["get_compiler_config"] = config
     return call
+
+
+class _OutOfGraphs:
+    """Copies what the loop can see out of the memory of CUDA graphs, which the next call overwrites.
+
+    A gradient is copied in front of the next call, since most loops have dropped it by then. A copy that the backward
+    pass adds to is not copied again.
+    """
+
+    def __init__(self, model: nn.Module, compiled: Callable[..., Any]) -> None:
+        self._model, self._compiled = model, compiled
+        self._copies: dict[int, weakref.ref[Tensor]] = {}
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the compiled model."""
+        if torch.compiler.is_compiling():
+            return self._compiled(*args, **kwargs)
+        self.copy_gradients()
+        given = {id(tensor) for tensor in tensors_in([args, kwargs])}
+
+        def copied(tensor: Tensor) -> Tensor:
+            return tensor if id(tensor) in given or isinstance(tensor, nn.Parameter) else tensor.clone()
+
+        return with_tensors(self._compiled(*args, **kwargs), copied)
+
+    def copy_gradients(self) -> None:
+        """Copy the gradients that the parameters hold. Views, such as those into the buckets of DDP, are elsewhere."""
+        for parameter in self._model.parameters():
+            gradient = parameter.grad
+            known = self._copies.get(id(parameter))
+            if gradient is None or is_view(gradient) or (known is not None and known() is gradient):
+                continue
+            parameter.grad = gradient.clone()
+            self._copies[id(parameter)] = weakref.ref(parameter.grad)
 
 
 def _is_asked_for(tensor: Tensor) -> bool:

@@ -18,10 +18,10 @@ from torchboost.calibration.search import SET_ASIDE, Price, search
 from torchboost.calibration.snapshot import Snapshot
 from torchboost.calibration.trial import Pair, Reduce, Trial, copied, needed_bytes
 from torchboost.calibration.verify import Checked, verified
-from torchboost.core.algorithm import Algorithm, Target
+from torchboost.core.algorithm import Algorithm, Form, Target
 from torchboost.errors import RankDisagreementError
 from torchboost.measure.evidence import Interval
-from torchboost.plan import Plan
+from torchboost.plan import Plan, own_settings
 from torchboost.registry import REGISTRY
 
 __all__ = [
@@ -139,6 +139,12 @@ class Calibration:
             verify=verify,
         )
 
+    def in_form(self, choice: Choice | None, device: torch.device) -> Calibration:
+        """Return the same with the levers in the forms of a choice. A form that does not exist here is not used."""
+        chosen = {} if choice is None else {verdict.lever: verdict.form for verdict in choice.verdicts}
+        found = [(lever, _forms_of(lever, device).get(chosen.get(lever.name, ""))) for lever in self.levers]
+        return replace(self, levers=tuple(lever if form is None else form[1].algorithm for lever, form in found))
+
     def without(self, name: str) -> Calibration:
         """Return the same without one lever."""
         return replace(
@@ -162,10 +168,19 @@ class Calibration:
         usual = min(_MOST_SECONDS, _steps_of_trial(self.total_steps) * step_seconds)
         if price is None or price.expected <= SET_ASIDE * usual:
             return usual
-        run = self.total_steps * step_seconds
-        wanted = max(usual + price.expected, price.expected / SET_ASIDE)
+        return self._granted(step_seconds, price, max(usual + price.expected, price.expected / SET_ASIDE)) or usual
+
+    def longer(self, spent: float, step_seconds: float, price: Price) -> float:
+        """Return the budget of a trial that has spent some of it and tries one more price; 0 if it gets no more."""
+        if not isinstance(self.calibrate, (bool, str)):
+            return 0.0
+        return self._granted(step_seconds, price, spent + price.expected / SET_ASIDE)
+
+    def _granted(self, step_seconds: float, price: Price, wanted: float) -> float:
+        """Return the wanted budget if the run is expected to repay it, otherwise 0."""
+        run = (self.total_steps or 0) * step_seconds
         pays = run * (1 - 1 / price.best_ratio) >= _WORTH * price.times * price.expected
-        return wanted if pays and wanted <= _MOST_SHARE_WITH_PRICE * run else usual
+        return wanted if pays and wanted <= _MOST_SHARE_WITH_PRICE * run else 0.0
 
     @property
     def too_short(self) -> str | None:
@@ -231,10 +246,21 @@ class Calibration:
         base = [lever for lever in self.levers if lever.name in self.fixed and lever.name in self.prior]
         prices = {name: _price(model, self.graphs) for name in levers if REGISTRY[name].once}
         granted = next(iter(prices.values()), None) if _grants_price(device) else None
+        tried, forms, budgets = dict(levers), dict[str, list[str]](), list[float]()
+        for name, price in list(prices.items()):
+            for label, (current, form) in _forms_of(levers[name], device).items():
+                tried[label] = form.algorithm
+                prices[label] = replace(price, expected=price.expected * form.price, best_ratio=form.best_ratio)
+                forms.setdefault(current, []).append(label)
+
+        def longer(spent: float, step_seconds: float, price: Price) -> float:
+            budgets.append(self.longer(spent, step_seconds, price))
+            return budgets[-1]
+
         try:
             with closing(
                 Trial(
-                    *(passes, target.optimizer, levers),
+                    *(passes, target.optimizer, tried),
                     scaler=target.scaler,
                     base=base,
                     reduce=reduce,
@@ -242,17 +268,22 @@ class Calibration:
                     others=target.others,
                 )
             ) as trial:
+                budgets.append(self.seconds(trial.step_seconds, granted))
                 verdicts, ratio = search(
                     sorted(levers, key=lambda name: name not in self.prior),  # what may take long comes last
                     trial,
-                    seconds=(budget := self.seconds(trial.step_seconds, granted)),
+                    seconds=budgets[0],
                     steps=self.total_steps,
                     prices=prices,
                     undecided={name: name in self.prior for name in levers},
                     instead_of={name: REGISTRY[name].instead_of for name in levers},
+                    forms=forms,
+                    longer=None if granted is None else longer,
                     step_seconds=trial.step_seconds,
                     changed=before is not None,
                 )
+            for name in trial.built - {verdict.form or verdict.lever for verdict in verdicts if verdict.kept}:
+                tried[name].forget()
         except RankDisagreementError:
             raise
         except Exception as error:  # a trial must never end a training
@@ -262,7 +293,7 @@ class Calibration:
             verdicts=tuple(found.get(lever.name) or self._unmeasured(lever, "") for lever in self.levers),
             source="trial",
             seconds=trial.elapsed(),
-            budget=budget,
+            budget=max(budgets),
             peak_bytes=needed_bytes(model),
             step_seconds=trial.step_seconds,
             ratio=ratio,
@@ -300,6 +331,8 @@ class Calibration:
         flags = [float(lever.name not in checked.kept) for lever in wanted]
         flags = reduce(flags) if reduce is not None else flags
         gone = {lever.name for lever, flag in zip(wanted, flags, strict=True) if flag}
+        for name in gone:
+            everything[name].forget()
         said = {name: checked.said.get(name) or "another rank left it out" for name in gone} | checked.said
         verdicts = tuple(_off(v, said[v.lever]) if v.kept and v.lever in gone else v for v in choice.verdicts)
         changed = any(v.kept and v.lever in gone for v in choice.verdicts)
@@ -404,6 +437,15 @@ def _price(model: nn.Module, graphs: int) -> Price:
     leaves = sum(1 for module in model.modules() if not any(True for _ in module.children()))
     expected = _COMPILE_SECONDS + _COMPILE_SECONDS_PER_MODULE * leaves
     return Price(expected=expected, best_ratio=_COMPILE_RATIO, times=graphs)
+
+
+def _forms_of(lever: Algorithm, device: torch.device, name: str = "") -> dict[str, tuple[str, Form]]:
+    """Return every form that may replace a lever, by its name, with the name of what it is tried against."""
+    found: dict[str, tuple[str, Form]] = {}
+    for form in lever.forms(device):
+        label = f"{lever.name}({own_settings(form.algorithm)})"
+        found |= {label: (name or lever.name, form), **_forms_of(form.algorithm, device, label)}
+    return found
 
 
 def _grants_price(device: torch.device) -> bool:

@@ -63,6 +63,7 @@ class Verdict(_Record):
         price: Seconds that it costs once, such as those of a compilation; 0 if it is not tried or costs nothing.
         interrupted: Whether its first steps took longer than the trial had left. The compiler keeps parts of its work
             on disk, so a later start may come to a decision.
+        form: The settings of the lever that the trial preferred, as code; empty for those of the level.
         check: How far its step was found to be from the plain one, in words; empty if it is off.
     """
 
@@ -73,6 +74,7 @@ class Verdict(_Record):
     pairs: int = 0
     price: float = 0.0
     interrupted: bool = False
+    form: str = ""
     check: str = ""
 
 
@@ -112,8 +114,7 @@ class Choice(_Record):
         try:
             if key == "choice":
                 return cls.model_validate_json(state[key]).model_copy(update={"source": "checkpoint"})
-            pairs = state[key].items()
-            verdicts = tuple(Verdict(lever=name, kept=on, reason="as in the checkpoint") for name, on in pairs)
+            verdicts = tuple(_as_it_was(name, on) for name, on in state[key].items())
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{key}: the checkpoint holds {str(state[key])[:60]!r}, which says nothing about levers; load another "
@@ -127,6 +128,17 @@ class Choice(_Record):
         return self.model_copy(update={"verdicts": tuple(v for v in self.verdicts if v.lever in names)})
 
     @property
+    def levers(self) -> dict[str, bool | str]:
+        """Lever -> whether it is on, or its form; what :meth:`saved` reads under ``"levers"``."""
+        return {verdict.lever: verdict.kept and (verdict.form or True) for verdict in self.verdicts}
+
+    @property
     def kept(self) -> frozenset[str]:
         """Names of the levers that are on."""
         return frozenset(verdict.lever for verdict in self.verdicts if verdict.kept)
+
+
+def _as_it_was(lever: str, on: Any) -> Verdict:
+    form = on if isinstance(on, str) and on.startswith(f"{lever}(") else ""
+    kept: Any = True if form else on
+    return Verdict(lever=lever, kept=kept, form=form, reason="as in the checkpoint")

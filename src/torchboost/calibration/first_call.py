@@ -146,9 +146,11 @@ class OtherShapes(Gate):
             seen(call)
 
 
-def check_again(target: Target, attached: AttachedAlgorithms, calibration: Calibration, call: Call) -> Decision:
-    """Check the levers that are on with another call, and detach those that must go."""
-    calibration, ranks = _on_ranks(calibration, target.model)
+def check_again(
+    target: Target, attached: AttachedAlgorithms, calibration: Calibration, call: Call, choice: Choice | None = None
+) -> Decision:
+    """Check the levers that are on, in the forms of a choice, with another call, and detach those that must go."""
+    calibration, ranks = _on_ranks(calibration.in_form(choice, device_of(target.model)), target.model)
     levers = [lever for lever in (*calibration.levers, *calibration.asked) if lever.name in attached]
     calibration = replace(calibration, calibrate=False, levers=(), asked=tuple(levers))
     with _ranks_agree(calibration, ranks) as (calibration, reduce):
@@ -205,8 +207,11 @@ def _decided(
     before: Pair | None,
 ) -> tuple[Decision, Calibration]:
     """Return the decision, and the levers with what a pass has shown of them."""
-    if choice is not None and not calibration.verify:
-        return calibration.unchecked(choice, "verify=False"), calibration
+    device = device_of(target.model)
+    if choice is not None:
+        calibration = calibration.in_form(choice, device)
+        if not calibration.verify:
+            return calibration.unchecked(choice, "verify=False"), calibration
     if obstacle is not None:
         choice = calibration.without_trial(obstacle) if choice is None else choice
         return calibration.unchecked(choice, obstacle), calibration
@@ -217,6 +222,7 @@ def _decided(
         calibration = calibration.fitted(passes)
         if choice is None:
             choice = calibration.measure(target, passes, reduce, before=before)
+            calibration = calibration.in_form(choice, device)
         return calibration.check(choice, target, passes, snapshot, reduce), calibration
 
 

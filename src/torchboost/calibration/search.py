@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from torchboost.calibration.choice import Verdict
@@ -141,6 +141,8 @@ def search(
     prices: Mapping[str, Price] | None = None,
     undecided: Mapping[str, bool] | None = None,
     instead_of: Mapping[str, str] | None = None,
+    forms: Mapping[str, Sequence[str]] | None = None,
+    longer: Callable[[float, float, Price], float] | None = None,
     step_seconds: float | None = None,
     changed: bool = False,
 ) -> Found:
@@ -150,9 +152,10 @@ def search(
     price. It is dropped if the interval excludes that, if it raises, or if its price is not repaid. A lever that was
     dropped before another one was kept is tried a second time on top of that one. Levers with a price come last, since
     each later try would pay the price again; time is set aside for them. If one of those gains nothing, it is tried
-    once more together with levers that cost nothing, since compiled code may need another memory format. What is left
-    goes to levers that were not decided. At the end the combination is compared with the loop before boost. If it is
-    slower and the level changes nothing but levers, nothing is kept.
+    once more together with levers that cost nothing, since compiled code may need another memory format. If it was
+    kept, its forms are tried in its place, by the same rules. If it cost more than expected, so do they. What is left
+    goes to levers that were not decided. At the end the combination is compared with the loop before boost. If it
+    is slower and the level changes nothing but levers, nothing is kept.
 
     Args:
         levers: Names, in the order of the trial, except that levers with a price come last.
@@ -163,10 +166,13 @@ def search(
         undecided: Lever -> whether to keep it if the budget does not suffice for a decision. Missing means no. A lever
             whose few samples speak against it is dropped, and so is one that was not timed although it had time.
         instead_of: Lever -> another one. If that one was kept, this one is not tried.
+        forms: Lever with a price, or one of its forms -> forms that may replace it. All of them have prices.
+        longer: Called with the seconds that were spent, those of a step, and the price of a form. Returns the budget
+            of a trial that tries it, if that is more.
         step_seconds: Time of a plain step; None if unknown.
         changed: Whether the loop before boost differs from the incumbent.
     """
-    told = dict(prices or {}), dict(undecided or {}), dict(instead_of or {}), changed
+    told = dict(prices or {}), dict(undecided or {}), dict(instead_of or {}), dict(forms or {}), longer, changed
     return _Search(list(levers), bench, seconds, steps, *told, last_step=step_seconds).run()
 
 
@@ -185,6 +191,8 @@ class _Search:
     prices: dict[str, Price]
     undecided: dict[str, bool]
     instead_of: dict[str, str]
+    forms: dict[str, Sequence[str]]
+    longer: Callable[[float, float, Price], float] | None
     changed: bool
     until: float = field(init=False)
     kept: list[str] = field(default_factory=list)
@@ -209,6 +217,7 @@ class _Search:
         for index, lever in enumerate(priced):
             self._try(lever, share=self._left() / (len(priced) - index))
             self._try_with_neutral(lever, free)
+            self._try_forms(lever)
         for lever in [lever for lever in free if lever in self.open]:
             if self._left() > _AGAIN * sum(verdict.price for verdict in self.verdicts.values() if verdict.kept):
                 self._try_again(lever)
@@ -236,6 +245,33 @@ class _Search:
         for other in neutral:
             found = {"kept": True, "reason": f"only together with {lever}, where the two gain"}
             self.verdicts[other] = self.verdicts[other].model_copy(update=found)
+
+    def _try_forms(self, lever: str) -> None:
+        """Try the forms of a lever that was kept in its place. Those of a form that is kept come next."""
+        waiting = list(self.forms.get(lever, ())) if self.verdicts[lever].kept else []
+        while waiting:
+            form = waiting.pop(0)
+            if self._try_form(lever, form):
+                waiting = list(self.forms.get(form, ()))
+
+    def _try_form(self, lever: str, form: str) -> bool:
+        before, price = self.verdicts[lever], self.prices[form]
+        dearer = max(1.0, before.price / self.prices[lever].expected)
+        self.prices[form] = price = replace(price, expected=price.expected * dearer)
+        if self.longer is not None and self.last_step is not None:
+            self.seconds = max(self.seconds, self.longer(self.bench.elapsed(), self.last_step, price))
+            self.until = self.seconds
+        current = before.form or lever
+        place = self.kept.index(current)
+        self.kept.remove(current)
+        self._try(form, share=self._left())
+        found = self.verdicts.pop(form)
+        if not found.kept:
+            self.kept.insert(place, current)
+        changes = {"reason": f"{before.reason}; {form}: {found.reason}", "price": before.price + found.price}
+        changes |= {"form": form if found.kept else before.form, "interrupted": before.interrupted or found.interrupted}
+        self.verdicts[lever] = before.model_copy(update=changes)
+        return found.kept
 
     def _is_neutral(self, lever: str) -> bool:
         ratio = self.verdicts[lever].ratio
@@ -418,10 +454,11 @@ class _Search:
 
     def _compare_with_plain(self) -> Interval | None:
         """Return the gain of all together. Drop the levers if the loop before boost is faster than they are."""
-        if any(verdict.kept and lever not in self.kept for lever, verdict in self.verdicts.items()):
+        on = [lever for lever, verdict in self.verdicts.items() if verdict.kept]
+        if len(on) > len(self.kept):  # one is on as usual, and was not timed
             return None
-        if len(self.kept) == 1 and not self.changed:
-            return self.verdicts[self.kept[0]].ratio
+        if len(on) == 1 and not (self.changed or self.verdicts[on[0]].form):
+            return self.verdicts[on[0]].ratio
         if not (self.kept or self.changed) or self._left() <= 0:
             return None
         try:
@@ -433,9 +470,11 @@ class _Search:
             return None
         if plain.low <= 1 or self.changed:
             return plain.inverse
-        for lever in self.kept:
-            text = f"together with {', '.join(k for k in self.kept if k != lever)} it is slower than the plain step"
-            self.verdicts[lever] = self.verdicts[lever].model_copy(update={"kept": False, "reason": text})
+        for lever in on:
+            beside = ", ".join(other for other in on if other != lever)
+            text = f"together with {beside} it is slower than the plain step" if beside else "a step is slower with it"
+            off = {"kept": False, "form": "", "reason": text}
+            self.verdicts[lever] = self.verdicts[lever].model_copy(update=off)
         self.kept.clear()
         self.bench.promote()
         return None

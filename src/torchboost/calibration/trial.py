@@ -50,6 +50,10 @@ class Trial:
         before: Passes and optimizers of a copy from before boost, if the level has changed the model.
         others: More optimizers of the loop, whose copies are stepped after that of the first.
 
+    Attributes:
+        step_seconds: Time of a plain step.
+        built: The levers that were tried.
+
     Raises:
         TypeError: The optimizer cannot be copied.
         IncompatibleError: No output of the model depends on its parameters.
@@ -77,12 +81,14 @@ class Trial:
         self._levers, self._scaler, self._base = levers, scaler, base
         self._reduce = reduce if reduce is not None else list
         self._turn = 0
+        self.built: set[str] = set()
         self._active: _Contestant | None = None
         self._incumbent, _, self.step_seconds = self._warmed((), math.inf)
         self._challenger = self._incumbent
 
     def build(self, levers: Sequence[str], *, within: float) -> float:
         """Attach levers and run the first steps; return the seconds above those of later steps."""
+        self.built |= {*levers}
         self._challenger = self._incumbent
         self._challenger, spent, steady = self._warmed(levers, within)
         return max(0.0, spent - _WARM_STEPS * steady)

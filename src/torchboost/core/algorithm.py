@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,6 +26,7 @@ __all__ = [
     "Algorithm",
     "AttachedAlgorithms",
     "Attachment",
+    "Form",
     "MicroSteps",
     "Removable",
     "Scaler",
@@ -231,6 +233,20 @@ def attach_each(optimizers: Iterable[Optimizer], attach: Callable[[Optimizer], A
     return made[0] if len(made) == 1 else Attachment(*made)
 
 
+class Form(NamedTuple):
+    """Other settings of a lever, which a trial may prefer to those that it kept.
+
+    Args:
+        algorithm: The lever with these settings.
+        price: Expected one-time cost, as a multiple of that of the lever.
+        best_ratio: The largest gain to hope for over the settings that were kept.
+    """
+
+    algorithm: Algorithm
+    price: float
+    best_ratio: float
+
+
 class Algorithm:
     """A training method, as a value. Subclasses are frozen dataclasses that override ``transform`` or ``attach``."""
 
@@ -283,6 +299,13 @@ class Algorithm:
         """
         return self
 
+    def forms(self, device: torch.device) -> tuple[Form, ...]:
+        """Return what a trial that has kept these settings tries in their place on a device, the dearest last."""
+        return ()
+
+    def forget(self) -> None:
+        """Free what stays in the process after the removal. A trial calls it for what it has tried and dropped."""
+
     def graphs(self) -> int:
         """Return the most graphs that a compiled model needs to train with this algorithm over a run."""
         return 1
@@ -304,7 +327,7 @@ class AttachedAlgorithms:
     def __init__(self, algorithms: Iterable[Algorithm] = (), attachments: Iterable[Attachment] = ()) -> None:
         self._entries = {a.name: (a, live) for a, live in zip(algorithms, attachments, strict=True)}
         self._undo: list[Callable[[], None]] = []
-        self._levers: tuple[Callable[[], Mapping[str, bool]], Callable[[Any], None]] | None = None
+        self._levers: tuple[Callable[[], Mapping[str, bool | str]], Callable[[Any], None]] | None = None
 
     def __getitem__(self, name: str) -> Attachment:
         return self._entries[name][1]
@@ -371,7 +394,7 @@ class AttachedAlgorithms:
         self._undo.append(undo)
         return self
 
-    def with_levers(self, read: Callable[[], Mapping[str, bool]], load: Callable[[Any], None]) -> Self:
+    def with_levers(self, read: Callable[[], Mapping[str, bool | str]], load: Callable[[Any], None]) -> Self:
         """Let the state say which speed levers are on, so that a resumed run has the same.
 
         Args:

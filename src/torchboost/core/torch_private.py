@@ -576,6 +576,13 @@ def forget_compiled() -> None:
         torch.compiler.reset()
 
 
+def mode_options(mode: str) -> dict[str, Any]:
+    """Return what a mode of ``torch.compile`` stands for: ``torch._inductor.list_mode_options``."""
+    from torch._inductor import list_mode_options
+
+    return list_mode_options(mode)
+
+
 def load_compiler() -> None:
     """Import ``torch._dynamo`` and ``torch._inductor``, which takes seconds."""
     importlib.import_module("torch._dynamo")

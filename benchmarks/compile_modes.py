@@ -1,0 +1,66 @@
+"""Claim: on the CPU, max-autotune costs a multiple of the compilation of the default mode. What does it gain?
+
+Both steps compile the same network in one process, each with an empty cache on disk, and are then timed in turns.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+
+import torch
+from options import Options, parser, run, timed_contestants
+from zoo_networks import TINY, ZOO, Network
+
+from torchboost.algorithms.compile import Compile, Mode
+from torchboost.core.algorithm import Target
+from torchboost.measure.evidence import BenchReport, Contestant
+from torchboost.measure.stopwatch import compare, environment
+
+NETWORKS = ("mlp", "vit", "gpt2")
+MODES: tuple[Mode, ...] = ("default", "max-autotune-no-cudagraphs")
+
+
+def step_of(network: Network, mode: Mode) -> Callable[[], None]:
+    model, optimizer, batches, loss = network.training(fused=True)
+    Compile(mode=mode).attach(Target(model, optimizer))
+    waiting = cycle(batches)
+
+    def step() -> None:
+        batch = next(waiting)
+        loss(model(*batch.args, **batch.kwargs), batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure(options: Options) -> list[Path]:
+    made: list[Contestant] = []
+    zoo = TINY if options.smoke else ZOO
+    for name in NETWORKS:
+        torch.compiler.reset()
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+            ways = {f"{zoo[name].title}, {mode}": step_of(zoo[name], mode) for mode in MODES}
+            base = next(iter(ways))
+            found = compare(ways, baselines=[base], pairs=3 if options.smoke else 40, progress=options.progress)
+        made += timed_contestants(found, ways, base)
+    report = BenchReport(
+        title="Modes of torch.compile on the CPU",
+        workload="compile_modes",
+        model="networks of the zoo",
+        parameters=0,
+        batch=1,
+        metric_name="none",
+        environment=environment(),
+        contestants=made,
+    )
+    return [report.save(options.file("compile_modes", "cpu"))]
+
+
+if __name__ == "__main__":
+    run([measure], parser(__doc__).parse_args())
