@@ -73,6 +73,22 @@ def test_the_most_worth_comes_first_and_max_autotune_last(tmp_path: Path):
     assert not [name for name in without if "compile" in name or "channels_last" in name]
 
 
+def test_each_loop_has_its_own_precision_of_products():
+    seen: list[str] = []
+
+    def step() -> torch.Tensor:
+        seen.append(torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("medium")  # as a lever does
+        return torch.zeros(())
+
+    plain, lower = (gpu_loops.Precision(wanted).around(step) for wanted in ("highest", "high"))
+    for call in (plain, lower, plain, lower):
+        call()
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.backends.cuda.matmul.fp32_precision == "none"
+    assert seen == ["highest", "high", "medium", "medium"]
+
+
 def test_what_is_measured_is_not_measured_again(tmp_path: Path):
     done: list[str] = []
 
