@@ -2,7 +2,7 @@
 
 Every contestant is timed in the same rounds as the stock loop, a level also in those of the best loop by hand so far.
 Then it is freed. The precision of float32 products belongs to the process, so each loop has its own while it steps:
-the full one, TF32 if its name has ``tf32``, or what a level sets. Convolutions use TF32 in all of them, torch's default.
+the full one, TF32 if its name has ``tf32``, or what a level sets. Convolutions use TF32 in all of them, as torch does.
 """
 
 from __future__ import annotations
@@ -79,13 +79,15 @@ class Loops:
 
     def prepare(self) -> Step:
         """Return the stock loop. The first call builds it, keeps its first losses and times it."""
-        if self.stock is None:
-            self.stock = self.build_stock().step
-            self.stock_losses = [float(self.stock()) for _ in range(COMPARED_LOSSES)]
-            begin = self.clock()
-            self.stock()
-            self.calls = max(1, min(MOST_CALLS, int(SAMPLE_SECONDS / (self.clock() - begin))))
-        return self.stock
+        if self.stock is not None:
+            return self.stock
+        step = self.build_stock().step
+        losses = [float(step()) for _ in range(COMPARED_LOSSES)]
+        begin = self.clock()
+        step()
+        self.calls = max(1, min(MOST_CALLS, int(SAMPLE_SECONDS / (self.clock() - begin))))
+        self.stock, self.stock_losses = step, losses
+        return step
 
     def measure(self, name: str, build: Build, others: Callable[[], Mapping[str, Step]] = dict) -> Row:
         """Run the first steps of a contestant, and time it in the rounds of stock and others."""
@@ -174,7 +176,8 @@ class Precision:
         self.wanted = torch.get_float32_matmul_precision()
         if self.wanted != FULL:
             torch.set_float32_matmul_precision(FULL)
-            for backend in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+            mkldnn: Any = torch.backends.mkldnn
+            for backend in (torch.backends.cuda.matmul, mkldnn.matmul):
                 backend.fp32_precision = "none"  # what torch begins with
 
     def around(self, step: Step) -> Step:
