@@ -46,9 +46,9 @@ SHORT = ("tests/device/on_device/scaling", "tests/algorithms/test_fused_optimize
 def machine(task: Task, results: Results) -> Mapping[str, Turn]:
     return {
         "device": Turn(device),
-        "doctor": Turn(partial(program, [sys.executable, *pretended(), "-m", "torchboost", "doctor"])),
         "speed": Turn(speed),
-        "clocks at the end": Turn(lambda: {"nvidia": nvidia()}),
+        "clocks": Turn(lambda: {"nvidia": nvidia()}),  # after it has worked
+        "doctor": Turn(partial(program, [sys.executable, *pretended(), "-m", "torchboost", "doctor"])),
     }
 
 

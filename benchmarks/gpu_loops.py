@@ -1,8 +1,8 @@
 """Training loops on a GPU: the grid by hand, the levels with their trial, freezing over a run, AdamOffload.
 
 Every contestant is timed in the same rounds as the stock loop, a level also in those of the best loop by hand so far.
-Then it is freed. A step computes float32 products in full precision, unless its name has ``tf32``: the levels leave
-that to the user, like stock. Convolutions use TF32 in all of them, torch's default.
+Then it is freed. The precision of float32 products belongs to the process, so each loop has its own while it steps:
+the full one, TF32 if its name has ``tf32``, or what a level sets. Convolutions use TF32 in all of them, as torch does.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torchboost.measure.stopwatch import Clock, Warmup, compare
 from torchboost.optim import AdamOffload
 from torchboost.registry import LEVELS
 
+FULL = "highest"
 COMPARED_LOSSES = 8
 SAMPLE_SECONDS = 0.25
 """A sample has so many steps that stock takes about so long."""
@@ -78,13 +79,15 @@ class Loops:
 
     def prepare(self) -> Step:
         """Return the stock loop. The first call builds it, keeps its first losses and times it."""
-        if self.stock is None:
-            self.stock = self.build_stock().step
-            self.stock_losses = [float(self.stock()) for _ in range(COMPARED_LOSSES)]
-            begin = self.clock()
-            self.stock()
-            self.calls = max(1, min(MOST_CALLS, int(SAMPLE_SECONDS / (self.clock() - begin))))
-        return self.stock
+        if self.stock is not None:
+            return self.stock
+        step = self.build_stock().step
+        losses = [float(step()) for _ in range(COMPARED_LOSSES)]
+        begin = self.clock()
+        step()
+        self.calls = max(1, min(MOST_CALLS, int(SAMPLE_SECONDS / (self.clock() - begin))))
+        self.stock, self.stock_losses = step, losses
+        return step
 
     def measure(self, name: str, build: Build, others: Callable[[], Mapping[str, Step]] = dict) -> Row:
         """Run the first steps of a contestant, and time it in the rounds of stock and others."""
@@ -159,27 +162,42 @@ def said(boosted: Boosted | None) -> Row:
     }
 
 
-def with_tf32(step: Step) -> Step:
-    """Let a step compute float32 products in TF32."""
+@dataclass
+class Precision:
+    """The precision of float32 products while one loop runs; outside of the context it is as untouched."""
 
-    def call() -> torch.Tensor:
-        torch.set_float32_matmul_precision("high")
-        try:
-            return step()
-        finally:
-            torch.set_float32_matmul_precision("highest")
+    wanted: str = FULL
 
-    return call
+    def __enter__(self) -> None:
+        if self.wanted != FULL:
+            torch.set_float32_matmul_precision(self.wanted)
+
+    def __exit__(self, *_: object) -> None:
+        self.wanted = torch.get_float32_matmul_precision()
+        if self.wanted != FULL:
+            torch.set_float32_matmul_precision(FULL)
+            mkldnn: Any = torch.backends.mkldnn
+            for backend in (torch.backends.cuda.matmul, mkldnn.matmul):
+                backend.fp32_precision = "none"  # what torch begins with
+
+    def around(self, step: Step) -> Step:
+        def call() -> torch.Tensor:
+            with self:
+                return step()
+
+        return call
 
 
 def cell(net: Network, levers: tuple[str, ...], mode: str | None = None) -> Loop:
     step = by_hand(net, tuple(lever for lever in levers if lever != "tf32"), DEVICE, mode)
-    return Loop(step=with_tf32(step) if "tf32" in levers else step)
+    return Loop(step=Precision("high" if "tf32" in levers else FULL).around(step))
 
 
 def level(net: Network, name: str, steps: int, config: Mapping[str, Any]) -> Loop:
-    step, boosted = boosted_loop(net, name, device=DEVICE, total_steps=steps, config=config)
-    return Loop(step=step, boosted=boosted)
+    precision = Precision()
+    with precision:
+        step, boosted = boosted_loop(net, name, device=DEVICE, total_steps=steps, config=config)
+    return Loop(step=precision.around(step), boosted=boosted)
 
 
 def grid(net: Network, *, compiled: bool) -> dict[str, Build]:

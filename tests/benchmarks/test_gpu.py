@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.pretend_device.build import compiler
+from torchboost.measure.stopwatch import Clock
 
 gpu = importlib.import_module("gpu")
 gpu_checks = importlib.import_module("gpu_checks")
@@ -71,6 +72,39 @@ def test_the_most_worth_comes_first_and_max_autotune_last(tmp_path: Path):
     assert {"tf32", "channels_last", "autocast", "fused_optimizer", "stock again"} < set(names)
     without = gpu_loops.levels(task("levels", "gpt2", compiled=False), results(tmp_path))
     assert not [name for name in without if "compile" in name or "channels_last" in name]
+
+
+def test_a_stock_loop_that_fails_is_built_again(tmp_path: Path):
+    built: list[int] = []
+
+    def build() -> Any:
+        built.append(1)
+        if len(built) == 1:
+            raise RuntimeError("out of memory")
+        return gpu_loops.Loop(step=lambda: torch.ones(()))
+
+    loops = gpu_loops.Loops(task("levels"), results(tmp_path), build, clock=Clock())
+    with pytest.raises(RuntimeError, match="memory"):
+        loops.prepare()
+    assert loops.prepare() is loops.prepare()
+    assert len(built) == 2
+    assert loops.stock_losses == [1.0] * gpu_loops.COMPARED_LOSSES
+
+
+def test_each_loop_has_its_own_precision_of_products():
+    seen: list[str] = []
+
+    def step() -> torch.Tensor:
+        seen.append(torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("medium")  # as a lever does
+        return torch.zeros(())
+
+    plain, lower = (gpu_loops.Precision(wanted).around(step) for wanted in ("highest", "high"))
+    for call in (plain, lower, plain, lower):
+        call()
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.backends.cuda.matmul.fp32_precision == "none"
+    assert seen == ["highest", "high", "medium", "medium"]
 
 
 def test_what_is_measured_is_not_measured_again(tmp_path: Path):
@@ -203,7 +237,7 @@ NOT_ON_THE_PRETEND_DEVICE = {"LazyAdam, sparse rows"}
 def test_the_whole_plan_at_tiny_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    words = ["--tiny", "--no-compile", "--pretend", "--pairs", "2", "--out", str(tmp_path)]
+    words = ["--tiny", "--no-compile", "--pretend", "--pairs", "2", "--deadline", "900", "--out", str(tmp_path)]
     assert gpu.main(words) == 0
     files = {path.stem.removesuffix("-tiny"): path for path in tmp_path.glob("*.json")}
     parts = [part for call in gpu.PLAN.values() for part in call.parts]

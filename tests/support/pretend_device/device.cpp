@@ -1,4 +1,4 @@
-// A pretend CUDA device for a build of torch without CUDA, for tests.
+// A pretend CUDA device for tests. It takes the place of CUDA in a build of torch that has it.
 //
 // Its memory is memory of the host, and it has no kernels of its own: an operator on tensors of the device runs the
 // kernel of the CPU on views of the same memory. Before that it is checked as a real device checks it: tensors of the
@@ -168,7 +168,13 @@ struct PretendHooks final : public CUDAHooksInterface {
   Allocator* getCUDADeviceAllocator() const override { return &device_memory; }
   std::string showConfig() const override { return "a pretend device"; }
 };
-C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", PretendHooks);
+const bool registered = [] {
+  CUDAHooksRegistry()->Register(
+      "CUDAHooks",
+      [](CUDAHooksArgs args) -> std::unique_ptr<CUDAHooksInterface> { return std::make_unique<PretendHooks>(args); },
+      c10::REGISTRY_PREFERRED);
+  return true;
+}();
 
 } // namespace at
 
@@ -424,6 +430,15 @@ Tensor& set_tensor(Tensor& self, const Tensor& source) {
 
 } // namespace
 
+// A build with CUDA has kernels of its own, which need a driver.
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  for (const auto& op : c10::Dispatcher::singleton().getRegistrationsForDispatchKey(c10::DispatchKey::CUDA)) {
+    if (op.name.rfind("aten::", 0) == 0) {
+      const auto full = op.overload_name.empty() ? op.name : op.name + "." + op.overload_name;
+      library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+    }
+  }
+}
 TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", empty);

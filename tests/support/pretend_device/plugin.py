@@ -19,8 +19,9 @@ from tests.support.pretend_device.build import folder_of_torch
 
 if "torch" in sys.modules:
     raise ImportError("the pretend device must be loaded before torch; name this plugin with -p")
-for _name in ("libc10.so", "libtorch_cpu.so"):
-    ctypes.CDLL(str(folder_of_torch() / "lib" / _name), mode=ctypes.RTLD_GLOBAL)
+for _name in ("libc10.so", "libtorch_cpu.so", "libtorch_cuda.so"):  # the last one in builds with CUDA
+    if (folder_of_torch() / "lib" / _name).exists():
+        ctypes.CDLL(str(folder_of_torch() / "lib" / _name), mode=ctypes.RTLD_GLOBAL)
 _LIBRARY = ctypes.CDLL(os.environ["TORCHBOOST_PRETEND_DEVICE"], mode=ctypes.RTLD_GLOBAL)
 _LIBRARY.pretend_allocated.restype = ctypes.c_int64
 _LIBRARY.pretend_state_size.restype = ctypes.c_int64
@@ -143,6 +144,7 @@ def _replace_driver() -> None:
     }
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
+    torch.backends.cudnn._cudnn = torch._C._has_cudnn = None  # of a build with CUDA
 
 
 def _moved(storage: torch.UntypedStorage) -> torch.UntypedStorage:
