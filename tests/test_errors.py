@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning, nearest
+from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning, nearest, shown
 
 
 def test_config_error_carries_place_finding_and_remedy():
@@ -49,3 +49,9 @@ def test_kinds():
     assert issubclass(IncompatibleError, RuntimeError)
     with pytest.warns(NoEffectWarning, match="nothing to do"):
         warnings.warn("nothing to do", NoEffectWarning, stacklevel=1)
+
+
+@pytest.mark.parametrize("value", ["x" * 10_000, 10**4000, {str(key): key for key in range(10_000)}, list(range(999))])
+def test_a_long_value_is_shortened(value):
+    assert len(shown(value)) < 2000
+    assert shown("abc") == "'abc'"

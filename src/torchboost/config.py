@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import reprlib
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, Literal, Self, TypeAlias, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
-from torchboost.errors import ConfigError, nearest
+from torchboost.errors import ConfigError, nearest, shown
 
 __all__ = [
     "BoostConfig",
@@ -174,7 +173,7 @@ def _read(source: Any) -> dict[str, Any]:
     if isinstance(source, str) and source.lstrip().startswith("{"):
         return _parse(source, "")
     if isinstance(source, (str, os.PathLike)):
-        return _parse(_read_file(os.fspath(source)), f" in {_repr(os.fspath(source))}")
+        return _parse(_read_file(os.fspath(source)), f" in {shown(os.fspath(source))}")
     raise ConfigError("", found=_found(source), allowed="a dict, a path to a JSON file, JSON text, or nothing")
 
 
@@ -184,23 +183,23 @@ def _read_file(path: str | bytes) -> str:
         file = Path(os.fsdecode(path))
         # Reading a pipe would wait for a writer, and reading a device may never end.
         if file.exists() and not file.is_file() and not file.is_dir():
-            raise ConfigError("", found=f"a pipe or a device, not a regular file, at {_repr(path)}", allowed=allowed)
+            raise ConfigError("", found=f"a pipe or a device, not a regular file, at {shown(path)}", allowed=allowed)
         with file.open("rb") as opened:
             content = opened.read(_LONGEST + 1)
         if len(content) > _LONGEST:
             size = f"more than {_LONGEST >> 20} MiB"
-            raise ConfigError("", found=f"{size} at {_repr(path)}, too large for a configuration", allowed=allowed)
+            raise ConfigError("", found=f"{size} at {shown(path)}, too large for a configuration", allowed=allowed)
         return content.decode("utf-8-sig")
     except ConfigError:
         raise
     except FileNotFoundError:
-        raise ConfigError("", found=f"no file at {_repr(path)}", allowed=allowed) from None
+        raise ConfigError("", found=f"no file at {shown(path)}", allowed=allowed) from None
     except UnicodeDecodeError:
-        raise ConfigError("", found=f"a file that is not UTF-8 text at {_repr(path)}", allowed=allowed) from None
+        raise ConfigError("", found=f"a file that is not UTF-8 text at {shown(path)}", allowed=allowed) from None
     except (OSError, ValueError) as error:
         raise ConfigError(
             "",
-            found=f"{_repr(path)}, which cannot be read ({getattr(error, 'strerror', None) or error})",
+            found=f"{shown(path)}, which cannot be read ({getattr(error, 'strerror', None) or error})",
             allowed=allowed,
         ) from None
 
@@ -227,7 +226,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(entries) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(twice, found=f"the key {_repr(twice)} more than once", allowed="each key once in an object")
+        raise ConfigError(twice, found=f"the key {shown(twice)} more than once", allowed="each key once in an object")
     return entries
 
 
@@ -258,7 +257,7 @@ def _unknown(config: type[BoostConfig], section: type[_Section], path: str, name
     ]
     hint = f"'{name}' belongs in the section '{homes[0]}'." if homes else nearest(name, section.model_fields)
     what = "section" if section is config else "key"
-    return ConfigError(path, found=f"the unknown {what} {_repr(name)}", allowed=_keys(section), hint=hint)
+    return ConfigError(path, found=f"the unknown {what} {shown(name)}", allowed=_keys(section), hint=hint)
 
 
 def _section_of(field: FieldInfo) -> type[_Section] | None:
@@ -271,10 +270,4 @@ def _keys(section: type[_Section]) -> str:
 
 
 def _found(value: Any) -> str:
-    return "null" if value is None else f"{type(value).__name__} {_repr(value)}"
-
-
-def _repr(value: Any) -> str:
-    shortened = reprlib.Repr()
-    shortened.maxstring = shortened.maxother = shortened.maxlong = 100
-    return shortened.repr(value)
+    return "null" if value is None else f"{type(value).__name__} {shown(value)}"

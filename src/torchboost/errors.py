@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 __all__ = [
     "CacheSpaceWarning",
@@ -15,6 +17,7 @@ __all__ = [
     "RankDisagreementError",
     "ScaleCollapseWarning",
     "nearest",
+    "shown",
 ]
 
 
@@ -72,3 +75,10 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     """Return ``"Did you mean 'x'?"`` for the valid name closest to ``name``, or an empty string."""
     close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
     return f"Did you mean '{close[0]}'?" if close else ""
+
+
+def shown(value: Any) -> str:
+    """Return ``repr(value)``, shortened to what fits into a message."""
+    shortened = reprlib.Repr()
+    shortened.maxstring = shortened.maxother = shortened.maxlong = shortened.maxdict = 100
+    return shortened.repr(value)

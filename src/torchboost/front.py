@@ -516,7 +516,8 @@ def attach(
     if plan.algorithms:
         check_shapes(model)
     wrapper = wrapper_of(model)
-    idle = {a.name: _NOTHING for a in plan.algorithms if wrapper is not None and a.needs_transform(model)}
+    pending = [a.name for a in plan.algorithms if wrapper is not None and a.needs_transform(model)]
+    idle = dict.fromkeys(pending, "it found nothing to change before the model was sharded")
     if idle and not transformed:
         raise IncompatibleError(
             f"the {name} is already wrapped by {wrapper}; move the line with {caller}(...) before the line that wraps "
@@ -525,7 +526,9 @@ def attach(
     earlier = {one: found for one in optimizers if (found := boosted_of(one)) is not None}
     for found in earlier.values():
         _check_one_model(found, model, name)
-    given, *others = (_given_before(one, earlier.get(one)) for one in optimizers)
+    # An optimizer that stands in front of the user's since an earlier boost gives way to it.
+    inner = {one: found._given for one, found in earlier.items() if not found._target.others}
+    given, *others = (inner.get(one, one) for one in optimizers)
     target = Target(model, given, scaler, others=tuple(others))
     for before in (*(_BOOSTED.get(module, lambda: None)() for module in model.modules()), *earlier.values()):
         if before is not None:
@@ -536,7 +539,8 @@ def attach(
         plan = plan.fit(model, given, *others)
         calibration = Calibration.of(plan, calibrate, verify=verify, forward=host.forward) if wrapper is None else None
         if calibration is not None and calibrate is not False:
-            reason = _OPEN if calibration.too_short is None else f"not measured: {calibration.too_short}"
+            short = calibration.too_short
+            reason = f"not measured: {short}" if short else "the trial at the first training call decides"
             plan = plan.chosen({lever.name: (lever.name in calibration.prior, reason) for lever in plan.levers})
         before = None if calibration is None else calibration.before(plan.algorithms, target)
         made = Boosted(plan, target, plan.attach(target), given, scaler, calibration, before, listed=listed)
@@ -545,15 +549,6 @@ def attach(
         made.checks = {a.name: f"not {why}" for a in plan.algorithms if REGISTRY[a.name].lever}
     _BOOSTED[model] = weakref.ref(made)
     return made
-
-
-_NOTHING = "it found nothing to change before the model was sharded"
-_OPEN = "the trial at the first training call decides"
-
-
-def _given_before(optimizer: Optimizer, earlier: Boosted | None) -> Optimizer:
-    """Return the optimizer that the user built, if this one stands in front of it since an earlier boost."""
-    return optimizer if earlier is None or earlier._target.others else earlier._given
 
 
 def _warn_of_other_parameters(before: Boosted, target: Target, caller: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import reprlib
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -21,7 +20,7 @@ from torchboost.config import BoostConfig, BoostSwitches, ConfigSource
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
 from torchboost.core.arguments import check_module, check_optimizer, check_pair, check_shapes, in_words
 from torchboost.core.wrapping import hookable, wrapper_of
-from torchboost.errors import ConfigError, IncompatibleError, nearest
+from torchboost.errors import ConfigError, IncompatibleError, nearest, shown
 from torchboost.graph.dataflow import shared_traces
 from torchboost.plan_file import write_plan
 from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop
@@ -354,7 +353,7 @@ def _check_one_length(given: int, config: BoostConfig) -> None:
         if length != given:
             raise ConfigError(
                 path,
-                found=f"{_shown(length)}, and {_LENGTH}={given} as an argument",
+                found=f"{shown(length)}, and {_LENGTH}={given} as an argument",
                 allowed="one length of the run",
                 hint="Leave one of them out.",
             )
@@ -553,16 +552,16 @@ def _build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str]
         try:
             TypeAdapter(hints[key]).validate_python(value, strict=True)
         except ValidationError:
-            raise ConfigError(path, found=_shown(settings[key]), allowed=_in_words(hints[key])) from None
+            raise ConfigError(path, found=shown(settings[key]), allowed=_in_words(hints[key])) from None
         if any(abs(number) >= _TOO_LARGE for number in _integers(value)):
-            raise ConfigError(path, found=_shown(settings[key]), allowed="integers of 64 bits")
+            raise ConfigError(path, found=shown(settings[key]), allowed="integers of 64 bits")
     try:
         return entry.algorithm(**given)
     except (TypeError, ValueError, OverflowError) as error:
         # A message begins with the name of its setting.
         named = next((key for key in given if re.match(rf"{key}\b", str(error))), None)
         path = f"extra.{entry.name}" if named is None else origins.get(named, f"extra.{entry.name}.{named}")
-        found = _shown(dict(settings)) if named is None else _shown(settings[named])
+        found = shown(dict(settings)) if named is None else shown(settings[named])
         raise ConfigError(path, found=found, allowed=str(error)) from None
 
 
@@ -575,12 +574,6 @@ def _integers(value: Any) -> list[int]:
     if isinstance(value, tuple):
         return [number for entry in value for number in _integers(entry)]
     return [value] if isinstance(value, int) else []
-
-
-def _shown(value: Any) -> str:
-    shortened = reprlib.Repr()
-    shortened.maxstring = shortened.maxother = shortened.maxlong = shortened.maxdict = 100
-    return shortened.repr(value)
 
 
 def _json(value: Any) -> str:
