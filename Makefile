@@ -10,7 +10,7 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.torchboost-stamp
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0
 
-.PHONY: setup demo test test-all lint format type layers docs check bench bench-gpu bench-gpu-commit package clean
+.PHONY: setup demo test test-all lint format type layers docs check bench bench-gpu bench-gpu-files package clean
 
 setup: $(STAMP)
 
@@ -57,9 +57,12 @@ bench: setup
 bench-gpu:
 	$(PYTHON) benchmarks/gpu.py $(BENCH_ARGS)
 
-# Before the files are copied to a machine without git.
-bench-gpu-commit:
-	PYTHONPATH=src $(PYTHON) -c "from torchboost.measure.stopwatch import environment as e; print(e().commit)" > COMMIT
+# Before the files are copied to a machine without git and network, which runs this version of Python.
+GPU_PYTHON ?= 3.12
+bench-gpu-files:
+	PYTHONPATH=src $(BIN)/python -c "from torchboost.measure.stopwatch import environment as e; print(e().commit)" > COMMIT
+	$(BIN)/python -m pip download --disable-pip-version-check --quiet --dest wheels --only-binary :all: \
+		--python-version $(GPU_PYTHON) pydantic lazy-loader safetensors
 
 package: setup
 	$(BIN)/python -m build --outdir dist

@@ -1,7 +1,7 @@
 """Half an hour on a GPU, in calls of at most ten minutes: what is worth most comes first, all of it is saved at once.
 
-It needs no package but torch, those of torchboost and ``transformers``, no installation and no git. What is in the
-results is not measured again. ``--tiny --no-compile --pretend`` runs all of it without a GPU.
+It needs no package but torch, those of torchboost and ``transformers``, no installation and no git. Packages that are
+missing are taken from the wheels in the folder ``wheels``. What is in the results is not measured again. ``--tiny --no-compile --pretend`` runs all of it without a GPU.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import NamedTuple
+from zipfile import ZipFile
 
 from processes import outcome, run_within
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+WHEELS = ROOT / "wheels"
 REFUSED = 3
 """The status of a part that cannot measure here at all."""
 MOST_CRASHES = 5
@@ -89,9 +92,20 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return found
 
 
-def environment(variables: Mapping[str, str]) -> dict[str, str]:
+def unpacked(wheels: Path, folder: Path) -> Path:
+    """Unpack the wheels of packages that this interpreter does not have. Return the folder to import them from."""
+    for wheel in sorted(wheels.glob("*.whl")):
+        try:
+            distribution(wheel.name.partition("-")[0])
+        except PackageNotFoundError:
+            print(f"{wheel.name} is used", flush=True)
+            ZipFile(wheel).extractall(folder)
+    return folder
+
+
+def environment(variables: Mapping[str, str], packages: Path) -> dict[str, str]:
     """Return the variables for a part: the package is found without an installation, and every level measures."""
-    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [variables.get("PYTHONPATH")])]
+    paths = [str(ROOT / "src"), str(ROOT), str(packages), *filter(None, [variables.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "TORCHBOOST_CACHE": "off", "TORCHBOOST_CALIBRATE": "1"}
     return {**variables, **own}
 
@@ -143,8 +157,8 @@ def run_call(name: str, asked: argparse.Namespace, variables: Mapping[str, str])
 def main(argv: Sequence[str] | None = None) -> int:
     asked = arguments(argv)
     asked.out.mkdir(parents=True, exist_ok=True)
-    variables = environment(os.environ)
     with tempfile.TemporaryDirectory() as folder:
+        variables = environment(os.environ, unpacked(WHEELS, Path(folder, "packages")))
         if asked.pretend and PRETEND not in variables:
             sys.path.insert(0, str(ROOT))
             from tests.support.pretend_device.build import built

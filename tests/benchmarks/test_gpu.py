@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -40,6 +42,17 @@ def test_the_plan_fits_into_its_half_hours():
     assert all(call.seconds < 600 for call in gpu.PLAN.values())
     assert sum(gpu.PLAN[name].seconds for name in "1234") < 1750
     assert all(sum(part.seconds for part in call.parts) <= call.seconds for call in gpu.PLAN.values())
+
+
+def test_of_the_wheels_only_missing_packages_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name, module in (("numpy", "numpy"), ("not_installed", "not_installed")):
+        with ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{module}/__init__.py", "")
+    found = gpu.unpacked(tmp_path, tmp_path / "packages")
+    assert [path.name for path in found.iterdir()] == ["not_installed"]
+    assert capsys.readouterr().out == "not_installed-1.0-py3-none-any.whl is used\n"
+    assert str(found) in gpu.environment({}, found)["PYTHONPATH"].split(os.pathsep)
+    assert gpu.unpacked(tmp_path / "absent", tmp_path / "none") == tmp_path / "none"
 
 
 def test_every_part_can_be_measured(tmp_path: Path):
