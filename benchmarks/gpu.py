@@ -1,7 +1,8 @@
 """Half an hour on a GPU, in calls of at most ten minutes: what is worth most comes first, all of it is saved at once.
 
 It needs no package but torch, those of torchboost and ``transformers``, no installation and no git. Packages that are
-missing are taken from the wheels in the folder ``wheels``. What is in the results is not measured again. ``--tiny --no-compile --pretend`` runs all of it without a GPU.
+missing are taken from the wheels in the folder ``wheels``. What is in the results is not measured again. ``--tiny
+--no-compile --pretend`` runs all of it without a GPU.
 """
 
 from __future__ import annotations
