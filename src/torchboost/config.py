@@ -11,12 +11,15 @@ import reprlib
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from torchboost.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "BoostConfig",
