@@ -4,20 +4,23 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 PYTEST_ARGS ?=
+# The release of torch that an environment gets; `make test-torch TORCH=2.9.1` makes one of its own.
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 BENCH_ARGS ?=
 
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.torchboost-stamp
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0
 
-.PHONY: setup demo test test-all lint format type layers docs check bench bench-gpu bench-gpu-files package clean
+.PHONY: setup demo test test-torch test-all lint format type layers docs check bench bench-gpu bench-gpu-files package clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt --no-deps timm
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c $(VENV)/constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c $(VENV)/constraints.txt --no-deps timm
 	touch $@
 
 demo: setup
@@ -25,6 +28,9 @@ demo: setup
 
 test: setup
 	$(PYTEST) $(PYTEST_ARGS)
+
+test-torch:
+	$(MAKE) test VENV=$(VENV)-torch-$(TORCH) TORCH=$(TORCH)
 
 test-all: setup
 	$(PYTEST) -m "not gpu" $(PYTEST_ARGS)

@@ -10,12 +10,15 @@ import os
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from torchboost.errors import ConfigError, nearest, shown
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "BoostConfig",

@@ -8,7 +8,7 @@ import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -62,7 +62,7 @@ def _about(level: str, mode: str) -> dict[str, str]:
         "torch": torch.__version__,
         "processor": processor_name(),
         "threads": str(torch.get_num_threads()),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 from typer.testing import CliRunner
 
 from tests.conftest import ROOT
 from torchboost.cli.app import app
 
+tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML; the files are the same on all versions")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
@@ -77,6 +79,20 @@ def test_ci_runs_the_test_command_of_the_readme():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert re.search(r"^make test VENV=", script.read_text(), re.MULTILINE)
+
+
+def test_the_jobs_cover_the_oldest_and_the_newest_versions():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())
+    jobs = workflow["jobs"]["tests"]["strategy"]["matrix"]["include"]
+    versions = sorted({Version(str(job["torch"])) for job in jobs})
+    pythons = sorted({Version(job["python"]) for job in jobs})
+    oldest = f"{versions[0].major}.{versions[0].minor}"
+    assert str(requirements(PROJECT["dependencies"])["torch"].specifier) == f">={oldest}"
+    assert PROJECT["requires-python"] == f">={pythons[0]}"
+    assert [version.minor for version in versions] == list(range(versions[0].minor, versions[-1].minor + 1))
+    assert [python.minor for python in pythons] == list(range(pythons[0].minor, pythons[-1].minor + 1))
+    assert f"Python {pythons[0]} or later, PyTorch {oldest} or later" in PAGES[0].read_text(encoding="utf-8")
+    assert "test-torch" in TARGETS
 
 
 def test_core_needs_five_packages_and_bounds_none_from_above():

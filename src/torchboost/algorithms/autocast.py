@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from torchboost.errors import IncompatibleError, nearest
 from torchboost.graph.heads import Heads, HeadSearch, find_heads, guessed_heads
 from torchboost.graph.recording import tensors_in
 from torchboost.graph.unsafe_convolutions import convolutions_unsafe_in_bfloat16, is_unsafe_in_bfloat16
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Autocast", "autocast_forward"]
 
@@ -306,9 +309,9 @@ class Autocast(Algorithm):
 
 def _explain(error: Exception, dtype: torch.dtype) -> None:
     """Add a note to an error about a half precision: torch has no class for these, but its messages name the type."""
-    said = str(error)
-    if not isinstance(error, IncompatibleError) and any(name in said for name in _NAMES[dtype]):
-        error.add_note(
+    said, add_note = str(error), getattr(error, "add_note", None)  # Python 3.10 has no notes
+    if add_note and not isinstance(error, IncompatibleError) and any(name in said for name in _NAMES[dtype]):
+        add_note(
             f"torchboost runs this forward under torch.autocast to {dtype}. If the model mixes precisions itself, turn "
             "it off: set extra.autocast = false in the configuration, or leave out Autocast. Or compute the part that "
             "fails under torch.autocast(device_type, enabled=False)."

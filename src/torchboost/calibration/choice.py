@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -11,6 +11,9 @@ from pydantic import BaseModel, ConfigDict
 from torchboost.core.algorithm import Algorithm
 from torchboost.measure.evidence import Interval
 from torchboost.measure.stopwatch import device_name, package_version, processor_name
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Choice", "Machine", "Source", "Verdict"]
 

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,12 @@ from torchboost.errors import IncompatibleError
 from torchboost.graph.twin import twin
 from torchboost.measure.stopwatch import Clock, collector_off
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["Pair", "Reduce", "Trial", "copied", "free_bytes", "needed_bytes", "optimizer_over", "restride"]
 
-Pair = tuple[nn.Module, *tuple[Optimizer, ...]]
+Pair: TypeAlias = "tuple[nn.Module, Unpack[tuple[Optimizer, ...]]]"
 """A model and its optimizers."""
 Reduce = Callable[[list[float]], list[float]]
 """Return for each number the largest one of all ranks. Infinity stands for a step that failed."""
@@ -70,7 +73,7 @@ class Trial:
         scaler: Any = None,
         base: Sequence[Algorithm] = (),
         reduce: Reduce | None = None,
-        before: tuple[Passes, *tuple[Optimizer, ...]] | None = None,
+        before: tuple[Passes, Unpack[tuple[Optimizer, ...]]] | None = None,
         others: Sequence[Optimizer] = (),
     ) -> None:
         device = next((p.device for p in passes.parameters), torch.device("cpu"))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "COMPILED_PREFIX",
@@ -203,7 +206,7 @@ def state_without_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> An
     Calls ``Module.__getstate__`` of the class, and reads the names of the registries of hooks: all end in ``_hooks``,
     but for those which say how a hook of another one is called.
     """
-    state = type(module).__getstate__(module)
+    state = getattr(type(module), "__getstate__", vars)(module)  # every class has one from Python 3.11 on
     if not isinstance(state, dict):  # the user's own
         return state
     state = dict(state)

@@ -25,7 +25,8 @@ __all__ = ["UNSUPPORTED_SHARDS", "compiler_follows_flags", "cpu_capabilities", "
 UNSUPPORTED_SHARDS = (RuntimeError, AssertionError)
 """What an operator raises that cannot compute with a DTensor: in 2.9 not always a ``RuntimeError``."""
 
-_BEFORE_2_12, _BEFORE_2_13 = (torch.__version__ < version for version in ((2, 12), (2, 13)))
+_VERSION: Any = torch.__version__
+_BEFORE_2_12, _BEFORE_2_13 = (version > _VERSION for version in ((2, 12), (2, 13)))
 
 
 def cpu_capabilities() -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["NormalizedLinear"]
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "AlgorithmRow",

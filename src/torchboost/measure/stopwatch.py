@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -26,6 +26,9 @@ from torchboost.core.torch_private import compiled_graphs
 from torchboost.core.torch_versions import cpu_capabilities
 from torchboost.measure.evidence import Environment, Interval, Ratio
 from torchboost.measure.statistics import bootstrap_median, detectable_ratio, paired_ratio
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "Clock",
@@ -246,7 +249,7 @@ def environment(device: torch.device | str = "cpu") -> Environment:
         threads=torch.get_num_threads(),
         device=device_name(device),
         commit=_commit(Path(__file__).resolve().parents[3]),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 
 

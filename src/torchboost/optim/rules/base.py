@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ from torchboost.optim.rules.masters import (
 from torchboost.optim.rules.options import Schedule, check_options, take_schedules
 from torchboost.optim.shares import Share, all_finite, share_of, stand_in
 from torchboost.optim.transforms import with_centralization
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Batch", "Nonfinite", "UpdateRule", "has_master"]
 
