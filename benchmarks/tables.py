@@ -21,6 +21,7 @@ import low_precision
 import parts_accuracy
 import planted_effects
 import promises
+import ranks
 import subspace_recipe
 import time_to_metric
 import trainers
@@ -81,6 +82,7 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "fewer_steps_needed": lambda folder: own(fewer_steps_table.needed_table(RESULTS)),
     "fewer_steps_rates": lambda folder: own(fewer_steps_table.rates_table(RESULTS)),
     "certificate": lambda folder: rows(certificate.table(RESULTS / "certificate-price.json")),
+    "ranks": lambda folder: rows(ranks.table(RESULTS / "ranks-counts.json")),
     "planted_effects": lambda folder: rows(planted_effects.table(RESULTS / "planted_effects-tune.json")),
     "freeze_rival": lambda folder: own(freeze_rival.table(RESULTS)),
     "parts_accuracy": lambda folder: own(parts_accuracy.table(RESULTS)),

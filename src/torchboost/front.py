@@ -537,15 +537,16 @@ def attach(
     plan = Plan.of(level, config, host.facts(model), total_steps=total_steps).without(idle)
     with shared_traces():
         plan = plan.fit(model, given, *others)
-        calibration = Calibration.of(plan, calibrate, verify=verify, forward=host.forward) if wrapper is None else None
+        calibration = Calibration.of(plan, calibrate, wrapper, verify=verify, forward=host.forward)
         if calibration is not None and calibrate is not False:
             short = calibration.too_short
             reason = f"not measured: {short}" if short else "the trial at the first training call decides"
             plan = plan.chosen({lever.name: (lever.name in calibration.prior, reason) for lever in plan.levers})
         before = None if calibration is None else calibration.before(plan.algorithms, target)
         made = Boosted(plan, target, plan.attach(target), given, scaler, calibration, before, listed=listed)
-    if wrapper is not None or not verify:
-        why = "checked: verify=False" if wrapper is None else f"measured or checked: wrapped by {wrapper} before boost"
+    aside = wrapper is not None and calibration is None
+    if aside or not verify:
+        why = f"measured or checked: wrapped by {wrapper} before boost" if aside else "checked: verify=False"
         made.checks = {a.name: f"not {why}" for a in plan.algorithms if REGISTRY[a.name].lever}
     _BOOSTED[model] = weakref.ref(made)
     return made

@@ -520,6 +520,23 @@ def test_all_reduce_hooks_of_a_sharded_module_are_listed(one_rank):
     assert private.all_reduce_hooks(outer) == []
 
 
+def test_gradients_that_fsdp2_holds_back_are_seen(one_rank):
+    from torch.distributed.fsdp import fully_shard
+
+    unit = fully_shard(nn.Linear(2, 2))
+    assert not private.holds_back_gradients(unit)
+    unit.set_requires_gradient_sync(False)
+    assert private.holds_back_gradients(unit)
+    unit(torch.ones(1, 2)).sum().backward()
+    unit.set_requires_gradient_sync(True)
+    assert private.holds_back_gradients(unit)
+    unit(torch.ones(1, 2)).sum().backward()
+    assert not private.holds_back_gradients(unit)
+    shard = private.local_shard(unit.weight)
+    assert shard is private.local_shard(unit.weight)
+    assert type(shard) is torch.Tensor
+
+
 # Calls of a module
 
 

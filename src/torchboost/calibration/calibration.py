@@ -19,6 +19,7 @@ from torchboost.calibration.snapshot import Snapshot
 from torchboost.calibration.trial import Pair, Reduce, Trial, copied, needed_bytes
 from torchboost.calibration.verify import Checked, verified
 from torchboost.core.algorithm import Algorithm, Form, Target
+from torchboost.core.torch_private import all_reduce_hooks, holds_back_gradients
 from torchboost.errors import RankDisagreementError
 from torchboost.measure.evidence import Interval
 from torchboost.plan import Plan, own_settings
@@ -49,6 +50,8 @@ UNSEEN = (
 )
 """Why nothing is measured or checked if updates come before the first training call."""
 
+_SHARDED = "FSDP2 shards contiguous kernels, and no rank must stop to compile while others wait for it"
+_UNCHECKED = "under FSDP2 all ranks would have to repeat a pass that one of them doubts"
 _SWITCH = "TORCHBOOST_CALIBRATE"
 """Environment variable. If it is 0, ``"auto"`` measures nothing."""
 _SHARE_OF_RUN = 0.01
@@ -98,6 +101,7 @@ class Calibration:
         forward: Makes the context in which a trainer computes each forward pass.
         asked: Levers that the user has named. They are not measured, but checked.
         verify: Whether the levers that are on are compared with the plain step.
+        sharded: Whether FSDP2 shards the model, so that the ranks exchange something in each pass.
     """
 
     levers: tuple[Algorithm, ...]
@@ -110,33 +114,52 @@ class Calibration:
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
     asked: tuple[Algorithm, ...] = ()
     verify: bool = True
+    sharded: bool = False
 
     @classmethod
     def of(
-        cls, plan: Plan, calibrate: Calibrate, *, verify: bool, forward: Callable[[], AbstractContextManager[Any]]
+        cls,
+        plan: Plan,
+        calibrate: Calibrate,
+        wrapper: str | None,
+        *,
+        verify: bool,
+        forward: Callable[[], AbstractContextManager[Any]],
     ) -> Calibration | None:
-        """Return what the first training call has to decide and to check; None if there is nothing."""
+        """Return what the first training call has to decide and to check; None if there is nothing.
+
+        A model inside a ``wrapper`` is not bare, unless FSDP2 shards it in place.
+        """
+        sharded = wrapper == "fully_shard"
         on = {algorithm.name for algorithm in plan.algorithms}
         levers = {lever.name for lever in plan.levers}
         asked = tuple(a for a in plan.algorithms if REGISTRY[a.name].lever and a.name not in levers)
-        replaced = any(algorithm.traits.replaces_optimizer for algorithm in plan.algorithms)
-        if replaced or not (levers or asked) or (calibrate is False and not (verify and (asked or levers & on))):
+        fixed = {a.name: _SHARDED for a in plan.levers if sharded and (REGISTRY[a.name].once or _changes_model(a))}
+        replaced = {
+            a.name: REGISTRY[a.name].instead_of for a in plan.levers if REGISTRY[a.name].instead_of in on - levers
+        }
+        fixed |= {name: f"{better} is on and leaves it little to do" for name, better in replaced.items()}
+        verify = verify and not sharded
+        aside = wrapper is not None and not sharded
+        if (
+            aside
+            or any(algorithm.traits.replaces_optimizer for algorithm in plan.algorithms)
+            or not (levers or asked)
+            or (calibrate is False and not (verify and (asked or levers & on)))
+        ):
             return None
         return cls(
             levers=plan.levers,
-            prior=frozenset(name for name in on & levers if calibrate is False or not REGISTRY[name].once),
+            prior=frozenset(n for n in on & levers if calibrate is False or n in fixed or not REGISTRY[n].once),
             calibrate=calibrate if levers else False,
             total_steps=plan.total_steps,
-            fixed={
-                lever.name: f"{better} is on and leaves it little to do"
-                for lever in plan.levers
-                if (better := REGISTRY[lever.name].instead_of) in on - levers
-            },
-            compiled=any(REGISTRY[name].once for name in on - levers),
+            fixed=fixed,
+            compiled=any(REGISTRY[name].once for name in on if name in fixed or name not in levers),
             graphs=max((algorithm.graphs() for algorithm in plan.algorithms), default=1),
             forward=forward,
             asked=asked if verify else (),
             verify=verify,
+            sharded=sharded,
         )
 
     def in_form(self, choice: Choice | None, device: torch.device) -> Calibration:
@@ -266,6 +289,7 @@ class Calibration:
                     reduce=reduce,
                     before=None if before is None else (passes.of(before[0]), *before[1:]),
                     others=target.others,
+                    interrupt=not self.sharded,
                 )
             ) as trial:
                 budgets.append(self.seconds(trial.step_seconds, granted))
@@ -313,8 +337,9 @@ class Calibration:
 
         return replace(self, levers=tuple(map(fit, self.levers)), asked=tuple(map(fit, self.asked)))
 
-    def unchecked(self, choice: Choice, reason: str) -> Decision:
+    def unchecked(self, choice: Choice, reason: str = "") -> Decision:
         """Return a choice as it is, with the reason why its levers were not compared with the plain step."""
+        reason = reason or (_UNCHECKED if self.sharded else "verify=False")
         on = [*choice.kept, *(lever.name for lever in self.asked)]
         return Decision(choice, checks=dict.fromkeys(on, f"not checked: {reason}"))
 
@@ -326,7 +351,7 @@ class Calibration:
         asked = {lever.name for lever in self.asked}
         wanted = [lever for name, lever in everything.items() if name in choice.kept or name in asked]
         if not wanted or not self.verify:
-            return self.unchecked(choice, "verify=False")
+            return self.unchecked(choice)
         checked = self._checked(wanted, target, passes, snapshot)
         flags = [float(lever.name not in checked.kept) for lever in wanted]
         flags = reduce(flags) if reduce is not None else flags
@@ -349,9 +374,18 @@ class Calibration:
             return Checked(names, dict.fromkeys(names, f"not checked: {_in_a_line(error)}"))
 
 
+def _changes_model(lever: Algorithm) -> bool:
+    return type(lever).transform is not Algorithm.transform
+
+
 def exchange_in(model: nn.Module) -> str | None:
-    """Return what in a model waits for other ranks in each pass, which one rank must not run alone; None without."""
+    """Return what in a model waits for other ranks in each pass, which a trial must not run; None without."""
     together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    units = [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]
+    if any(holds_back_gradients(unit) for unit in units):
+        return "FSDP2 adds up the gradients of several passes before it averages them, and a trial would end that"
+    if any(hook is not None for unit in units for hook in all_reduce_hooks(unit)):
+        return "FSDP2 has an all-reduce hook, which may exchange gradients with other ranks"
     if together and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return "SyncBatchNorm exchanges numbers within a step, which a trial must not interrupt on one rank"
     return None

@@ -16,17 +16,19 @@ from torchboost.calibration.cache import ChoiceCache, key_of
 from torchboost.calibration.calibration import Calibration, Decision, device_of, exchange_in
 from torchboost.calibration.choice import Choice, Machine
 from torchboost.calibration.next_call import Gate, entries_in
-from torchboost.calibration.passes import Call, Passes
+from torchboost.calibration.passes import Call, Passes, reshard
 from torchboost.calibration.snapshot import Snapshot, plain, streams_kept
 from torchboost.calibration.trial import Pair, Reduce, free_bytes, needed_bytes
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
 from torchboost.core.torch_private import (
     active_ddp,
     keep_step_pre_hook_places,
+    overrides_dispatch,
     step_pre_hook_keys,
 )
 from torchboost.core.wrapping import unwrap
 from torchboost.distributed.agreement import Agreement
+from torchboost.distributed.shared import ranks_of_shards
 from torchboost.graph.recording import tensors_in
 
 __all__ = ["FirstCall", "OtherShapes", "attach_levers", "check_again"]
@@ -36,7 +38,7 @@ _LOG = logging.getLogger("torchboost")
 _MOST_OF_FREE = 0.5
 """If a snapshot and the gradients need more of the free memory, nothing is measured or checked."""
 _READ_ONCE = "the inputs or the model hold an iterator, which can be read only once"
-_WITHOUT_DDP = "several ranks decide together only under DDP"
+_WITHOUT_DDP = "several ranks decide together only under DDP or FSDP2"
 _RANKS_TIMEOUT = 600.0
 """Seconds that a rank waits for another one; a rank may compile for minutes."""
 
@@ -211,7 +213,7 @@ def _decided(
     if choice is not None:
         calibration = calibration.in_form(choice, device)
         if not calibration.verify:
-            return calibration.unchecked(choice, "verify=False"), calibration
+            return calibration.unchecked(choice), calibration
     if obstacle is not None:
         choice = calibration.without_trial(obstacle) if choice is None else choice
         return calibration.unchecked(choice, obstacle), calibration
@@ -258,6 +260,9 @@ def _on_ranks(calibration: Calibration, model: nn.Module) -> tuple[Calibration, 
     """Return what may be decided, and the ranks that must decide the same; None for a single process."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return calibration, None
+    if calibration.sharded:
+        reshard(model)  # after an evaluation its parameters may still be whole
+        return calibration, ranks_of_shards(model.parameters())
     ddp = active_ddp()
     if ddp is None or unwrap(ddp) is not model:
         return calibration, []
@@ -286,7 +291,9 @@ def _obstacle(target: Target, reduce: Reduce | None) -> str | None:
     """Return why there can be no passes: too little memory for them, or something that other processes take part in."""
     if exchange_in(target.model) is not None:
         return exchange_in(target.model)
-    shared = any(p.device.type == "cpu" and p.is_shared() for p in target.model.parameters())
+    shared = any(
+        p.device.type == "cpu" and p.is_shared() for p in target.model.parameters() if not overrides_dispatch(p)
+    )
     available, needed = free_bytes(device_of(target.model)), needed_bytes(target.model)
     short = available is not None and needed > _MOST_OF_FREE * available
     if not (reduce([float(short or shared)])[0] if reduce is not None else short or shared):

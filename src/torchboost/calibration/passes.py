@@ -16,10 +16,11 @@ from torchboost.calibration.snapshot import Snapshot, Streams
 from torchboost.calibration.without_dropout import WithoutDropout
 from torchboost.core.containers import with_tensors
 from torchboost.core.torch_private import is_reentrant_checkpoint, version
+from torchboost.distributed.shared import ranks_of_shards
 from torchboost.errors import IncompatibleError
 from torchboost.graph.recording import tensors_in
 
-__all__ = ["Call", "Noise", "Pass", "Passes"]
+__all__ = ["Call", "Noise", "Pass", "Passes", "reshard"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named arguments of a training call."""
@@ -48,7 +49,8 @@ class Passes:
 
     The loss of the loop is not known here. If the model returns a loss, it is used; otherwise a fixed random gradient
     enters at the outputs. Nothing is written to ``.grad``, and no hook that waits for a gradient to be accumulated is
-    called, so that the buckets of DDP and optimizers inside the backward pass are not touched.
+    called, so that the buckets of DDP and optimizers inside the backward pass are not touched. If FSDP2 shards the
+    model, which gathers gradients in a real backward pass only, ``.grad`` is written and set back.
 
     Args:
         model: The model, as the loop calls it.
@@ -76,6 +78,7 @@ class Passes:
         trained = {id(p): p for p in [*model.parameters(), *others] if p.requires_grad}
         self.parameters: list[Tensor] = list(trained.values())
         self._streams = Streams(model)
+        self._sharded = bool(ranks_of_shards(self.parameters))
         self._seeds: list[Tensor] | None = None
         self._inputs: Call = call
         self._leaves: list[Tensor] = []
@@ -176,6 +179,7 @@ class Passes:
 
     def finish(self) -> None:
         """Restore what the pass has changed."""
+        reshard(self.model)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         self._gradients = []
@@ -195,7 +199,17 @@ class Passes:
     def _backward(self, ends: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor | None]:
         wanted = [*self.parameters, *self._leaves]
         retained = True if self._snapshot.has_history else None
+        if self._sharded:
+            torch.autograd.backward(ends, seeds, retained)
+            return [tensor.grad for tensor in wanted]
         return list(torch.autograd.grad(ends, wanted, seeds, retained, allow_unused=True))
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 free the whole parameters that it keeps after a forward pass without a backward pass."""
+    for unit in model.modules():
+        if hasattr(unit, "reshard"):
+            unit.reshard()  # pyright: ignore[reportCallIssue]
 
 
 def _relative(first: Tensor, second: Tensor) -> float:

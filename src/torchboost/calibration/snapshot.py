@@ -46,6 +46,7 @@ from torchboost.core.torch_private import (
     global_step_pre_hooks,
     gradient_hooks,
     is_of_interceptor,
+    local_shard,
     module_hooks,
     overrides_dispatch,
     version,
@@ -296,7 +297,7 @@ class Snapshot:
         elif isinstance(value, nn.Module):
             self._follow_attributes(value, 0)
             self._follow_classes(type(value))
-        else:
+        elif not type(value).__module__.startswith("torch.distributed"):  # FSDP2 ends a pass where it began
             found.iterator |= hops == 0 and isinstance(value, Iterator)  # objects may hold the loop itself
             self._follow_entries(value, hops)
             if hops < _HOPS:
@@ -411,6 +412,10 @@ class Snapshot:
             self._hold(held, lambda each: each.copy(), write_array)
 
     def _add_tensor(self, tensor: Tensor) -> None:
+        if hasattr(tensor, "device_mesh"):
+            shard = local_shard(tensor)
+            self._own |= {id(shard)} if id(tensor) in self._own else set()
+            tensor = shard
         if id(tensor) in self._found.tensors or not _is_plain(tensor):
             return
         self._found.history |= tensor.grad_fn is not None

@@ -16,7 +16,7 @@ from torchboost.calibration.passes import Passes
 from torchboost.calibration.snapshot import belongs_to_torch
 from torchboost.calibration.time_limit import TimeUp, time_limit
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
-from torchboost.core.torch_private import hooks_of_optimizer, module_hooks
+from torchboost.core.torch_private import hooks_of_optimizer, local_shard, module_hooks
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
 from torchboost.graph.twin import twin
@@ -32,6 +32,7 @@ Pair: TypeAlias = "tuple[nn.Module, Unpack[tuple[Optimizer, ...]]]"
 Reduce = Callable[[list[float]], list[float]]
 """Return for each number the largest one of all ranks. Infinity stands for a step that failed."""
 
+_ELSEWHERE = "another rank could not run it; see the log of that rank."
 _WARM_STEPS = 2
 _PART = 2**22
 """Entries of parameters up to which a contestant steps a copy of the whole optimizer. Above, it steps about so many."""
@@ -52,6 +53,8 @@ class Trial:
         reduce: Combines numbers over the ranks; None for one rank.
         before: Passes and optimizers of a copy from before boost, if the level has changed the model.
         others: More optimizers of the loop, whose copies are stepped after that of the first.
+        interrupt: Whether a step that takes longer than it may is interrupted. Ranks that exchange something in a step
+            would wait for the one that is.
 
     Attributes:
         step_seconds: Time of a plain step.
@@ -75,6 +78,7 @@ class Trial:
         reduce: Reduce | None = None,
         before: tuple[Passes, Unpack[tuple[Optimizer, ...]]] | None = None,
         others: Sequence[Optimizer] = (),
+        interrupt: bool = True,
     ) -> None:
         device = next((p.device for p in passes.parameters), torch.device("cpu"))
         self._clock = Clock.of(device)
@@ -83,6 +87,7 @@ class Trial:
         self._before = None if before is None else (before[0], before[1:])
         self._levers, self._scaler, self._base = levers, scaler, base
         self._reduce = reduce if reduce is not None else list
+        self._interrupt = interrupt
         self._turn = 0
         self.built: set[str] = set()
         self._active: _Contestant | None = None
@@ -146,18 +151,14 @@ class Trial:
         failure: Exception | None = None
         made, steady, started = None, math.inf, self._clock()
         try:
-            algorithms = [*self._base, *(self._levers[name] for name in levers)]
-            for algorithm in algorithms:
-                algorithm.load()
-            passes, optimizers = self._before if before and self._before is not None else self._now
             until = started + within
-            contestant = _Contestant(passes, optimizers, algorithms, self._scaler)
+            contestant = self._contestant(levers, before)
             with collector_off():  # the collector takes a seventh of a compilation
                 seconds = [self._step_seconds(contestant, until - self._clock()) for _ in range(_WARM_STEPS - 1)]
                 first = contestant.outputs
                 seconds.append(self._step_seconds(contestant, until - self._clock()))
             if not levers:
-                passes.compare(first, contestant.outputs)
+                contestant.passes.compare(first, contestant.outputs)
             made, steady = contestant, seconds[-1]
         except TimeUp:
             failure = TimeoutError(f"its first steps take longer than the {within:.1f} s that the trial had left")
@@ -169,8 +170,25 @@ class Trial:
         if failure is not None:
             raise failure
         if made is None or steady == math.inf:
-            raise IncompatibleError("another rank could not run it; see the log of that rank.")
+            raise IncompatibleError(_ELSEWHERE)
         return made, spent, steady
+
+    def _contestant(self, levers: Sequence[str], before: bool) -> _Contestant:
+        """Make a contestant. If ranks exchange something in a pass, all attach its levers before one begins a pass."""
+        made, failure = None, None
+        try:
+            algorithms = [*self._base, *(self._levers[name] for name in levers)]
+            for algorithm in algorithms:
+                algorithm.load()
+            made = _Contestant(*(self._before if before and self._before else self._now), algorithms, self._scaler)
+            if self._interrupt:
+                return made
+            self._activate(made)
+        except Exception as error:
+            made, failure = None, error
+        if not self._interrupt and not self._reduce([float(made is None)])[0] and made is not None:
+            return made
+        raise failure or IncompatibleError(_ELSEWHERE)
 
     def _safe_seconds(self, contestant: _Contestant, within: float) -> float:
         try:
@@ -183,7 +201,7 @@ class Trial:
         self._activate(contestant)
         contestant.passes.prepare()
         try:
-            with time_limit(within) if within < math.inf else nullcontext():
+            with time_limit(within) if self._interrupt and within < math.inf else nullcontext():
                 return contestant.step(self._clock)
         finally:
             contestant.passes.finish()
@@ -338,8 +356,9 @@ def needed_bytes(model: nn.Module) -> int:
 
     Cost: no tensor is read or copied.
     """
-    tensors = [*model.parameters(), *model.parameters(), *model.parameters(), *model.buffers()]
-    entries = sum(p.numel() for p in model.parameters())
+    held = [local_shard(p) if hasattr(p, "device_mesh") else p for p in model.parameters()]
+    tensors = [*held, *held, *held, *model.buffers()]
+    entries = sum(p.numel() for p in held)
     return sum(t.numel() * t.element_size() for t in tensors) + 2 * 3 * 4 * min(entries, _PART)
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,7 @@ __all__ = [
     "has_fused_mark",
     "has_gradient_hooks",
     "has_saved_tensor_hooks",
+    "holds_back_gradients",
     "hooks_of_optimizer",
     "inside_compiled",
     "inside_function_transform",
@@ -96,6 +98,8 @@ __all__ = [
     "is_tracing",
     "is_view",
     "keep_step_pre_hook_places",
+    "lazy_gloo",
+    "local_shard",
     "make_replica",
     "memory_stamp",
     "module_hooks",
@@ -103,6 +107,7 @@ __all__ = [
     "older_cpu_flags",
     "overrides_dispatch",
     "parameter_slots",
+    "place_of_optimizer",
     "recompile_limit",
     "sequence_number",
     "set_compiled_call",
@@ -299,6 +304,11 @@ def gradient_hooks(tensor: Tensor) -> list[dict[int, Any]]:
     Reads ``Tensor._backward_hooks`` and ``Tensor._post_accumulate_grad_hooks``.
     """
     return [hooks for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks) if hooks]
+
+
+def local_shard(tensor: Any) -> Tensor:
+    """Return the memory of this rank's part of a DTensor: ``DTensor._local_tensor``, the same object each time."""
+    return tensor._local_tensor
 
 
 def overrides_dispatch(tensor: Tensor) -> bool:
@@ -638,6 +648,29 @@ def built_in_comm_hook(ddp: DistributedDataParallel) -> str | None:
     return ddp._get_ddp_logging_data().get("comm_hook") or None
 
 
+def lazy_gloo(store: Any, at: int, ranks: int, timeout: float) -> Any:
+    """Return a ``ProcessGroupGloo`` whose ranks connect when they first talk; by default gloo connects all with all.
+
+    Sets ``_timeout`` and ``_devices`` of ``ProcessGroupGloo._Options``; torch's stubs leave most of the class out.
+
+    Args:
+        store: Of these ranks alone.
+        at: Place of this rank among them.
+        ranks: How many they are.
+        timeout: Seconds.
+    """
+    gloo: Any = torch.distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=timeout)
+    options._devices = [gloo.create_default_device(lazy_init=True)]
+    return gloo(store, at, ranks, options)
+
+
+def place_of_optimizer(accelerator: Any, optimizer: Any) -> int:
+    """Return the number under which ``Accelerator.save_state`` saves an optimizer: ``Accelerator._optimizers``."""
+    return accelerator._optimizers.index(optimizer)
+
+
 def build_again(ddp: DistributedDataParallel) -> None:
     """Let DDP make the reducer for the parameters that require a gradient now, without communication hooks.
 
@@ -663,9 +696,23 @@ def all_reduce_hooks(unit: nn.Module) -> list[Any]:
     Reads ``FSDPModule._get_fsdp_state()._fsdp_param_groups`` (in torch 2.11 ``_fsdp_param_group``, one or None) and
     ``FSDPParamGroup._all_reduce_hook``. torch has no public way to ask for the hook; setting one silently replaces it.
     """
-    state: Any = unit._get_fsdp_state()  # pyright: ignore[reportCallIssue]
+    return [group._all_reduce_hook for group in _parameter_groups(unit)]
+
+
+def holds_back_gradients(unit: nn.Module) -> bool:
+    """Whether an FSDP2 module does not average the gradients of a pass, or has such gradients of earlier passes.
+
+    Reads ``FSDPParamGroup.reduce_grads`` and ``fsdp_params``, and the gradients in either of their places.
+    """
+    groups = _parameter_groups(unit)
+    held = [param for group in groups for param in group.fsdp_params]
+    whole = [param._unsharded_param for param in held if hasattr(param, "_unsharded_param")]
+    waiting = any(p.unsharded_accumulated_grad is not None for p in held) or any(p.grad is not None for p in whole)
+    return waiting or not all(group.reduce_grads and group.all_reduce_grads for group in groups)
+
+
+def _parameter_groups(unit: Any) -> list[Any]:
+    state: Any = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
-        groups = state._fsdp_param_groups
-    else:
-        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return [group._all_reduce_hook for group in groups]
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

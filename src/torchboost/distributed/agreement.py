@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchboost.distributed.store import own_gloo, own_store
+from torchboost.core.torch_private import lazy_gloo
+from torchboost.distributed.store import own_store
 from torchboost.distributed.teardown import part
 from torchboost.errors import RankDisagreementError
 
@@ -59,7 +60,7 @@ class Agreement:
         self._at = self._ranks.index(self._rank)
         try:
             self._store = own_store("agreement", self._ranks)
-            self._groups.append(own_gloo(self._store, self._at, len(ranks), self._wait))
+            self._groups.append(lazy_gloo(self._store, self._at, len(ranks), self._wait))
             self._exchange(torch.zeros(1, device="cpu"))
         except RuntimeError as error:
             raise RankDisagreementError(

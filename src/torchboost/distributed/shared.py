@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["from_first_rank", "is_first_rank", "mean_over_ranks", "several"]
+__all__ = ["from_first_rank", "is_first_rank", "mean_over_ranks", "ranks_of_shards", "several"]
 
 T = TypeVar("T")
 
@@ -39,6 +40,12 @@ def from_first_rank(value: T) -> T:
 def is_first_rank() -> bool:
     """Return whether this process is the first rank, or the only one."""
     return not several() or dist.get_rank() == 0
+
+
+def ranks_of_shards(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the ranks over which FSDP2 shards any of these tensors, in order; empty if it shards none."""
+    meshes = {id(mesh): mesh.mesh for t in tensors if (mesh := getattr(t, "device_mesh", None)) is not None}
+    return sorted({rank for mesh in meshes.values() for rank in mesh.flatten().tolist()})
 
 
 def several() -> bool:

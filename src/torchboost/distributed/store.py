@@ -1,15 +1,14 @@
-"""Separate prefixes in the store through which the ranks of a job find each other, and gloo groups over them."""
+"""Separate prefixes in the store through which the ranks of a job find each other."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["own_gloo", "own_store"]
+__all__ = ["own_store"]
 
 
 def own_store(purpose: str, ranks: Sequence[int]) -> Any:
@@ -28,21 +27,3 @@ def own_store(purpose: str, ranks: Sequence[int]) -> Any:
     within = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
     store = within(f"torchboost/{purpose}/{named}", dist.group.WORLD.get_group_store())
     return within(str(store.add(str(dist.get_rank()), 1)), store)
-
-
-def own_gloo(store: Any, at: int, ranks: int, timeout: float) -> Any:
-    """Return a ``ProcessGroupGloo``, most of which torch's stubs leave out, whose ranks connect when they first talk.
-
-    By default gloo connects all with all.
-
-    Args:
-        store: Of :func:`own_store`.
-        at: Place of this rank among them.
-        ranks: How many they are.
-        timeout: Seconds.
-    """
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timedelta(seconds=timeout)
-    options._devices = [gloo.create_default_device(lazy_init=True)]
-    return gloo(store, at, ranks, options)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torchboost.calibration.calibration import Calibrate
 from torchboost.config import ConfigSource
 from torchboost.core.arguments import check_module, check_optimizer
+from torchboost.core.torch_private import place_of_optimizer
 from torchboost.core.wrapping import hookable
 from torchboost.distributed.checkpoint.checkpoint import load_optimizer
 from torchboost.errors import IncompatibleError
@@ -110,7 +111,7 @@ def prepare(
     )
     warn_of_missing_length(boosted, config, total_steps, "accelerate")
     if accelerator.is_fsdp2:
-        moments = _FrozenMoments(accelerator, prepared[1])
+        moments = _FrozenMoments(accelerator, *prepared[:2])
         boosted.attached.with_undo(accelerator.register_load_state_pre_hook(moments).remove)
     else:
         boosted.attached.with_undo(plain_states(model).remove)
@@ -122,14 +123,14 @@ def prepare(
 class _FrozenMoments:
     """A hook of ``load_state`` that loads the optimizer again, because torch drops the moments of frozen parameters."""
 
-    def __init__(self, accelerator: Accelerator, optimizer: Any) -> None:
-        self._accelerator, self._optimizer = accelerator, optimizer
+    def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
+        self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
 
     def __call__(self, _: Any, folder: str | os.PathLike[str]) -> None:
-        at = self._accelerator._optimizers.index(self._optimizer)
         if not all(p.requires_grad for group in self._optimizer.param_groups for p in group["params"]):
-            model = self._accelerator._models[at]
-            load_optimizer(Path(folder) / f"{OPTIMIZER_NAME}_{at}", "optimizer", model, self._optimizer.optimizer)
+            at = place_of_optimizer(self._accelerator, self._optimizer)
+            path = Path(folder) / f"{OPTIMIZER_NAME}_{at}"
+            load_optimizer(path, "optimizer", self._model, self._optimizer.optimizer)
 
 
 def _check(accelerator: Any, model: Any, optimizer: Any) -> None:

@@ -86,9 +86,9 @@ def adasum_(
         TypeError: A tensor is not dense floating point.
         ValueError: The tensors lie on several devices.
 
-    Cost: each rank sends ``2 (1 - 1/n)`` times its bytes in ``log2 n`` exchanges and one with all others, and takes
-    part in ``log2 n`` all-reduces of at most ``12 n`` bytes per tensor; all this for each dtype. Memory: half a copy of
-    the tensors, plus a whole copy unless they are contiguous in memory, as in a DDP bucket. Half precision is added in
+    Cost: each rank sends ``2 (1 - 1/n)`` times its bytes in ``2 log2 n`` exchanges, and takes part in ``log2 n``
+    all-reduces, of ``24 n`` bytes per tensor together; all this for each dtype. Memory: a copy of the tensors, and
+    another one unless they are contiguous in memory, as in a DDP bucket. Half precision is added in
     float32 and rounded at every level of the tree.
     """
     tensors = list(tensors)
@@ -263,9 +263,19 @@ def _transfer(
 
 
 def _gather(flat: Tensor, pieces: dict[int, tuple[int, int]], group: dist.ProcessGroup | None) -> None:
-    """Give every rank all pieces: the bytes of an all-gather, received directly in place."""
-    own = pieces.pop(dist.get_rank(group))
-    _transfer((flat, [(peer, own) for peer in pieces]), (flat, pieces.items()), group)
+    """Give every rank all pieces: the bytes of an all-gather. Each exchange doubles what a rank has."""
+    rank, ranks, has = dist.get_rank(group), len(pieces), 1
+    while has < ranks:
+        ours, theirs = (
+            [pieces[(first + i) % ranks] for i in range(min(has, ranks - has))] for first in (rank, rank + has)
+        )
+        given = torch.cat([flat[low:high] for low, high in ours])
+        taken = flat.new_empty(sum(high - low for low, high in theirs))
+        to, source = (rank - has) % ranks, (rank + has) % ranks
+        _transfer((given, [(to, (0, len(given)))]), (taken, [(source, (0, len(taken)))]), group)
+        for (low, high), part in zip(theirs, taken.split([high - low for low, high in theirs]), strict=True):
+            flat[low:high] = part
+        has += len(theirs)
 
 
 def _overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from torchboost.core.algorithm import Attachment
 from torchboost.core.covering import plain_hook
 from torchboost.core.torch_private import active_ddp, build_again, built_in_comm_hook, comm_hooks
 from torchboost.distributed.agreement import Agreement
+from torchboost.distributed.shared import ranks_of_shards
 from torchboost.errors import IncompatibleError
 
 __all__ = ["Replicas", "check_reducer", "rebuild_reducer", "several_ranks"]
@@ -165,10 +166,8 @@ class Replicas(Attachment):
         """The ranks that FSDP2 shards the parameters over; empty if nothing is sharded."""
         if self._sharded_over is not None:
             return self._sharded_over
-        meshes = (getattr(parameter, "device_mesh", None) for parameter in self._model.parameters())
-        mesh = next((mesh for mesh in meshes if mesh is not None), None)
-        self._sharded_over = found = [] if mesh is None else mesh.mesh.flatten().tolist()
-        return found
+        self._sharded_over = ranks_of_shards(self._model.parameters())
+        return self._sharded_over
 
 
 def several_ranks() -> bool:

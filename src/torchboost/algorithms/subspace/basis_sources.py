@@ -19,7 +19,8 @@ from torch import Tensor
 from torchboost.algorithms.subspace.basis import Block, SubspaceBasis, blocks_within, check_products, rows_of
 from torchboost.algorithms.subspace.principal_components import PrincipalComponents, Progress
 from torchboost.algorithms.subspace.snapshots import Layout, Snapshots, renaming
-from torchboost.distributed.store import own_gloo, own_store
+from torchboost.core.torch_private import lazy_gloo
+from torchboost.distributed.store import own_store
 from torchboost.distributed.teardown import part
 
 __all__ = ["BasisSource", "MatrixFile", "principal_basis", "shared_basis", "write_matrix"]
@@ -272,7 +273,7 @@ class _Meeting:
         shares = [rows_of(blocks, owner, self.ranks) for owner in range(self.ranks)]
         held = []
         with self._patience():
-            self._gloo = own_gloo(self._store, self.rank, self.ranks, self._timeout)
+            self._gloo = lazy_gloo(self._store, self.rank, self.ranks, self._timeout)
             for i, block in enumerate(blocks):
                 mine = len(shares[self.rank][i])
                 if source is None:

@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 from torchboost.distributed.checkpoint import folders
 from torchboost.distributed.checkpoint.copies import first_holder
 from torchboost.distributed.checkpoint.generators import generator_states, set_generator_states
+from torchboost.distributed.shared import ranks_of_shards
 
 __all__ = ["Part", "latest", "load", "load_optimizer", "save"]
 
@@ -310,8 +311,7 @@ def _source(model: nn.Module) -> int:
 
 def _shards(params: Iterable[Tensor]) -> list[int]:
     """Return the ranks over which parameters are sharded; without sharding, only this rank."""
-    meshes = [param.device_mesh.mesh for param in params if isinstance(param, DTensor)]
-    return torch.cat([mesh.flatten() for mesh in meshes]).unique().tolist() if meshes else [_rank()]
+    return ranks_of_shards(params) or [_rank()]
 
 
 def _holder(state: dict[str, Any], shards: Sequence[int]) -> int:

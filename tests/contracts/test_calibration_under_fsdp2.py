@@ -1,0 +1,110 @@
+"""The trial of a model that FSDP2 shards: all ranks choose the same, and the run is that of one with this choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import torchboost
+from tests.support.ranks import run_ranks
+from tests.support.wrapped import all_weights
+from torchboost.algorithms.fused_optimizer import FusedOptimizer
+from torchboost.front import Boosted
+
+CONFIG = {"compile": False, "grad_freeze": False, "less_bn": False, "gradient_centralization": False}
+
+
+class Net(nn.Module):
+    """Has a BatchNorm, dropout and a counter that a pass moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.2), nn.Flatten())
+        self.head = nn.Linear(8 * 36, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.head(self.body(x))
+
+
+def train(
+    *, steps: int = 4, accumulate: bool = False, evaluated: bool = False, extra: Any = None, **options: Any
+) -> tuple[Any, Boosted]:
+    """Return all that a run leaves behind, and the boosted pair."""
+    torch.manual_seed(0)
+    model = Net()
+    fully_shard(model.body)
+    fully_shard(model)
+    torch.manual_seed(dist.get_rank())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    boosted = torchboost.boost(
+        model, optimizer, total_steps=10_000, config={"extra": {**CONFIG, **(extra or {})}}, **options
+    )
+    if evaluated:
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, 3, 8, 8))
+        model.train()
+    for step in range(steps):
+        x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        if accumulate:
+            model.set_requires_gradient_sync(step % 2 == 1)
+        model(x).square().mean().backward()
+        if not accumulate or step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    buffers = [buffer.tolist() for buffer in model.buffers()]
+    return (all_weights(model), buffers, model.calls, torch.get_rng_state().tolist()), boosted
+
+
+def tried(evaluated: bool, raising: int) -> list[Any]:
+    tried_on = []
+
+    def planted(self: FusedOptimizer, target: torchboost.Target) -> Any:
+        tried_on.append(target.optimizer)
+        if dist.get_rank() == raising and len(tried_on) > 1:
+            raise RuntimeError("planted")
+        return attach(self, target)
+
+    attach, FusedOptimizer.attach = FusedOptimizer.attach, planted
+    try:
+        left, boosted = train(calibrate=2.0, evaluated=evaluated)
+    finally:
+        FusedOptimizer.attach = attach
+    choice = boosted.choice
+    assert choice is not None
+    assert choice.source == "trial", choice
+    assert len(tried_on) > 1, "levers were attached to copies of the optimizer"
+    kept = {name: name in choice.kept for name in ("autocast", "fused_optimizer")}
+    again, _ = train(calibrate=False, evaluated=evaluated, extra=kept)
+    return [left == again, kept, boosted.explain()]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("evaluated", "raising"), [(False, -1), (True, -1), (False, 1)])
+def test_the_run_is_that_of_one_that_was_given_the_choice(evaluated: bool, raising: int) -> None:
+    first, second = run_ranks(tried, 2, evaluated, raising)
+    assert first[1] == second[1]
+    assert first[0]
+    assert second[0]
+    assert "not checked: under FSDP2" in first[2]
+    assert ("another rank could not run it" in first[2]) == ("planted" in second[2]) == (raising == 1)
+
+
+def accumulated() -> tuple[bool, str]:
+    left, boosted = train(calibrate=2.0, accumulate=True)
+    names = {algorithm.name: True for algorithm in boosted.plan.algorithms}
+    again, _ = train(calibrate=False, accumulate=True, extra=names)
+    return left == again, boosted.explain()
+
+
+@pytest.mark.dist
+def test_a_window_of_accumulation_is_not_ended_by_a_trial() -> None:
+    for same, said in run_ranks(accumulated, 2):
+        assert same
+        assert "FSDP2 adds up the gradients of several passes" in said
