@@ -10,15 +10,13 @@ import os
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
+from typing_extensions import Self
 
 from torchboost.errors import ConfigError, nearest, shown
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = [
     "BoostConfig",

@@ -97,7 +97,7 @@ def test_the_jobs_cover_the_oldest_and_the_newest_versions():
 
 def test_core_needs_five_packages_and_bounds_none_from_above():
     core = requirements(PROJECT["dependencies"])
-    assert set(core) == {"torch", "lazy-loader", "pydantic", "numpy", "safetensors"}
+    assert set(core) == {"torch", "lazy-loader", "pydantic", "numpy", "safetensors", "typing-extensions"}
     extras = [Requirement(r) for group in PROJECT["optional-dependencies"].values() for r in group]
     bounded = [str(r) for r in [*core.values(), *extras] if any(s.operator not in (">=", "!=") for s in r.specifier)]
     assert not bounded

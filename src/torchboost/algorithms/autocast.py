@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
@@ -23,9 +24,6 @@ from torchboost.errors import IncompatibleError, nearest
 from torchboost.graph.heads import Heads, HeadSearch, find_heads, guessed_heads
 from torchboost.graph.recording import tensors_in
 from torchboost.graph.unsafe_convolutions import convolutions_unsafe_in_bfloat16, is_unsafe_in_bfloat16
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["Autocast", "autocast_forward"]
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from pydantic import BaseModel, ConfigDict
+from typing_extensions import Self
 
 from torchboost.core.algorithm import Algorithm
 from torchboost.measure.evidence import Interval
 from torchboost.measure.stopwatch import device_name, package_version, processor_name
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["Choice", "Machine", "Source", "Verdict"]
 

@@ -10,19 +10,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 from torchboost.core.arguments import check_apart, check_module, check_optimizer, check_scaler
 from torchboost.core.wrapping import hookable, wrapper_of
 from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = [
     "LEVERS",

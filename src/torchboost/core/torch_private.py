@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from typing_extensions import Self
 
 __all__ = [
     "COMPILED_PREFIX",

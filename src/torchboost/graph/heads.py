@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
 
 from torchboost.core.torch_private import (
     AnyConv,
@@ -25,9 +26,6 @@ from torchboost.core.torch_private import (
 from torchboost.core.wrapping import is_compiled, unwrap
 from torchboost.graph.normalized_linear import NormalizedLinear
 from torchboost.graph.recording import tensors_in
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["HeadSearch", "Heads", "find_heads", "guessed_heads"]
 

@@ -18,17 +18,15 @@ from importlib import metadata
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
+from typing_extensions import Self
 
 from torchboost.core.torch_private import compiled_graphs
 from torchboost.core.torch_versions import cpu_capabilities
 from torchboost.measure.evidence import Environment, Interval, Ratio
 from torchboost.measure.statistics import bootstrap_median, detectable_ratio, paired_ratio
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = [
     "Clock",

@@ -16,20 +16,18 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from typing_extensions import Self
 
 from torchboost.bench.workloads.data import Data
 from torchboost.bench.workloads.jobs import Job
 from torchboost.errors import FactoryError, IncompatibleError, NoEffectWarning
 from torchboost.optim.rebuild import described_groups, rebuilt
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = [
     "Parts",

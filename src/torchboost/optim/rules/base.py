@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
@@ -38,9 +39,6 @@ from torchboost.optim.rules.masters import (
 from torchboost.optim.rules.options import Schedule, check_options, take_schedules
 from torchboost.optim.shares import Share, all_finite, share_of, stand_in
 from torchboost.optim.transforms import with_centralization
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["Batch", "Nonfinite", "UpdateRule", "has_master"]
 
