@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -147,8 +148,9 @@ def by_hand(network: Network, cell: Cell, device: torch.device | str = "cpu", mo
 
 
 def compiled(model: nn.Module, mode: str | None = None) -> Callable[..., Any]:
-    """Compile with graphs of its own: torch falls back to eager after 8 graphs of one code."""
-    return torch.compile(model, mode=mode, isolate_recompiles=True)  # pyright: ignore[reportCallIssue]
+    """Compile with graphs of its own: torch falls back to eager after 8 graphs of one code, which older ones share."""
+    options: Any = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
+    return torch.compile(model, mode=mode, **options)
 
 
 def images_last(batch: Batch) -> Batch:
