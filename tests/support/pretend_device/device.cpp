@@ -166,6 +166,8 @@ struct PretendHooks final : public CUDAHooksInterface {
   bool isPinnedPtr(const void* address) const override { return pinned_memory.holds(address); }
   Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   Allocator* getCUDADeviceAllocator() const override { return &device_memory; }
+  long versionCuDNN() const override { return 0; }
+  long versionRuntimeCuDNN() const override { return 0; }
   std::string showConfig() const override { return "a pretend device"; }
 };
 const bool registered = [] {

@@ -144,7 +144,7 @@ def _replace_driver() -> None:
     }
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
-    torch.backends.cudnn._cudnn = torch._C._has_cudnn = None  # of a build with CUDA
+    torch.backends.cudnn.version.__globals__["_init"] = lambda: False  # in a build with CUDA it asks the driver
 
 
 def _moved(storage: torch.UntypedStorage) -> torch.UntypedStorage:
