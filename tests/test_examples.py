@@ -105,6 +105,14 @@ def test_fsdp2_shards_where_its_data_lie():
     assert run_ranks(meshes_given, 2) == [{"cpu"}] * 2
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray has many of its own
+def test_workers_of_ray_learn(capsys, tmp_path):
+    pytest.importorskip("ray", reason="needs Ray: pip install 'ray[train]'")
+    assert example("ray_train")(str(tmp_path)) > 0.7
+    assert "fused_optimizer" in capsys.readouterr().out
+
+
 # Restarts of "elastic_ddp": tests/contracts/test_elastic.py.
 @pytest.mark.dist
 @pytest.mark.slow

@@ -193,7 +193,14 @@ def fsdp2(wrapped: str, **options: Any) -> FullyShardedDataParallelPlugin:
 
 
 def train_sharded(
-    name: str, folder: str = "", *, resume: str = "", back: str = "", rule: str = "adamw", level: str = "O1"
+    name: str,
+    folder: str = "",
+    *,
+    resume: str = "",
+    back: str = "",
+    rule: str = "adamw",
+    level: str = "O1",
+    tried: bool = False,
 ) -> list[float]:
     """Train for eight updates, save after four, resume from there, or go back to there; return all weights."""
     wrapped, kind = SHARDED[name]
@@ -201,7 +208,8 @@ def train_sharded(
     parts: Any = (model, RULES[rule](model.parameters()), DataLoader(kind.data(), 4))
     if level:
         config = kind.config if level != "O0" else None
-        *parts, boosted = prepare(accelerator, *parts, level=level, total_steps=STEPS, config=config)
+        settings = {"level": level, "total_steps": STEPS, "config": config, "calibrate": 2.0 if tried else "auto"}
+        *parts, boosted = prepare(accelerator, *parts, **settings)
         assert ("grad_freeze" in boosted.attached) == (level != "O0")
         assert any(isinstance(m, RemovedNorm) for m in model.modules()) == (name == "conv")
         assert ("found nothing to change" in boosted.explain()) == (name == "kept")
@@ -223,6 +231,7 @@ def train_sharded(
             assert not all(p.requires_grad for p in model.parameters())
             accelerator.load_state(back)
             done, back = HALF, ""
+    assert not tried or boosted.choice.source == ("checkpoint" if resume else "trial")
     return all_weights(model)
 
 
@@ -255,6 +264,15 @@ def test_fsdp1_and_full_state_dicts_are_refused_unchanged():
         accelerator = Accelerator(fsdp_plugin=fsdp2("BertLayer", **options))
         with pytest.raises(IncompatibleError, match=said):
             prepare(accelerator, model, optimizer)
+
+
+def tried_and_resumed(folder: str) -> bool:
+    return train_sharded("bert", folder, tried=True) == train_sharded("bert", resume=folder, tried=True)
+
+
+@pytest.mark.dist
+def test_a_run_with_a_trial_under_fsdp2_resumes_exactly(tmp_path: Path):
+    assert run_ranks(tried_and_resumed, 2, str(tmp_path)) == [True, True]
 
 
 def weights_at_o0() -> bool:

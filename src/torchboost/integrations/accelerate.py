@@ -150,8 +150,8 @@ def _check(accelerator: Any, model: Any, optimizer: Any) -> None:
     elif kind not in _WHOLE:
         raise IncompatibleError(
             f"found an accelerator of the kind {kind.value}, which replaces model or optimizer by shards of its own. "
-            "Use one process, DistributedDataParallel or FullyShardedDataParallelPlugin(fsdp_version=2), or "
-            "torchboost.prepare with fully_shard in a loop without it."
+            "Use one process, DistributedDataParallel or FullyShardedDataParallelPlugin(fsdp_version=2). For DeepSpeed "
+            "see docs/distributed.md."
         )
     if isinstance(optimizer, AcceleratedOptimizer) or hasattr(model, "_original_forward"):
         raise IncompatibleError(

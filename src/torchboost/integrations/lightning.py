@@ -204,7 +204,8 @@ class Boost(Callback):
         if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)):
             raise IncompatibleError(
                 f"found {type(strategy).__name__}, which replaces model or optimizer by shards of its own. Use one "
-                "device, DDPStrategy, or ModelParallelStrategy with fully_shard in configure_model."
+                "device, DDPStrategy, or ModelParallelStrategy with fully_shard in configure_model. For DeepSpeed see "
+                "docs/distributed.md."
             )
         if isinstance(strategy, ModelParallelStrategy) and strategy.device_mesh["tensor_parallel"].size() > 1:
             raise IncompatibleError(
