@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import torchboost
+from tests.support.versions import needs_bucket_sizes
 from torchboost import (
     AutoBoost,
     BoostTrainOneStepCell,
@@ -229,6 +230,7 @@ def test_what_a_trainer_owns_is_left_to_it(loop):
         AutoBoost("O0", loop="hf")  # pyright: ignore[reportArgumentType]
 
 
+@needs_bucket_sizes
 def test_gradient_split_groups_are_the_buckets_of_ddp():
     network = net()
     booster = AutoBoost("O1", {"common": {"gradient_split_groups": [2, 6]}})

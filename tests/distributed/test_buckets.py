@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.versions import needs_bucket_sizes
 from torchboost import IncompatibleError
 from torchboost.distributed import buckets
 from torchboost.distributed.buckets import bucket_options
@@ -35,6 +36,7 @@ def sizes(model: nn.Module, options: dict) -> list[int]:
     return [int(size) for size in wrapped._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(", ")]
 
 
+@needs_bucket_sizes
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
     ("points", "layers"), [([1, 4], [2, 3, 1]), ([2], [4, 2]), ([1, 2, 3, 4, 5], [1] * 6), ([50, 100], [6]), ([], [6])]
@@ -44,6 +46,7 @@ def test_a_bucket_begins_at_each_position(points, layers):
     assert sizes(model, bucket_options(list(model.parameters()), points)) == [100 * count for count in layers]
 
 
+@needs_bucket_sizes
 def test_parameters_of_several_types_are_refused():
     mixed = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float64))]
     with pytest.raises(IncompatibleError, match=r"float32 on cpu, torch\.float64 on cpu"):

@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from tests.support.conv_nets import outputs, resnet, train_a_little, vgg
 from tests.support.ranks import run_ranks
 from tests.support.removal_nets import NormAct, preact_net
+from tests.support.versions import SYNC_NORM_NEEDS_A_GPU
 from torchboost.algorithms.less_bn import remove_batch_norms
 from torchboost.errors import IncompatibleError
 from torchboost.graph.folding import fold_batch_norms
@@ -44,7 +45,8 @@ def acting() -> nn.Module:
 
 def variants() -> nn.Module:
     """Every setting that a BatchNorm has."""
-    norms = [nn.BatchNorm2d(4, eps=1e-2, momentum=None), nn.BatchNorm2d(4, affine=False, eps=1e-3), nn.SyncBatchNorm(4)]
+    across = nn.BatchNorm2d(4) if SYNC_NORM_NEEDS_A_GPU else nn.SyncBatchNorm(4)
+    norms = [nn.BatchNorm2d(4, eps=1e-2, momentum=None), nn.BatchNorm2d(4, affine=False, eps=1e-3), across]
     norms = [nn.BatchNorm2d(4), *[norms[at % 3] if at < 3 else nn.BatchNorm2d(4) for at in range(5)]]
     wide = [3, *[4] * 5]
     layers = [m for n, w in zip(norms, wide, strict=True) for m in (nn.Conv2d(w, 4, 3, bias=w < 4), n, nn.ReLU())]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, SequentialLR
 
+from tests.support.versions import COPIES_LAST_RATES
 from torchboost.optim import learning_rates
 from torchboost.optim.learning_rates import Listed, ScheduleLR, factor, resolve_lr
 from torchboost.optim.schedules import Constant, CosineDecay, ExponentialDecay, Schedule, Warmup, as_list
@@ -137,7 +138,9 @@ def test_groups_may_have_their_own_schedules_and_a_tensor_is_filled_in_place(ten
         train(optimizer, scheduler, range(step, step + 1))
     if tensor:
         assert all(group["lr"] is own for group, own in zip(optimizer.param_groups, held, strict=True))
-        assert all(last is not own for last, own in zip(scheduler.get_last_lr(), held, strict=True))
+        assert not COPIES_LAST_RATES or all(
+            last is not own for last, own in zip(scheduler.get_last_lr(), held, strict=True)
+        )
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])

@@ -20,13 +20,20 @@ from torchboost.core.torch_private import (
     overrides_dispatch,
 )
 
-__all__ = ["UNSUPPORTED_SHARDS", "compiler_follows_flags", "cpu_capabilities", "following_flags", "foreach_lerp"]
+__all__ = [
+    "UNSUPPORTED_SHARDS",
+    "compiler_follows_flags",
+    "cpu_capabilities",
+    "following_flags",
+    "foreach_lerp",
+    "foreach_norm",
+]
 
 UNSUPPORTED_SHARDS = (RuntimeError, AssertionError)
 """What an operator raises that cannot compute with a DTensor: in 2.9 not always a ``RuntimeError``."""
 
 _VERSION: Any = torch.__version__
-_BEFORE_2_12, _BEFORE_2_13 = (version > _VERSION for version in ((2, 12), (2, 13)))
+_BEFORE_2_11, _BEFORE_2_12, _BEFORE_2_13 = ((2, minor) > _VERSION for minor in (11, 12, 13))
 
 
 def cpu_capabilities() -> dict[str, Any]:
@@ -40,6 +47,20 @@ def foreach_lerp(starts: Sequence[Tensor], ends: Sequence[Tensor], weight: float
     if _BEFORE_2_13 and any(map(overrides_dispatch, starts)):
         return [torch.lerp(start, end, weight) for start, end in zip(starts, ends, strict=True)]
     return list(foreach.lerp(starts, ends, weight))
+
+
+def foreach_norm(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the norm of each tensor. Before 2.11 a sum of norms of shards is wrong if they are not reduced first."""
+    norms: Sequence[Tensor] = foreach.norm(tensors)
+    return list(map(_reduced, norms)) if _BEFORE_2_11 else norms
+
+
+def _reduced(norm: Tensor) -> Tensor:
+    if not overrides_dispatch(norm):
+        return norm
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return norm.redistribute(placements=[Replicate()] * norm.device_mesh.ndim) if isinstance(norm, DTensor) else norm
 
 
 def following_flags(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchboost.core.arguments import check_number
 from torchboost.core.torch_private import foreach
+from torchboost.core.torch_versions import foreach_norm
 from torchboost.optim.tensor_lists import together
 
 __all__ = ["AddDecay", "Cautious", "ScaleByTrustRatio", "UpdateTransform", "Updates", "check_update_transforms"]
@@ -99,7 +100,7 @@ class ScaleByTrustRatio:
             return
         most = updates.group["max_ratio"] if self.max_ratio is None else self.max_ratio
         measured = updates.updates if updates.measured is None else updates.measured
-        ratios = together(partial(_ratio, most=float(most)), foreach.norm(updates.params), foreach.norm(measured))
+        ratios = together(partial(_ratio, most=float(most)), foreach_norm(updates.params), foreach_norm(measured))
         foreach.mul_(updates.updates, ratios)
 
 

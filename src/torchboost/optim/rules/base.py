@@ -499,10 +499,13 @@ class UpdateRule(Optimizer):
         return gradients
 
     def _shared(self) -> Share | None:
-        if self._share is None:  # not looked up yet
-            looks_across = self.nonfinite != "ignore" or any(not t.scale_free for t in self.transforms)
-            self._share = (share_of(self) if looks_across else None,)
-        return self._share[0]
+        if self._share is not None:
+            return self._share[0]
+        looks_across = self.nonfinite != "ignore" or any(not t.scale_free for t in self.transforms)
+        found = share_of(self) if looks_across else None
+        if not torch.compiler.is_compiling():  # torch 2.9 cannot trace that it is kept
+            self._share = (found,)
+        return found
 
     def _check_grads(self, work: Sequence[Batch], grads: Sequence[Tensor]) -> None:
         """Run :meth:`check_grad` on each gradient as it will be; a master gets one of its precision."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchboost.core.arguments import check_number
 from torchboost.core.torch_private import foreach
+from torchboost.core.torch_versions import foreach_norm
 from torchboost.optim.gradients import Gradients, GradientTransform, refuse_sparse
 from torchboost.optim.rules.base import Batch, Nonfinite
 from torchboost.optim.rules.masters import MasterWeights
@@ -76,7 +77,7 @@ class TrustRatio:
     def _scale(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         decay = group["weight_decay"] if self.weight_decay is None else self.weight_decay
         factor = partial(self._factor, decay=decay, group=group)
-        factors = together(factor, foreach.norm(params), foreach.norm(grads))
+        factors = together(factor, foreach_norm(params), foreach_norm(grads))
         if decay:
             # An optimizer with maximize=True negates the gradient; the decay must still shrink the weights.
             foreach.add_(grads, params, alpha=-decay if group.get("maximize") else decay)
