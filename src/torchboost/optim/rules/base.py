@@ -499,13 +499,11 @@ class UpdateRule(Optimizer):
         return gradients
 
     def _shared(self) -> Share | None:
-        if self._share is not None:
-            return self._share[0]
         looks_across = self.nonfinite != "ignore" or any(not t.scale_free for t in self.transforms)
-        found = share_of(self) if looks_across else None
+        found = self._share or (share_of(self) if looks_across else None,)
         if not torch.compiler.is_compiling():  # torch 2.9 cannot trace that it is kept
-            self._share = (found,)
-        return found
+            self._share = found
+        return found[0]
 
     def _check_grads(self, work: Sequence[Batch], grads: Sequence[Tensor]) -> None:
         """Run :meth:`check_grad` on each gradient as it will be; a master gets one of its precision."""
