@@ -65,7 +65,7 @@ bench-gpu:
 
 # Before the files are copied to a machine without git and network, which runs this version of Python.
 GPU_PYTHON ?= 3.12
-bench-gpu-files:
+bench-gpu-files: setup
 	PYTHONPATH=src $(BIN)/python -c "from torchboost.measure.stopwatch import environment as e; print(e().commit)" > COMMIT
 	$(BIN)/python -m pip download --disable-pip-version-check --quiet --dest wheels --only-binary :all: \
 		--python-version $(GPU_PYTHON) pydantic lazy-loader safetensors

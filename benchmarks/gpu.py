@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 from zipfile import ZipFile
@@ -25,6 +26,7 @@ from processes import outcome, run_within
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 WHEELS = ROOT / "wheels"
+NEEDED = ("torch", "numpy", "pydantic", "lazy_loader", "safetensors")
 REFUSED = 3
 """The status of a part that cannot measure here at all."""
 MOST_CRASHES = 5
@@ -104,6 +106,11 @@ def unpacked(wheels: Path, folder: Path) -> Path:
     return folder
 
 
+def missing(packages: Path) -> list[str]:
+    """Return the packages that every part needs and that can be imported from nowhere."""
+    return [name for name in NEEDED if find_spec(name) is None and not (packages / name).exists()]
+
+
 def environment(variables: Mapping[str, str], packages: Path) -> dict[str, str]:
     """Return the variables for a part: the package is found without an installation, and every level measures."""
     paths = [str(ROOT / "src"), str(ROOT), str(packages), *filter(None, [variables.get("PYTHONPATH")])]
@@ -140,32 +147,45 @@ def run_part(part: Part, seconds: float, asked: argparse.Namespace, variables: M
     return status
 
 
-def run_call(name: str, asked: argparse.Namespace, variables: Mapping[str, str]) -> bool:
-    """Run the parts of a call. Return whether another call makes sense."""
-    call = PLAN[name]
+def run_call(name: str, asked: argparse.Namespace, variables: Mapping[str, str]) -> int:
+    """Run the parts of a call. Return ``REFUSED``, the status of a part that did not end well, or 0."""
+    call, worst = PLAN[name], 0
     seconds = call.seconds if asked.deadline is None else asked.deadline
     began = time.monotonic()
     for at, part in enumerate(call.parts):
         left = seconds - (time.monotonic() - began)
         share = left * part.seconds / sum(later.seconds for later in call.parts[at:])
         print(f"call {name}: {part.kind} {part.subject}, {share:.0f} s".replace(" ,", ","), flush=True)
-        if run_part(part, share, asked, variables) == REFUSED:
-            return False
+        status = run_part(part, share, asked, variables)
+        if status == REFUSED:
+            return status
+        worst = worst or status
     print(f"call {name}: {time.monotonic() - began:.0f} s", flush=True)
-    return True
+    return worst
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     asked = arguments(argv)
     asked.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        variables = environment(os.environ, unpacked(WHEELS, Path(folder, "packages")))
+        packages = unpacked(WHEELS, Path(folder, "packages"))
+        absent = missing(packages)
+        if absent:
+            print(f"gpu: {', '.join(absent)} is missing; install it, or see `make bench-gpu-files`.", file=sys.stderr)
+            return REFUSED
+        variables = environment(os.environ, packages)
         if asked.pretend and PRETEND not in variables:
             sys.path.insert(0, str(ROOT))
             from tests.support.pretend_device.build import built
 
             variables[PRETEND] = str(built(Path(folder)))
-        return 0 if all(run_call(name, asked, variables) for name in asked.call) else REFUSED
+        worst = 0
+        for name in asked.call:
+            status = run_call(name, asked, variables)
+            if status == REFUSED:
+                return status
+            worst = worst or status
+        return worst
 
 
 if __name__ == "__main__":

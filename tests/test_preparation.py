@@ -25,3 +25,14 @@ def test_a_wrapped_model_is_refused():
     model = ResNet(Bottleneck, [1, 1], width=8)
     with pytest.raises(IncompatibleError, match="already wrapped"):
         prepare(torch.compile(model, backend="eager"), total_steps=1000)  # pyright: ignore
+
+
+def test_what_has_nothing_to_change_is_left_out_and_nothing_is_said_to_be_measured():
+    text = prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), total_steps=10_000).explain()
+    assert "less_bn" in text.partition("left out:")[2]
+    assert "measured times decide" not in text
+
+
+def test_what_has_transformed_the_model_before_stays_on():
+    model = ResNet(Bottleneck, [1, 1], width=8)
+    assert prepare(model, total_steps=1000).algorithms == prepare(model, total_steps=1000).algorithms

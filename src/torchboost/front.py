@@ -42,10 +42,11 @@ from torchboost.core.arguments import (
     check_scaler,
     check_shapes,
     in_words,
+    warn_of_foreign_parameters,
 )
 from torchboost.core.step import TrainStep
 from torchboost.core.torch_private import step_pre_hooks
-from torchboost.core.wrapping import hookable, wrapper_of
+from torchboost.core.wrapping import already_wrapped, hookable, wrapper_of
 from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.dataflow import shared_traces
@@ -379,9 +380,12 @@ class _Mark:
     """A hook that tells of updates. It leads from an optimizer to the :class:`Boosted` that it belongs to."""
 
     def __init__(self, boosted: Boosted) -> None:
-        self.boosted = boosted
+        self.boosted, self._checked = boosted, False
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._checked:
+            self._checked = True
+            warn_of_foreign_parameters(self.boosted.model, optimizer)
         self.boosted._updated()
 
 
@@ -519,10 +523,7 @@ def attach(
     pending = [a.name for a in plan.algorithms if wrapper is not None and a.needs_transform(model)]
     idle = dict.fromkeys(pending, "it found nothing to change before the model was sharded")
     if idle and not transformed:
-        raise IncompatibleError(
-            f"the {name} is already wrapped by {wrapper}; move the line with {caller}(...) before the line that wraps "
-            f"it: pass the bare {name}, and wrap what is returned."
-        )
+        raise already_wrapped(name, wrapper, caller)
     earlier = {one: found for one in optimizers if (found := boosted_of(one)) is not None}
     for found in earlier.values():
         _check_one_model(found, model, name)

@@ -55,6 +55,14 @@ def test_of_the_wheels_only_missing_packages_are_used(tmp_path: Path, capsys: py
     assert gpu.unpacked(tmp_path / "absent", tmp_path / "none") == tmp_path / "none"
 
 
+def test_a_missing_package_is_said_before_anything_runs(tmp_path: Path, capsys: Any, monkeypatch: Any):
+    monkeypatch.setattr(gpu, "NEEDED", ("torch", "absent"))
+    assert gpu.main(["--call", "4", "--out", str(tmp_path)]) == gpu.REFUSED
+    assert capsys.readouterr().err == "gpu: absent is missing; install it, or see `make bench-gpu-files`.\n"
+    (tmp_path / "absent").mkdir()
+    assert not gpu.missing(tmp_path)
+
+
 def test_every_part_can_be_measured(tmp_path: Path):
     parts = [part for call in gpu.PLAN.values() for part in call.parts]
     assert {part.kind for part in parts} == set(gpu_part.KINDS) == set(gpu_tables.MAKERS)
@@ -198,17 +206,17 @@ def test_a_cold_part_has_an_empty_cache_of_its_own(tmp_path: Path, monkeypatch: 
         return 0
 
     monkeypatch.setattr(gpu, "run_within", run)
-    assert gpu.run_call("5", asked(tmp_path), {"TORCHINDUCTOR_CACHE_DIR": "warm"})
+    assert not gpu.run_call("5", asked(tmp_path), {"TORCHINDUCTOR_CACHE_DIR": "warm"})
     assert len(set(seen)) == len(seen) == 4
 
 
 def test_the_parts_of_a_call_share_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seconds: list[float] = []
     monkeypatch.setattr(gpu, "run_part", lambda part, left, *_: seconds.append(left) or 0)
-    assert gpu.run_call("2", asked(tmp_path, "--deadline", "100"), {})
+    assert not gpu.run_call("2", asked(tmp_path, "--deadline", "100"), {})
     assert seconds == [pytest.approx(50, abs=1), pytest.approx(100, abs=1)]  # the first one ended at once
     monkeypatch.setattr(gpu, "run_part", lambda *_: gpu.REFUSED)
-    assert not gpu.run_call("2", asked(tmp_path), {})
+    assert gpu.run_call("2", asked(tmp_path), {}) == gpu.REFUSED
 
 
 def test_without_a_device_nothing_is_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torchboost
 from tests.support.ranks import run_ranks
 from tests.support.wrapped import all_weights
 from torchboost.algorithms.fused_optimizer import FusedOptimizer
+from torchboost.errors import NoEffectWarning
 from torchboost.front import Boosted
 
 CONFIG = {"compile": False, "grad_freeze": False, "less_bn": False, "gradient_centralization": False}
@@ -60,6 +62,27 @@ def train(
             optimizer.zero_grad()
     buffers = [buffer.tolist() for buffer in model.buffers()]
     return (all_weights(model), buffers, model.calls, torch.get_rng_state().tolist()), boosted
+
+
+def too_early() -> str:
+    model, said = Net(), list[str]()
+    extra = {"extra": {**CONFIG, "channels_last": False}}
+    boosted = torchboost.boost(model, torch.optim.AdamW(model.parameters()), total_steps=10_000, config=extra)
+    fully_shard(model)
+    model(torch.zeros(1, 3, 8, 8)).sum().backward()
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            boosted.optimizer.step()
+        said += [str(warning.message) for warning in caught if warning.category is NoEffectWarning]
+    return " | ".join(said)
+
+
+@pytest.mark.dist
+def test_an_optimizer_that_sharding_has_cut_off_is_said_once():
+    (said,) = set(run_ranks(too_early, 2))
+    assert said.startswith("none of the 6 parameters of the optimizer belongs to the model, a FSDPNet; build")
+    assert said.endswith("after fully_shard if that shards it. This step trains nothing of it.")
 
 
 def tried(evaluated: bool, raising: int) -> list[Any]:

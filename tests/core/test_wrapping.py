@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.support.ranks import run_ranks
-from torchboost.core.wrapping import hookable, is_compiled, unwrap, wrapper_of
+from torchboost.core.wrapping import already_wrapped, hookable, is_compiled, unwrap, wrapper_of
 from torchboost.errors import IncompatibleError
 
 
@@ -95,3 +95,11 @@ def test_compiled_parts_are_found_wherever_they_are():
     model[1].compile(backend="eager")
     assert is_compiled(model)
     assert is_compiled(torch.compile(nn.Linear(2, 2), backend="eager"))
+
+
+def test_the_error_says_how_the_lines_must_follow_each_other():
+    assert str(already_wrapped("net", "fully_shard", "boost")) == (
+        "the net is already wrapped by fully_shard; call plan = torchboost.prepare(net, ...) before that, build the "
+        "optimizer after it, then call plan.attach(torchboost.Target(net, optimizer))."
+    )
+    assert "pass the bare net, and wrap what is returned" in str(already_wrapped("net", "torch.compile", "boost"))

@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 import reprlib
+import warnings
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+
+from torchboost.errors import NoEffectWarning
 
 __all__ = [
     "check_apart",
@@ -29,6 +32,7 @@ __all__ = [
     "is_integer",
     "is_number",
     "seconds_of",
+    "warn_of_foreign_parameters",
 ]
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -60,8 +64,16 @@ def check_pair(model: Any, optimizer: Any, *, name: str = "model") -> None:
     if held.isdisjoint(id(param) for param in model.parameters()):
         raise ValueError(
             f"none of the {len(held)} parameters of the optimizer belongs to the {name}, a {type(model).__name__}; "
-            f"build the optimizer from the current parameters of this {name}."
+            f"build the optimizer from the current parameters of this {name}, after fully_shard if that shards it."
         )
+
+
+def warn_of_foreign_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    """Warn with :class:`NoEffectWarning` at a step of an optimizer that holds no parameter of the model any more."""
+    try:
+        check_pair(model, optimizer)
+    except ValueError as error:
+        warnings.warn(f"{error} This step trains nothing of it.", NoEffectWarning, stacklevel=3)
 
 
 def check_apart(optimizers: Sequence[Optimizer]) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torchboost.core.torch_private import calls_hooks, compiled_call, inside_compiled
 from torchboost.errors import IncompatibleError
 
-__all__ = ["hookable", "is_compiled", "unwrap", "wrapper_of"]
+__all__ = ["already_wrapped", "hookable", "is_compiled", "unwrap", "wrapper_of"]
 
 
 def hookable(optimizer: Optimizer) -> Optimizer:
@@ -51,6 +51,21 @@ def wrapper_of(model: nn.Module) -> str | None:
         if compiled_call(module) is not None:
             return "nn.Module.compile"
     return None
+
+
+def already_wrapped(name: str, wrapper: str, caller: str) -> IncompatibleError:
+    """Return the error for a model that must be changed, and is wrapped: how the lines must follow each other."""
+    if wrapper in ("fully_shard", "FullyShardedDataParallel"):
+        remedy = (
+            f"call plan = torchboost.prepare({name}, ...) before that, build the optimizer after it, then call "
+            f"plan.attach(torchboost.Target({name}, optimizer))."
+        )
+    else:
+        remedy = (
+            f"move the line with {caller}(...) before the line that wraps it: pass the bare {name}, and wrap what is "
+            "returned."
+        )
+    return IncompatibleError(f"the {name} is already wrapped by {wrapper}; {remedy}")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
