@@ -522,7 +522,7 @@ def attach(
     wrapper = wrapper_of(model)
     pending = [a.name for a in plan.algorithms if wrapper is not None and a.needs_transform(model)]
     idle = dict.fromkeys(pending, "it found nothing to change before the model was sharded")
-    if idle and not transformed:
+    if idle and wrapper is not None and not transformed:
         raise already_wrapped(name, wrapper, caller)
     earlier = {one: found for one in optimizers if (found := boosted_of(one)) is not None}
     for found in earlier.values():
