@@ -235,6 +235,7 @@ def test_guesses_several_sizes():
     assert found[1].shape == (2, 1, 28, 28)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # the compiler's
 def test_compiled_parts_are_run_eagerly():
     model = Branching()
     model.main.compile(backend="eager")
