@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from torchboost.core import hardware
+from torchboost.core.kernels import matmul_backends
 from torchboost.measure.machine import Products
 
 ROOT = Path(__file__).parents[1]
@@ -53,11 +54,16 @@ class Oracle:
 
 
 @pytest.fixture(autouse=True)
-def deterministic() -> None:
-    """Seed torch and NumPy and use one thread, so that results repeat."""
+def deterministic() -> Iterator[None]:
+    """Seed torch and NumPy, use one thread and float32 in full precision, so that results repeat."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     np.random.seed(0)
+    yield
+    if any(backend.fp32_precision != "none" for backend in matmul_backends().values()):
+        torch.set_float32_matmul_precision("highest")
+        for backend in matmul_backends().values():
+            backend.fp32_precision = "none"
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,14 +14,6 @@ from torchboost.core.kernels import matmul_backends
 from torchboost.errors import NoEffectWarning
 
 AMX = torch.cpu.get_capabilities().get("amx_bf16", False)
-
-
-@pytest.fixture(autouse=True)
-def untouched() -> Iterator[None]:
-    yield
-    torch.set_float32_matmul_precision("highest")
-    for backend in matmul_backends().values():
-        backend.fp32_precision = "none"
 
 
 def state() -> list[Any]:
