@@ -131,3 +131,38 @@ def test_a_window_of_accumulation_is_not_ended_by_a_trial() -> None:
     for same, said in run_ranks(accumulated, 2):
         assert same
         assert "FSDP2 adds up the gradients of several passes" in said
+
+
+class Strict(nn.Linear):
+    """A layer that refuses bfloat16, after its parent has begun."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        made = super().forward(input)
+        assert made.dtype is torch.float32, "float32 only"
+        return made
+
+
+def refused(unit: bool) -> tuple[list[float], str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Strict(4, 4), nn.Linear(4, 2))
+    if unit:
+        fully_shard(model[1])
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    boosted = torchboost.boost(model, optimizer, total_steps=10_000, config={"extra": CONFIG}, calibrate=1.0)
+    losses = []
+    for _ in range(2):
+        loss = model(torch.ones(3, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, boosted.explain()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("unit", [True, False])
+def test_the_run_goes_on_after_a_lever_that_a_layer_refuses(unit: bool) -> None:
+    for losses, said in run_ranks(refused, 2, unit):
+        assert "float32 only" in said
+        assert losses[1] < losses[0]

@@ -520,6 +520,20 @@ def test_all_reduce_hooks_of_a_sharded_module_are_listed(one_rank):
     assert private.all_reduce_hooks(outer) == []
 
 
+def test_fsdp2_ends_a_pass_that_raised_in_the_middle(one_rank):
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1), nn.Identity()))
+    private.end_pass(model)  # before the first pass
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.ones(1, 3))
+    private.end_pass(model)
+    model.reshard()
+    assert all(hasattr(p, "device_mesh") for p in model.parameters()), "the shards are back"
+    model(torch.ones(1, 2)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_gradients_that_fsdp2_holds_back_are_seen(one_rank):
     from torch.distributed.fsdp import fully_shard
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchboost.calibration.snapshot import Snapshot, Streams
 from torchboost.calibration.without_dropout import WithoutDropout
 from torchboost.core.containers import with_tensors
-from torchboost.core.torch_private import is_reentrant_checkpoint, version
+from torchboost.core.torch_private import end_pass, is_reentrant_checkpoint, version
 from torchboost.distributed.shared import ranks_of_shards
 from torchboost.errors import IncompatibleError
 from torchboost.graph.recording import tensors_in
@@ -178,7 +178,10 @@ class Passes:
         return self._streams.drawn()
 
     def finish(self) -> None:
-        """Restore what the pass has changed."""
+        """Restore what the pass has changed, also if it raised."""
+        for unit in self.model.modules():
+            if hasattr(unit, "reshard"):
+                end_pass(unit)
         reshard(self.model)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient

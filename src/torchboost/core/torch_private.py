@@ -71,6 +71,7 @@ __all__ = [
     "compiled_graphs",
     "conv_forward",
     "conv_padding",
+    "end_pass",
     "exchange_of_a_pass",
     "foreach",
     "forget_fused_mark",
@@ -707,6 +708,18 @@ def holds_back_gradients(unit: nn.Module) -> bool:
     whole = [param._unsharded_param for param in held if hasattr(param, "_unsharded_param")]
     waiting = any(p.unsharded_accumulated_grad is not None for p in held) or any(p.grad is not None for p in whole)
     return waiting or not all(group.reduce_grads and group.all_reduce_grads for group in groups)
+
+
+def end_pass(unit: Any) -> None:
+    """Let FSDP2 end a pass in which a forward or backward of a module raised, as if its backward pass had ended.
+
+    Calls ``FSDPState._root_post_backward_final_callback`` and clears ``iter_forward_root``. Only torch 2.13 and later
+    have ``FSDPModule.reset_iter_state``. After a whole pass, and of a module that is not the outermost, nothing changes.
+    """
+    state: Any = unit._get_fsdp_state()
+    if state._is_root:
+        state._root_post_backward_final_callback()
+        state._state_ctx.iter_forward_root = None
 
 
 def _parameter_groups(unit: Any) -> list[Any]:
