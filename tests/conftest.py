@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from torchboost.core import hardware
 from torchboost.core.kernels import matmul_backends
+from torchboost.distributed.teardown import shutdown
 from torchboost.measure.machine import Products
 
 ROOT = Path(__file__).parents[1]
@@ -94,6 +96,14 @@ def bfloat16() -> Iterator[Callable[..., None]]:
 def fast_bfloat16(bfloat16: Callable[..., None]) -> None:
     """Let bfloat16 count as fast, so that the same algorithms are on whatever machine runs the tests."""
     bfloat16(2.0, 2.0)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Be the only rank of a gloo group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    shutdown()
 
 
 @pytest.fixture

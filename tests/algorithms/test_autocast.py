@@ -24,7 +24,7 @@ from tests.support.trajectories import identical, train
 from tests.support.wrapped import Kind, all_weights, train_share, wrap
 from torchboost.algorithms.autocast import Autocast, autocast_forward
 from torchboost.core.algorithm import Target, attach_all
-from torchboost.errors import IncompatibleError
+from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.plan import Plan
 
 
@@ -333,6 +333,19 @@ def test_a_model_in_half_precision_has_nothing_to_gain() -> None:
     model = mlp()
     assert Autocast().idle(model, sgd(model)) is None
     assert "float32" in (Autocast().idle(model.bfloat16(), sgd(model)) or "")
+
+
+def test_fsdp2_that_casts_the_parameters_leaves_nothing_to_lower(one_rank: None) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = nn.Sequential(fully_shard(nn.Linear(2, 2), mp_policy=policy), nn.Linear(2, 1))
+    assert Autocast().idle(model, sgd(model)) == "FSDP2 computes in bfloat16 itself, by its MixedPrecisionPolicy"
+    with pytest.warns(NoEffectWarning, match="FSDP2 computes in bfloat16"):
+        attach_all(Target(model, sgd(model)), [Autocast()])
+    assert "forward" not in vars(model)
+    whole = fully_shard(mlp())
+    assert Autocast().idle(whole, sgd(whole)) is None
 
 
 def test_resume_is_bit_identical() -> None:

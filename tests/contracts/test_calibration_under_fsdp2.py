@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import torchboost
 from tests.support.ranks import run_ranks
@@ -165,4 +165,27 @@ def refused(unit: bool) -> tuple[list[float], str]:
 def test_the_run_goes_on_after_a_lever_that_a_layer_refuses(unit: bool) -> None:
     for losses, said in run_ranks(refused, 2, unit):
         assert "float32 only" in said
+        assert losses[1] < losses[0]
+
+
+def lowered(calibrate: Any) -> tuple[list[float], str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 256), nn.Linear(256, 256), nn.Linear(256, 2))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    boosted = torchboost.boost(model, optimizer, total_steps=10_000, config={"extra": CONFIG}, calibrate=calibrate)
+    losses = []
+    for _ in range(2):
+        loss = model(torch.ones(3, 4)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, boosted.explain()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("calibrate", [False, 1.0])
+def test_mixed_precision_of_fsdp2_leaves_autocast_out(calibrate: Any) -> None:
+    for losses, said in run_ranks(lowered, 2, calibrate):
+        assert "FSDP2 computes in bfloat16 itself, by its MixedPrecisionPolicy" in said
         assert losses[1] < losses[0]

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import types
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,14 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchboost.core import torch_private as private
-from torchboost.distributed.teardown import shutdown
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    shutdown()
 
 
 def adam(**options: bool) -> torch.optim.Adam:

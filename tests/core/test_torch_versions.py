@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -14,14 +13,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.support.versions import flags_are_followed
 from torchboost.core import torch_versions as versions
 from torchboost.core.torch_private import guards_of_every_flag
-from torchboost.distributed.teardown import shutdown
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    shutdown()
 
 
 class Net(nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.support.ranks import run_ranks
-from torchboost.core.wrapping import already_wrapped, hookable, is_compiled, unwrap, wrapper_of
+from torchboost.core.wrapping import already_wrapped, hookable, is_compiled, sharded_units, unwrap, wrapper_of
 from torchboost.errors import IncompatibleError
 
 
@@ -103,3 +103,12 @@ def test_the_error_says_how_the_lines_must_follow_each_other():
         "optimizer after it, then call plan.attach(torchboost.Target(net, optimizer))."
     )
     assert "pass the bare net, and wrap what is returned" in str(already_wrapped("net", "torch.compile", "boost"))
+
+
+def test_the_units_that_fsdp2_shards_are_found(one_rank):
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert sharded_units(model) == []
+    fully_shard(model[1])
+    assert sharded_units(model) == [model[1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -18,9 +19,14 @@ from torchboost.core.arguments import check_module
 from torchboost.core.containers import with_tensors
 from torchboost.core.covering import cover_forward, is_cover
 from torchboost.core.forward_watch import ForwardWatch
-from torchboost.core.torch_private import has_saved_tensor_hooks, inside_function_transform, is_tracing
-from torchboost.core.wrapping import unwrap
-from torchboost.errors import IncompatibleError, nearest
+from torchboost.core.torch_private import (
+    has_saved_tensor_hooks,
+    inside_function_transform,
+    is_tracing,
+    precision_of_unit,
+)
+from torchboost.core.wrapping import sharded_units, unwrap
+from torchboost.errors import IncompatibleError, NoEffectWarning, nearest
 from torchboost.graph.heads import Heads, HeadSearch, find_heads, guessed_heads
 from torchboost.graph.recording import tensors_in
 from torchboost.graph.unsafe_convolutions import convolutions_unsafe_in_bfloat16, is_unsafe_in_bfloat16
@@ -260,7 +266,9 @@ class Autocast(Algorithm):
         return 2.0**-8
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
-        """Explain that no parameter is in float32, the only precision that autocast lowers."""
+        """Explain that no parameter is in float32, the only precision that autocast lowers, or that FSDP2 lowers it."""
+        if (cast := _cast_by_fsdp2(model)) is not None:
+            return cast
         if any(parameter.dtype is torch.float32 for parameter in model.parameters()):
             return None
         return "no parameter is in float32, so there is nothing to lower"
@@ -299,10 +307,20 @@ class Autocast(Algorithm):
         """Replace the forward of the model.
 
         Warns:
-            NoEffectWarning: After the first update: the forward of the model was not called.
+            NoEffectWarning: FSDP2 casts the parameters itself; nothing is attached. Or, after the first update: the
+                forward of the model was not called.
         """
+        if (cast := _cast_by_fsdp2(target.model)) is not None:
+            warnings.warn(f"autocast changes nothing: {cast}.", NoEffectWarning, stacklevel=2)
+            return Attachment()
         watch = ForwardWatch(self.name, target.model, target.optimizer)
         return _cover(target.model, getattr(torch, self.dtype), self._heads, watch).with_undo(watch.remove)
+
+
+def _cast_by_fsdp2(model: nn.Module) -> str | None:
+    """Return how FSDP2 lowers the precision of a model. Autocast would hand float32 to layers that it has cast."""
+    found = next((d for unit in sharded_units(model) if (d := precision_of_unit(unit)) in _HALF), None)
+    return None if found is None else f"FSDP2 computes in {_NAMES[found][1]} itself, by its MixedPrecisionPolicy"
 
 
 def _explain(error: Exception, dtype: torch.dtype) -> None:

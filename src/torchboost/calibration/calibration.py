@@ -20,6 +20,7 @@ from torchboost.calibration.trial import Pair, Reduce, Trial, copied, needed_byt
 from torchboost.calibration.verify import Checked, verified
 from torchboost.core.algorithm import Algorithm, Form, Target
 from torchboost.core.torch_private import all_reduce_hooks, holds_back_gradients
+from torchboost.core.wrapping import sharded_units
 from torchboost.errors import RankDisagreementError
 from torchboost.measure.evidence import Interval
 from torchboost.plan import Plan, own_settings
@@ -381,7 +382,7 @@ def _changes_model(lever: Algorithm) -> bool:
 def exchange_in(model: nn.Module) -> str | None:
     """Return what in a model waits for other ranks in each pass, which a trial must not run; None without."""
     together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    units = [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]
+    units = sharded_units(model)
     if any(holds_back_gradients(unit) for unit in units):
         return "FSDP2 adds up the gradients of several passes before it averages them, and a trial would end that"
     if any(hook is not None for unit in units for hook in all_reduce_hooks(unit)):

@@ -16,6 +16,7 @@ from torchboost.calibration.snapshot import Snapshot, Streams
 from torchboost.calibration.without_dropout import WithoutDropout
 from torchboost.core.containers import with_tensors
 from torchboost.core.torch_private import end_pass, is_reentrant_checkpoint, version
+from torchboost.core.wrapping import sharded_units
 from torchboost.distributed.shared import ranks_of_shards
 from torchboost.errors import IncompatibleError
 from torchboost.graph.recording import tensors_in
@@ -179,9 +180,8 @@ class Passes:
 
     def finish(self) -> None:
         """Restore what the pass has changed, also if it raised."""
-        for unit in self.model.modules():
-            if hasattr(unit, "reshard"):
-                end_pass(unit)
+        for unit in sharded_units(self.model):
+            end_pass(unit)
         reshard(self.model)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
@@ -210,9 +210,8 @@ class Passes:
 
 def reshard(model: nn.Module) -> None:
     """Let FSDP2 free the whole parameters that it keeps after a forward pass without a backward pass."""
-    for unit in model.modules():
-        if hasattr(unit, "reshard"):
-            unit.reshard()  # pyright: ignore[reportCallIssue]
+    for unit in sharded_units(model):
+        unit.reshard()
 
 
 def _relative(first: Tensor, second: Tensor) -> float:

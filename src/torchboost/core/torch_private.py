@@ -107,6 +107,7 @@ __all__ = [
     "overrides_dispatch",
     "parameter_slots",
     "place_of_optimizer",
+    "precision_of_unit",
     "recompile_limit",
     "sequence_number",
     "set_compiled_call",
@@ -710,11 +711,16 @@ def holds_back_gradients(unit: nn.Module) -> bool:
     return waiting or not all(group.reduce_grads and group.all_reduce_grads for group in groups)
 
 
+def precision_of_unit(unit: Any) -> torch.dtype | None:
+    """Return the type to which FSDP2 casts the parameters of a module; None without one: ``FSDPState._mp_policy``."""
+    return unit._get_fsdp_state()._mp_policy.param_dtype
+
+
 def end_pass(unit: Any) -> None:
     """Let FSDP2 end a pass in which a forward or backward of a module raised, as if its backward pass had ended.
 
-    Calls ``FSDPState._root_post_backward_final_callback`` and clears ``iter_forward_root``. Only torch 2.13 and later
-    have ``FSDPModule.reset_iter_state``. After a whole pass, and of a module that is not the outermost, nothing changes.
+    Calls ``FSDPState._root_post_backward_final_callback`` and clears ``iter_forward_root``. torch before 2.13 has no
+    ``FSDPModule.reset_iter_state``. After a whole pass, and for a module that is not the outermost, nothing changes.
     """
     state: Any = unit._get_fsdp_state()
     if state._is_root:

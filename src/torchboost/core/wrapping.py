@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 from torchboost.core.torch_private import calls_hooks, compiled_call, inside_compiled
 from torchboost.errors import IncompatibleError
 
-__all__ = ["already_wrapped", "hookable", "is_compiled", "unwrap", "wrapper_of"]
+__all__ = ["already_wrapped", "hookable", "is_compiled", "sharded_units", "unwrap", "wrapper_of"]
 
 
 def hookable(optimizer: Optimizer) -> Optimizer:
@@ -82,6 +83,11 @@ def unwrap(model: nn.Module) -> nn.Module:
 def is_compiled(model: nn.Module) -> bool:
     """Whether ``model`` or a part of it is compiled, in place or by a wrapper."""
     return any(compiled_call(module) is not None or inside_compiled(module) is not None for module in model.modules())
+
+
+def sharded_units(model: nn.Module) -> list[Any]:
+    """Return the modules of ``model`` that FSDP2 shards, ``FSDPModule`` each."""
+    return [module for module in model.modules() if _is_instance(module, "torch.distributed.fsdp", "FSDPModule")]
 
 
 def _is_instance(module: nn.Module, package: str, name: str) -> bool:
