@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import warnings
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 import torchboost
 from tests.support.ranks import run_ranks
@@ -189,3 +190,48 @@ def test_mixed_precision_of_fsdp2_leaves_autocast_out(calibrate: Any) -> None:
     for losses, said in run_ranks(lowered, 2, calibrate):
         assert "FSDP2 computes in bfloat16 itself, by its MixedPrecisionPolicy" in said
         assert losses[1] < losses[0]
+
+
+class Outer(nn.Module):
+    """Calls what is boosted inside its own forward."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net, self.out = net, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.net(x)).square().mean()
+
+
+def within(case: str, boosted: bool) -> tuple[list[float], str]:
+    torch.manual_seed(0)
+    model = Outer(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    fully_shard(model.net[0])
+    if case == "unit":
+        fully_shard(model.net)
+    fully_shard(model)
+    if case == "method":
+        model.loss = types.MethodType(Outer.__call__, model)
+        register_fsdp_forward_method(model, "loss")
+    target, run = (model, model.loss) if case == "method" else (model.net, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    extra = CONFIG if boosted else {**CONFIG, "autocast": False, "fused_optimizer": False}
+    calibrate = 1.0 if boosted else False
+    pair = torchboost.boost(target, optimizer, total_steps=10_000, config={"extra": extra}, calibrate=calibrate)
+    losses = []
+    for _ in range(3):
+        loss = run(torch.ones(3, 4))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, pair.explain()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", ["unit", "plain", "method"])
+def test_nothing_is_measured_inside_another_forward(case: str) -> None:
+    plain = [losses for losses, _ in run_ranks(within, 2, case, False)]
+    for (losses, said), expected in zip(run_ranks(within, 2, case, True), plain, strict=True):
+        assert "not measured: the call is inside another FSDP2 forward" in said
+        assert losses == pytest.approx(expected, rel=0.02)

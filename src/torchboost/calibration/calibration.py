@@ -19,7 +19,7 @@ from torchboost.calibration.snapshot import Snapshot
 from torchboost.calibration.trial import Pair, Reduce, Trial, copied, needed_bytes
 from torchboost.calibration.verify import Checked, verified
 from torchboost.core.algorithm import Algorithm, Form, Target
-from torchboost.core.torch_private import all_reduce_hooks, holds_back_gradients
+from torchboost.core.torch_private import all_reduce_hooks, holds_back_gradients, in_forward_of_fsdp2
 from torchboost.core.wrapping import sharded_units
 from torchboost.errors import RankDisagreementError
 from torchboost.measure.evidence import Interval
@@ -383,6 +383,8 @@ def exchange_in(model: nn.Module) -> str | None:
     """Return what in a model waits for other ranks in each pass, which a trial must not run; None without."""
     together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     units = sharded_units(model)
+    if any(in_forward_of_fsdp2(unit) for unit in units):
+        return "the call is inside another FSDP2 forward"
     if any(holds_back_gradients(unit) for unit in units):
         return "FSDP2 adds up the gradients of several passes before it averages them, and a trial would end that"
     if any(hook is not None for unit in units for hook in all_reduce_hooks(unit)):

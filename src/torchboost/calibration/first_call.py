@@ -79,13 +79,13 @@ class FirstCall(Gate):
 
     def is_meant(self, call: Call) -> bool:
         """Whether this call decides. Of several ranks only all of them can, in the same call of DDP."""
-        if self.given is None and _on_ranks(self._calibration, self._model)[1] == []:
+        if self.given is None and _on_ranks(self._calibration, self._target)[1] == []:
             return False
         return super().is_meant(call)
 
     def meet(self, call: Call) -> None:
         """Choose, and attach what was chosen. If this is interrupted, the next training call decides."""
-        calibration, ranks = _on_ranks(self._calibration, self._model)
+        calibration, ranks = _on_ranks(self._calibration, self._target)
         if calibration.calibrate is False:
             calibration = replace(calibration, prior=frozenset(self._attached))
         if ranks is None and self.key is None and calibration.calibrate is not False:
@@ -95,6 +95,8 @@ class FirstCall(Gate):
             choice = ChoiceCache().load(self.key)
         if choice is None and (obstacle := calibration.obstacle(self._model)) is not None:
             choice = calibration.without_trial(obstacle)
+        if choice is None:
+            reshard(self._model)  # after an evaluation its parameters may still be whole
         try:
             with _ranks_agree(calibration, ranks) as (calibration, reduce):
                 decision = _on_the_plain_pair(
@@ -152,7 +154,7 @@ def check_again(
     target: Target, attached: AttachedAlgorithms, calibration: Calibration, call: Call, choice: Choice | None = None
 ) -> Decision:
     """Check the levers that are on, in the forms of a choice, with another call, and detach those that must go."""
-    calibration, ranks = _on_ranks(calibration.in_form(choice, device_of(target.model)), target.model)
+    calibration, ranks = _on_ranks(calibration.in_form(choice, device_of(target.model)), target)
     levers = [lever for lever in (*calibration.levers, *calibration.asked) if lever.name in attached]
     calibration = replace(calibration, calibrate=False, levers=(), asked=tuple(levers))
     with _ranks_agree(calibration, ranks) as (calibration, reduce):
@@ -256,15 +258,15 @@ def attach_levers(
         keep_step_pre_hook_places(optimizer, keys)
 
 
-def _on_ranks(calibration: Calibration, model: nn.Module) -> tuple[Calibration, list[int] | None]:
+def _on_ranks(calibration: Calibration, target: Target) -> tuple[Calibration, list[int] | None]:
     """Return what may be decided, and the ranks that must decide the same; None for a single process."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return calibration, None
     if calibration.sharded:
-        reshard(model)  # after an evaluation its parameters may still be whole
-        return calibration, ranks_of_shards(model.parameters())
+        held = [p for optimizer in target.optimizers for group in optimizer.param_groups for p in group["params"]]
+        return calibration, ranks_of_shards(held)  # those of the model may be whole
     ddp = active_ddp()
-    if ddp is None or unwrap(ddp) is not model:
+    if ddp is None or unwrap(ddp) is not target.model:
         return calibration, []
     reason = "DistributedDataParallel has laid out its buckets for the kernels as they are"
     fixed = {a.name: reason for a in calibration.levers if type(a).transform is not Algorithm.transform}

@@ -86,6 +86,7 @@ __all__ = [
     "has_saved_tensor_hooks",
     "holds_back_gradients",
     "hooks_of_optimizer",
+    "in_forward_of_fsdp2",
     "inside_compiled",
     "inside_function_transform",
     "inside_mode",
@@ -716,14 +717,19 @@ def precision_of_unit(unit: Any) -> torch.dtype | None:
     return unit._get_fsdp_state()._mp_policy.param_dtype
 
 
+def in_forward_of_fsdp2(unit: Any) -> bool:
+    """Whether the outermost FSDP2 module around a module, or itself, is in its forward: ``iter_forward_root``."""
+    return unit._get_fsdp_state()._state_ctx.iter_forward_root is not None
+
+
 def end_pass(unit: Any) -> None:
     """Let FSDP2 end a pass in which a forward or backward of a module raised, as if its backward pass had ended.
 
     Calls ``FSDPState._root_post_backward_final_callback`` and clears ``iter_forward_root``. torch before 2.13 has no
-    ``FSDPModule.reset_iter_state``. After a whole pass, and for a module that is not the outermost, nothing changes.
+    ``FSDPModule.reset_iter_state``. After a whole pass, and for a module that was not the outermost, nothing changes.
     """
     state: Any = unit._get_fsdp_state()
-    if state._is_root:
+    if state._is_root or state._state_ctx.iter_forward_root is state:
         state._root_post_backward_final_callback()
         state._state_ctx.iter_forward_root = None
 
