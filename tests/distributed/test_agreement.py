@@ -69,13 +69,30 @@ def _late(who: int, how: str) -> tuple[str, float] | None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("how", ["dies", "hangs"])
-@pytest.mark.parametrize(("ranks", "who"), [(2, 0), (4, 2)])
+@pytest.mark.parametrize(("ranks", "who"), [(2, 0), (4, 2), (5, 1)])
 def test_a_rank_that_does_not_come_is_named_on_all_others_in_time(ranks: int, who: int, how: str) -> None:
     answers = run_ranks(_late, ranks, who, how, dying=[who] if how == "dies" else [])
     assert answers.pop(who) is None
     for text, took in answers:
         assert f"rank {who} did not arrive (step 7 on rank" in text
         assert took < LIMIT, "a limit, not a speed"
+
+
+def _both_die() -> str | None:
+    everyone = Agreement(range(dist.get_world_size()), subject="a test", timeout=LIMIT)
+    everyone.check({"step": 6}, hint="")
+    if dist.get_rank() in (1, 2):
+        os._exit(1)
+    with pytest.raises(RankDisagreementError) as caught:
+        everyone.check({"step": 7}, hint="")
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_of_several_silent_ranks_one_is_said_to_be_missing() -> None:
+    first, _, _, last = run_ranks(_both_die, 4, dying=[1, 2])
+    for text in (first, last):
+        assert "at least one of ranks 1, 2 did not arrive" in text
 
 
 def _absent_from_the_beginning() -> str:

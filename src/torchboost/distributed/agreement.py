@@ -118,8 +118,9 @@ class Agreement:
         try:
             return self._exchange(mine)
         except RuntimeError as error:
-            self._abandon()
-            raise RankDisagreementError(self._absent(figures, started)) from error
+            cause = error.with_traceback(None)  # its frames hold the group, whose end closes the connections
+        self._abandon()
+        raise RankDisagreementError(self._absent(figures, started)) from cause
 
     def _exchange(self, found: Tensor) -> Tensor:
         """Combine with the ranks 1, 2, 4, ... places before; after the last exchange every rank knows of all."""
@@ -152,7 +153,9 @@ class Agreement:
         except RuntimeError:
             who = "the process that holds the store (rank 0, unless a launcher does) has ended, perhaps others too"
         else:
-            who = f"{_listed(missing, 'rank')} did not arrive" if missing else "the others stopped waiting for this one"
+            # One that arrived, but has not yet noticed, is silent too.
+            who = f"{'at least one of ' if len(missing) > 1 else ''}{_listed(missing, 'rank')} did not arrive"
+            who = who if missing else "the others stopped waiting for this one"
         return (
             f"{self._subject}: {who} ({had} on rank {self._rank}; ranks {_listed(self._ranks)} train together, waited "
             f"{monotonic() - started:.1f} s). Look at the first error of that rank; if one rank works alone for "
