@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from time import monotonic, sleep
 from typing import Any
 
@@ -108,6 +109,28 @@ def test_a_rank_that_does_not_begin_is_an_error_on_the_others() -> None:
     assert "not all of them started within 2 s" in run_ranks(_absent_from_the_beginning, 2)[0]
 
 
+def _different(how: str) -> tuple[str, list[float]]:
+    rank = dist.get_rank()
+    everyone = Agreement(range(dist.get_world_size()), subject="a test", timeout=LIMIT)
+    assert everyone.largest([float(n * rank) for n in range(40)], step="a long one")[-1] == 39 * 2
+    act = partial(everyone.largest, [1.0] * (20 if how == "length" and rank == 1 else 2), step="a step")
+    if how == "check" and rank == 1:
+        act = partial(everyone.check, {"a step": 3}, hint="")
+    with pytest.raises(RankDisagreementError) as caught:
+        act()
+    after = everyone.largest([rank], step="the same")
+    everyone.close()
+    return str(caught.value), after
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how", ["length", "check"])
+def test_ranks_that_compare_different_things_are_an_error_on_all(how: str) -> None:
+    for rank, (said, after) in enumerate(run_ranks(_different, 3, how)):
+        assert f"different things; rank {rank} has {20 if (how, rank) == ('length', 1) else 2} numbers" in said
+        assert after == [2.0]
+
+
 class Counted:
     """A group that notes to whom it sends."""
 
@@ -137,7 +160,7 @@ def _messages() -> list[tuple[int, int]]:
 def test_messages_grow_with_the_logarithm_of_the_ranks(ranks: int) -> None:
     for rank, sent in enumerate(run_ranks(_messages, ranks)):
         to = [(rank + step) % ranks for step in (1, 2, 4) if step < ranks]
-        assert sent == [*((other, 2 * 2 * 8) for other in to), *((other, 2 * 8) for other in to)]
+        assert sent == [(other, 16 * 8) for other in to] * 2
 
 
 def test_of_many_ranks_those_that_are_silent_are_found() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
@@ -21,6 +22,8 @@ __all__ = ["Agreement"]
 
 _POLL = 0.02
 """Seconds before the second look at which ranks arrived; each later one waits twice as long."""
+_PACKET = 16
+"""Numbers of the first message of an exchange; two of them say what is exchanged."""
 _WORD = 62
 """Ranks that one number in the store tells of."""
 
@@ -40,9 +43,10 @@ class Agreement:
     Raises:
         RankDisagreementError: Not all ranks built it in time.
 
-    Cost: per rank ``log2 n`` messages of 16 bytes per figure for each :meth:`check`, over ``2 log2 n`` connections. If
-    ranks differ, another such exchange of 8 bytes per figure and rank tells which. If one is missing, each other rank
-    reads a number per 62 ranks from the store, a few times. See ``docs/distributed.md``.
+    Cost: per rank ``log2 n`` messages of 128 bytes for each :meth:`check`, over ``2 log2 n`` connections, and as many
+    again if there are more than 7 figures. If ranks differ, another exchange of 8 bytes per figure and rank tells how.
+    If one is missing, each other rank reads a number per 62 ranks from the store, a few times. See
+    ``docs/distributed.md``.
     """
 
     def __init__(self, ranks: Sequence[int], *, subject: str, timeout: float = 30.0) -> None:
@@ -76,7 +80,8 @@ class Agreement:
             hint: What to do if they differ.
 
         Raises:
-            RankDisagreementError: They differ, or a rank did not arrive; raised on every rank that is alive.
+            RankDisagreementError: They differ, or a rank did not arrive or compares other things; raised on every rank
+                that is alive.
         """
         mine = torch.tensor(list(figures.values()), dtype=torch.int64, device="cpu")
         found = self._largest(torch.cat([mine, ~mine]), figures)
@@ -99,7 +104,8 @@ class Agreement:
             step: What this rank does, for the message.
 
         Raises:
-            RankDisagreementError: A rank did not arrive; raised on every rank that is alive.
+            RankDisagreementError: A rank did not arrive, or has another step or another number of them; raised on every
+                rank that is alive.
         """
         mine = torch.tensor(list(numbers), dtype=torch.float64, device="cpu")
         return self._largest(mine, {step: self._calls}).tolist()
@@ -115,12 +121,34 @@ class Agreement:
             raise RankDisagreementError(f"{self._subject}: the ranks disagreed earlier; restart the job.")
         self._calls += 1
         started = monotonic()
+        found = cause = None
         try:
-            return self._exchange(mine)
+            found = self._whole(mine, zlib.crc32(repr([mine.shape, *figures]).encode()))
         except RuntimeError as error:
             cause = error.with_traceback(None)  # its frames hold the group, whose end closes the connections
-        self._abandon()
-        raise RankDisagreementError(self._absent(figures, started)) from cause
+        if cause is not None:
+            self._abandon()
+            raise RankDisagreementError(self._absent(figures, started)) from cause
+        if found is None:
+            raise RankDisagreementError(
+                f"{self._subject}: the ranks compare different things; rank {self._rank} has {mine.numel()} numbers of "
+                f"{', '.join(figures)}. Give all ranks the same settings."
+            )
+        return found
+
+    def _whole(self, mine: Tensor, mark: int) -> Tensor | None:
+        """Exchange one packet of a fixed size, then what is left; None if the marks of the ranks differ.
+
+        Gloo ends the process if a message does not have the size that its receiver expects.
+        """
+        numbers = mine.flatten()
+        first, rest = numbers[: _PACKET - 2], numbers[_PACKET - 2 :]
+        packet = torch.cat([mine.new_tensor([mark, -mark]), first, mine.new_zeros(_PACKET - 2 - len(first))])
+        packet = self._exchange(packet)
+        if packet[0] != -packet[1]:
+            return None
+        rest = self._exchange(rest) if len(rest) else rest
+        return torch.cat([packet[2 : 2 + len(first)], rest]).view_as(mine)
 
     def _exchange(self, found: Tensor) -> Tensor:
         """Combine with the ranks 1, 2, 4, ... places before; after the last exchange every rank knows of all."""
