@@ -112,6 +112,15 @@ def test_two_models_and_the_last_one_restores(order):
     assert state() == ["highest", "none", "none"]
 
 
+def test_a_precision_that_the_program_has_taken_back_holds_no_other(untouched):
+    first = lower_matmul_precision("high")
+    untouched()
+    lower_matmul_precision("high").remove()
+    assert state() == ["highest", "none", "none"]
+    first.remove()
+    assert state() == ["highest", "none", "none"]
+
+
 def test_a_second_model_is_told_what_the_first_has_set():
     model, optimizer = pair()
     with lower_matmul_precision("high"):

@@ -65,6 +65,7 @@ class _Lowered(Attachment):
 
     def __init__(self, precision: Precision) -> None:
         if not any(map(_Lowered.in_force, _HOLDERS)):
+            _HOLDERS.clear()  # the program has set another precision since, and taken it back
             torch.set_float32_matmul_precision(precision)
         self.precision, self._left = precision, _by_backend()
         super().__init__(undo=self._restore)
