@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,9 @@ from torchboost.measure.stopwatch import environment
 
 CLOSING_SECONDS = 5.0
 """Kept for the end of the process."""
+
+TINY_TURN_SECONDS = 10.0
+"""The most that must be left for a contestant at tiny sizes."""
 
 Kind = Callable[[Task, Results], Mapping[str, Turn]]
 """Returns the contestants of a part."""
@@ -46,10 +50,12 @@ def main(text: str) -> int:
         return REFUSED
     results.close_interrupted(task.ended)
     turns = KINDS[task.kind](task, results)
-    chosen = {name: turn for name, turn in turns.items() if not task.only or name in task.only}
+    most = TINY_TURN_SECONDS if task.tiny else math.inf
+    chosen = {n: Turn(t.measure, min(t.seconds, most)) for n, t in turns.items() if not task.only or n in task.only}
     left = take_turns(chosen, results, ends=began + task.seconds - CLOSING_SECONDS, again=task.again)
     if left:
-        print(f"  no time was left for: {', '.join(left)}", flush=True)
+        needed = ", ".join(f"{name} ({chosen[name].seconds:.0f} s)" for name in left)
+        print(f"  not measured, since less time was left than each needs: {needed}", flush=True)
     return 0
 
 

@@ -98,6 +98,12 @@ def test_a_missing_length_is_said_once_by_name():
     boost(*pair(), level="O0")
 
 
+def test_a_level_compiles_and_freezes_without_a_setting_of_the_compiler():
+    settings = {"extra": {"compile": {"backend": "eager"}}}
+    boosted = boost(*pair(), level="O2", total_steps=10_000, config=settings, calibrate=False)
+    assert {"compile", "grad_freeze"} <= set(boosted.attached)
+
+
 def test_total_steps_reaches_freezing_and_auto_boost():
     assert boost(*pair(), level="O2", total_steps=1000).plan.algorithms[-1].total_steps == 1000  # pyright: ignore
     booster = torchboost.AutoBoost("O2", total_steps=1000)

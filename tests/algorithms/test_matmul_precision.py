@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,13 +12,32 @@ from torch import nn
 import torchboost
 from torchboost.algorithms.matmul_precision import MatmulPrecision, lower_matmul_precision
 from torchboost.core.kernels import matmul_backends
+from torchboost.core.torch_versions import cpu_capabilities
 from torchboost.errors import NoEffectWarning
 
-AMX = torch.cpu.get_capabilities().get("amx_bf16", False)
+AMX = cpu_capabilities().get("amx_bf16", False)
 
 
 def state() -> list[Any]:
-    return [torch.get_float32_matmul_precision(), *(b.fp32_precision for b in matmul_backends().values())]
+    return [torch.get_float32_matmul_precision(), *by_backend()]
+
+
+def by_backend() -> list[str]:
+    return [backend.fp32_precision for backend in matmul_backends().values()]
+
+
+@pytest.fixture
+def untouched() -> Iterator[Callable[[], None]]:
+    """Undo what a program sets, and do so at the end."""
+
+    def undo() -> None:
+        torch.backends.fp32_precision = "none"  # pyright: ignore[reportAttributeAccessIssue]
+        torch.set_float32_matmul_precision("highest")
+        for backend in matmul_backends().values():
+            backend.fp32_precision = "none"
+
+    yield undo
+    undo()
 
 
 def pair() -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -47,13 +67,13 @@ def test_it_is_set_and_restored(precision):
 )
 def test_what_the_program_has_set_stays_and_is_said(choose):
     choose()
-    before = [backend.fp32_precision for backend in matmul_backends().values()]
+    before = by_backend()
     said = MatmulPrecision(precision="medium").idle(*pair())
     assert said is not None
     assert "the program has set the precision of float32 products (torch.backends." in said
     with pytest.warns(NoEffectWarning, match="it stays"):
         lower_matmul_precision("high").remove()
-    assert [backend.fp32_precision for backend in matmul_backends().values()] == before
+    assert by_backend() == before
 
 
 def test_what_the_program_sets_meanwhile_stays():
@@ -63,12 +83,64 @@ def test_what_the_program_sets_meanwhile_stays():
     assert torch.get_float32_matmul_precision() == "medium"
 
 
-def test_two_models_and_the_first_is_removed_last():
-    outer, inner = lower_matmul_precision("high"), lower_matmul_precision("high")
-    inner.remove()
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee"),
+        lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", False),
+        lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+        lambda: setattr(torch.backends, "fp32_precision", "ieee"),
+    ],
+)
+def test_what_the_program_sets_for_single_backends_meanwhile_stays_and_nothing_else(choose, untouched):
+    choose()
+    expected = by_backend()
+    untouched()
+    effects = lower_matmul_precision("high"), lower_matmul_precision("high")
+    choose()
+    for effect in effects:
+        effect.remove()
+    assert by_backend() == expected
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_models_and_the_last_one_restores(order):
+    effects = lower_matmul_precision("high"), lower_matmul_precision("high")
+    effects[order[0]].remove()
     assert torch.get_float32_matmul_precision() == "high"
-    outer.remove()
-    assert torch.get_float32_matmul_precision() == "highest"
+    effects[order[1]].remove()
+    assert state() == ["highest", "none", "none"]
+
+
+def test_a_precision_that_the_program_has_taken_back_holds_no_other(untouched):
+    first = lower_matmul_precision("high")
+    untouched()
+    lower_matmul_precision("high").remove()
+    assert state() == ["highest", "none", "none"]
+    first.remove()
+    assert state() == ["highest", "none", "none"]
+
+
+def test_a_second_model_is_told_what_the_first_has_set():
+    model, optimizer = pair()
+    with lower_matmul_precision("high"):
+        assert "another model has set precision='high'" in (
+            MatmulPrecision(precision="medium").idle(model, optimizer) or ""
+        )
+        with pytest.warns(NoEffectWarning, match="another model has set precision='high'; it stays"):
+            lower_matmul_precision("medium").remove()
+        assert torch.get_float32_matmul_precision() == "high"
+    assert state() == ["highest", "none", "none"]
+
+
+def test_two_boosts_both_have_it_until_both_are_gone():
+    config = {"extra": {"matmul_precision": {"precision": "medium"}}}
+    first, second = (torchboost.boost(*pair(), level="O0", config=config) for _ in range(2))
+    assert list(second.attached) == ["matmul_precision"], second.explain()
+    first.remove()
+    assert torch.get_float32_matmul_precision() == "medium"
+    second.remove()
+    assert state() == ["highest", "none", "none"]
 
 
 def test_an_unknown_precision_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import os
@@ -158,6 +159,20 @@ def test_a_turn_that_needs_more_time_than_is_left_does_not_begin(tmp_path: Path)
     turns = {"long": gpu_record.Turn(lambda: {}, 100.0), "short": gpu_record.Turn(lambda: {}, 1.0)}
     assert gpu_record.take_turns(turns, results(tmp_path), ends=time.monotonic() + 50) == ["long"]
     assert set(results(tmp_path).rows) == {"short"}
+
+
+def test_what_is_left_is_said_with_the_time_it_needs_which_is_short_at_tiny_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gpu_part, "device_fault", lambda device: None)
+    monkeypatch.setattr(gpu_part, "DEVICE", torch.device("cpu"))
+    monkeypatch.setitem(gpu_part.KINDS, "levels", lambda *_: {"O1": gpu_record.Turn(lambda: {}, 75.0)})
+    for tiny in (False, True):
+        given = dataclasses.asdict(task("levels", "gpt2", out=str(tmp_path), tiny=tiny))
+        assert gpu_part.main(json.dumps(given)) == 0
+    assert json.loads((tmp_path / "gpu-levels-gpt2-tiny.json").read_text())["rows"].keys() == {"O1"}
+    assert not (tmp_path / "gpu-levels-gpt2.json").exists()
+    assert "since less time was left than each needs: O1 (75 s)" in capsys.readouterr().out
 
 
 def test_a_contestant_that_ended_its_process_is_named_and_not_run_again(tmp_path: Path):

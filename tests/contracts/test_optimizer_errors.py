@@ -137,6 +137,7 @@ def test_junk_in_a_group_that_is_added(rule, option, junk):
         assert values(optimizer) == before
 
 
+@pytest.mark.filterwarnings("ignore:.*rate of a group was changed by hand")  # which of the junk is a rate
 @pytest.mark.parametrize("rule", RULES)
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(option=st.sampled_from(OPTIONS), junk=JUNK, started=st.booleans())

@@ -66,6 +66,20 @@ def test_a_compiled_function_follows_the_flags():
     assert [trained(model, call, flag) for flag in (False, True, False)] == [False, True, False]
 
 
+def test_a_function_says_that_it_follows_the_flags():
+    class Owner:
+        follows_flags = True
+
+        @versions.marked_as_following
+        def call(self) -> int:
+            return 3
+
+    assert Owner().call() == 3
+    assert versions.follows_flags(Owner().call)
+    assert not versions.follows_flags(Net().forward)
+    assert not versions.follows_flags(Owner())  # a module may have an attribute of this name
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_whether_the_compiler_follows_flags_is_known(asked):
     torch.compiler.reset()

@@ -8,7 +8,16 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.support.ranks import run_ranks
-from torchboost.core.wrapping import already_wrapped, hookable, is_compiled, sharded_units, unwrap, wrapper_of
+from torchboost.core.torch_private import compiled_call
+from torchboost.core.wrapping import (
+    already_wrapped,
+    compiled_parts,
+    hookable,
+    is_compiled,
+    sharded_units,
+    unwrap,
+    wrapper_of,
+)
 from torchboost.errors import IncompatibleError
 
 
@@ -94,7 +103,10 @@ def test_compiled_parts_are_found_wherever_they_are():
     assert not is_compiled(model)
     model[1].compile(backend="eager")
     assert is_compiled(model)
-    assert is_compiled(torch.compile(nn.Linear(2, 2), backend="eager"))
+    assert compiled_parts(model) == [compiled_call(model[1])]
+    inner = nn.Linear(2, 2)
+    assert is_compiled(torch.compile(inner, backend="eager"))
+    assert compiled_parts(torch.compile(inner, backend="eager")) == [inner]
 
 
 def test_the_error_says_how_the_lines_must_follow_each_other():

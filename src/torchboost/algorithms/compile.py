@@ -28,7 +28,7 @@ from torchboost.core.torch_private import (
     mode_options,
     set_compiled_call,
 )
-from torchboost.core.torch_versions import following_flags
+from torchboost.core.torch_versions import following_flags, marked_as_following
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.recording import tensors_in
@@ -203,6 +203,7 @@ def _eager_if_twice(model: nn.Module, compiled: Callable[..., Any]) -> Callable[
     twice: list[bool] = []
     run = following_flags(compiled)
 
+    @marked_as_following
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return compiled(*args, **kwargs)
@@ -244,6 +245,7 @@ class _OutOfGraphs:
         self._model, self._compiled = model, compiled
         self._copies: dict[int, weakref.ref[Tensor]] = {}
 
+    @marked_as_following
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled model."""
         if torch.compiler.is_compiling():

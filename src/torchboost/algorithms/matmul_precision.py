@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -32,13 +33,14 @@ def lower_matmul_precision(precision: Precision = "high") -> Attachment:
             factors of 8 bits; TF32 on CUDA devices.
 
     Returns:
-        Its ``remove()`` restores the state from before, unless the program has set another precision meanwhile.
+        Its ``remove()`` restores the state from before. If others hold this precision too, the last one does so. What
+        the program has set meanwhile stays.
 
     Raises:
         ValueError: Another precision.
 
     Warns:
-        NoEffectWarning: The program has set another precision. It stays.
+        NoEffectWarning: The program has set another precision, or this was called with another one. It stays.
 
     Example:
         >>> import torch
@@ -49,21 +51,42 @@ def lower_matmul_precision(precision: Precision = "high") -> Attachment:
         'highest'
     """
     _check(precision)
-    if _is(precision):
+    if _process_wide() == precision and not _HOLDERS:
         return Attachment()
-    chosen = _of_program()
+    chosen = _taken(precision)
     if chosen is not None:
         warnings.warn(f"matmul_precision: {chosen}; it stays", NoEffectWarning, stacklevel=2)
         return Attachment()
-    torch.set_float32_matmul_precision(precision)
+    return _Lowered(precision)
 
-    def restore() -> None:
-        if _is(precision):
-            torch.set_float32_matmul_precision("highest")
-            for backend in matmul_backends().values():
-                backend.fp32_precision = "none"  # as untouched: "highest" would count as set
 
-    return Attachment(undo=restore)
+class _Lowered(Attachment):
+    """Holds the precision of this process, with others like it. The last one to be removed restores it."""
+
+    def __init__(self, precision: Precision) -> None:
+        if not any(map(_Lowered.in_force, _HOLDERS)):
+            _HOLDERS.clear()  # the program has set another precision since, and taken it back
+            torch.set_float32_matmul_precision(precision)
+        self.precision, self._left = precision, _by_backend()
+        super().__init__(undo=self._restore)
+        _HOLDERS.add(self)
+
+    def in_force(self) -> bool:
+        """Whether the program has changed nothing since."""
+        return _process_wide() == self.precision and _by_backend() == self._left
+
+    def _restore(self) -> None:
+        _HOLDERS.discard(self)
+        now = _by_backend()
+        if _HOLDERS or _process_wide() not in (self.precision, None):
+            return
+        torch.set_float32_matmul_precision("highest")
+        for name, backend in matmul_backends().items():  # as untouched: "highest" would count as set
+            backend.fp32_precision = "none" if now[name] == self._left[name] else now[name]
+
+
+# The precision belongs to the process, and so does who holds it.
+_HOLDERS: weakref.WeakSet[_Lowered] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +111,7 @@ class MatmulPrecision(Algorithm):
         return _ROUNDING[self.precision]
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
-        """Explain that the device has no TF32, that nothing is in float32, or that the program has decided."""
+        """Explain that the device has no TF32, that nothing is in float32, or that another precision is set."""
         if not any(parameter.dtype is torch.float32 for parameter in model.parameters()):
             return "no parameter is in float32"
         device = next(model.parameters()).device
@@ -96,7 +119,7 @@ class MatmulPrecision(Algorithm):
             return f"TF32 is a precision of CUDA devices, and the model is on {device.type}"
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
             return "this GPU has no TF32, which begins with compute capability 8.0"
-        return _of_program()
+        return _taken(self.precision)
 
     def attach(self, target: Target) -> Attachment:
         """Set the precision of the process."""
@@ -108,15 +131,21 @@ def _check(precision: Any) -> None:
         raise ValueError(f"precision={precision!r}: allowed are 'high' and 'medium'; choose one of them.")
 
 
-def _is(precision: str) -> bool:
+def _process_wide() -> str | None:
+    """Return what ``torch.set_float32_matmul_precision`` set; None if backends were set one by one since."""
     try:
-        return torch.get_float32_matmul_precision() == precision
-    except RuntimeError:  # the program has set backends one by one
-        return False
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
 
 
-def _of_program() -> str | None:
-    """Say which precision of products the program has set; None if it has set none."""
-    found = {name: str(backend.fp32_precision) for name, backend in matmul_backends().items()}
-    said = [f"torch.backends.{name}.fp32_precision is {value!r}" for name, value in found.items() if value != "none"]
+def _by_backend() -> dict[str, str]:
+    return {name: str(backend.fp32_precision) for name, backend in matmul_backends().items()}
+
+
+def _taken(precision: str) -> str | None:
+    """Say which precision of products is set that must stay; None if there is none, or if all hold this one."""
+    for held in filter(_Lowered.in_force, _HOLDERS):
+        return None if held.precision == precision else f"another model has set precision={held.precision!r}"
+    said = [f"torch.backends.{name}.fp32_precision is {v!r}" for name, v in _by_backend().items() if v != "none"]
     return f"the program has set the precision of float32 products ({' and '.join(said)})" if said else None

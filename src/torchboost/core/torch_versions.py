@@ -6,8 +6,9 @@ later one can go. Private names that have moved are in :mod:`torchboost.core.tor
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,8 +26,10 @@ __all__ = [
     "compiler_follows_flags",
     "cpu_capabilities",
     "following_flags",
+    "follows_flags",
     "foreach_lerp",
     "foreach_norm",
+    "marked_as_following",
 ]
 
 UNSUPPORTED_SHARDS = (RuntimeError, AssertionError)
@@ -73,6 +76,20 @@ def following_flags(compiled: Callable[..., Any]) -> Callable[..., Any]:
             return compiled(*args, **kwargs)
 
     return call
+
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def marked_as_following(call: _Call) -> _Call:
+    """Mark a function of this package that calls compiled code only through :func:`following_flags`; return it."""
+    vars(call)["follows_flags"] = True
+    return call
+
+
+def follows_flags(call: Any) -> bool:
+    """Whether what a module calls was marked by :func:`marked_as_following`."""
+    return inspect.isroutine(call) and getattr(call, "follows_flags", False)
 
 
 def compiler_follows_flags() -> bool:

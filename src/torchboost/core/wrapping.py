@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torchboost.core.torch_private import calls_hooks, compiled_call, inside_compiled
 from torchboost.errors import IncompatibleError
 
-__all__ = ["already_wrapped", "hookable", "is_compiled", "sharded_units", "unwrap", "wrapper_of"]
+__all__ = ["already_wrapped", "compiled_parts", "hookable", "is_compiled", "sharded_units", "unwrap", "wrapper_of"]
 
 
 def hookable(optimizer: Optimizer) -> Optimizer:
@@ -80,9 +80,15 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+def compiled_parts(model: nn.Module) -> list[Any]:
+    """Return what ``model`` and its parts call if they are compiled in place, and what compiling wrappers wrap."""
+    found = (part for module in model.modules() for part in (compiled_call(module), inside_compiled(module)))
+    return [part for part in found if part is not None]
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Whether ``model`` or a part of it is compiled, in place or by a wrapper."""
-    return any(compiled_call(module) is not None or inside_compiled(module) is not None for module in model.modules())
+    return bool(compiled_parts(model))
 
 
 def sharded_units(model: nn.Module) -> list[Any]:

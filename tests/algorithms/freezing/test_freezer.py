@@ -267,12 +267,18 @@ def test_a_tied_weight_is_cut_in_a_compiled_model_too():
     assert reached[1] < reached[0]
 
 
-def test_what_a_level_compiles_is_trained_again_when_it_is_thawed():
+@pytest.mark.parametrize("first", ["compile", "freezing"])
+def test_what_a_level_compiles_is_trained_again_when_it_is_thawed(first, monkeypatch):
+    """A level attaches compile first, a trial that keeps it attaches it last. It needs no setting in any torch."""
+    monkeypatch.setattr("torchboost.algorithms.freezing.freezer.compiler_follows_flags", lambda: False)
     model = BottleneckNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    blocks = blocks_of(model)
+    blocks, compilation = blocks_of(model), Compile(backend="aot_eager")
+    if first == "compile":
+        compilation.attach(Target(model, optimizer))
     Freezing(model, optimizer, prefixes_of(blocks, range(len(blocks))), Repeated((2, 0, 3)))
-    Compile(backend="aot_eager").attach(Target(model, optimizer))
+    if first == "freezing":
+        compilation.attach(Target(model, optimizer))
     for frozen in (True, False, True):
         before = model.stem[0].weight.detach().clone()
         train(model, optimizer, [0])

@@ -21,8 +21,8 @@ from torchboost.algorithms.freezing.replicas import Replicas, check_reducer, sev
 from torchboost.core.algorithm import Attachment, Removable
 from torchboost.core.covering import plain_hook
 from torchboost.core.torch_private import AnyBatchNorm, recompile_limit
-from torchboost.core.torch_versions import compiler_follows_flags
-from torchboost.core.wrapping import is_compiled
+from torchboost.core.torch_versions import compiler_follows_flags, follows_flags
+from torchboost.core.wrapping import compiled_parts, is_compiled
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.blocks import Block
 
@@ -79,13 +79,13 @@ def check_freezable(model: nn.Module | None, optimizer: Optimizer) -> None:
 
     Raises:
         IncompatibleError: The model is wrapped by DDP with ``static_graph=True``, or with a communication hook that has
-            a state or is built into the reducer; the model is compiled and this torch keeps using the graph of the old
-            flags; or the ``step`` of the optimizer needs a closure, as that of LBFGS, which moves parameters without a
-            gradient.
+            a state or is built into the reducer; the program compiles the model, and this torch keeps using the graph
+            of the old flags; or the ``step`` of the optimizer needs a closure, as that of LBFGS, which moves parameters
+            without a gradient.
     """
     if model is not None:
         check_reducer(model)
-        if is_compiled(model) and not compiler_follows_flags():
+        if not all(map(follows_flags, compiled_parts(model))) and not compiler_follows_flags():
             raise IncompatibleError(
                 f"freezing: torch.compile of torch {torch.__version__} keeps using the old graph when requires_grad "
                 "changes (pytorch#139476), so unfrozen layers would never train; set torch._dynamo.config."

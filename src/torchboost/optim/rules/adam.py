@@ -241,7 +241,8 @@ class Adam(UpdateRule):
             batch.state("max_exp_avg_sq") if group["amsgrad"] else [],
             steps,
             foreach=group["foreach"],
-            capturable=group["capturable"],
+            # As the compiler sets it for torch's own Adam: before 2.12 it cannot trace the other way.
+            capturable=group["capturable"] or torch.compiler.is_compiling(),
             fused=group["fused"],
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
