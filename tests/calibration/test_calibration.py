@@ -598,22 +598,3 @@ def test_a_choice_from_the_cache_keeps_what_is_attached_already(tmp_path, monkey
     stayed = boosted.choice.kept & before.keys()
     assert all(boosted.attached[name] is before[name] for name in stayed)
     assert set(boosted.attached) == boosted.choice.kept
-
-
-@pytest.mark.parametrize(
-    ("own", "other", "expected"),
-    [
-        ((300, "auto"), (299, "auto"), (299, "auto")),
-        ((None, "auto"), (None, True), (None, "auto")),
-        ((None, "auto"), (500, 2.0), (500, 2.0)),
-        ((500, 3.0), (None, 2.0), (500, 2.0)),
-        ((500, False), (400, 2.0), (400, False)),
-    ],
-)
-def test_of_settings_that_differ_the_smallest_counts(own, other, expected):
-    first, second = (
-        module.Calibration(levers=(), prior=frozenset(), total_steps=steps, calibrate=calibrate)
-        for steps, calibrate in (own, other)
-    )
-    agreed = first.agreed(list(map(max, first.settings, second.settings)))
-    assert (agreed.total_steps, agreed.calibrate) == expected

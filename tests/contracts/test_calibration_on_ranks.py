@@ -19,6 +19,7 @@ from tests.support.ranks import run_ranks
 from torchboost.algorithms.autocast import Autocast
 from torchboost.algorithms.fused_optimizer import FusedOptimizer
 from torchboost.calibration import first_call, passes
+from torchboost.calibration.calibration import Calibration
 from torchboost.core import hardware
 from torchboost.measure.machine import Products
 
@@ -147,6 +148,25 @@ def test_ranks_with_other_settings_decide_the_same(how: str, sharded: bool) -> N
     said = {"length": "4% of 299 steps", "off": "another rank has a reason", "iterator": "can be read only once"}
     assert said.get(how, "") in second[2]
     assert how != "verify" or "not checked: verify=False" in first[2]
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "expected"),
+    [
+        ((300, "auto"), (299, "auto"), (299, "auto")),
+        ((None, "auto"), (None, True), (None, "auto")),
+        ((None, "auto"), (500, 2.0), (500, 2.0)),
+        ((500, 3.0), (None, 2.0), (500, 2.0)),
+        ((500, False), (400, 2.0), (400, False)),
+    ],
+)
+def test_of_settings_that_differ_the_smallest_counts(own: Any, other: Any, expected: Any) -> None:
+    first, second = (
+        Calibration(levers=(), prior=frozenset(), total_steps=steps, calibrate=calibrate)
+        for steps, calibrate in (own, other)
+    )
+    agreed = first.agreed(list(map(max, first.settings, second.settings)))
+    assert (agreed.total_steps, agreed.calibrate) == expected
 
 
 def stepped() -> list[str]:
