@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchboost
@@ -15,6 +19,7 @@ from tests.support.ranks import run_ranks
 from torchboost.algorithms.autocast import Autocast
 from torchboost.algorithms.fused_optimizer import FusedOptimizer
 from torchboost.calibration import first_call, passes
+from torchboost.calibration.calibration import Calibration
 from torchboost.core import hardware
 from torchboost.measure.machine import Products
 
@@ -96,6 +101,72 @@ def test_without_a_trial_the_ranks_keep_what_the_machines_of_all_suggest():
     assert results[0] == results[1]
     assert Autocast.name not in results[0]
     assert FusedOptimizer.name in results[0]
+
+
+class Logged(nn.Sequential):
+    """Holds a log on one rank, which is an iterator."""
+
+    log: Iterator[str] | None = None
+
+
+def uneven(how: str, sharded: bool) -> tuple[list[str], list[float], str]:
+    first = dist.get_rank() == 0
+    torch.manual_seed(0)
+    model = Logged(nn.Linear(8, 8), nn.Linear(8, 2))
+    options: dict[str, Any] = {"total_steps": 10_000, "calibrate": 0.5}
+    if how == "length":
+        options = {"total_steps": 10_000 if first else 299, "calibrate": True}
+    elif how == "seconds":
+        options["calibrate"] = 1e9 if first else 0.5
+    elif how == "off":
+        options["calibrate"] = False if first else 0.5
+    elif how == "verify":
+        options["verify"] = first
+    else:
+        model.log = iter([""]) if first else None
+    if sharded:
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    boosted = torchboost.boost(model, optimizer, config=CONFIG, **options)
+    called = model if sharded else DistributedDataParallel(model)
+    losses = []
+    for _ in range(2):
+        loss = called(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [a.name for a in boosted.plan.algorithms], losses, boosted.explain()
+
+
+@pytest.mark.parametrize(
+    ("how", "sharded"),
+    [*itertools.product(["length", "seconds", "iterator"], [False, True]), ("off", False), ("verify", False)],
+)
+def test_ranks_with_other_settings_decide_the_same(how: str, sharded: bool) -> None:
+    first, second = run_ranks(uneven, 2, how, sharded, timeout=30)
+    assert first[:2] == second[:2]
+    said = {"length": "4% of 299 steps", "off": "another rank has a reason", "iterator": "can be read only once"}
+    assert said.get(how, "") in second[2]
+    assert how != "verify" or "not checked: verify=False" in first[2]
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "expected"),
+    [
+        ((300, "auto"), (299, "auto"), (299, "auto")),
+        ((None, "auto"), (None, True), (None, "auto")),
+        ((None, "auto"), (500, 2.0), (500, 2.0)),
+        ((500, 3.0), (None, 2.0), (500, 2.0)),
+        ((500, False), (400, 2.0), (400, False)),
+    ],
+)
+def test_of_settings_that_differ_the_smallest_counts(own: Any, other: Any, expected: Any) -> None:
+    first, second = (
+        Calibration(levers=(), prior=frozenset(), total_steps=steps, calibrate=calibrate)
+        for steps, calibrate in (own, other)
+    )
+    agreed = first.agreed(list(map(max, first.settings, second.settings)))
+    assert (agreed.total_steps, agreed.calibrate) == expected
 
 
 def stepped() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -176,6 +177,30 @@ class Calibration:
             levers=tuple(lever for lever in self.levers if lever.name != name),
             asked=tuple(lever for lever in self.asked if lever.name != name),
             compiled=self.compiled and not REGISTRY[name].once,
+        )
+
+    @property
+    def settings(self) -> list[float]:
+        """What all ranks must have in common, as numbers of which the largest one counts."""
+        length = math.inf if self.total_steps is None else self.total_steps
+        seconds = math.inf if isinstance(self.calibrate, (bool, str)) else self.calibrate
+        absent = [lever.name not in self.prior for lever in self.levers]
+        return [float(number) for number in (-length, -seconds, self.graphs, not self.verify, *absent)]
+
+    def agreed(self, settings: Sequence[float]) -> Calibration:
+        """Return the same with the settings of all ranks: the shortest run and trial, and no check if one has none.
+
+        A lever is on without a trial if all ranks expect it to pay: each measures the speed of bfloat16 for itself.
+        """
+        length, seconds, graphs, unchecked, *absent = settings
+        return replace(
+            self,
+            total_steps=None if length == -math.inf else int(-length),
+            calibrate=self.calibrate if self.calibrate is False or seconds == -math.inf else -seconds,
+            graphs=int(graphs),
+            verify=not unchecked,
+            asked=() if unchecked else self.asked,
+            prior=frozenset(lever.name for lever, off in zip(self.levers, absent, strict=True) if not off),
         )
 
     def seconds(self, step_seconds: float, price: Price | None = None) -> float:

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ _MOST_OF_FREE = 0.5
 """If a snapshot and the gradients need more of the free memory, nothing is measured or checked."""
 _READ_ONCE = "the inputs or the model hold an iterator, which can be read only once"
 _WITHOUT_DDP = "several ranks decide together only under DDP or FSDP2"
+_ELSEWHERE = "another rank has a reason not to, which its explain() gives"
 _RANKS_TIMEOUT = 600.0
 """Seconds that a rank waits for another one; a rank may compile for minutes."""
 
@@ -93,17 +94,9 @@ class FirstCall(Gate):
         choice = self.given
         if choice is None and self.key and not self._again:
             choice = ChoiceCache().load(self.key)
-        if choice is None and (obstacle := calibration.obstacle(self._model)) is not None:
-            choice = calibration.without_trial(obstacle)
-        if choice is None:
-            reshard(self._model)  # after an evaluation its parameters may still be whole
         try:
-            with _ranks_agree(calibration, ranks) as (calibration, reduce):
-                decision = _on_the_plain_pair(
-                    *(self._target, self._attached, calibration, choice, call, reduce),
-                    obstacle=_WITHOUT_DDP if ranks == [] else None,
-                    before=self._before,
-                )
+            with _ranks_agree(calibration, ranks, self._target, choice) as agreed:
+                decision = _on_the_plain_pair(self._target, self._attached, agreed, call, self._before)
         except BaseException:
             self.key = self.key if self._again else None
             raise
@@ -157,32 +150,43 @@ def check_again(
     calibration, ranks = _on_ranks(calibration.in_form(choice, device_of(target.model)), target)
     levers = [lever for lever in (*calibration.levers, *calibration.asked) if lever.name in attached]
     calibration = replace(calibration, calibrate=False, levers=(), asked=tuple(levers))
-    with _ranks_agree(calibration, ranks) as (calibration, reduce):
-        return _on_the_plain_pair(target, attached, calibration, Choice(verdicts=(), source="prior"), call, reduce)
+    with _ranks_agree(calibration, ranks, target, Choice(verdicts=(), source="prior")) as agreed:
+        return _on_the_plain_pair(target, attached, agreed, call)
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What the ranks decide together.
+
+    Args:
+        calibration: About what.
+        choice: What is chosen without a trial; None if there is one.
+        obstacle: Why there can be no passes; None if there can.
+        reduce: How ranks compare numbers; None if each decides for itself.
+    """
+
+    calibration: Calibration
+    choice: Choice | None
+    obstacle: str | None
+    reduce: Reduce | None = None
 
 
 def _on_the_plain_pair(
-    target: Target,
-    attached: AttachedAlgorithms,
-    calibration: Calibration,
-    choice: Choice | None,
-    call: Call,
-    reduce: Reduce | None,
-    *,
-    obstacle: str | None = None,
-    before: Pair | None = None,
+    target: Target, attached: AttachedAlgorithms, agreed: _Agreed, call: Call, before: Pair | None = None
 ) -> Decision:
     """Measure if there is no choice, check it, and attach what stays. If this fails, attach what was there."""
+    calibration, choice = agreed.calibration, agreed.choice
     levers = [*calibration.levers, *calibration.asked]
     on = [lever for lever in levers if lever.name in attached]
+    if choice is None and agreed.obstacle is None:
+        reshard(target.model)  # after an evaluation its parameters may still be whole
     places, memory = _places(target), [(p, p.data) for p in target.model.parameters()]
     kept = on
     try:
         for lever in on:
             if choice is None or calibration.verify or lever.name not in choice.kept:
                 attached.detach(lever.name)
-        obstacle = obstacle or _obstacle(target, reduce)
-        decision, calibration = _decided(target, calibration, choice, call, reduce, obstacle, before)
+        decision, calibration = _decided(target, agreed, call, before)
         levers = [*calibration.levers, *calibration.asked]
         names = {*decision.choice.kept, *(lever.name for lever in calibration.asked)} - set(decision.refused)
         kept = [lever for lever in levers if lever.name in names]
@@ -201,16 +205,9 @@ def _back_into(memory: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
             parameter.data = before.copy_(parameter.detach())
 
 
-def _decided(
-    target: Target,
-    calibration: Calibration,
-    choice: Choice | None,
-    call: Call,
-    reduce: Reduce | None,
-    obstacle: str | None,
-    before: Pair | None,
-) -> tuple[Decision, Calibration]:
+def _decided(target: Target, agreed: _Agreed, call: Call, before: Pair | None) -> tuple[Decision, Calibration]:
     """Return the decision, and the levers with what a pass has shown of them."""
+    calibration, choice, obstacle, reduce = agreed.calibration, agreed.choice, agreed.obstacle, agreed.reduce
     device = device_of(target.model)
     if choice is not None:
         calibration = calibration.in_form(choice, device)
@@ -220,7 +217,8 @@ def _decided(
         choice = calibration.without_trial(obstacle) if choice is None else choice
         return calibration.unchecked(choice, obstacle), calibration
     with _on_real_inputs(calibration, target, call) as (passes, snapshot):
-        if snapshot.has_iterator:
+        found = [float(snapshot.has_iterator)]
+        if (found if reduce is None else reduce(found))[0]:
             choice = calibration.without_trial(_READ_ONCE) if choice is None else choice
             return calibration.unchecked(choice, _READ_ONCE), calibration
         calibration = calibration.fitted(passes)
@@ -274,36 +272,42 @@ def _on_ranks(calibration: Calibration, target: Target) -> tuple[Calibration, li
 
 
 @contextmanager
-def _ranks_agree(calibration: Calibration, ranks: list[int] | None) -> Iterator[tuple[Calibration, Reduce | None]]:
-    """Yield what the ranks decide together, and how they do it; None if each decides for itself."""
+def _ranks_agree(
+    calibration: Calibration, ranks: list[int] | None, target: Target, choice: Choice | None
+) -> Iterator[_Agreed]:
+    """Yield what the ranks decide together, from the choice of this one."""
+    no_trial = calibration.obstacle(target.model)
+    no_pass = _WITHOUT_DDP if ranks == [] else _obstacle(target)
     if not ranks:
-        yield calibration, None
+        choice = calibration.without_trial(no_trial) if choice is None and no_trial is not None else choice
+        yield _Agreed(calibration, choice, no_pass)
         return
     agreement = Agreement(ranks, subject="the trial of the speed levers", timeout=_RANKS_TIMEOUT)
     try:
-        # The speed of bfloat16 is measured on each rank, so the ranks may expect different levers to pay.
-        absent = agreement.largest([float(a.name not in calibration.prior) for a in calibration.levers], step="prior")
-        common = frozenset(a.name for a, missing in zip(calibration.levers, absent, strict=True) if not missing)
-        yield replace(calibration, prior=common), lambda numbers: agreement.largest(numbers, step="sample")
+        flags = [float(flag) for flag in (choice is None, no_trial is not None, no_pass is not None)]
+        missing, no_trials, no_passes, *settings = agreement.largest([*flags, *calibration.settings], step="settings")
+        calibration = calibration.agreed(settings)
+        if missing:
+            reason = calibration.obstacle(target.model) or (_ELSEWHERE if no_trials else None)
+            choice = None if reason is None else calibration.without_trial(reason)
+        no_pass = no_pass or (_ELSEWHERE if no_passes else None)
+        yield _Agreed(calibration, choice, no_pass, lambda numbers: agreement.largest(numbers, step="sample"))
     finally:
         agreement.close()
 
 
-def _obstacle(target: Target, reduce: Reduce | None) -> str | None:
+def _obstacle(target: Target) -> str | None:
     """Return why there can be no passes: too little memory for them, or something that other processes take part in."""
     if exchange_in(target.model) is not None:
         return exchange_in(target.model)
-    shared = any(
-        p.device.type == "cpu" and p.is_shared() for p in target.model.parameters() if not overrides_dispatch(p)
-    )
-    available, needed = free_bytes(device_of(target.model)), needed_bytes(target.model)
-    short = available is not None and needed > _MOST_OF_FREE * available
-    if not (reduce([float(short or shared)])[0] if reduce is not None else short or shared):
-        return None
-    if shared:
+    if any(p.device.type == "cpu" and p.is_shared() for p in target.model.parameters() if not overrides_dispatch(p)):
         return "the parameters are in shared memory, and other processes may train them meanwhile"
-    free = "too little is" if available is None else f"{available / 2**20:,.0f} MiB are"
-    return f"a snapshot and the gradients need about {needed / 2**20:,.0f} MiB, and {free} free"
+    available, needed = free_bytes(device_of(target.model)), needed_bytes(target.model)
+    if available is None or needed <= _MOST_OF_FREE * available:
+        return None
+    return (
+        f"a snapshot and the gradients need about {needed / 2**20:,.0f} MiB, and {available / 2**20:,.0f} MiB are free"
+    )
 
 
 @contextmanager
