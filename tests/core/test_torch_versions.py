@@ -47,6 +47,15 @@ def test_the_processor_is_described_as_torch_computes():
     assert found["avx512_bf16"] is torch.cpu._is_avx512_bf16_supported()
 
 
+def test_the_default_device_is_known_also_after_it_was_taken_back():
+    torch.set_default_device("meta")
+    assert versions.default_device() == torch.device("meta")
+    torch.set_default_device(None)
+    assert versions.default_device() == torch.device("cpu")
+    with torch.device("meta"):
+        assert versions.default_device() == torch.device("meta")
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("sharded", [False, True])
 def test_lists_are_interpolated_also_if_they_are_sharded(sharded):

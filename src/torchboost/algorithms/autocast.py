@@ -19,6 +19,7 @@ from torchboost.core.containers import with_tensors
 from torchboost.core.covering import cover_forward, is_cover
 from torchboost.core.forward_watch import ForwardWatch
 from torchboost.core.torch_private import has_saved_tensor_hooks, inside_function_transform, is_tracing
+from torchboost.core.torch_versions import default_device
 from torchboost.core.wrapping import unwrap
 from torchboost.errors import IncompatibleError, nearest
 from torchboost.graph.heads import Heads, HeadSearch, find_heads, guessed_heads
@@ -96,7 +97,7 @@ def autocast_forward(
 
 
 def _cover(model: nn.Module, dtype: torch.dtype, heads: Heads | None, watch: ForwardWatch | None) -> Attachment:
-    device_type = next((p.device.type for p in model.parameters()), torch.get_default_device().type)
+    device_type = next((p.device.type for p in model.parameters()), default_device().type)
     ends = _Ends(model, device_type, heads)
 
     def under_autocast(
