@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-import torch
 from torch import nn
 
 from torchboost.algorithms.accumulation.algorithm import AccumulationSteps
@@ -26,6 +25,7 @@ from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import check_count, check_module
 from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import AnyBatchNorm, AnyConv
+from torchboost.core.torch_versions import default_device
 from torchboost.distributed.topology import Topology
 from torchboost.errors import nearest
 from torchboost.graph.norm_roles import was_trained
@@ -106,7 +106,7 @@ class Facts:
         0.2 s on the CPU.
         """
         topology = Topology.current()
-        device, convolutions, other, grouped = torch.get_default_device(), None, None, None
+        device, convolutions, other, grouped = default_device(), None, None, None
         batch_norms, largest, trained = None, None, None
         if model is not None:
             check_module(model)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -36,6 +37,19 @@ def test_the_processor_is_described_as_torch_computes():
     found = versions.cpu_capabilities()
     assert {"avx512_bf16", "amx_bf16"} <= set(found)
     assert found["avx512_bf16"] is torch.cpu._is_avx512_bf16_supported()
+
+
+def test_the_default_device_is_known_also_after_it_was_taken_back():
+    def seen() -> list[str]:
+        found = []
+        for device in ("meta", None):
+            torch.set_default_device(device)
+            found.append(versions.default_device().type)
+        with torch.device("meta"):
+            return [*found, versions.default_device().type]
+
+    with ThreadPoolExecutor(1) as thread:  # in 2.9 the rest of a thread that did so cannot compile
+        assert thread.submit(seen).result() == ["meta", "cpu", "meta"]
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -25,6 +25,7 @@ from torchboost.core.torch_private import (
     is_tracing,
     precision_of_unit,
 )
+from torchboost.core.torch_versions import default_device
 from torchboost.core.wrapping import sharded_units, unwrap
 from torchboost.errors import IncompatibleError, NoEffectWarning, nearest
 from torchboost.graph.heads import Heads, HeadSearch, find_heads, guessed_heads
@@ -102,7 +103,7 @@ def autocast_forward(
 
 
 def _cover(model: nn.Module, dtype: torch.dtype, heads: Heads | None, watch: ForwardWatch | None) -> Attachment:
-    device_type = next((p.device.type for p in model.parameters()), torch.get_default_device().type)
+    device_type = next((p.device.type for p in model.parameters()), default_device().type)
     ends = _Ends(model, device_type, heads)
 
     def under_autocast(

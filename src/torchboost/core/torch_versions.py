@@ -25,6 +25,7 @@ __all__ = [
     "UNSUPPORTED_SHARDS",
     "compiler_follows_flags",
     "cpu_capabilities",
+    "default_device",
     "following_flags",
     "follows_flags",
     "foreach_lerp",
@@ -43,6 +44,11 @@ def cpu_capabilities() -> dict[str, Any]:
     """Return what the processor can do: ``torch.cpu.get_capabilities``, before 2.11 what bfloat16 needs only."""
     read: Callable[[], dict[str, Any]] = getattr(torch.cpu, "get_capabilities", older_cpu_flags)
     return read()
+
+
+def default_device() -> torch.device:
+    """Return where tensors are made. In 2.9 ``get_default_device`` raises after ``torch.set_default_device(None)``."""
+    return torch.empty(0).device
 
 
 def foreach_lerp(starts: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> list[Tensor]:

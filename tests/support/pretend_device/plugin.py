@@ -144,6 +144,8 @@ def _replace_driver() -> None:
     }
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
+    for kind in ("flash", "mem_efficient", "cudnn"):  # in a build with CUDA, torch 2.9 asks the driver which one to use
+        getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
     torch.backends.cudnn.version.__globals__["_init"] = lambda: False  # in a build with CUDA it asks the driver
 
 
