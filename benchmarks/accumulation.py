@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchboost.algorithms.accumulation.algorithm import Accumulator
+from torchboost.algorithms.grad_accumulation.algorithm import Accumulator
 from torchboost.bench.workloads.models import GPT
 from torchboost.measure.stopwatch import environment
 

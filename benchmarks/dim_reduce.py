@@ -14,7 +14,7 @@ from options import Options, added_cost, parser, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchboost.algorithms.subspace import SubspaceBasis, SubspaceOptimizer
+from torchboost.algorithms.dim_reduce import SubspaceBasis, SubspaceOptimizer
 from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant
 from torchboost.measure.stopwatch import compare, environment

@@ -19,7 +19,7 @@ import torch
 from options import Options, parser, run
 from torch import Tensor, nn
 
-from torchboost.algorithms.freezing.algorithm import BlockFreeze, freeze_blocks
+from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze, freeze_blocks
 from torchboost.bench.workloads.contestants import Recipe, build_loop
 from torchboost.bench.workloads.data import Images, cifar10
 from torchboost.bench.workloads.jobs import Job, accuracy, find_job

@@ -30,8 +30,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from torchboost.algorithms.freezing.algorithm import BlockFreeze, freeze_blocks
-from torchboost.algorithms.freezing.replicas import rebuild_reducer
+from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze, freeze_blocks
+from torchboost.algorithms.grad_freeze.replicas import rebuild_reducer
 from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.distributed.agreement import Agreement
 from torchboost.distributed.teardown import shutdown

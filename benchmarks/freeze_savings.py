@@ -14,7 +14,7 @@ import torch
 from options import Options, parser, run
 from torch import Tensor, nn
 
-from torchboost.algorithms.freezing.algorithm import BlockFreeze, freeze_blocks
+from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze, freeze_blocks
 from torchboost.bench.workloads.jobs import Job, find_job
 from torchboost.bench.workloads.models import GPT, ResNet
 from torchboost.graph.blocks import blocks_of

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 from whole_run import side_by_side
 
-from torchboost.algorithms.freezing.algorithm import BlockFreeze
-from torchboost.algorithms.freezing.schedule import BACKWARD_SHARE
+from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze
+from torchboost.algorithms.grad_freeze.schedule import BACKWARD_SHARE
 from torchboost.bench.workloads.bench import run_bench
 from torchboost.bench.workloads.jobs import find_job
 from torchboost.measure.evidence import BenchReport

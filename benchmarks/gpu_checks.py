@@ -32,8 +32,8 @@ DEFAULT_DEVICE = (
     "tests/contracts/test_optimizer_checkpoints.py",
     "tests/contracts/test_optimizer_precision.py",
     "tests/algorithms/test_fused_optimizer.py",
-    "tests/algorithms/freezing",
-    "tests/algorithms/loss_scale",
+    "tests/algorithms/grad_freeze",
+    "tests/algorithms/loss_scale_group",
     "tests/test_front.py",
 )
 """Tests that run once more with every tensor that is made without a device on the GPU. Some of them make tensors before

@@ -10,8 +10,8 @@ from options import Options, added_cost, parser, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchboost.algorithms.loss_scale.algorithm import GroupGradScaler
-from torchboost.algorithms.loss_scale.scalers import DynamicLossScale, FixedLossScale
+from torchboost.algorithms.loss_scale_group.algorithm import GroupGradScaler
+from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale, FixedLossScale
 from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.core.algorithm import Scaler, Target
 from torchboost.core.step import TrainStep

@@ -25,11 +25,11 @@ from options import Options, parser, run_own
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchboost.algorithms.accumulation import Accumulator
 from torchboost.algorithms.adaptive_sum.rule import adasum_
-from torchboost.algorithms.subspace import basis_sources
-from torchboost.algorithms.subspace.basis import SubspaceBasis, blocks_within, rows_of
-from torchboost.algorithms.subspace.optimizer import SubspaceOptimizer
+from torchboost.algorithms.dim_reduce import basis_sources
+from torchboost.algorithms.dim_reduce.basis import SubspaceBasis, blocks_within, rows_of
+from torchboost.algorithms.dim_reduce.optimizer import SubspaceOptimizer
+from torchboost.algorithms.grad_accumulation import Accumulator
 from torchboost.bench.report.table import Table
 from torchboost.distributed import agreement
 from torchboost.distributed.agreement import Agreement

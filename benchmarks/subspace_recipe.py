@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from torchboost import Target
 from torchboost.algorithms import SubspaceDescent
-from torchboost.algorithms.subspace.algorithm import SubspaceRun
+from torchboost.algorithms.dim_reduce.algorithm import SubspaceRun
 from torchboost.bench.workloads.data import Images, cifar10
 from torchboost.bench.workloads.jobs import accuracy, one_cycle
 from torchboost.bench.workloads.models import BasicBlock, ResNet

@@ -10,11 +10,11 @@ from .algorithms import freeze_blocks as freeze_blocks
 from .algorithms import fuse_optimizer as fuse_optimizer
 from .algorithms import remove_batch_norms as remove_batch_norms
 from .algorithms import to_channels_last as to_channels_last
-from .algorithms.accumulation import Accumulator as Accumulator
-from .algorithms.loss_scale import GroupGradScaler as GroupGradScaler
-from .algorithms.loss_scale.rule import ScaleRule as ScaleRule
-from .algorithms.loss_scale.scalers import DynamicLossScale as DynamicLossScale
-from .algorithms.loss_scale.scalers import FixedLossScale as FixedLossScale
+from .algorithms.grad_accumulation import Accumulator as Accumulator
+from .algorithms.loss_scale_group import GroupGradScaler as GroupGradScaler
+from .algorithms.loss_scale_group.rule import ScaleRule as ScaleRule
+from .algorithms.loss_scale_group.scalers import DynamicLossScale as DynamicLossScale
+from .algorithms.loss_scale_group.scalers import FixedLossScale as FixedLossScale
 from .compat import AdaSum as AdaSum
 from .compat import AutoBoost as AutoBoost
 from .compat import BoostTrainOneStepCell as BoostTrainOneStepCell

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.accumulation import AccumulationSteps, Accumulator
-from torchboost.algorithms.accumulation.optimizer import AccumulatingOptimizer
+from torchboost.algorithms.grad_accumulation import AccumulationSteps, Accumulator
+from torchboost.algorithms.grad_accumulation.optimizer import AccumulatingOptimizer
 from torchboost.calibration.calibration import (
     UNSEEN,
     Calibrate,

@@ -9,18 +9,18 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from torchboost.algorithms.accumulation.algorithm import AccumulationSteps
 from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSum
 from torchboost.algorithms.autocast import Autocast
-from torchboost.algorithms.centralization import GradientCentralization
 from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.algorithms.compile import Compile
-from torchboost.algorithms.freezing.algorithm import BlockFreeze, Pattern
+from torchboost.algorithms.dim_reduce.algorithm import SubspaceDescent
 from torchboost.algorithms.fused_optimizer import FusedOptimizer
+from torchboost.algorithms.grad_accumulation.algorithm import AccumulationSteps
+from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze, Pattern
+from torchboost.algorithms.gradient_centralization import GradientCentralization
 from torchboost.algorithms.less_bn import BatchNormRemoval
-from torchboost.algorithms.loss_scale.algorithm import LossScaleGroups
+from torchboost.algorithms.loss_scale_group.algorithm import LossScaleGroups
 from torchboost.algorithms.matmul_precision import MatmulPrecision
-from torchboost.algorithms.subspace.algorithm import SubspaceDescent
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import check_count, check_module
 from torchboost.core.hardware import half_precision

@@ -22,7 +22,7 @@ from torchboost import (
     StepOutput,
     WithLoss,
 )
-from torchboost.algorithms.accumulation.optimizer import AccumulatingOptimizer
+from torchboost.algorithms.grad_accumulation.optimizer import AccumulatingOptimizer
 from torchboost.calibration.calibration import Calibration
 from torchboost.calibration.choice import Choice, Verdict
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from tests.support.ranks import run_ranks
 from torchboost import AutoBoost, BoostTrainOneStepCell, DimReduce, WithLoss
-from torchboost.algorithms.subspace import SubspaceBasis, SubspaceOptimizer
-from torchboost.algorithms.subspace.basis import blocks_within, rows_of
+from torchboost.algorithms.dim_reduce import SubspaceBasis, SubspaceOptimizer
+from torchboost.algorithms.dim_reduce.basis import blocks_within, rows_of
 from torchboost.errors import ConfigError, IncompatibleError
 
 SETTINGS: dict[str, Any] = {"rho": 0.55, "gamma": 0.9, "alpha": 0.01, "sigma": 0.4}

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tests.support.models import batch_for, cnn
 from tests.support.optimizers import CASES, rate_for
 from tests.support.trajectories import snapshot
-from torchboost.algorithms.centralization import GradientCentralization
+from torchboost.algorithms.gradient_centralization import GradientCentralization
 from torchboost.compat.freeze import FreezeOpt
 from torchboost.compat.process import OptimizerProcess, ParameterProcess
 from torchboost.core.algorithm import Target

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from tests.support.models import cnn, mlp
 from tests.support.nodes import batch_of, fresh, node_wrapped, simulated, tensors, train
 from tests.support.ranks import run_ranks
-from torchboost.algorithms.accumulation.algorithm import AccumulationSteps, Accumulator
 from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSum, adasum
 from torchboost.algorithms.autocast import Autocast
-from torchboost.algorithms.centralization import GradientCentralization
-from torchboost.algorithms.freezing.algorithm import BlockFreeze
-from torchboost.algorithms.loss_scale.scalers import DynamicLossScale
+from torchboost.algorithms.grad_accumulation.algorithm import AccumulationSteps, Accumulator
+from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze
+from torchboost.algorithms.gradient_centralization import GradientCentralization
+from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.core.step import TrainStep
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.algorithms.subspace.test_algorithm import batch, network
+from tests.algorithms.dim_reduce.test_algorithm import batch, network
 from tests.support.ranks import run_ranks
 from torchboost import Target, TrainStep
 from torchboost.algorithms import SubspaceDescent

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.algorithms.subspace.test_algorithm import batch, checkpoints, network, start
+from tests.algorithms.dim_reduce.test_algorithm import batch, checkpoints, network, start
 from torchboost.algorithms import SubspaceDescent
 
 

@@ -25,11 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.models import batch_for, cnn, mlp
 from tests.support.ranks import RankError, run_ranks
 from tests.support.wrapped import Kind, all_weights, wrap
-from torchboost.algorithms.accumulation.algorithm import AccumulationSteps
-from torchboost.algorithms.centralization import GradientCentralization
-from torchboost.algorithms.freezing.algorithm import BlockFreeze
-from torchboost.algorithms.loss_scale.algorithm import LossScaleGroups
-from torchboost.algorithms.loss_scale.scalers import DynamicLossScale
+from torchboost.algorithms.grad_accumulation.algorithm import AccumulationSteps
+from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze
+from torchboost.algorithms.gradient_centralization import GradientCentralization
+from torchboost.algorithms.loss_scale_group.algorithm import LossScaleGroups
+from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale
 from torchboost.core.algorithm import Algorithm, Attachment, Target, attach_all
 from torchboost.core.step import TrainStep
 from torchboost.distributed import checkpoint

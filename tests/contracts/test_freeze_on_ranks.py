@@ -14,11 +14,11 @@ from torch.nn import functional as F
 from tests.support.models import BottleneckNet, batch_for
 from tests.support.ranks import run_ranks
 from tests.support.wrapped import Kind, all_weights, wrap
-from torchboost.algorithms.accumulation.algorithm import AccumulationSteps
 from torchboost.algorithms.autocast import Autocast
-from torchboost.algorithms.freezing.algorithm import BlockFreeze
-from torchboost.algorithms.loss_scale.algorithm import GroupGradScaler
-from torchboost.algorithms.loss_scale.scalers import DynamicLossScale
+from torchboost.algorithms.grad_accumulation.algorithm import AccumulationSteps
+from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze
+from torchboost.algorithms.loss_scale_group.algorithm import GroupGradScaler
+from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale
 from torchboost.core.algorithm import Algorithm, Target, attach_all
 from torchboost.core.step import TrainStep
 from torchboost.graph.blocks import blocks_of

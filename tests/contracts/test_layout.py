@@ -1,4 +1,4 @@
-"""The shape of the source tree: tests mirror it, files stay small, importing it stays cheap."""
+"""The shape of the source tree: files stay small, importing it stays cheap."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import ROOT
 
 SOURCE = ROOT / "src" / "torchboost"
-TESTS = ROOT / "tests"
-BENCHMARKS = ROOT / "benchmarks"
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if path.name not in {"__init__.py", "__main__.py"})
-UNMIRRORED = {"contracts", "device", "parity", "support"}
 MAX_FILE_LINES = 600
 LONG = {"src/torchboost/core/torch_private.py"}
 """Every private name of torch stands there, and nowhere else."""
@@ -44,41 +39,18 @@ def python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
 
-@pytest.mark.parametrize("module", MODULES, ids=named)
-def test_every_module_has_its_tests(module):
-    mirror = TESTS / module.relative_to(SOURCE).with_name(f"test_{module.name}")
-    assert mirror.is_file(), f"write {named(mirror)}"
-
-
-def mirrored(test: Path) -> Path:
-    """Return the file that ``test`` tests: of the package, or of the benchmarks."""
-    place = test.relative_to(TESTS).with_name(test.name.removeprefix("test_"))
-    return ROOT / place if place.parts[0] == BENCHMARKS.name else SOURCE / place
-
-
-def test_every_test_file_mirrors_a_module():
-    stray = [
-        named(path)
-        for path in TESTS.rglob("test_*.py")
-        if not UNMIRRORED & set(path.relative_to(TESTS).parts)
-        and path not in (TESTS / "test_docs.py", TESTS / "test_examples.py")
-        and not mirrored(path).is_file()
-    ]
-    assert not stray
-
-
 def test_files_stay_small():
     folders = [folder for name in ("src", "tests", "benchmarks", "examples") if (folder := ROOT / name).is_dir()]
     lengths = {named(p): len(p.read_text(encoding="utf-8").splitlines()) for f in folders for p in f.rglob("*.py")}
     assert {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES and name not in LONG} == {}
 
 
-@pytest.mark.parametrize("module", MODULES, ids=named)
-def test_house_style(module):
-    text = module.read_text(encoding="utf-8")
-    assert text.isascii()
-    assert "from __future__ import annotations\n" in text
-    assert module.stem not in {"utils", "helpers", "misc", "common"}
+def test_house_style():
+    for module in MODULES:
+        text = module.read_text(encoding="utf-8")
+        assert text.isascii(), module
+        assert "from __future__ import annotations\n" in text, module
+        assert module.stem not in {"utils", "helpers", "misc", "common"}, module
 
 
 def test_optional_packages_are_not_imported():

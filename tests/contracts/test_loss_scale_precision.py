@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from tests.support.models import BottleneckNet, TinyGPT, batch_for
 from torchboost.algorithms.autocast import autocast_forward
-from torchboost.algorithms.freezing.algorithm import BlockFreeze
-from torchboost.algorithms.loss_scale.algorithm import GroupGradScaler, LossScaleGroups
-from torchboost.algorithms.loss_scale.scalers import DynamicLossScale
+from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze
+from torchboost.algorithms.loss_scale_group.algorithm import GroupGradScaler, LossScaleGroups
+from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.core.step import TrainStep
 from torchboost.optim.pipeline import GradientPipeline

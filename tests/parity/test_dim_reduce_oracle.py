@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.conftest import Case, Oracle
-from torchboost.algorithms.subspace.basis import SubspaceBasis, blocks_within
-from torchboost.algorithms.subspace.optimizer import SubspaceOptimizer
-from torchboost.algorithms.subspace.principal_components import PrincipalComponents
-from torchboost.algorithms.subspace.snapshots import Layout
+from torchboost.algorithms.dim_reduce.basis import SubspaceBasis, blocks_within
+from torchboost.algorithms.dim_reduce.optimizer import SubspaceOptimizer
+from torchboost.algorithms.dim_reduce.principal_components import PrincipalComponents
+from torchboost.algorithms.dim_reduce.snapshots import Layout
 
 
 def close(got: torch.Tensor, want: np.ndarray | np.float32, case: Case) -> None:

@@ -16,7 +16,7 @@ import torchboost
 from tests.support import naive
 from tests.support.zoo import ZOO, Batch, Network
 from torchboost import REGISTRY, AutoBoost, Facts, NoEffectWarning, Plan, Target, TrainStep
-from torchboost.algorithms.freezing.freezer import Freezing
+from torchboost.algorithms.grad_freeze.freezer import Freezing
 from torchboost.core import AttachedAlgorithms, attach_all
 from torchboost.graph.normalized_linear import NormalizedLinear
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.support.models import mlp
 from tests.support.wrapped import Kind, all_weights, train_share, wrap
-from torchboost.algorithms.centralization import GradientCentralization
+from torchboost.algorithms.gradient_centralization import GradientCentralization
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.distributed.teardown import shutdown
 from torchboost.distributed.topology import Topology

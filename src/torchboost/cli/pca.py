@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from torchboost.algorithms.subspace.basis_sources import write_matrix
-from torchboost.algorithms.subspace.snapshots import CheckpointFiles, checkpoint_files, layout_of_file
+from torchboost.algorithms.dim_reduce.basis_sources import write_matrix
+from torchboost.algorithms.dim_reduce.snapshots import CheckpointFiles, checkpoint_files, layout_of_file
 from torchboost.cli.output import fail, print_json, user_errors
 from torchboost.cli.progress import display
 

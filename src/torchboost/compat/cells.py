@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.accumulation.optimizer import AccumulatingOptimizer
 from torchboost.algorithms.adaptive_sum import AdaptiveSum
 from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSumming
+from torchboost.algorithms.grad_accumulation.optimizer import AccumulatingOptimizer
 from torchboost.compat.wrappers import GradientAccumulation
 from torchboost.core.algorithm import Scaler, Target
 from torchboost.core.arguments import check_loss_fn, check_module, check_pair, check_sens

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.subspace.basis import Block, SubspaceBasis, rows_of
-from torchboost.algorithms.subspace.optimizer import SubspaceOptimizer
+from torchboost.algorithms.dim_reduce.basis import Block, SubspaceBasis, rows_of
+from torchboost.algorithms.dim_reduce.optimizer import SubspaceOptimizer
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.closure import Replay
 from torchboost.errors import IncompatibleError

@@ -1,4 +1,4 @@
-"""MindSpore's names for gradient freezing, built on :mod:`torchboost.algorithms.freezing.algorithm`."""
+"""MindSpore's names for gradient freezing, built on :mod:`torchboost.algorithms.grad_freeze.algorithm`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.freezing.algorithm import BlockFreeze, Pattern, freeze_blocks
-from torchboost.algorithms.freezing.freezer import Freezing, Prefix
-from torchboost.algorithms.freezing.schedule import MOST_STEPS, Continuous, Repeated, Schedule, length_of
+from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze, Pattern, freeze_blocks
+from torchboost.algorithms.grad_freeze.freezer import Freezing, Prefix
+from torchboost.algorithms.grad_freeze.schedule import MOST_STEPS, Continuous, Repeated, Schedule, length_of
 from torchboost.core.arguments import check_optimizer, check_pair, check_sens
 from torchboost.errors import NoEffectWarning
 from torchboost.graph.blocks import group_starts

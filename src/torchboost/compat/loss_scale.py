@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.loss_scale.borders import Ratios, change_scale
-from torchboost.algorithms.loss_scale.group_scale import GROUP_RULE, GroupScaler, Scales, checked_scales
-from torchboost.algorithms.loss_scale.rule import ScaleRule, ScaleState, check_scale
-from torchboost.algorithms.loss_scale.scalers import FixedLossScale, LossScaler
+from torchboost.algorithms.loss_scale_group.borders import Ratios, change_scale
+from torchboost.algorithms.loss_scale_group.group_scale import GROUP_RULE, GroupScaler, Scales, checked_scales
+from torchboost.algorithms.loss_scale_group.rule import ScaleRule, ScaleState, check_scale
+from torchboost.algorithms.loss_scale_group.scalers import FixedLossScale, LossScaler
 from torchboost.compat.cells import BoostTrainOneStepCell, found_by
 from torchboost.core.algorithm import Scaler
 from torchboost.core.arguments import check_number, check_pair, check_scaler, is_integer

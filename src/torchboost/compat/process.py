@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.centralization import centralizable
+from torchboost.algorithms.gradient_centralization import centralizable
 from torchboost.core.algorithm import Attachment
 from torchboost.errors import IncompatibleError
 from torchboost.optim.front import FrontOptimizer

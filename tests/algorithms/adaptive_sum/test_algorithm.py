@@ -21,8 +21,8 @@ from tests.support.nodes import batch_of, fresh, node_wrapped, tensors, train
 from tests.support.ranks import run_ranks
 from torchboost import optim
 from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSum, adasum
-from torchboost.algorithms.loss_scale.algorithm import GroupGradScaler
-from torchboost.algorithms.loss_scale.scalers import DynamicLossScale, FixedLossScale
+from torchboost.algorithms.loss_scale_group.algorithm import GroupGradScaler
+from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale, FixedLossScale
 from torchboost.compat.loss_scale import GroupLossScaleManager
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.core.step import TrainStep

@@ -26,7 +26,7 @@ from torchboost.algorithms import (
     MatmulPrecision,
     SubspaceDescent,
 )
-from torchboost.algorithms.freezing.freezer import Freezing
+from torchboost.algorithms.grad_freeze.freezer import Freezing
 from torchboost.core import Algorithm, attach_all
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {

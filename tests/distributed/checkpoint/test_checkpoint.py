@@ -15,7 +15,7 @@ from tests.support.optimizers import CASES, values
 from tests.support.trajectories import snapshot
 from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.algorithms.fused_optimizer import FusedOptimizer
-from torchboost.algorithms.loss_scale.scalers import DynamicLossScale
+from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.core.step import TrainStep
 from torchboost.distributed import checkpoint

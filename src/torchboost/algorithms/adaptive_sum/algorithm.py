@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torchboost.algorithms.adaptive_sum.gradient_hooks import Packing, bucket_packs, check_no_hook
 from torchboost.algorithms.adaptive_sum.rule import adasum_
 from torchboost.algorithms.adaptive_sum.update_sum import UpdateSum, before_first_step, held
-from torchboost.algorithms.loss_scale.scalers import LossScaler
+from torchboost.algorithms.loss_scale_group.scalers import LossScaler
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import is_integer
 from torchboost.core.averaging import check_mesh, check_ranks, data_parallel, sharded_units

@@ -1,7 +1,0 @@
-"""Gradient freezing."""
-
-from __future__ import annotations
-
-from torchboost.algorithms.freezing.algorithm import BlockFreeze, freeze_blocks
-
-__all__ = ["BlockFreeze", "freeze_blocks"]

@@ -1,0 +1,384 @@
+"""Several backward passes per update, weighted so that the update is that of one large batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchboost.algorithms.grad_accumulation.synchronisation import GradientSync
+from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.arguments import is_integer
+from torchboost.core.torch_private import compiled_call
+from torchboost.errors import IncompatibleError
+
+__all__ = ["Accumulating", "AccumulationSteps", "Accumulator"]
+
+Reduction: TypeAlias = Literal["mean", "sum"]
+
+
+@dataclass(slots=True)
+class _Window:
+    """One window: ``index`` of ``length`` micro-steps are done; ``weight`` is their sum, ``length`` when full."""
+
+    length: int = 1
+    index: int = 0
+    weight: float = 0.0
+    counted: bool | None = None
+    phase: Literal["between", "open", "shared", "broken"] = "between"
+
+
+class Accumulator:
+    """Accumulates the gradients of ``steps`` backward passes into the gradient of one large batch.
+
+    For micro-batches ``i`` on all ranks, with counts ``n_i`` and mean losses ``L_i``, the gradients are
+
+        sum(n_i * grad(L_i)) / sum(n_i)
+
+    :meth:`share` multiplies the loss by its weight. Count samples or, if the losses are means over tokens, tokens: any
+    ragged split is then exact. Without counts, all micro-batches weigh the same. The gradients are complete when the
+    last micro-step ends; ranks exchange no gradients before that. If an epoch ends inside a window, pass
+    ``micro_step(last=True)`` or call :meth:`flush`: the average is then taken over what the window holds.
+
+    Cost: the gradients stay in memory between micro-steps (whole gradients under FSDP2, not shards). Counts cost one
+    pass over the gradients per ragged window and, on several ranks, one collective of a single number.
+
+    Limits: gradients of parameters outside ``model`` are not averaged over ragged or short windows. If ``model``
+    contains a DDP, gradients of parameters outside that DDP stay on their rank, as without accumulation. BatchNorm
+    normalises each micro-batch separately, so its statistics are not those of one large batch. An exception after
+    :meth:`share` may leave half a backward pass in the gradients: call :meth:`reset`. CUDA graphs overwrite accumulated
+    gradients: a model that is already compiled with them is refused; compiling it later is not detected.
+
+    Args:
+        steps: Micro-steps per update, 1 or more. Setting the attribute applies from the next window on.
+        model: The model as the loop calls it. If you wrap the model later, set the attribute again.
+
+    Attributes:
+        ready: Whether the window is complete. If so, step the optimizer, zero the gradients and step the scheduler.
+
+    Raises:
+        ValueError: ``steps`` is not an integer of 1 or more.
+        IncompatibleError: The model is wrapped by DDP with ``static_graph=True``, contains several DDPs, is wrapped by
+            FSDP1, or is compiled with CUDA graphs.
+
+    Example:
+        >>> import torch, torchboost
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> accumulator = torchboost.Accumulator(3, model)
+        >>> for size in (8, 8, 5):
+        ...     with accumulator.micro_step():
+        ...         loss = model(torch.randn(size, 4)).square().mean()
+        ...         accumulator.share(loss, size).backward()
+        ...     if accumulator.ready:
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+    """
+
+    def __init__(self, steps: int, model: nn.Module) -> None:
+        self.steps = _checked(steps)
+        self.ready = False
+        self._window = _Window()
+        self._nominal: float | None = None
+        self.model = model
+
+    @property
+    def model(self) -> nn.Module:
+        """The model as the loop calls it."""
+        return self._model
+
+    @model.setter
+    def model(self, model: nn.Module) -> None:
+        _check_graphs(model)
+        self._sync = GradientSync(model)
+        self._model = model
+
+    @contextmanager
+    def micro_step(self, *, last: bool = False) -> Iterator[None]:
+        """Return the context of one forward and backward pass; pass the loss through :meth:`share` inside it.
+
+        Args:
+            last: End the window with this pass even if it is not full; all ranks must agree.
+
+        Raises:
+            RuntimeError: The previous pass failed half-way, or this one never called :meth:`share`.
+        """
+        if self.ready:
+            self.ready, self._window = False, _Window()
+        window = self._in_phase("between")
+        if not window.index:
+            window.length = _checked(self.steps)
+        closing = last or window.index + 1 >= window.length
+        window.phase = "open"
+        try:
+            with nullcontext() if closing else self._sync.suspended():
+                yield
+        except BaseException:
+            # A failure before share() leaves the gradients untouched; after it, they may hold part of a pass.
+            window.phase = "between" if window.phase == "open" else "broken"
+            raise
+        if window.phase == "open":
+            window.phase = "broken"
+            raise RuntimeError(
+                "the micro-step ended without a call of share(); call accumulator.share(loss).backward() inside it."
+            )
+        window.phase = "between"
+        window.index += 1
+        if closing:
+            self._complete()
+
+    def share(self, loss: Tensor, count: float | Tensor | None = None, *, reduction: Reduction = "mean") -> Tensor:
+        """Return the loss times the weight of this micro-batch. Call it once per micro-step.
+
+        Args:
+            loss: Of shape ``()``.
+            count: Number of samples or tokens in the loss, 0 or more; without it, all micro-batches weigh the same.
+            reduction: Whether the loss is the mean or the sum over them.
+
+        Raises:
+            ValueError: A count is negative, not finite or missing; only some micro-batches of a window have counts; or
+                the count is 0 and the mean loss is NaN.
+            RuntimeError: Called outside a micro-step, or twice in one.
+        """
+        window = self._in_phase("open")
+        number = self._checked_count(count, reduction, loss)
+        if number is None:
+            window.weight += 1.0
+            part = loss
+        else:
+            if self._nominal is None:
+                # A typical count keeps losses at their usual size. Any number works if it is the same on all ranks.
+                self._nominal = self._sync.largest(max(number, 1.0))
+            window.weight += number / self._nominal
+            # The nominal count takes the path of a plain mean, so equal batches give the same bits as without counts.
+            factor = (1.0 if reduction == "sum" else number) / self._nominal
+            part = loss if factor == 1.0 else loss * factor
+        window.counted, window.phase = number is not None, "shared"
+        return part if window.length == 1 else part / window.length
+
+    def flush(self) -> bool:
+        """End a window that is not full; return whether any rank held gradients. If so, update.
+
+        All ranks must call this, after the same number of full windows. Their last windows may differ in length or be
+        empty.
+
+        Raises:
+            IncompatibleError: The model is sharded by FSDP2, which reduces gradients in backward passes only; or
+                ``steps`` differs between the ranks.
+            RuntimeError: The last micro-step failed half-way.
+        """
+        window = _Window() if self.ready else self._in_phase("between")
+        self._sync.catch_up()
+        length = self._longest(window)
+        if not length:
+            return False
+        self._refuse_shards("completed by flush()", "mark its last pass with micro_step(last=True)")
+        self.ready, self._window, window.length = False, window, length
+        self._sync.average()
+        self._complete()
+        return True
+
+    def reset(self) -> None:
+        """Drop the window and its gradients. All ranks must call it.
+
+        Raises:
+            IncompatibleError: FSDP2 is in the middle of a window; unreduced gradients cannot be read.
+        """
+        self._refuse_shards("dropped", "load the last checkpoint")
+        self.ready, self._window = False, _Window()
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the window, with this rank's gradients if it is not empty; cheapest after an update.
+
+        Raises:
+            IncompatibleError: FSDP2 is in the middle of a window; unreduced gradients cannot be read.
+        """
+        self._in_phase("between")
+        if self.ready or not self._window.index:
+            return {"nominal": self._nominal, "window": None}
+        self._refuse_shards("saved", "save after a window has ended")
+        gradients = [None if p.grad is None else p.grad.detach().clone() for p in self._model.parameters()]
+        return {"nominal": self._nominal, "window": asdict(self._window), "gradients": gradients}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume from what :meth:`state_dict` returned; gradients held before are dropped.
+
+        A window that has begun keeps its length.
+
+        Raises:
+            ValueError: The gradients belong to another model; nothing was loaded.
+        """
+        parameters = list(self._model.parameters())
+        gradients = state_dict.get("gradients", [None] * len(parameters))
+        fit = [g is None or g.shape == p.shape for g, p in zip(gradients, parameters, strict=False)]
+        if len(gradients) != len(parameters) or not all(fit):
+            raise ValueError(
+                f"the checkpoint's {len(gradients)} gradients do not fit the {len(parameters)} parameters of this "
+                "model; load it with the model that it was saved from."
+            )
+        self.ready, self._nominal = False, state_dict["nominal"]
+        self._window = _Window(**(state_dict.get("window") or {}))
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+
+    def _in_phase(self, wanted: str) -> _Window:
+        phase = self._window.phase
+        if phase == wanted:
+            return self._window
+        if wanted == "between" and phase == "shared":
+            phase = "open"
+        raise RuntimeError(
+            {
+                "between": "share() was called outside a micro-step; call it inside `with accumulator.micro_step():`.",
+                "open": "a micro-step is still open; end it first.",
+                "shared": "share() was already called in this micro-step; add the losses and share their sum once.",
+                "broken": "a micro-step failed half-way, so the gradients may hold a part of it; call reset(), which "
+                "drops the window, or load a checkpoint.",
+            }[phase]
+        )
+
+    def _checked_count(self, count: float | Tensor | None, reduction: Reduction, loss: Tensor) -> float | None:
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction: found {reduction!r}; allowed are 'mean' and 'sum'.")
+        if self._window.counted not in (None, count is not None):
+            found, began = ("none", "with counts") if count is None else ("one", "without")
+            raise ValueError(
+                f"count: found {found}, but the window began {began}; pass one for each micro-batch or for none."
+            )
+        if count is None:
+            if reduction == "sum":
+                raise ValueError("count: found none; pass the number of samples or tokens that the sum runs over.")
+            return None
+        number = float(count)
+        if not 0 <= number < math.inf:
+            raise ValueError(f"count: found {number}; allowed are finite numbers, 0 or more.")
+        if number == 0 and not bool(torch.isfinite(loss)):
+            raise ValueError(
+                f"count: found 0 for a loss of {loss.item()}; the mean over nothing is undefined: pass the sum "
+                "(reduction='sum'), or divide by at least 1."
+            )
+        return number
+
+    def _complete(self) -> None:
+        """Scale the gradients to the average over what the window holds, on all ranks."""
+        window = self._window
+        held = window.weight
+        if window.counted or window.index < window.length:
+            held = self._sync.mean(window.weight)
+        if held == 0:
+            self._window = _Window()
+            raise ValueError("count: found 0 for every micro-batch of the window; leave such batches out.")
+        if held != window.length:
+            for parameter in self._model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(window.length / held)
+        self.ready = True
+
+    def _longest(self, window: _Window) -> int:
+        """Return the length of the windows that are not empty, the same on all ranks; 0 if all are empty."""
+        held = window.index > 0
+        # A rank that has just shared its first count asks for the largest count, 1 or more; take part in that.
+        while (shortest := -self._sync.largest(-window.length if held else -math.inf)) < 0:
+            self._nominal = -shortest
+        if shortest == math.inf:
+            return 0
+        longest = self._sync.largest(window.length if held else 0.0)
+        if longest != shortest:
+            raise IncompatibleError(
+                f"flush() found windows of {shortest:g} micro-steps on one rank and of {longest:g} on another; set the "
+                "same steps on all ranks, then load the last checkpoint or call reset() on all of them."
+            )
+        return int(longest)
+
+    def _refuse_shards(self, what: str, instead: str) -> None:
+        if self._sync.sharded and self._window.index and not self.ready:
+            raise IncompatibleError(
+                f"the unreduced gradients of FSDP2 cannot be read, so a window that is not full cannot be {what}; "
+                f"{instead}."
+            )
+
+
+def _checked(steps: int) -> int:
+    if not is_integer(steps) or steps < 1:
+        raise ValueError(f"steps: found {steps!r}; pass the number of batches per update, an integer of 1 or more.")
+    return steps
+
+
+def _check_graphs(model: nn.Module) -> None:
+    """Refuse CUDA graphs, which overwrite accumulated gradients, with or without an error."""
+    if all(parameter.device.type == "cpu" for parameter in model.parameters()):
+        return
+    for module in model.modules():
+        for compiled in (module, compiled_call(module)):
+            # Only what torch.compile returns has this method.
+            config = getattr(compiled, "get_compiler_config", dict)() or {}
+            if config.get("triton.cudagraphs"):
+                raise IncompatibleError(
+                    "grad_accumulation: the model is compiled with CUDA graphs, and each run overwrites the gradients "
+                    "of the run before; compile it without mode 'reduce-overhead' or 'max-autotune' "
+                    "('max-autotune-no-cudagraphs' works)."
+                )
+
+
+class Accumulating(Attachment):
+    """The accumulator of a target. After ``remove()`` every batch is a full window.
+
+    Its state is that of the accumulator; :class:`~torchboost.core.step.TrainStep` saves it with the rest.
+    """
+
+    def __init__(self, accumulator: Accumulator, target: Target) -> None:
+        super().__init__(undo=self._release)
+        self.accumulator = accumulator
+        self._target = target
+
+    def _release(self) -> None:
+        self._target.accumulator = None
+        self.accumulator.steps = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccumulationSteps(Algorithm):
+    """One update after several batches. The loop must use ``target.accumulator``.
+
+    :class:`~torchboost.core.step.TrainStep` and the training cell do so; your own loop needs three more lines, see
+    :class:`Accumulator`.
+
+    Args:
+        steps: Micro-steps per update.
+    """
+
+    name: ClassVar[str] = "grad_accumulation"
+    # After compilation, so that CUDA graphs are detected.
+    traits: ClassVar[Traits] = Traits(order=95)
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        _checked(self.steps)
+
+    def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
+        """Explain that a window of one batch changes nothing."""
+        return "the loop already updates after every batch (steps=1)" if self.steps == 1 else None
+
+    def check(self, target: Target) -> None:
+        """Refuse a target that :meth:`attach` cannot work on.
+
+        Raises:
+            IncompatibleError: The target already has an accumulator, or the model cannot skip a synchronisation.
+        """
+        if target.accumulator is not None:
+            raise IncompatibleError("grad_accumulation: the target already has an accumulator; remove that one first.")
+        Accumulator(self.steps, target.model)
+
+    def attach(self, target: Target) -> Accumulating:
+        """Give the target its accumulator."""
+        accumulator = Accumulator(self.steps, target.model)
+        target.accumulator = accumulator
+        return Accumulating(accumulator, target)

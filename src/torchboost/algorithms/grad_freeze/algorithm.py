@@ -1,0 +1,267 @@
+"""Gradient freezing: train only the later blocks of a network on a schedule, and skip the backward pass of the rest."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, get_args
+from zlib import crc32
+
+from torch import nn
+from torch.optim import Optimizer
+
+from torchboost.algorithms.grad_freeze import schedule as freeze_schedule
+from torchboost.algorithms.grad_freeze.freezer import (
+    Freezing,
+    Norms,
+    check_freezable,
+    compiled_prefixes,
+    prefixes_of,
+)
+from torchboost.algorithms.grad_freeze.prefix.activation_cache import ActivationCache
+from torchboost.algorithms.grad_freeze.prefix.frozen_prefix import FastPrefix, fast_prefix
+from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.wrapping import wrapper_of
+from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.graph.blocks import Block, blocks_of, group_starts
+from torchboost.optim.fusing import care_for_fused
+
+__all__ = ["BlockFreeze", "Pattern", "freeze_blocks"]
+
+Pattern = Literal["continuous", "interval", "progressive", "fixed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFreeze(Algorithm):
+    """Train only the blocks from the k-th group on, with k changing from update to update.
+
+    ``full_share``, MindSpore's ``freeze_p``, is the share of updates that train everything. Patterns:
+
+    - ``"continuous"`` (type 0): full training, then 1, 2, ... groups frozen, repeated.
+    - ``"interval"`` (type 1): a random number of groups at random updates; small numbers are the most likely.
+    - ``"progressive"`` (type 2): full training first, then groups are frozen permanently from the input on, by
+      FreezeOut's cubic schedule, at the few steps that save most.
+    - ``"fixed"``: the first ``frozen`` groups for the whole run, for fine-tuning.
+
+    If a backward pass costs two forward passes, freezing blocks that take the share f of a step saves at most 2 f / 3
+    of it.
+
+    Args:
+        groups: Number of groups of blocks; at most one per block.
+        pattern: See above.
+        full_share: Share of updates that train everything, 0 or more and below 1.
+        total_steps: Number of updates of the whole run.
+        norms: Whether BatchNorms of frozen blocks keep updating their statistics (``"update"``, as in MindSpore) or run
+            in eval mode (``"eval"``).
+        prefixes: Maximum number of different numbers of frozen groups, full training included; each is one graph of a
+            compiled model. The default is 3 for a compiled model, 7 for the progressive pattern, otherwise unlimited.
+        costs: Share of the computation in each block, for the progressive pattern; equal by default. See
+            :func:`torchboost.graph.blocks.block_costs`.
+        step_seconds: Time of a full step.
+        recompile_seconds: Time of a compilation; the progressive pattern skips switches that do not repay one.
+        frozen: Number of frozen groups, for the fixed pattern.
+        cache_mebibytes: Budget for caching the output of the frozen part per sample, which is then computed once; 0
+            disables the cache. The loop names its samples: ``with attached["grad_freeze"].fast.samples(ids): ...``. The
+            cache is correct only if a sample is the same tensor in every epoch. It needs ``norms="eval"`` and a model
+            that is not compiled; see :func:`torchboost.algorithms.grad_freeze.prefix.frozen_prefix.fast_prefix`.
+        cache_path: Folder for a memory-mapped cache file; None keeps the cache in memory.
+        agree_within: Seconds that the ranks of one model wait for each other before a pass; if a rank does not arrive,
+            all others raise :class:`torchboost.errors.RankDisagreementError`. Increase it if one rank evaluates or
+            saves alone for longer; 0 disables the comparison.
+    """
+
+    name: ClassVar[str] = "grad_freeze"
+    # After compilation, which it must detect; its hook runs after all others that read gradients.
+    traits: ClassVar[Traits] = Traits(order=95, withdrawn=1)
+
+    groups: int = 10
+    pattern: Pattern = "interval"
+    full_share: float = 0.7
+    total_steps: int = 65536
+    norms: Norms = "update"
+    prefixes: int | None = None
+    costs: tuple[float, ...] | None = None
+    step_seconds: float = 0.0
+    recompile_seconds: float = 0.0
+    frozen: int = 0
+    cache_mebibytes: int = 0
+    cache_path: str | None = None
+    agree_within: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.pattern not in get_args(Pattern):
+            raise ValueError(f"pattern={self.pattern!r}: allowed are {', '.join(map(repr, get_args(Pattern)))}.")
+        if self.norms not in ("update", "eval"):
+            raise ValueError(f"norms={self.norms!r}: allowed are 'update' and 'eval'.")
+        if not 0 <= self.full_share < 1:
+            raise ValueError(
+                f"full_share={self.full_share}: the share of updates that train everything must be 0 or more and below "
+                "1; 1 never freezes, so leave the algorithm out instead."
+            )
+        for name in ("groups", "total_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: pass an integer of 1 or more.")
+        if self.total_steps > freeze_schedule.MOST_STEPS:
+            raise ValueError("total_steps: found more than 2**53; pass the number of updates of the run.")
+        if self.prefixes is not None and self.prefixes < 2:
+            raise ValueError(f"prefixes={self.prefixes}: pass 2 or more (full training and one other), or None.")
+        if not 0 <= self.frozen < self.groups:
+            raise ValueError(f"frozen={self.frozen}: pass 0 or more and less than the number of groups, {self.groups}.")
+        for name in ("step_seconds", "recompile_seconds"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: pass seconds, 0 or more.")
+        if self.agree_within < 0:
+            raise ValueError(f"agree_within={self.agree_within}: pass seconds, or 0 to disable the comparison.")
+        if self.frozen and self.pattern != "fixed":
+            raise ValueError(f"frozen={self.frozen} with pattern={self.pattern!r}: only 'fixed' reads it.")
+        if self.cache_mebibytes < 0:
+            raise ValueError(f"cache_mebibytes={self.cache_mebibytes}: pass 0 or more.")
+        if self.cache_mebibytes and self.norms != "eval":
+            raise ValueError(
+                "cache_mebibytes with norms='update': BatchNorms that keep updating change the result of a sample in "
+                "each epoch; use norms='eval'."
+            )
+        if self.costs is not None:
+            object.__setattr__(self, "costs", tuple(self.costs))
+            if not all(cost >= 0 for cost in self.costs) or not sum(self.costs):
+                raise ValueError(f"costs={self.costs}: pass one number of 0 or more for each block, not all 0.")
+
+    def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
+        """Explain that a single block can never be frozen."""
+        return "the model is a single block, which always trains" if len(blocks_of(model)) < 2 else None
+
+    def graphs(self) -> int:
+        """Return the number of prefixes: each set of flags is a graph of its own."""
+        return 1 if self.pattern == "fixed" else min(self.groups, self.prefixes or compiled_prefixes())
+
+    def check(self, target: Target) -> None:
+        """Refuse wrappers and compilers that do not support freezing, and settings that do not fit the model."""
+        check_freezable(target.model, target.optimizer)
+        if self.costs is not None:
+            _check_costs(self.costs, blocks_of(target.model))
+        wrapper = wrapper_of(target.model)
+        if self.cache_mebibytes and wrapper is not None:
+            raise IncompatibleError(
+                f"grad_freeze: found a model wrapped by {wrapper}, whose forward the cache cannot replace; attach to "
+                "the bare model and wrap it in DDP afterwards, or set cache_mebibytes=0."
+            )
+
+    def attach(self, target: Target) -> Attachment:
+        """Freeze the groups of the first update and follow the schedule from then on.
+
+        Raises:
+            IncompatibleError: The wrapper or the compiler of the model does not support changing ``requires_grad``.
+            ValueError: The length of ``costs`` is not the number of blocks.
+        """
+        freezing = freeze_blocks(target.model, target.optimizer, self, seed=target.seed)
+        return freezing.with_undo(care_for_fused(target.optimizer).remove)  # momentum that starts later
+
+    def schedule(self, costs: Sequence[float], *, seed: int = 0, prefixes: int | None = None) -> Callable[[int], int]:
+        """Return the number of frozen groups as a function of the update.
+
+        Args:
+            costs: Share of the computation per group.
+            seed: Seed of the interval pattern; the same on all ranks.
+            prefixes: Maximum number of different values, 0 included; None is unlimited.
+        """
+        if self.pattern == "progressive":
+            return freeze_schedule.progressive(
+                costs,
+                self.full_share,
+                self.total_steps,
+                switches=(prefixes or 7) - 1,
+                step_seconds=self.step_seconds,
+                recompile_seconds=self.recompile_seconds,
+            )
+        if self.pattern == "fixed":
+            return freeze_schedule.Repeated((min(self.frozen, len(costs) - 1),))
+        schedule: freeze_schedule.Schedule
+        if self.pattern == "continuous":
+            schedule = freeze_schedule.Continuous(len(costs), self.full_share)
+        else:
+            length = freeze_schedule.length_of(self.total_steps)
+            schedule = freeze_schedule.Interval(len(costs), self.full_share, length, seed)
+        return schedule if prefixes is None else freeze_schedule.Snapped(schedule, len(costs), prefixes)
+
+
+def freeze_blocks(
+    model: nn.Module, optimizer: Optimizer, settings: BlockFreeze | None = None, *, seed: int = 0
+) -> Freezing:
+    """Freeze the leading blocks of a network in your own loop, which does not change.
+
+    Args:
+        model: The model as the loop calls it, wrapped in DDP before or after this. Compile it before.
+        optimizer: The optimizer of the model.
+        settings: See :class:`BlockFreeze`.
+        seed: Seed of the interval pattern; the same on all ranks.
+
+    Returns:
+        The live effect: ``step``, ``index``, ``frozen``; save ``state_dict()`` in the checkpoint; ``remove()`` trains
+            everything again.
+
+    Raises:
+        IncompatibleError: The wrapper or the compiler of the model does not support changing ``requires_grad``.
+        ValueError: The length of ``costs`` is not the number of blocks.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(8)))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> settings = BlockFreeze(pattern="progressive", groups=8, full_share=0.5, total_steps=1000)
+        >>> freezing = freeze_blocks(model, optimizer, settings)
+    """
+    settings = settings if settings is not None else BlockFreeze()
+    blocks = blocks_of(model)
+    if settings.costs is not None:
+        _check_costs(settings.costs, blocks)
+    starts = group_starts(len(blocks), settings.groups)
+    if len(starts) < min(2, settings.groups):
+        warnings.warn("grad_freeze: the model is a single block, so nothing is frozen.", NoEffectWarning, stacklevel=2)
+    elif len(starts) < settings.groups and settings.pattern in ("continuous", "interval"):
+        warnings.warn(
+            f"grad_freeze: found groups={settings.groups}, but the model has {len(blocks)} blocks; {len(starts)} "
+            "groups are used.",
+            NoEffectWarning,
+            stacklevel=2,
+        )
+    check_freezable(model, optimizer)
+    prefixes = prefixes_of(blocks, starts)
+    fast = _cached_prefix(model, settings) if settings.cache_mebibytes else None
+    alike = {"seed": seed, "checksum of the settings": _fingerprint(settings)}
+    shares = settings.costs or (1 / len(blocks),) * len(blocks)
+    costs = [sum(shares[a:b]) for a, b in zip(starts, [*starts[1:], len(blocks)], strict=True)]
+    few = None if settings.prefixes else settings.schedule(costs, seed=seed, prefixes=compiled_prefixes())
+    return Freezing(
+        model,
+        optimizer,
+        prefixes,
+        settings.schedule(costs, seed=seed, prefixes=settings.prefixes),
+        compiled=few,
+        norms=settings.norms,
+        fast=fast,
+        total_steps=None if settings.pattern == "fixed" else settings.total_steps,
+        alike=alike,
+        agree_within=settings.agree_within,
+    )
+
+
+def _fingerprint(settings: BlockFreeze) -> int:
+    """A number that differs between ranks whose flags may differ; cache settings may differ per rank."""
+    return crc32(repr(replace(settings, cache_mebibytes=0, cache_path=None)).encode())
+
+
+def _check_costs(costs: Sequence[float], blocks: Sequence[Block]) -> None:
+    if len(costs) != len(blocks):
+        raise ValueError(
+            f"grad_freeze.costs: found {len(costs)}, the model has {len(blocks)} blocks "
+            f"({', '.join(block.name for block in blocks)}); pass one per block."
+        )
+
+
+def _cached_prefix(model: nn.Module, settings: BlockFreeze) -> FastPrefix:
+    cache = ActivationCache(settings.cache_mebibytes * 2**20, path=settings.cache_path)
+    fast = fast_prefix(model, cache=cache)
+    fast.with_undo(cache.close)
+    return fast

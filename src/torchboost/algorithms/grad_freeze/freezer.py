@@ -1,0 +1,436 @@
+"""Freeze a changing set of parameters, and the modules that belong to them, in a running loop."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchboost.algorithms.grad_freeze.flags import HeldFlags, SettledNorms, release_others
+from torchboost.algorithms.grad_freeze.gradient_checks import Accumulated, LostGradients
+from torchboost.algorithms.grad_freeze.prefix.frozen_prefix import FastPrefix
+from torchboost.algorithms.grad_freeze.reach import Reach
+from torchboost.algorithms.grad_freeze.replicas import Replicas, check_reducer, several_ranks
+from torchboost.core.algorithm import Attachment, Removable
+from torchboost.core.covering import plain_hook
+from torchboost.core.torch_private import AnyBatchNorm, recompile_limit
+from torchboost.core.torch_versions import compiler_follows_flags, follows_flags
+from torchboost.core.wrapping import compiled_parts, is_compiled
+from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.graph.blocks import Block
+
+__all__ = ["Freezing", "Norms", "Prefix", "check_freezable", "compiled_prefixes", "prefixes_of"]
+
+Norms = Literal["update", "eval"]
+_NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Prefix:
+    """The part of a model that is frozen at one index of a schedule.
+
+    Args:
+        parameters: Parameters that get no gradient and do not change.
+        norms: The BatchNorms that hold some of them.
+        cut: Modules whose outputs are detached, because a parameter they use still trains elsewhere.
+    """
+
+    parameters: tuple[nn.Parameter, ...] = ()
+    norms: tuple[AnyBatchNorm, ...] = ()
+    cut: tuple[nn.Module, ...] = ()
+
+
+def prefixes_of(blocks: Sequence[Block], starts: Sequence[int]) -> tuple[Prefix, ...]:
+    """Return for each group the prefix before it, that is all blocks frozen while it is the first to train."""
+    return tuple(
+        Prefix(
+            parameters=tuple(p for block in blocks[:start] for p in block.parameters),
+            norms=tuple(m for block in blocks[:start] for m in block.modules if isinstance(m, AnyBatchNorm)),
+            cut=tuple(m for block in blocks[:start] for m in block.cut),
+        )
+        for start in starts
+    )
+
+
+def _without(prefix: Prefix, left: Collection[int]) -> Prefix:
+    """Exclude parameters by ``id``, and the modules that hold some of them."""
+    if not left:
+        return prefix
+
+    def kept(module: nn.Module) -> bool:
+        return not any(id(p) in left for p in module.parameters(recurse=False))
+
+    return Prefix(
+        parameters=tuple(p for p in prefix.parameters if id(p) not in left),
+        norms=tuple(filter(kept, prefix.norms)),
+        cut=tuple(filter(kept, prefix.cut)),
+    )
+
+
+def check_freezable(model: nn.Module | None, optimizer: Optimizer) -> None:
+    """Refuse models and optimizers that do not support changing ``requires_grad``.
+
+    Raises:
+        IncompatibleError: The model is wrapped by DDP with ``static_graph=True``, or with a communication hook that has
+            a state or is built into the reducer; the program compiles the model, and this torch keeps using the graph
+            of the old flags; or the ``step`` of the optimizer needs a closure, as that of LBFGS, which moves parameters
+            without a gradient.
+    """
+    if model is not None:
+        check_reducer(model)
+        if not all(map(follows_flags, compiled_parts(model))) and not compiler_follows_flags():
+            raise IncompatibleError(
+                f"freezing: torch.compile of torch {torch.__version__} keeps using the old graph when requires_grad "
+                "changes (pytorch#139476), so unfrozen layers would never train; set torch._dynamo.config."
+                "skip_tensor_guards_with_matching_dict_tags = False at the start of the program, or update to 2.12."
+            )
+    closure = list(inspect.signature(type(optimizer).step).parameters.values())[1:2]
+    if closure and closure[0].default is inspect.Parameter.empty and closure[0].kind in _NAMED:
+        raise IncompatibleError(
+            f"freezing: {type(optimizer).__name__}.step needs a closure; such an optimizer, for example LBFGS, also "
+            "moves parameters without a gradient. Use an optimizer that skips them, or leave freezing out."
+        )
+
+
+def compiled_prefixes() -> int:
+    """Return the maximum number of prefixes of a compiled model: 3 at torch's limit of 8 graphs.
+
+    Each set of flags costs one graph for training and one for evaluation, since guards check ``requires_grad`` under
+    ``no_grad`` too; a last batch of another size adds one of each. Past ``torch._dynamo.config.recompile_limit``, torch
+    falls back to eager permanently.
+    """
+    return max(2, (recompile_limit() - 2) // 2)
+
+
+class Freezing(Attachment):
+    """A frozen prefix that changes with the updates of an optimizer.
+
+    Frozen parameters have ``requires_grad=False`` and no gradient: the backward pass stops at their border, no
+    activations before it are stored, and the optimizer skips them, so weights and moments do not change, whatever the
+    decay or momentum. There is one optimizer with one set of moments; parameter groups are never changed. The flags
+    change in a post-hook of ``optimizer.step``, that is once per update: they stay inside an accumulation window, and
+    if a ``GradScaler`` skips an update. On several ranks the reducer of DDP is rebuilt before the next pass, so that
+    nothing of the frozen part is sent, and the ranks compare their state
+    (:class:`~torchboost.algorithms.grad_freeze.replicas.Replicas`).
+
+    Only parameters of the optimizer are frozen, and only while the user trains them: what the user freezes stays
+    frozen, and what the user thaws stays thawed (:class:`~torchboost.algorithms.grad_freeze.flags.HeldFlags`). The
+    index in use is that of the schedule, or the largest index below it that leaves something to train
+    (:class:`~torchboost.algorithms.grad_freeze.reach.Reach`). Freezing that an earlier attachment left on these
+    parameters is undone first.
+
+    Args:
+        model: The model as the loop calls it, wrapped or not (DDP may follow later). None if only parameters are known;
+            their BatchNorms then keep updating, and a DDP is not detected.
+        optimizer: The optimizer whose updates are counted. Held weakly.
+        prefixes: The frozen part at index 0, 1, ...
+        schedule: Index for each update, counted from 0.
+        compiled: Schedule to use instead if the model is compiled when this is attached, or later but before the first
+            update that freezes. None always uses ``schedule``.
+        norms: Whether BatchNorms in the frozen part keep updating their statistics or run in eval mode.
+        fast: Runs the frozen part; it detects what is frozen, and is removed with this.
+        total_steps: Number of updates after which everything is thawed; later updates warn once. None never ends.
+        alike: Further numbers that must be equal on all ranks, such as the seed of the schedule.
+        agree_within: Seconds to wait for a rank before a pass; then an error is raised. 0 disables the comparison.
+
+    Attributes:
+        step: Number of updates so far.
+        index: The index in use.
+        fast: As given; ``with freezing.fast.samples(ids):`` names the samples of a batch for its cache.
+
+    Raises:
+        IncompatibleError: See :func:`check_freezable`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        optimizer: Optimizer,
+        prefixes: Sequence[Prefix],
+        schedule: Callable[[int], int],
+        *,
+        compiled: Callable[[int], int] | None = None,
+        norms: Norms = "update",
+        fast: FastPrefix | None = None,
+        total_steps: int | None = None,
+        alike: Mapping[str, int] | None = None,
+        agree_within: float = 600.0,
+    ) -> None:
+        check_freezable(model, optimizer)
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        release_others(trained)
+        self._model = model
+        self._optimizer = ref(optimizer)
+        self._prefixes = tuple(prefixes)
+        self._schedules = schedule, compiled
+        self._settle_schedule(self._compiled_as(None))
+        self._total = total_steps
+        self._flags = HeldFlags(self, trained)
+        frozen = [prefix.parameters for prefix in prefixes]
+        self._reach = Reach(
+            optimizer,
+            frozen,
+            [prefix.cut for prefix in prefixes],
+            self._flags.may_train,
+            values=lambda: not several_ranks(),
+        )
+        self._accumulated: Accumulated | None = Accumulated(trained)
+        self._lost = None if model is None else LostGradients(model, trained, frozen)
+        self._looked = {0}
+        self._norms = norms
+        self._settled = SettledNorms()
+        self._cuts = {m: _Cut() for prefix in prefixes for m in prefix.cut}
+        self.fast = fast
+        self._counted = model is None or is_compiled(model)  # the caller knew of the compiler
+        self._alike = dict(alike or {})
+        self._freezable = len({id(p) for prefix in prefixes for p in prefix.parameters if p.requires_grad})
+        self._flips = 0
+        self._replicas: Replicas | None = None
+        self._warned = self._overran = False
+        self.step = 0
+        self.index = 0
+        self._spared = frozenset[int]()
+        self._in_force = self._prefixes[0]
+        handles: list[Removable] = [optimizer.register_step_post_hook(_untraced(self._updated)), self._accumulated]
+        handles += [plain_hook(module, module.register_forward_hook(cut)) for module, cut in self._cuts.items()]
+        if self._lost is not None:
+            handles.append(self._lost)
+        if model is not None and norms == "eval" and any(prefix.norms for prefix in prefixes):
+            handles.append(plain_hook(model, model.register_forward_pre_hook(_untraced(self._settle_norms))))
+        if fast is not None:
+            handles.append(fast)
+        if model is not None:
+            self._replicas = Replicas(model, lambda: self._flips, self._figures, within=agree_within)
+            handles.append(self._replicas)
+        super().__init__(*handles, undo=self._thaw)
+        self._apply(self._scheduled(0))
+        # The trace of the fast path refuses checkpointing, and treats modules with hooks as opaque.
+        if self._lost is not None and self.index == 0 and self.graphs > 1 and fast is None:
+            self._lost.look(ahead=True)
+        self._watch()
+
+    def freeze(self, index: int) -> None:
+        """Use another index until the next update.
+
+        Raises:
+            ValueError: The index does not exist.
+        """
+        if not 0 <= index < len(self._prefixes):
+            raise ValueError(f"index: found {index}; pass 0 to {len(self._prefixes) - 1}.")
+        self._apply(index)
+
+    @property
+    def frozen(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that this attachment freezes now."""
+        return tuple(p for p in self._in_force.parameters if id(p) in self._flags.held)
+
+    @property
+    def graphs(self) -> int:
+        """Number of different prefixes of the schedule, and of training graphs of a compiled model."""
+        return getattr(self._schedule, "prefixes", len(self._prefixes))
+
+    def figures(self) -> dict[str, float]:
+        """Return the share of the optimizer's weights that are frozen now."""
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        sizes = [param.numel() for group in groups for param in group["params"]]
+        return {"frozen": sum(param.numel() for param in self.frozen) / max(1, sum(sizes))}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of updates, the unusable indices, and, as a check, the frozen parameters."""
+        index = self._reach.usable(self._scheduled(self.step))
+        frozen = len(self._prefixes[index].parameters)
+        return {"step": self.step, "frozen": frozen, "compiled": self._for_compiled, **self._reach.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a checkpoint. Flags follow as in training: what the user froze in this process stays frozen.
+
+        Raises:
+            ValueError: These settings freeze another part of the network at that step; nothing was changed.
+        """
+        index = self._checked_index(state)
+        self._settle_schedule(self._compiled_as(state.get("compiled")))
+        self.step = int(state["step"])
+        self._reach.load_state_dict(state)
+        self._apply(index)
+
+    def _checked_index(self, state: Mapping[str, Any]) -> int:
+        index = self._reach.usable(self._index_of(state), state)
+        frozen = len(self._prefixes[index].parameters)
+        if frozen != state["frozen"]:
+            raise ValueError(
+                f"the checkpoint froze {state['frozen']} parameters at update {state['step']}, but these settings "
+                f"freeze {frozen}; attach with the settings, seed and model that the checkpoint was saved with."
+            )
+        return index
+
+    def _index_of(self, state: Mapping[str, Any]) -> int:
+        step = int(state["step"])
+        return 0 if self._over(step) else self._schedule_if(self._compiled_as(state.get("compiled")))(step)
+
+    def _scheduled(self, step: int) -> int:
+        """Return the index of an update. The first one that freezes settles which schedule is used."""
+        if self._over(step):
+            return 0
+        if self._for_compiled is None and self._schedule(step):
+            self._settle_schedule(bool(self._compiled_as(None)))
+        return self._schedule(step)
+
+    def _compiled_as(self, known: bool | None) -> bool | None:
+        """Return whether the schedule for a compiled model is used; None if the first update that freezes decides."""
+        if self._schedules[1] is None:
+            return False
+        return True if known is None and self._model is not None and is_compiled(self._model) else known
+
+    def _schedule_if(self, compiled: bool | None) -> Callable[[int], int]:
+        plain, other = self._schedules
+        return other if compiled and other is not None else plain
+
+    def _settle_schedule(self, compiled: bool | None) -> None:
+        self._for_compiled, self._schedule = compiled, self._schedule_if(compiled)
+
+    def _over(self, step: int) -> bool:
+        return self._total is not None and step >= self._total
+
+    def _updated(self, optimizer: Optimizer, *_: Any) -> None:
+        if _learns_nothing(optimizer):
+            return
+        self._watch()
+        self._look_at_gradients()
+        self._after_update()
+        self._warn_after_the_end()
+
+    def _after_update(self) -> None:
+        self.step += 1
+        self._apply(self._scheduled(self.step))
+
+    def _look_at_gradients(self) -> None:
+        found = self._reach.observe(self.index)
+        if self._lost is not None and found:
+            self._lost.observe(self.index > 0)
+        told = None if self._accumulated is None else self._accumulated.observe()
+        if self._accumulated is None or told is None:
+            return
+        if not told:
+            self._reach.close()
+            warnings.warn(
+                "freezing: found gradients that no backward pass accumulated, such as those of "
+                "torch.autograd.grad(loss, parameters), which fails for frozen parameters; nothing is frozen. Call "
+                "loss.backward() instead, or leave freezing out.",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+        self._accumulated.remove()
+        self._accumulated = None
+
+    def _warn_after_the_end(self) -> None:
+        if self._overran or self._total is None or self.step <= self._total:
+            return
+        self._overran = True
+        warnings.warn(
+            f"freezing: update {self.step} comes after the end of the run, total_steps={self._total}; everything "
+            "trains from then on. Set total_steps to the number of updates of the whole run.",
+            NoEffectWarning,
+            stacklevel=2,
+        )
+
+    def _figures(self) -> dict[str, int]:
+        """The numbers that must be equal on all ranks before a pass."""
+        frozen = {"frozen groups": self.index, "parameters not reached yet": len(self._spared)}
+        return {"updates": self.step, **frozen, "parameters": self._freezable, **self._alike}
+
+    def _watch(self) -> None:
+        """Look for other ranks; they may have been set up after this was attached."""
+        if self._replicas is not None:
+            self._replicas.watch()
+        elif not self._warned and several_ranks():
+            self._warned = True
+            warnings.warn(
+                "freezing: found several ranks and only parameters, no model, so DistributedDataParallel cannot learn "
+                "which of them train; build it with find_unused_parameters=True first, or use freeze_blocks or "
+                "GradientFreeze, which take the model.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _thaw(self) -> None:
+        self._apply(0)
+        if self._replicas is not None:
+            self._replicas.release()
+
+    def _apply(self, index: int) -> None:
+        """Apply the largest usable index up to ``index``; change only what differs."""
+        index = self._reach.usable(index)
+        spared = self._reach.spared(index)
+        if index == self.index and spared == self._spared:
+            return
+        self._check_graphs()
+        before, after = self._in_force, _without(self._prefixes[index], spared)
+        self.index, self._spared, self._in_force = index, spared, after
+        self._flags.change(self._of_the_optimizer(after.parameters))
+        if self._lost is not None and index not in self._looked:
+            self._looked.add(index)
+            self._lost.look()
+        self._flips += 1
+        cut = set(after.cut)
+        for module, hook in self._cuts.items():
+            hook.active = module in cut
+        if self._norms == "eval" and self._model is not None:
+            self._settled.give_back(set(before.norms) - set(after.norms), self._model)
+            self._settle_norms()
+
+    def _of_the_optimizer(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return those that the optimizer updates now; others belong to other optimizers, or to none."""
+        known = set(map(id, self._reach.known))
+        return [p for p in parameters if id(p) in known]
+
+    def _check_graphs(self) -> None:
+        """Warn once if the model was compiled later and the schedule needs more graphs than torch allows."""
+        if self._counted or self._model is None or not is_compiled(self._model):
+            return
+        self._counted = True
+        if self.graphs > compiled_prefixes():
+            warnings.warn(
+                f"freezing: the model was compiled after freezing was attached, and this schedule needs {self.graphs} "
+                "graphs for training and as many for evaluation; past torch._dynamo.config.recompile_limit, torch "
+                f"runs eagerly permanently. Compile first, or set prefixes={compiled_prefixes()}.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _settle_norms(self, *_: Any) -> None:
+        """Put frozen norms back into eval mode, since ``model.train()`` in the loop sets every module to training."""
+        self._settled.settle(self._in_force.norms)
+
+
+def _learns_nothing(optimizer: Optimizer) -> bool:
+    """Whether all rates and gradients are zero, as in the step by which DCP finds out what an optimizer keeps."""
+    rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
+    if any((isinstance(rate, Tensor) and rate.device.type != "cpu") or rate != 0 for rate in rates):
+        return False  # a rate on an accelerator is not waited for
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
+
+
+def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    """Keep the compiler out of a hook if the step or the forward around it is compiled."""
+    return torch.compiler.disable(hook)  # pyright: ignore[reportReturnType]
+
+
+class _Cut:
+    """A forward hook that detaches what a module returns while ``active``."""
+
+    def __init__(self) -> None:
+        self.active = False
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.active and isinstance(output, Tensor):
+            return output.detach()
+        return output

@@ -1,0 +1,7 @@
+"""Loss scaling: one scale for all gradients, or one per group."""
+
+from __future__ import annotations
+
+from torchboost.algorithms.loss_scale_group.algorithm import GroupGradScaler, LossScaleGroups
+
+__all__ = ["GroupGradScaler", "LossScaleGroups"]

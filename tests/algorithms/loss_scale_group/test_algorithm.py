@@ -1,0 +1,456 @@
+"""Group loss scaling: true gradients out of any scales, training where one scale fails, and clear refusals."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.models import BottleneckNet, TinyGPT, batch_for, cnn, mlp
+from torchboost.algorithms.autocast import Autocast, autocast_forward
+from torchboost.algorithms.grad_accumulation.algorithm import AccumulationSteps
+from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze
+from torchboost.algorithms.gradient_centralization import GradientCentralization
+from torchboost.algorithms.less_bn import BatchNormRemoval
+from torchboost.algorithms.loss_scale_group.algorithm import GroupGradScaler, LossScaleGroups
+from torchboost.algorithms.loss_scale_group.borders import has_borders
+from torchboost.algorithms.loss_scale_group.rule import ScaleRule
+from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale
+from torchboost.core.algorithm import Target, attach_all
+from torchboost.core.step import TrainStep
+from torchboost.errors import IncompatibleError, ScaleCollapseWarning
+
+
+def deep(layers: int = 20) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[m for _ in range(layers) for m in (nn.Linear(8, 8), nn.Tanh())])
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def all_equal(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def data(model: nn.Module, seed: int, size: int = 8):
+    return batch_for(model, torch.Generator().manual_seed(seed), size)
+
+
+@pytest.mark.parametrize("order", ["falling", "rising", "mixed"])
+def test_true_gradients_from_scales_over_twelve_orders_of_magnitude(order):
+    model, plain = deep(), deep()
+    scales = [10.0 ** (12 * i / 19) for i in range(20)]
+    scales = {"falling": scales[::-1], "rising": scales, "mixed": scales[::2] + scales[1::2]}[order]
+    scaler = GroupGradScaler(model, [str(2 * i) for i in range(20)], init_scale=scales)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(4, 8)
+    plain(x).square().sum().backward()
+    scaler.scale(model(x).square().sum()).backward()
+    for i, scale in enumerate(scales):
+        raw = model[2 * i].weight.grad / plain[2 * i].weight.grad
+        assert torch.equal(raw, torch.full_like(raw, 2.0 ** math.floor(math.log2(scale))))
+    scaler.unscale_(optimizer)
+    assert all_equal(gradients(model), gradients(plain))
+
+
+def test_a_backward_pass_that_is_not_scaled_stays_as_it_was():
+    model, plain = deep(4), deep(4)
+    scaler = GroupGradScaler(model, 4)
+    x = torch.randn(4, 8)
+    for each in (model, plain):
+        each(x).square().sum().backward()
+    assert all_equal(gradients(model), gradients(plain))
+    scaler.remove()
+
+
+class TwoTasks(nn.Module):
+    """Two heads whose losses weigh 1e-9 and 1e5: no single scale holds the gradients of both in float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = (nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)) for _ in range(2))
+
+    def forward(self, x, y):
+        with torch.autocast("cpu", torch.float16):
+            small, large = self.small(x), self.large(x)
+        return 1e-9 * F.cross_entropy(small.float(), y), 1e5 * F.cross_entropy(large.float(), y)
+
+
+def train_tasks(make) -> tuple[list[float], list[float], int]:
+    torch.manual_seed(0)
+    model = TwoTasks()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-30)
+    scaler = make(model)
+    small, large, skipped = [], [], 0
+    x, y = torch.randn(16, 8), torch.randint(0, 4, (16,))
+    for _ in range(60):
+        losses = model(x, y)
+        scaler.scale(losses[0] + losses[1]).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        small.append(float(losses[0].detach()) * 1e9)
+        large.append(float(losses[1].detach()) / 1e5)
+        skipped += scaler.overflowed
+    return small, large, skipped
+
+
+def test_group_scaling_trains_where_one_scale_fails():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ScaleCollapseWarning)
+        small, large, _ = train_tasks(lambda model: DynamicLossScale(2.0**16, floor=2.0**-10))
+        assert large[-1] < 0.7 * large[0]
+        assert small[-1] > 0.999 * small[0], "its gradients are lost"
+        rule = ScaleRule(growth=2 ** (1 / 1000), shrink=2**-0.5, window=1, floor=2.0**-10, ceiling=2.0**40)
+        small, large, skipped = train_tasks(
+            lambda model: GroupGradScaler(model, ["small", "large"], init_scale=[2.0**30, 1.0], rule=rule)
+        )
+    assert large[-1] < 0.7 * large[0]
+    assert small[-1] < 0.7 * small[0]
+    assert skipped < 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("make", [BottleneckNet, TinyGPT])
+@pytest.mark.parametrize("how", ["dynamic", "group"])
+def test_half_precision_trains_a_conv_net_and_a_gpt(make, dtype, how):
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    scaler = DynamicLossScale(2.0**14) if how == "dynamic" else GroupGradScaler(model, 2, init_scale=2.0**14)
+    autocast_forward(model, dtype)
+    step = TrainStep(Target(model, optimizer, scaler), lambda x, y: F.cross_entropy(model(x), y))
+    x, y = data(model, 0)
+    losses = [float(step(x, y).loss) for _ in range(12)]
+    assert losses[-1] < 0.8 * losses[0]
+    plain = make()
+    plain.load_state_dict(model.state_dict())
+    for each, scale in ((model, scaler.scale), (plain, lambda loss: loss)):
+        each.zero_grad()
+        scale(F.cross_entropy(each(x), y)).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.cat([g.flatten() for g in gradients(plain)]).norm()
+    far = torch.cat([(a - b).flatten() for a, b in zip(gradients(model), gradients(plain), strict=True)]).norm()
+    assert far < 0.15 * norm
+
+
+COMBINATIONS = {
+    "freeze": [BlockFreeze(groups=3, full_share=0.3, total_steps=12)],
+    "accumulation": [AccumulationSteps(steps=2)],
+    "less_bn": [BatchNormRemoval(), GradientCentralization()],
+    "freeze accumulation": [BlockFreeze(groups=3, full_share=0.3, total_steps=12), AccumulationSteps(steps=2)],
+    "all": [
+        BlockFreeze(groups=3, full_share=0.3, total_steps=12),
+        AccumulationSteps(steps=2),
+        BatchNormRemoval(),
+        GradientCentralization(),
+    ],
+}
+
+
+def steps_of(algorithms, scaler=None, bad: int = -1, seed: int = 0):
+    torch.manual_seed(0)
+    model = BottleneckNet()
+    target = Target(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), scaler, seed=seed)
+    attached = attach_all(target, algorithms)
+    poison = {"value": 1.0}
+    step = TrainStep(target, lambda x, y: F.cross_entropy(model(x), y) * poison["value"], attached=attached)
+    return model, target, step, poison
+
+
+@pytest.mark.parametrize("how", ["dynamic", "group"])
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_every_combination_trains_to_the_bit_like_unscaled(name, how):
+    plain, _, plain_step, _ = steps_of(COMBINATIONS[name])
+    group = [LossScaleGroups(groups=3, init_scale=2.0**12)] if how == "group" else []
+    scaled, target, step, _ = steps_of([*COMBINATIONS[name], *group], None if group else DynamicLossScale(2.0**12))
+    for number in range(8):
+        x, y = data(plain, number)
+        plain_step(x, y)
+        assert not step(x, y).overflow
+    assert target.scaler.get_scale() >= 2.0**12
+    assert all_equal(plain.state_dict().values(), scaled.state_dict().values())
+
+
+@pytest.mark.parametrize("how", ["dynamic", "group"])
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_every_combination_skips_an_overflow_and_goes_on(name, how):
+    group = [LossScaleGroups(groups=3, init_scale=2.0**12)] if how == "group" else []
+    model, target, step, poison = steps_of([*COMBINATIONS[name], *group], None if group else DynamicLossScale(2.0**12))
+    skipped = 0
+    for number in range(8):
+        poison["value"] = math.inf if number == 4 else 1.0
+        before = [p.detach().clone() for p in model.parameters()]
+        state = copy.deepcopy(target.optimizer.state_dict()["state"])
+        out = step(*data(model, number))
+        skipped += bool(out.overflow)
+        if out.overflow:
+            assert all_equal(before, model.parameters())
+            after = target.optimizer.state_dict()["state"]
+            assert all(torch.equal(after[k]["momentum_buffer"], v["momentum_buffer"]) for k, v in state.items())
+    assert skipped == 1
+    assert step.updated
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_resume_is_bit_identical_in_a_growth_window():
+    algorithms = [LossScaleGroups(groups=3, init_scale=8.0, growth=2.0, window=4), AccumulationSteps(steps=2)]
+    model, target, step, poison = steps_of(algorithms)
+    for number in range(7):
+        poison["value"] = math.nan if number == 2 else 1.0
+        step(*data(model, number))
+    saved = copy.deepcopy((model.state_dict(), target.optimizer.state_dict(), step.state_dict()))
+    again, other, resumed, _ = steps_of(algorithms)
+    again.load_state_dict(saved[0])
+    other.optimizer.load_state_dict(saved[1])
+    resumed.load_state_dict(saved[2])
+    for number in range(7, 20):
+        step(*data(model, number))
+        resumed(*data(model, number))
+    assert all_equal(model.state_dict().values(), again.state_dict().values())
+    assert step.state_dict()["scaler"] == resumed.state_dict()["scaler"]
+    assert target.scaler.get_scale() > 8
+
+
+def test_a_window_that_was_resumed_may_hold_gradients_of_a_module_that_was_not_called_again():
+    """A branch of the model was used before the checkpoint and not after it."""
+
+    def built() -> tuple[nn.ModuleList, GroupGradScaler, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        return model, GroupGradScaler(model, [["1"]]), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def scaled(model: nn.ModuleList, scaler: GroupGradScaler, *, both: bool) -> None:
+        hidden = model[0](torch.ones(1, 2))
+        scaler.scale((model[1](hidden) if both else hidden).sum()).backward()
+
+    model, scaler, optimizer = built()
+    scaled(model, scaler, both=True)
+    again, resumed, other = built()
+    resumed.load_state_dict(scaler.state_dict())
+    for own, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        assert theirs.grad is not None
+        own.grad = theirs.grad.clone()
+    for each in ((model, scaler, optimizer), (again, resumed, other)):
+        scaled(*each[:2], both=False)
+        each[1].step(each[2])
+        each[1].update()
+    assert all_equal(model.parameters(), again.parameters())
+
+
+def test_the_report_names_the_group_and_the_warning_the_gradient():
+    model = mlp()
+    scaler = GroupGradScaler(model, ["0", ["2", "3"]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0].weight.register_hook(lambda grad: grad * math.nan)
+    step = TrainStep(Target(model, optimizer, scaler), lambda x, y: F.cross_entropy(model(x), y))
+    with pytest.warns(ScaleCollapseWarning, match=r"scale of group '0' fell .* 8 overflows in a row.*0\.weight"):
+        assert all(step(*data(model, number)).overflow for number in range(9))
+    found = {status.name: status for status in scaler.report}
+    assert list(found) == ["rest of the model", "0", "2, 3"]
+    assert (found["0"].overflows, found["0"].in_a_row, found["2, 3"].overflows) == (9, 9, 0)
+    assert found["0"].scale < 2.0**12 < 2.0**16 < found["2, 3"].scale
+
+
+def test_groups_by_name_type_module_and_number():
+    model = BottleneckNet()
+    named = GroupGradScaler(model, [[nn.Conv2d]])
+    assert len(named.parameters_of(1)) == sum(isinstance(m, nn.Conv2d) for m in model.modules())
+    named.remove()
+    first = next(iter(model.children()))
+    GroupGradScaler(model, [first]).remove()
+    scaler = GroupGradScaler(mlp(), ["0", "[24]"])
+    assert [len(scaler.parameters_of(i)) for i in (1, 2)] == [2, 4]
+    assert [status.name for status in GroupGradScaler(mlp(), 3).report] == ["0", "2", "4"]
+
+
+def test_a_list_of_modules_stands_for_what_it_holds():
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x).tanh()
+            return x
+
+    model = Stack()
+    plain = copy.deepcopy(model)
+    scaler = GroupGradScaler(model, ["layers"])
+    x = torch.randn(2, 4)
+    plain(x).sum().backward()
+    scaler.scale(model(x).sum()).backward()
+    scaler.unscale_(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert all_equal(gradients(model), gradients(plain))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(6, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.wte.weight
+
+    def forward(self, x):
+        return self.head(self.body(self.wte(x)))
+
+
+def test_tied_weights_are_refused_by_name_and_left_to_the_rest_by_number():
+    model = Tied()
+    with pytest.raises(IncompatibleError, match=r"'wte.weight' is shared by 'wte' and 'head'.*into one group"):
+        GroupGradScaler(model, ["wte", "body"])
+    assert not any(m._forward_hooks for m in model.modules())
+    plain = copy.deepcopy(model)
+    scaler = GroupGradScaler(model, 3)
+    ids = torch.tensor([[1, 2, 3]])
+    plain(ids).square().sum().backward()
+    scaler.scale(model(ids).square().sum()).backward()
+    scaler.unscale_(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert all_equal(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize(
+    ("groups", "error", "text"),
+    [
+        (0, ValueError, "found 0; give 1 or more"),
+        (True, TypeError, "found True; give a number of groups"),
+        ([], ValueError, "each group needs at least one module name"),
+        ([[]], ValueError, "each group needs at least one module name"),
+        ([3], TypeError, "found 3; give names of modules"),
+        (["layer9"], ValueError, r"no module of the model is 'layer9'.*named_modules"),
+        ([nn.Conv3d], ValueError, "no module of the model is Conv3d"),
+        (["0", "0"], ValueError, "'0' is in group 1 and, itself or a part of it, in group 2"),
+    ],
+)
+def test_bad_groups(groups, error, text):
+    model = mlp()
+    with pytest.raises(error, match=text):
+        GroupGradScaler(model, groups)
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_bad_settings_of_the_algorithm():
+    with pytest.raises(ValueError, match="shrink: found 2"):
+        LossScaleGroups(shrink=2.0)
+    with pytest.raises(ValueError, match=r"init_scale: found 0\.25"):
+        LossScaleGroups(init_scale=[0.25, 8.0])
+    model = mlp()
+    target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="found 3 scales for 2 groups"):
+        attach_all(target, [LossScaleGroups(groups=["0", "2"], init_scale=[1.0, 2.0, 4.0])])
+    target.scaler = DynamicLossScale()
+    with pytest.raises(IncompatibleError, match="the target has a scaler already, a DynamicLossScale"):
+        attach_all(target, [LossScaleGroups()])
+
+
+def test_it_brings_the_scaler_that_float16_asks_for():
+    model = cnn()
+    target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    attached = attach_all(target, [Autocast(dtype="float16"), LossScaleGroups(groups=2)])
+    step = TrainStep(target, lambda x, y: F.cross_entropy(model(x), y), attached=attached)
+    assert math.isfinite(float(step(*data(model, 0)).loss))
+    assert step.updated
+    attached.remove()
+    assert target.scaler is None
+
+
+def test_remove_in_mid_run():
+    model, plain = deep(3), deep(3)
+    scaler = GroupGradScaler(model, 3)
+    scaler.remove()
+    scaler.remove()
+    x = torch.randn(2, 8)
+    scaler.scale(model(x).sum()).backward()
+    plain(x).sum().backward()
+    assert all_equal(gradients(model), gradients(plain))
+
+
+def test_a_second_scaler_on_a_model_is_refused_while_the_first_is_there():
+    """Where their groups differ, each would take the other's borders for its own."""
+    model, plain = deep(3), deep(3)
+    first = GroupGradScaler(model, ["0", "2"], init_scale=2.0**9)
+    target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for again in (lambda: GroupGradScaler(model, ["4"]), lambda: attach_all(target, [LossScaleGroups(groups=2)])):
+        with pytest.raises(IncompatibleError, match=r"already has a GroupGradScaler.*remove\(\)"):
+            again()
+    assert target.scaler is None
+    twin = copy.deepcopy(model)
+    first.remove()
+    x = torch.randn(2, 8)
+    plain(x).sum().backward()
+    for each in (model, twin):  # a copy of a model with borders has none of its own
+        scaler = GroupGradScaler(each, ["2", "4"], init_scale=[2.0**3, 2.0**12])
+        scaler.scale(each(x).sum()).backward()
+        scaler.unscale_(torch.optim.SGD(each.parameters(), lr=0.1))
+        assert all_equal(gradients(each), gradients(plain))
+
+
+def test_the_borders_go_with_the_scaler():
+    model = deep(2)
+    scaler = GroupGradScaler(model, 2)
+    assert has_borders(model)
+    del scaler
+    assert not has_borders(model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+# Dynamo itself makes an instance of torch.autograd.Function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_has_its_borders_too(backend):
+    class Net(nn.Sequential):
+        def forward(self, input):
+            for layer in self:
+                input = layer(input)
+            return input
+
+    torch.manual_seed(0)
+    model = Net(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    plain = copy.deepcopy(model)
+    scaler = GroupGradScaler(model, ["0", "2", "4"], init_scale=[2.0**20, 2.0**4, 2.0**9])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.compile(backend=backend, fullgraph=True)
+    for number in range(3):
+        x = torch.randn(4, 8)
+        model.zero_grad()
+        plain.zero_grad()
+        plain(x).square().sum().backward()
+        # Other scales are other numbers in the same memory, no other graph.
+        with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
+            scaler.scale(model(x).square().sum()).backward()
+        assert torch.equal(model[0].weight.grad, plain[0].weight.grad * 2.0**20), number
+        scaler.unscale_(optimizer)
+        assert all_equal(gradients(model), gradients(plain))
+        scaler.update()
+
+
+def test_a_model_that_is_compiled_already_is_refused():
+    model = mlp()
+    model.compile(backend="eager")
+    for compiled in (model, torch.compile(mlp(), backend="eager")):
+        with pytest.raises(IncompatibleError, match="set the borders first"):
+            GroupGradScaler(compiled, 2)
+
+
+def test_settings_are_values():
+    value = LossScaleGroups(groups=[["a", "b"], "c"], init_scale=[4.0, 8.0])
+    assert value.groups == (("a", "b"), "c")
+    assert hash(value) == hash(LossScaleGroups(groups=(("a", "b"), "c"), init_scale=(4.0, 8.0)))
+    assert LossScaleGroups().idle(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters())) is not None
+
+
+def test_a_rule_is_a_scale_rule():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    rule: Any = {"window": 2}
+    with pytest.raises(TypeError, match=r"rule: found dict; give a torchboost.ScaleRule\(\.\.\.\)"):
+        GroupGradScaler(model, ["0", "1"], rule=rule)

@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.models import batch_for, cnn, mlp
+from tests.support.ranks import run_ranks
+from tests.support.trajectories import snapshot
+from torchboost.algorithms.gradient_centralization import (
+    GradientCentralization,
+    centralizable,
+    centralize_gradients,
+    depthwise_and_normalized,
+)
+from torchboost.core.algorithm import Target, attach_all
+from torchboost.errors import NoEffectWarning
+from torchboost.graph.normalized_linear import NormalizedLinear
+from torchboost.optim.rules.adam import Adam
+from torchboost.optim.rules.sgd import SGD
+
+
+class Zoo(nn.Module):
+    """One of every kind of layer that matters here; the names mislead on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias_bn = nn.Conv2d(3, 8, 3)
+        self.grouped = nn.Conv2d(8, 8, 3, groups=2)
+        self.pointwise = nn.Conv2d(8, 16, 1, bias=False)
+        self.conv = nn.Conv2d(16, 16, 3, groups=16)
+        self.wide = nn.Conv2d(4, 8, 3, groups=4)
+        self.mono = nn.Conv2d(1, 8, 3)
+        self.weight = nn.BatchNorm2d(16)
+        self.linear = nn.LayerNorm((4, 4))
+        self.gamma = nn.Linear(16, 8)
+        self.tokens = nn.Embedding(5, 8)
+        self.fc = NormalizedLinear(8, 4)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.memory = nn.GRU(4, 4)
+        self.scale = nn.Parameter(torch.zeros(1, 8, 1, 1))
+        self.gate = nn.Parameter(torch.zeros(1, 8))
+        self.positions = nn.Parameter(torch.zeros(1, 5, 8))
+        self.table = nn.Parameter(torch.zeros(5, 8))
+        self.again = self.gamma.weight
+
+
+def test_what_is_left_alone_follows_from_structure():
+    model = Zoo()
+    skip = depthwise_and_normalized(model)
+    centralised = {name for name, param in model.named_parameters() if param not in skip}
+    assert centralised == {
+        "bias_bn.weight", "grouped.weight", "pointwise.weight", "mono.weight", "again", "tokens.weight",
+        "attention.in_proj_weight", "attention.out_proj.weight", "memory.weight_ih_l0", "memory.weight_hh_l0",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((2, 2), True), ((2,), False), ((1, 2), True), ((2, 1, 1), False), ((1, 2, 1, 1), False), ((1, 2, 2), True)],
+)
+def test_a_parameter_without_owner_is_judged_by_its_rows(shape, expected):
+    assert centralizable(torch.ones(shape), None) is expected
+
+
+class Scaled(nn.Module):
+    """Parameters with one entry per row, between such as have more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gray = nn.Conv2d(1, 4, 1)
+        self.layer_scale = nn.Parameter(torch.full((4, 1, 1), 1e-6))
+        self.time = nn.Linear(1, 4)
+        self.place = nn.Parameter(torch.zeros(4, 1))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, when: torch.Tensor) -> torch.Tensor:
+        image = self.gray(x) * (1 + self.layer_scale) + self.time(when)[:, :, None, None]
+        return self.head(image.mean((2, 3)) + self.place.t())
+
+
+@pytest.mark.parametrize("by", ["algorithm", "function", "groups", "native"])
+def test_parameters_with_one_entry_per_row_train_as_without_centralisation(by):
+    torch.manual_seed(0)
+    model = Scaled()
+    groups = [{"params": list(model.parameters()), "grad_centralization": True}]
+    if by in ("groups", "native"):
+        optimizer = Adam(groups, native=by == "native")
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attach = {"algorithm": lambda: GradientCentralization().attach(Target(model, optimizer))}
+        attach.get(by, lambda: centralize_gradients(optimizer))()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    F.cross_entropy(model(torch.randn(8, 1, 3, 3), torch.rand(8, 1)), torch.arange(8) % 3).backward()
+    grads = {name: param.grad.clone() for name, param in model.named_parameters()}
+    optimizer.step()
+    assert all(not torch.equal(param, before[name]) for name, param in model.named_parameters())
+    left = {name for name, param in model.named_parameters() if torch.equal(param.grad, grads[name])}
+    assert left == set(grads) - ({"head.weight"} if by != "native" else set())
+
+
+class Gated(nn.Module):
+    """A gate per channel, and a filter of one output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 1, 3)
+        self.gate = nn.Parameter(torch.ones(1, 4, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.conv(x) * self.gate).mean((1, 2, 3))
+
+
+@pytest.mark.parametrize("by", ["algorithm", "function", "groups"])
+def test_a_scale_per_channel_is_no_filter(by):
+    torch.manual_seed(0)
+    model = Gated()
+    groups = [{"params": list(model.parameters()), "grad_centralization": True}]
+    optimizer = SGD(groups, lr=0.1) if by == "groups" else torch.optim.SGD(model.parameters(), lr=0.1)
+    if by == "algorithm":
+        GradientCentralization().attach(Target(model, optimizer))
+    if by == "function":
+        centralize_gradients(optimizer)
+    model(torch.randn(2, 3, 7, 7)).sum().backward()
+    gate, head = model.gate.detach() - 0.1 * model.gate.grad, model.head.weight.sum().item()
+    optimizer.step()
+    torch.testing.assert_close(model.gate.detach(), gate)
+    assert model.head.weight.sum().item() == pytest.approx(head, abs=1e-5)
+
+
+@pytest.mark.parametrize("says", [True, False, None])
+def test_a_group_has_the_last_word_on_itself(says):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    own = {} if says is None else {"grad_centralization": says}
+    groups = [{"params": list(model[0].parameters()), **own}, {"params": list(model[1].parameters())}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    GradientCentralization().attach(Target(model, optimizer))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert bool(model[0].weight.grad.any()) is (says is False)
+    assert not model[1].weight.grad.any()
+
+
+def test_refused_by_all_groups_warns():
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD([{"params": list(model.parameters()), "grad_centralization": False}], lr=0.1)
+    with pytest.warns(NoEffectWarning, match="in a group that does not refuse it"):
+        GradientCentralization().attach(Target(model, optimizer))
+
+
+def test_the_sum_of_each_filter_stays_where_it_started():
+    model = cnn().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    before = {n: p.detach().flatten(1).sum(1) for n, p in model.named_parameters() if p.ndim > 1}
+    with centralize_gradients(optimizer):
+        for seed in range(3):
+            optimizer.zero_grad()
+            x, y = batch_for(model, torch.Generator().manual_seed(seed))
+            F.cross_entropy(model(x.double()), y).backward()
+            optimizer.step()
+    for name, sums in before.items():
+        torch.testing.assert_close(model.get_parameter(name).detach().flatten(1).sum(1), sums, atol=1e-12, rtol=0)
+
+
+def test_attach_skips_by_structure_and_adds_nothing_to_checkpoints():
+    model = Zoo()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    keys = optimizer.state_dict().keys()
+    attached = attach_all(Target(model, optimizer), [GradientCentralization()])
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    moved = {n for (n, p), old in zip(model.named_parameters(), before, strict=True) if not torch.equal(p, old)}
+    skip = depthwise_and_normalized(model)
+    assert moved == {name for name, param in model.named_parameters() if param in skip}
+    assert optimizer.state_dict().keys() == keys
+    assert attached.state_dict() == {"gradient_centralization": {}}
+
+
+def test_nothing_to_centralise_warns():
+    model = nn.BatchNorm1d(3)
+    with pytest.warns(NoEffectWarning, match="no kernel or weight matrix among the 2 parameters"):
+        GradientCentralization().attach(Target(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
+def train(model: nn.Module, plain: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> None:
+    for seed in range(3):
+        x, y = batch_for(plain, torch.Generator().manual_seed(seed))
+        part = slice(rank * len(x) // world, (rank + 1) * len(x) // world)
+        F.cross_entropy(model(x[part]), y[part]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = mlp()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def data_parallel() -> list[torch.Tensor]:
+    model, optimizer = build()
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    GradientCentralization().attach(Target(wrapped, optimizer))
+    addresses = []
+    for seed in range(3):
+        x, y = batch_for(model, torch.Generator().manual_seed(seed))
+        half = len(x) // 2
+        part = slice(dist.get_rank() * half, (dist.get_rank() + 1) * half)
+        optimizer.zero_grad(set_to_none=False)
+        F.cross_entropy(wrapped(x[part]), y[part]).backward()
+        optimizer.step()
+        addresses.append([p.grad.data_ptr() for p in model.parameters()])
+    assert addresses[1] == addresses[2], "the gradients must stay views into the buckets"
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def sharded() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = mlp()
+    plain = copy.deepcopy(model)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    GradientCentralization().attach(Target(model, optimizer))
+    train(model, plain, optimizer, dist.get_rank(), 2)
+    return [p.full_tensor().detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("work", [data_parallel, sharded])
+def test_two_ranks_equal_one_process(work):
+    model, optimizer = build()
+    GradientCentralization().attach(Target(model, optimizer))
+    train(model, model, optimizer, 0, 1)
+    for rank in run_ranks(work, 2):
+        for got, want in zip(rank, model.parameters(), strict=True):
+            torch.testing.assert_close(got, want.detach())
+
+
+def test_off_is_bit_identical():
+    model, optimizer = build()
+    twin, plain = build()
+    centralize_gradients(optimizer, skip=list(model.parameters()))
+    train(model, model, optimizer, 0, 1)
+    train(twin, twin, plain, 0, 1)
+    assert snapshot(model) == snapshot(twin)
