@@ -74,9 +74,7 @@ def trespasses(text: str) -> Iterator[str]:
 
 
 def test_no_private_name_of_others_is_read():
-    trespasses_of = {
-        str(path.relative_to(SOURCE)): list(trespasses(path.read_text(encoding="utf-8"))) for path in MODULES
-    }
+    texts = {str(path.relative_to(SOURCE)): path.read_text(encoding="utf-8") for path in MODULES}
     found = {path: lines for path, text in texts.items() if (lines := list(trespasses(text)))}
     assert found == {}, "read it through torchboost.core.torch_private, or give it a public name"
 
