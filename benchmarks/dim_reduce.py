@@ -1,7 +1,6 @@
 """Claim: apart from the forward passes of its line search, a step in a subspace of 32 directions costs little.
 
-Two contestants: the step in the subspace, and SGD with as many more forward passes as the line search just made. It
-also times the two products with the basis against reading the basis twice.
+Two contestants: the step in the subspace, and SGD with as many more forward passes as the line search just made.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ from options import Options, added_cost, parser, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchboost.algorithms.dim_reduce import SubspaceBasis, SubspaceOptimizer
+from torchboost.algorithms import DimReduceBasis, DimReduceOptimizer
 from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant
 from torchboost.measure.stopwatch import compare, environment
 
 DIRECTIONS, BATCH = 32, 64
-LONG = 2_000_000
-"""Weights of the basis that is read: 256 MB, far beyond the caches."""
 
 
 def resnet() -> nn.Module:
@@ -42,8 +39,8 @@ def orthonormal(k: int, n: int) -> Tensor:
 def steps(inputs: Tensor, labels: Tensor) -> dict[str, Callable[[], object]]:
     plain, reduced = resnet(), resnet()
     sgd = torch.optim.SGD(plain.parameters(), lr=1e-4, momentum=0.9)
-    basis = SubspaceBasis.of(orthonormal(DIRECTIONS, weights_of(reduced)))
-    subspace = SubspaceOptimizer(reduced.parameters(), basis, lr=1e-4, buffers=reduced.buffers())
+    basis = DimReduceBasis(orthonormal(DIRECTIONS, weights_of(reduced)))
+    subspace = DimReduceOptimizer(reduced.parameters(), basis, lr=1e-4, buffers=reduced.buffers())
     passes = {"forward": 0}
 
     def loss() -> Tensor:
@@ -66,37 +63,6 @@ def steps(inputs: Tensor, labels: Tensor) -> dict[str, Callable[[], object]]:
     return {"SGD and the same passes": by_sgd, "subspace": in_subspace}
 
 
-def products() -> dict[str, Callable[[], object]]:
-    rows = orthonormal(DIRECTIONS, LONG)
-    basis = SubspaceBasis.of(rows)
-    native = basis.to(rows.device, rows.dtype, native=True)
-    vector, coordinates = torch.randn(LONG), torch.randn(2, DIRECTIONS, dtype=torch.float64)
-    one = coordinates[:1]
-    torch.testing.assert_close(native.project(vector), basis.project(vector), rtol=0, atol=1e-3)
-    torch.testing.assert_close(native.lift(coordinates), basis.lift(coordinates), rtol=0, atol=1e-5)
-
-    def read() -> None:
-        rows.sum()
-        rows.sum()
-
-    def both(basis: SubspaceBasis, coordinates: Tensor) -> Callable[[], object]:
-        out = torch.empty(len(coordinates), LONG)
-
-        def call() -> None:
-            basis.project(vector)
-            basis.lift(coordinates, out)
-
-        return call
-
-    return {
-        "reading twice": read,
-        "project and lift one": both(basis, one),
-        "project and lift two": both(basis, coordinates),
-        "native, project and lift one": both(native, one),
-        "native, project and lift two": both(native, coordinates),
-    }
-
-
 def measure(options: Options) -> list[Path]:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(BATCH, 3, 32, 32, generator=generator)
@@ -108,42 +74,22 @@ def measure(options: Options) -> list[Path]:
         calls=1,
         progress=options.progress,
     )
-    product = compare(
-        products(), baselines=["reading twice"], pairs=3 if options.smoke else 60, calls=1, progress=options.progress
-    )
     row = AlgorithmRow(name="dim_reduce", settings=f"k={DIRECTIONS}")
     contestants: list[Contestant] = [
         added_cost(step, way, "SGD and the same passes", row) for way in ("SGD and the same passes", "subspace")
     ]
-    reports = []
-    for part, title, weights, found in (
-        (
-            "resnet",
-            "Cost of a step in a subspace: a ResNet",
-            sum(p.numel() for p in resnet().parameters()),
-            contestants,
-        ),
-        (
-            "products",
-            "Projecting and lifting, against reading the basis twice",
-            LONG,
-            [added_cost(product, way, "reading twice", row) for way in products()],
-        ),
-    ):
-        reports.append(
-            BenchReport(
-                title=title,
-                workload=f"dim-reduce-{part}",
-                model="resnet" if part == "resnet" else f"basis of {DIRECTIONS} directions",
-                parameters=weights,
-                batch=BATCH,
-                metric_name="none",
-                environment=environment(),
-                contestants=found,
-                notes=["ratio below 1: slower"],
-            ).save(options.file("dim_reduce", part))
-        )
-    return reports
+    report = BenchReport(
+        title="Cost of a step in a subspace: a ResNet",
+        workload="dim-reduce-resnet",
+        model="resnet",
+        parameters=weights_of(resnet()),
+        batch=BATCH,
+        metric_name="none",
+        environment=environment(),
+        contestants=contestants,
+        notes=["ratio below 1: slower"],
+    )
+    return [report.save(options.file("dim_reduce", "resnet"))]
 
 
 if __name__ == "__main__":

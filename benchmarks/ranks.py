@@ -26,9 +26,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchboost.algorithms.adaptive_sum.rule import adasum_
-from torchboost.algorithms.dim_reduce import basis_sources
-from torchboost.algorithms.dim_reduce.basis import SubspaceBasis, blocks_within, rows_of
-from torchboost.algorithms.dim_reduce.optimizer import SubspaceOptimizer
+from torchboost.algorithms.dim_reduce.basis import DimReduceBasis, rows_of
+from torchboost.algorithms.dim_reduce.optimizer import DimReduceOptimizer
 from torchboost.algorithms.grad_accumulation import Accumulator
 from torchboost.bench.report.table import Table
 from torchboost.distributed import agreement
@@ -135,7 +134,6 @@ def faked(ranks: int) -> Iterator[Counts]:
         patched.enter_context(patch.object(dist.distributed_c10d, "new_group", counts.new_group))
         patched.enter_context(patch.object(agreement, "lazy_gloo", lambda *_: Group(counts)))
         patched.enter_context(patch.object(agreement, "own_store", lambda *_: Store(counts)))
-        patched.enter_context(patch.object(basis_sources, "own_store", lambda *_: Store(counts)))
         yield counts
     dist.destroy_process_group()
 
@@ -181,21 +179,23 @@ def accumulating(counts: Counts, _: int) -> dict[str, list[int]]:
 def reducing(counts: Counts, ranks: int) -> dict[str, list[int]]:
     group = dist.group.WORLD
     assert group is not None
-    blocks = blocks_within(WEIGHTS, DIRECTIONS, ranks=ranks)
-    rows = [
-        torch.eye(DIRECTIONS, block.stop - block.start)[list(own)]
-        for block, own in zip(blocks, rows_of(blocks, 0, ranks), strict=True)
-    ]
+    rows = torch.eye(DIRECTIONS, WEIGHTS)[list(rows_of(DIRECTIONS, 0, ranks))]
     weights = nn.Parameter(torch.ones(WEIGHTS))
-    optimizer = SubspaceOptimizer([weights], SubspaceBasis(blocks, rows, group))
-    meeting = basis_sources._Meeting(group, 1.0)
+    basis = DimReduceBasis(rows, group, DIRECTIONS, orthonormal=False)
+    optimizer = DimReduceOptimizer([weights], basis)
+    meeting: list[Agreement] = []
+
+    def meet() -> None:
+        meeting.append(Agreement(range(ranks), subject="ranks"))
+        meeting[0].check({"settings": 0}, hint="")
+        meeting[0].largest([0.0], step="basis")
 
     def step() -> None:
         optimizer.step(lambda: weights.square().mean())
 
     step()
     return {
-        "dimension reduction, set-up": counts(lambda: meeting.raise_first("made", None)),
+        "dimension reduction, set-up": counts(meet),
         "dimension reduction, a step": counts(step),
     }
 

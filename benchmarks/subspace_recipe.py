@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchboost import Target
-from torchboost.algorithms import SubspaceDescent
-from torchboost.algorithms.dim_reduce.algorithm import SubspaceRun
+from torchboost.algorithms import DimReduction
+from torchboost.algorithms.dim_reduce.algorithm import DimReduceRun
 from torchboost.bench.workloads.data import Images, cifar10
 from torchboost.bench.workloads.jobs import accuracy, one_cycle
 from torchboost.bench.workloads.models import BasicBlock, ResNet
@@ -76,17 +76,16 @@ def recipe(data: Images, seed: int, rate: float, collecting: int, subspace: int)
     target = Target(model, sgd(model, rate))
     per_epoch = data.steps(BATCH)
     every = collecting * per_epoch // SNAPSHOTS
-    settings = SubspaceDescent(
+    settings = DimReduction(
         n_components=DIRECTIONS,
         snapshots=SNAPSHOTS,
         snapshot_every=every,
-        snapshot_dtype="float32",
         restart=True,  # as published
         patience=None,
     )
     attach_all(target, [settings])
     run = target.optimizer
-    assert isinstance(run, SubspaceRun)
+    assert isinstance(run, DimReduceRun)
     mean, taken = [torch.zeros_like(p) for p in model.parameters()], 0
     found: dict[str, Any] = {"curve": []}
     spent = 0.0

@@ -13,7 +13,7 @@ from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSum
 from torchboost.algorithms.autocast import Autocast
 from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.algorithms.compile import Compile
-from torchboost.algorithms.dim_reduce.algorithm import SubspaceDescent
+from torchboost.algorithms.dim_reduce.algorithm import DimReduction
 from torchboost.algorithms.fused_optimizer import FusedOptimizer
 from torchboost.algorithms.grad_accumulation.algorithm import AccumulationSteps
 from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze, Pattern
@@ -417,7 +417,7 @@ _ENTRIES = (
 )
 
 _ALONE = Entry(
-    algorithm=SubspaceDescent,
+    algorithm=DimReduction,
     summary="trains along the few directions that mattered in earlier training",
     section="dim_reduce",
     words=MappingProxyType(

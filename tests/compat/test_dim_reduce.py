@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from tests.support.ranks import run_ranks
 from torchboost import AutoBoost, BoostTrainOneStepCell, DimReduce, WithLoss
-from torchboost.algorithms.dim_reduce import SubspaceBasis, SubspaceOptimizer
-from torchboost.algorithms.dim_reduce.basis import blocks_within, rows_of
+from torchboost.algorithms import DimReduceBasis, DimReduceOptimizer
+from torchboost.algorithms.dim_reduce.basis import rows_of
 from torchboost.errors import ConfigError, IncompatibleError
 
 SETTINGS: dict[str, Any] = {"rho": 0.55, "gamma": 0.9, "alpha": 0.01, "sigma": 0.4}
@@ -55,8 +55,8 @@ def test_equals_the_optimizer_of_the_subspace() -> None:
     one, two = network(), network()
     matrix = rows(3, length(one))
     step = build(one, matrix, 3)
-    own = SubspaceOptimizer(
-        two.parameters(), SubspaceBasis.of(matrix), lr=SETTINGS["alpha"], rho=0.55, gamma=0.9, sigma=0.4
+    own = DimReduceOptimizer(
+        two.parameters(), DimReduceBasis(matrix), lr=SETTINGS["alpha"], rho=0.55, gamma=0.9, sigma=0.4
     )
     for number in range(5):
         x, y = batch(number)
@@ -107,9 +107,9 @@ def test_bad_arguments_change_nothing() -> None:
         DimReduce(3, torch.optim.SGD(model.parameters()), [], rows(2, n), 2, *SETTINGS.values(), 0, 1)  # pyright: ignore
     with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer"):
         DimReduce(model, model, [], rows(2, n), 2, *SETTINGS.values(), 0, 1)  # pyright: ignore
-    with pytest.raises(ValueError, match="found 2 rows; rank 0 of 1 holds rows 0 to 3"):
+    with pytest.raises(ValueError, match="has 2 rows; rank 0 of 1 holds rows 0 to 3"):
         build(model, rows(2, n), 3)
-    with pytest.raises(ValueError, match="this rank holds"):
+    with pytest.raises(ValueError, match="spans 42 weights, the parameters have 43"):
         build(model, rows(2, n - 1), 2)
     with pytest.raises(IncompatibleError, match="rank=1 of rank_size=2, this process is rank 0 of 1"):
         build(model, rows(2, n)[:1], 2, 1, 2)
@@ -129,7 +129,7 @@ def test_bad_arguments_change_nothing() -> None:
 def _shares(k: int) -> list[float]:
     model = network()
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    (mine,) = rows_of(blocks_within(length(model), k), rank, ranks)
+    mine = rows_of(k, rank, ranks)
     step = build(model, rows(k, length(model))[mine.start : mine.stop], k, rank, ranks)
     for number in range(4):
         call(step, model, *batch(number))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -15,24 +16,24 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.algorithms.dim_reduce.test_algorithm import batch, network
 from tests.support.ranks import run_ranks
 from torchboost import Target, TrainStep
-from torchboost.algorithms import SubspaceDescent
+from torchboost.algorithms import DimReduction
 from torchboost.core import attach_all
-from torchboost.errors import IncompatibleError
+from torchboost.errors import IncompatibleError, RankDisagreementError
 
 
-def _train_on_ranks(k: int, folder: str, bad: str | None) -> list[float] | str:
+def train_on_ranks(k: int, folder: str, missing: bool = False) -> list[float] | str:
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     model = network()
     model[1] = nn.Identity()  # every rank would normalise by its own part of the batch
     model.double()
     wrapped = DistributedDataParallel(model) if ranks > 1 else model
-    settings = SubspaceDescent(n_components=k, weight_load_dir=folder, alpha=0.05, timeout=3)
+    settings = DimReduction(n_components=k, weight_load_dir=folder, alpha=0.05, timeout=3)
     target = Target(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))
-    if bad == "missing" and rank == 1:
+    if missing and rank == 1:
         return "not here"
     try:
         attached = attach_all(target, [settings])
-    except (TimeoutError, ValueError) as error:
+    except (RankDisagreementError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     step = TrainStep(target, lambda x, y: F.cross_entropy(wrapped(x), y), attached=attached)
     for number in range(8):
@@ -54,61 +55,74 @@ def plain_checkpoints(folder: Path, count: int) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("k", [32, 30])
-def test_one_two_and_four_ranks_end_with_the_same_weights(k: int, tmp_path: Path) -> None:
+def test_one_two_and_four_ranks_end_with_the_same_weights(tmp_path: Path) -> None:
     plain_checkpoints(tmp_path, 33)
-    alone = _train_on_ranks(k, str(tmp_path), None)
-    for ranks in (2, 4):
-        found = run_ranks(_train_on_ranks, ranks, k, str(tmp_path), None)
-        assert all(one == found[0] for one in found)
-        torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(alone), rtol=1e-5, atol=1e-6)
+    for ranks, k in ((2, 32), (4, 30)):
+        alone = train_on_ranks(k, str(tmp_path))
+        together = run_ranks(train_on_ranks, ranks, k, str(tmp_path))
+        assert all(one == together[0] for one in together)
+        torch.testing.assert_close(torch.tensor(together[0]), torch.tensor(alone), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.dist
-def test_a_missing_rank_ends_in_an_error_and_bad_checkpoints_in_the_same_one_everywhere(tmp_path: Path) -> None:
+def test_a_missing_rank_ends_in_an_error(tmp_path: Path) -> None:
     plain_checkpoints(tmp_path, 3)
-    first, second = run_ranks(_train_on_ranks, 2, 2, str(tmp_path), "missing", timeout=30)
+    first, second = run_ranks(train_on_ranks, 2, 2, str(tmp_path), True, timeout=30)
     assert second == "not here"
-    assert str(first).startswith("TimeoutError: dim_reduce: rank 0 of 2 waited 3 s for the basis")
-    one, two = run_ranks(_train_on_ranks, 2, 5, str(tmp_path), None)
-    assert (
-        one
-        == two
-        == "ValueError: n_components: found 5 and 3 snapshots; as many snapshots as components are "
-        + ("needed: save more, or lower n_components.")
-    )
+    assert str(first).startswith("RankDisagreementError: dim_reduce, making the basis: ranks 0, 1 train together")
 
 
-def _settings_apart() -> str:
-    model = DistributedDataParallel(network())
-    settings = SubspaceDescent(n_components=2, snapshot_every=1, rho=0.5 + 0.1 * dist.get_rank())
-    target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    attach_all(target, [settings])
-    (x, y), last = batch(0), batch(1)
-    target.optimizer.step(lambda: F.cross_entropy(model(x), y))
-    with pytest.raises(ValueError, match="the ranks differ") as caught:
-        target.optimizer.step(lambda: F.cross_entropy(model(last[0]), last[1]))
-    return str(caught.value)
+def _failures(folder: str) -> list[str]:
+    """What is refused on both ranks, each time before anything hangs."""
+    rank, errors = dist.get_rank(), []
+
+    def refused(model: nn.Module, settings: DimReduction) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises((IncompatibleError, RankDisagreementError, ValueError)) as caught:
+            attach_all(Target(model, optimizer), [settings])
+        errors.append(str(caught.value))
+
+    plain = network()
+    plain[1] = nn.Identity()
+    ddp = DistributedDataParallel(plain)
+    refused(ddp, DimReduction(n_components=5, weight_load_dir=folder))
+    refused(ddp, DimReduction(n_components=2, pca_mat_path=f"{folder}/{rank}.npy"))
+    os.chdir(folder if rank == 0 else "/")
+    refused(ddp, DimReduction(n_components=2, weight_load_dir="."))
+    refused(nn.Sequential(*(DistributedDataParallel(nn.Linear(6, 6)) for _ in "ab")), DimReduction(n_components=2))
+    refused(fully_shard(network()), DimReduction(n_components=2))
+    return errors
 
 
 @pytest.mark.dist
-def test_settings_that_differ_between_ranks_are_named() -> None:
-    one, two = run_ranks(_settings_apart, 2)
-    assert one == two
-    assert "rho=0.5" in one
-    assert "rho=0.6" in one
+def test_what_is_refused_on_every_rank(tmp_path: Path) -> None:
+    plain_checkpoints(tmp_path, 3)
+    one, two = run_ranks(_failures, 2, str(tmp_path))
+    needed = "n_components: found 5 and 3 snapshots; as many snapshots as components are needed"
+    assert one[0].startswith(needed)
+    assert two[0].startswith(needed)
+    assert "another rank could not make the basis" in one[2]
+    assert "found no checkpoints" in two[2]
+    for errors in (one, two):
+        assert "the ranks disagree: settings is" in errors[1]
+        assert "'0' and '1'" in errors[3]
+        assert "wrap the whole model once" in errors[3]
+        assert "fully_shard" in errors[4]
+        assert "use DistributedDataParallel" in errors[4]
 
 
-def _wrapped_later(how: str) -> list[float] | str:
-    """As ``AutoBoost`` leaves it: the algorithm is attached to the bare model, which DDP wraps afterwards."""
-    model = network()
-    model[1] = nn.Identity()
-    called: nn.Module = model
+def _wrapped_later(how: str) -> list[list[float]] | str:
+    """As ``AutoBoost`` leaves it: the algorithm is attached to the bare model, which DDP wraps afterwards.
+
+    The models differ until DDP gives all of them the weights of rank 0.
+    """
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(6, 3)
     target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    attach_all(target, [SubspaceDescent(n_components=2, snapshot_every=1, alpha=0.05)])
-    if how == "ddp":
-        called = DistributedDataParallel(model)
+    attach_all(target, [DimReduction(n_components=2, snapshot_every=1, alpha=0.05)])
+    called = DistributedDataParallel(model) if how == "ddp" else model
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    weights = []
     for number in range(6):
         x, y = batch(number)
         share = slice(16 * rank // ranks, 16 * (rank + 1) // ranks)
@@ -116,7 +130,8 @@ def _wrapped_later(how: str) -> list[float] | str:
             target.optimizer.step(lambda x=x[share], y=y[share]: F.cross_entropy(called(x), y))
         except IncompatibleError as error:
             return str(error)
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]).tolist())
+    return weights
 
 
 @pytest.mark.dist
@@ -124,77 +139,43 @@ def test_ddp_may_come_later_and_must_come() -> None:
     one, two = run_ranks(_wrapped_later, 2, "ddp")
     assert one == two
     assert isinstance(one, list)
-    apart = run_ranks(_wrapped_later, 2, "never")
-    assert all("model in DistributedDataParallel" in str(found) for found in apart)
+    for error in run_ranks(_wrapped_later, 2, "never"):
+        assert "wrap the model in DistributedDataParallel" in str(error)
 
 
-def _shard() -> str:
-    model = fully_shard(network())
-    with pytest.raises(IncompatibleError, match="use DistributedDataParallel") as caught:
-        attach_all(Target(model, torch.optim.SGD(model.parameters(), lr=0.1)), [SubspaceDescent(n_components=2)])
-    return str(caught.value)
-
-
-@pytest.mark.dist
-def test_sharded_models_are_refused() -> None:
-    assert "fully_shard" in run_ranks(_shard, 2)[0]
-
-
-def _other_starts() -> list[list[float]]:
-    """Ranks whose models differ until DDP gives all of them the weights of rank 0."""
-    torch.manual_seed(dist.get_rank())
-    model = nn.Linear(6, 3)
-    target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    attach_all(target, [SubspaceDescent(n_components=2, snapshot_every=1, alpha=0.05)])
-    called = DistributedDataParallel(model)
-    found = []
-    for number in range(4):
-        x, y = batch(number)
-        target.optimizer.step(lambda x=x, y=y: F.cross_entropy(called(x), y))
-        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]).tolist())
-    return found
-
-
-@pytest.mark.dist
-def test_ranks_begin_the_subspace_at_the_same_weights() -> None:
-    one, two = run_ranks(_other_starts, 2)
-    assert one == two
-
-
-def _state_of_rank_0() -> str:
-    settings = SubspaceDescent(n_components=2, snapshot_every=1)
-    runs = []
-    for _ in range(2):
-        model = DistributedDataParallel(network())
-        target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        attach_all(target, [settings])
-        for number in range(3):
-            x, y = batch(number)
-            target.optimizer.step(lambda x=x, y=y, model=model: F.cross_entropy(model(x), y))
-        runs.append(target.optimizer)
-    state = [runs[0].state_dict()]
-    dist.broadcast_object_list(state)
-    try:
-        runs[1].load_state_dict(state[0])
-    except ValueError as error:
-        return str(error)
-    return "loaded"
+def _checkpoint_of_rank_0(folder: str) -> list[str]:
+    """Each rank loads what rank 0 saved: its own rows are not in it, directions from a folder are not either."""
+    answers = []
+    for settings in (
+        DimReduction(n_components=2, snapshot_every=1),
+        DimReduction(n_components=2, weight_load_dir=folder),
+    ):
+        runs = []
+        for _ in range(2):
+            model = network()
+            model[1] = nn.Identity()
+            model = DistributedDataParallel(model)
+            target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            attach_all(target, [settings])
+            for number in range(3):
+                x, y = batch(number)
+                target.optimizer.step(lambda x=x, y=y, model=model: F.cross_entropy(model(x), y))
+            runs.append(target.optimizer)
+        state = [runs[0].state_dict()]
+        dist.broadcast_object_list(state)
+        try:
+            runs[1].load_state_dict(state[0])
+        except ValueError as error:
+            answers.append(str(error))
+        else:
+            answers.append("loaded")
+    return answers
 
 
 @pytest.mark.dist
-def test_a_rank_does_not_take_the_rows_of_another() -> None:
-    first, second = run_ranks(_state_of_rank_0, 2)
-    assert first == "loaded"
-    assert "rows of rank 0 of 2, this is rank 1 of 2" in second
-
-
-def _two_wrappers() -> str:
-    model = nn.Sequential(DistributedDataParallel(nn.Linear(6, 4)), DistributedDataParallel(nn.Linear(4, 3)))
-    with pytest.raises(IncompatibleError, match="wrap the whole model once") as caught:
-        attach_all(Target(model, torch.optim.SGD(model.parameters(), lr=0.1)), [SubspaceDescent(n_components=2)])
-    return str(caught.value)
-
-
-@pytest.mark.dist
-def test_several_wrappers_are_refused() -> None:
-    assert "'0' and '1'" in run_ranks(_two_wrappers, 2)[0]
+def test_a_rank_does_not_take_the_rows_of_another(tmp_path: Path) -> None:
+    plain_checkpoints(tmp_path, 3)
+    first, second = run_ranks(_checkpoint_of_rank_0, 2, str(tmp_path))
+    assert first == ["loaded", "loaded"]
+    assert "rows of rank 0 of 2, this is rank 1 of 2" in second[0]
+    assert second[1] == "loaded"

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.algorithms.dim_reduce.test_algorithm import batch, checkpoints, network, start
-from torchboost.algorithms import SubspaceDescent
+from torchboost.algorithms import DimReduction
 
 
 def test_a_checkpoint_from_before_the_hand_back_can_be_gone_back_to(tmp_path: Path) -> None:
     checkpoints(tmp_path, 3)
-    settings = SubspaceDescent(n_components=2, weight_load_dir=str(tmp_path), patience=2, tolerance=1.0)
+    settings = DimReduction(n_components=2, weight_load_dir=str(tmp_path), patience=2, tolerance=1.0)
     model, step, run = start(settings)
     step(*batch(0))
     kept = copy.deepcopy((model.state_dict(), run.state_dict()))
@@ -30,9 +30,23 @@ def test_a_checkpoint_from_before_the_hand_back_can_be_gone_back_to(tmp_path: Pa
     assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
 
 
+@pytest.mark.parametrize("updates", [3, 8])
+def test_a_checkpoint_of_the_version_before_goes_on(updates: int) -> None:
+    """Saved by commit 7a9cc5a while it collected, and in the subspace."""
+    saved = torch.load(Path(__file__).parents[1] / "fixtures" / "dim_reduce.pt", weights_only=True)
+    settings = DimReduction(n_components=2, snapshots=3, snapshot_every=2, restart=True, patience=4, tolerance=1.0)
+    model, step, run = start(settings, seed=5)
+    for part, state in zip((model, run, step), saved[updates], strict=True):
+        part.load_state_dict(state)
+    for number in range(updates, 20):
+        step(*batch(number))
+    assert run.phase == "full"
+    torch.testing.assert_close(model.state_dict(), saved["end"])
+
+
 def test_checkpoints_that_make_another_basis_are_refused_on_resume(tmp_path: Path) -> None:
     checkpoints(tmp_path, 3)
-    settings = SubspaceDescent(n_components=2, weight_load_dir=str(tmp_path))
+    settings = DimReduction(n_components=2, weight_load_dir=str(tmp_path))
     _, step, run = start(settings)
     step(*batch(0))
     state = copy.deepcopy(run.state_dict())
@@ -44,7 +58,7 @@ def test_checkpoints_that_make_another_basis_are_refused_on_resume(tmp_path: Pat
 
 @pytest.mark.gpu
 def test_resumes_from_a_checkpoint_that_was_mapped_to_the_gpu(tmp_path: Path) -> None:
-    settings = SubspaceDescent(n_components=2, snapshots=3, snapshot_every=2)
+    settings = DimReduction(n_components=2, snapshots=3, snapshot_every=2)
     for saved_at in (4, 8):
         ends = []
         for broken in (False, True):

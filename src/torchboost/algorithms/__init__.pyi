@@ -5,12 +5,11 @@ from .autocast import autocast_forward as autocast_forward
 from .channels_last import ChannelsLast as ChannelsLast
 from .channels_last import to_channels_last as to_channels_last
 from .compile import Compile as Compile
-from .dim_reduce import CheckpointFiles as CheckpointFiles
-from .dim_reduce import SnapshotBuffer as SnapshotBuffer
-from .dim_reduce import SubspaceBasis as SubspaceBasis
-from .dim_reduce import SubspaceDescent as SubspaceDescent
-from .dim_reduce import SubspaceOptimizer as SubspaceOptimizer
+from .dim_reduce import DimReduceBasis as DimReduceBasis
+from .dim_reduce import DimReduceOptimizer as DimReduceOptimizer
+from .dim_reduce import DimReduction as DimReduction
 from .dim_reduce import principal_basis as principal_basis
+from .dim_reduce import read_checkpoints as read_checkpoints
 from .fused_optimizer import FusedOptimizer as FusedOptimizer
 from .fused_optimizer import fuse_optimizer as fuse_optimizer
 from .grad_accumulation import AccumulationSteps as AccumulationSteps

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from torchboost.algorithms.dim_reduce.basis_sources import write_matrix
-from torchboost.algorithms.dim_reduce.snapshots import CheckpointFiles, checkpoint_files, layout_of_file
+from torchboost.algorithms.dim_reduce.files import checkpoint_files, layout_of_file, read_checkpoints, write_matrix
 from torchboost.cli.output import fail, print_json, user_errors
 from torchboost.cli.progress import display
 
@@ -39,16 +38,16 @@ def pca(
     with user_errors(), display() as shown:
         try:
             files = checkpoint_files(folder)
-            snapshots = CheckpointFiles(files, layout_of_file(files[0], patterns))
-            explained = write_matrix(out, snapshots, components, progress=shown)
+            layout = layout_of_file(files[0], patterns)
+            explained = write_matrix(out, read_checkpoints(files, layout), layout, components, progress=shown)
         except ValueError as error:
             fail(str(error))
     answer = {
         "out": str(out),
         "components": components,
-        "checkpoints": len(snapshots),
-        "parameters": len(snapshots.layout.names),
-        "weights": snapshots.layout.length,
+        "checkpoints": len(files),
+        "parameters": len(layout.names),
+        "weights": layout.length,
         "explained": explained,
     }
     if json:
@@ -56,5 +55,5 @@ def pca(
         return
     typer.echo(
         f"wrote {out}: {components} directions of {answer['weights']:,} weights in {answer['parameters']} parameters, "
-        f"from {len(snapshots)} checkpoints; they explain {explained:.1%} of the variance"
+        f"from {len(files)} checkpoints; they explain {explained:.1%} of the variance"
     )

@@ -92,7 +92,7 @@ class AutoBoost:
         The returned optimizer is the given one, with two exceptions. With gradient accumulation it is an
         :class:`~torchboost.algorithms.grad_accumulation.optimizer.AccumulatingOptimizer` around the given one, which
         applies every k-th ``step``. With dimension-reduced training it is one whose ``step`` needs a function that
-        returns the loss (:class:`~torchboost.algorithms.dim_reduce.algorithm.SubspaceRun`); the training cells pass
+        returns the loss (:class:`~torchboost.algorithms.dim_reduce.algorithm.DimReduceRun`); the training cells pass
         this function. In these two cases the training cells accept the given optimizer too, but in your own loop its
         ``step`` raises ``IncompatibleError``.
 

@@ -1,4 +1,4 @@
-"""``DimReduce``: MindSpore's dimension-reduced step, built on :class:`~torchboost.algorithms.SubspaceOptimizer`."""
+"""``DimReduce``: MindSpore's dimension-reduced step, built on :class:`~torchboost.algorithms.DimReduceOptimizer`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.dim_reduce.basis import Block, SubspaceBasis, rows_of
-from torchboost.algorithms.dim_reduce.optimizer import SubspaceOptimizer
+from torchboost.algorithms.dim_reduce.basis import DimReduceBasis
+from torchboost.algorithms.dim_reduce.optimizer import DimReduceOptimizer
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.closure import Replay
 from torchboost.errors import IncompatibleError
@@ -23,7 +23,7 @@ __all__ = ["DimReduce"]
 class DimReduce:
     """Update the weights inside and outside a subspace, with gradients that were computed elsewhere.
 
-    If you can change the loop, prefer :class:`~torchboost.algorithms.SubspaceDescent`. It computes the basis, works in
+    If you can change the loop, prefer :class:`~torchboost.algorithms.DimReduction`. It computes the basis, works in
     ``BoostTrainOneStepCell`` and keeps its state in the checkpoint.
 
     Args:
@@ -83,18 +83,11 @@ class DimReduce:
         weights = list(weight)
         local = _matrix(pca_mat_local, weights)
         group = _group(rank, rank_size)
-        blocks = (Block(0, sum(w.numel() for w in weights), n_components),)
-        (mine,) = rows_of(blocks, rank, rank_size)
-        if len(local) != len(mine):
-            raise ValueError(
-                f"pca_mat_local: found {len(local)} rows; rank {rank} of {rank_size} holds rows {mine.start} "
-                f"to {mine.stop} of {n_components}."
-            )
         self.network = network
         self.optimizer = optimizer
-        self.subspace = SubspaceOptimizer(
+        self.subspace = DimReduceOptimizer(
             weights,
-            SubspaceBasis(blocks, (local,), group, orthonormal=False),
+            DimReduceBasis(local, group, n_components, orthonormal=False),
             lr=alpha,
             rho=rho,
             gamma=gamma,

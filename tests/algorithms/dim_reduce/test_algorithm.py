@@ -11,14 +11,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchboost import Plan, Target, TrainStep
-from torchboost.algorithms import SubspaceDescent
+from torchboost import Target, TrainStep
+from torchboost.algorithms import (
+    AccumulationSteps,
+    BlockFreeze,
+    DimReduceOptimizer,
+    DimReduction,
+    GradientCentralization,
+)
 from torchboost.algorithms.dim_reduce import algorithm as dim_reduce
-from torchboost.algorithms.dim_reduce.algorithm import SubspaceRun
-from torchboost.algorithms.dim_reduce.optimizer import SubspaceOptimizer
-from torchboost.algorithms.grad_accumulation.algorithm import AccumulationSteps, Accumulator
-from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze
-from torchboost.algorithms.gradient_centralization import GradientCentralization
+from torchboost.algorithms.dim_reduce.algorithm import DimReduceRun
+from torchboost.algorithms.grad_accumulation.algorithm import Accumulator
 from torchboost.core import Algorithm, attach_all
 from torchboost.errors import IncompatibleError
 
@@ -35,13 +38,13 @@ def batch(seed: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def start(
-    settings: SubspaceDescent, seed: int = 0, model: nn.Module | None = None
-) -> tuple[nn.Module, TrainStep, SubspaceRun]:
+    settings: DimReduction, seed: int = 0, model: nn.Module | None = None
+) -> tuple[nn.Module, TrainStep, DimReduceRun]:
     model = network(seed) if model is None else model
     target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     attached = attach_all(target, [settings])
     step = TrainStep(target, lambda x, y: F.cross_entropy(model(x), y), attached=attached)
-    assert isinstance(target.optimizer, SubspaceRun)
+    assert isinstance(target.optimizer, DimReduceRun)
     return model, step, target.optimizer
 
 
@@ -69,7 +72,7 @@ def loss_of(model: nn.Module) -> float:
 
 def test_trains_from_checkpoints_of_an_earlier_run(tmp_path: Path) -> None:
     checkpoints(tmp_path, 8)
-    model, step, run = start(SubspaceDescent(n_components=8, weight_load_dir=str(tmp_path), patience=None))
+    model, step, run = start(DimReduction(n_components=8, weight_load_dir=str(tmp_path), patience=None))
     assert run.phase == "subspace"
     before = loss_of(model)
     for number in range(60):
@@ -79,22 +82,8 @@ def test_trains_from_checkpoints_of_an_earlier_run(tmp_path: Path) -> None:
     assert run.subspace.accepted > 20
 
 
-def test_the_native_form_reaches_the_basis(tmp_path: Path) -> None:
-    checkpoints(tmp_path, 4)
-    ends = []
-    for native in (False, True):
-        settings = SubspaceDescent(n_components=4, weight_load_dir=str(tmp_path), native=native)
-        model, step, run = start(settings)
-        assert run.subspace is not None
-        assert run.subspace.basis.native is native
-        for number in range(5):
-            step(*batch(number))
-        ends.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
-    torch.testing.assert_close(ends[1], ends[0], rtol=1e-4, atol=1e-6)
-
-
 def test_collects_then_starts_again_in_the_subspace_then_hands_back() -> None:
-    settings = SubspaceDescent(n_components=3, snapshots=4, snapshot_every=2, restart=True, patience=3, tolerance=1.0)
+    settings = DimReduction(n_components=3, snapshots=4, snapshot_every=2, restart=True, patience=3, tolerance=1.0)
     model, step, run = start(settings)
     first = [p.detach().clone() for p in model.parameters()]
     phases = []
@@ -111,7 +100,7 @@ def test_collects_then_starts_again_in_the_subspace_then_hands_back() -> None:
 
 
 def test_continues_from_the_last_snapshot() -> None:
-    model, step, _ = start(SubspaceDescent(n_components=2, snapshot_every=1))
+    model, step, _ = start(DimReduction(n_components=2, snapshot_every=1))
     step(*batch(0))
     x, y = batch(1)
     other, plain = network(), None
@@ -125,7 +114,7 @@ def test_continues_from_the_last_snapshot() -> None:
 
 
 def test_a_loop_of_its_own_equals_the_training_step() -> None:
-    settings = SubspaceDescent(n_components=2, snapshot_every=1, patience=2, tolerance=1.0)
+    settings = DimReduction(n_components=2, snapshot_every=1, patience=2, tolerance=1.0)
     model, step, _ = start(settings)
     other, _, run = start(settings)
     for number in range(9):
@@ -138,8 +127,8 @@ def test_a_loop_of_its_own_equals_the_training_step() -> None:
 
 def test_resumes_bit_for_bit_after_every_step_of_every_phase(tmp_path: Path) -> None:
     checkpoints(tmp_path, 3)
-    own = SubspaceDescent(n_components=2, snapshots=3, snapshot_every=2, restart=True, patience=2, tolerance=1.0)
-    for settings in (own, SubspaceDescent(n_components=2, weight_load_dir=str(tmp_path), patience=3, tolerance=1.0)):
+    own = DimReduction(n_components=2, snapshots=3, snapshot_every=2, restart=True, patience=2, tolerance=1.0)
+    for settings in (own, DimReduction(n_components=2, weight_load_dir=str(tmp_path), patience=3, tolerance=1.0)):
         model, step, run = start(settings)
         saved, phases = [], set()
         for number in range(14):
@@ -162,8 +151,8 @@ def test_a_file_to_come_is_written_from_the_checkpoints_and_read_the_next_time(t
     folder, path = tmp_path / "checkpoints", tmp_path / "new" / "pca.npy"
     folder.mkdir()
     checkpoints(folder, 4)
-    both = SubspaceDescent(n_components=3, pca_mat_path=str(path), weight_load_dir=str(folder))
-    _, _, from_folder = start(SubspaceDescent(n_components=3, weight_load_dir=str(folder)))
+    both = DimReduction(n_components=3, pca_mat_path=str(path), weight_load_dir=str(folder))
+    _, _, from_folder = start(DimReduction(n_components=3, weight_load_dir=str(folder)))
     _, _, made = start(both)
     assert path.is_file()
     for file in folder.iterdir():
@@ -171,15 +160,15 @@ def test_a_file_to_come_is_written_from_the_checkpoints_and_read_the_next_time(t
     _, _, read = start(both)
     for run in (from_folder, made, read):
         assert run.subspace is not None
-    torch.testing.assert_close(made.subspace.basis.rows, from_folder.subspace.basis.rows)
-    assert torch.equal(made.subspace.basis.rows[0], read.subspace.basis.rows[0])
+    assert torch.equal(made.subspace.basis.rows, from_folder.subspace.basis.rows)
+    assert torch.equal(made.subspace.basis.rows, read.subspace.basis.rows)
     path.unlink()
     refused(both, ValueError, "found no checkpoints")
     refused(dataclasses.replace(both, weight_load_dir=None), FileNotFoundError, "weight_load_dir")
 
 
 def test_schedulers_drive_the_optimizer_in_front() -> None:
-    _, step, run = start(SubspaceDescent(n_components=2, snapshot_every=10))
+    _, step, run = start(DimReduction(n_components=2, snapshot_every=10))
     scheduler = torch.optim.lr_scheduler.StepLR(run, 1, gamma=0.5)
     step(*batch(0))
     scheduler.step()
@@ -190,51 +179,30 @@ def test_removal_gives_the_optimizer_back() -> None:
     model = network()
     given = torch.optim.SGD(model.parameters(), lr=0.1)
     target = Target(model, given)
-    attached = attach_all(target, [SubspaceDescent(n_components=2)])
+    attached = attach_all(target, [DimReduction(n_components=2)])
     assert target.optimizer is not given
     attached.remove()
     assert target.optimizer is given
 
 
-def test_a_budget_divides_the_weights(tmp_path: Path) -> None:
-    checkpoints(tmp_path, 4)
-    wide = nn.Sequential(nn.Linear(6, 30_000), nn.Linear(30_000, 3))
-    settings = SubspaceDescent(n_components=4, snapshot_every=1, memory_mebibytes=2)
-    _, step, run = start(settings, model=wide)
-    for number in range(4):
-        step(*batch(number))
-    assert run.subspace is not None
-    held = run.subspace.basis
-    assert len(held.blocks) > 1
-    assert held.components == 4
-    assert sum(rows.numel() * rows.element_size() for rows in held.rows) <= 2 << 20
-    step(*batch(4))
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
+def test_bad_settings() -> None:
+    bad: list[tuple[dict[str, Any], str]] = [
         ({"n_components": 0}, "n_components=0"),
-        ({"rho": 1.0}, "rho=1.0"),
+        ({"rho": 1.0}, "rho: found 1.0"),
         ({"gamma": -1.0}, "gamma"),
         ({"alpha": float("inf")}, "alpha"),
         ({"sigma": 0.0}, "sigma"),
-        ({"trials": 0}, "trials=0"),
-        ({"trials": 2.5}, "trials=2.5"),
         ({"snapshots": 40.0}, "snapshots=40.0"),
-        ({"line_search": "wolfe"}, "line_search='wolfe'"),
-        ({"snapshot_dtype": "float16"}, "snapshot_dtype='float16'"),
-        ({"patience": 0}, "patience=0"),
+        ({"patience": 0}, "patience=0: an integer of 1 or more, or None"),
         ({"snapshots": 3, "n_components": 4}, "snapshots=3: at least as many as directions"),
         ({"timeout": 10**12}, "timeout=1000000000000: seconds, at most"),
-    ],
-)
-def test_bad_settings(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        SubspaceDescent(**settings)
+    ]
+    for settings, message in bad:
+        with pytest.raises(ValueError, match=message):
+            DimReduction(**settings)
 
 
-def refused(settings: SubspaceDescent, error: type[Exception], said: str, model: nn.Module | None = None) -> None:
+def refused(settings: DimReduction, error: type[Exception], said: str, model: nn.Module | None = None) -> None:
     """Attaching raises, and nothing was changed."""
     model = network() if model is None else model
     before = copy.deepcopy(model.state_dict())
@@ -247,7 +215,7 @@ def refused(settings: SubspaceDescent, error: type[Exception], said: str, model:
 
 
 def test_bad_checkpoints(tmp_path: Path) -> None:
-    settings = SubspaceDescent(n_components=4, weight_load_dir=str(tmp_path))
+    settings = DimReduction(n_components=4, weight_load_dir=str(tmp_path))
     refused(settings, ValueError, "found no checkpoints")
     checkpoints(tmp_path, 3)
     refused(settings, ValueError, "n_components: found 4 and 3 snapshots")
@@ -257,16 +225,16 @@ def test_bad_checkpoints(tmp_path: Path) -> None:
     spoiled = network().state_dict()
     spoiled["3.bias"][1] = float("nan")
     torch.save(spoiled, tmp_path / "z.pt")
-    refused(settings, ValueError, r"number 3 holds NaN or infinities in 3\.bias")
-    refused(SubspaceDescent(weight_load_dir=str(tmp_path / "none")), FileNotFoundError, "found no folder")
+    refused(settings, ValueError, "number 3 holds NaN or infinities in parameter 5")
+    refused(DimReduction(weight_load_dir=str(tmp_path / "none")), FileNotFoundError, "found no folder")
 
 
 def test_bad_matrices(tmp_path: Path) -> None:
     length = sum(p.numel() for p in network().parameters())
     path = tmp_path / "basis.npy"
 
-    def settings(k: int = 2) -> SubspaceDescent:
-        return SubspaceDescent(n_components=k, pca_mat_path=str(path))
+    def settings(k: int = 2) -> DimReduction:
+        return DimReduction(n_components=k, pca_mat_path=str(path))
 
     refused(settings(), FileNotFoundError, "found no file")
     np.save(path, np.array([{"a": 1}], dtype=object), allow_pickle=True)
@@ -274,7 +242,7 @@ def test_bad_matrices(tmp_path: Path) -> None:
     np.save(path, np.ones((2, length), dtype=np.float32))
     refused(settings(), ValueError, "not orthonormal")
     np.save(path, np.eye(2, length - 1, dtype=np.float32))
-    refused(settings(), ValueError, rf"wanted 2 of the {length} trained weights")
+    refused(settings(), ValueError, rf"needed are 2 of the {length} trained weights")
     np.save(path, np.eye(2, length, dtype=np.float32))
     refused(settings(3), ValueError, "found 2 directions")
     refused(settings(length + 1), ValueError, f"at most {length}")
@@ -282,7 +250,7 @@ def test_bad_matrices(tmp_path: Path) -> None:
 
 
 def test_what_it_cannot_work_with() -> None:
-    settings = SubspaceDescent(n_components=2)
+    settings = DimReduction(n_components=2)
     model = network()
     target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulator=Accumulator(2, model))
     with pytest.raises(IncompatibleError, match="accumulates gradients"):
@@ -290,8 +258,6 @@ def test_what_it_cannot_work_with() -> None:
     mixed = network()
     mixed[0].bfloat16()
     refused(settings, IncompatibleError, "torch.bfloat16 on cpu, torch.float32 on cpu", mixed)
-    native = SubspaceDescent(n_components=2, native=True)
-    refused(native, IncompatibleError, "native=True: found torch.float64 on cpu", network().double())
     part = network()
     target = Target(part, torch.optim.SGD(part[0].parameters(), lr=0.1))
     with pytest.raises(IncompatibleError, match="4 of 6 parameters of the model"):
@@ -302,7 +268,7 @@ def test_what_it_cannot_work_with() -> None:
 def test_nothing_works_beside_it(other: Algorithm) -> None:
     model = network()
     target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for chosen in ([SubspaceDescent(n_components=2), other], [other, SubspaceDescent(n_components=2)]):
+    for chosen in ([DimReduction(n_components=2), other], [other, DimReduction(n_components=2)]):
         with pytest.raises(IncompatibleError, match=f"'dim_reduce' cannot work together with {other.name}"):
             attach_all(target, chosen)
 
@@ -310,7 +276,7 @@ def test_nothing_works_beside_it(other: Algorithm) -> None:
 def test_the_optimizer_behind_is_not_stepped_by_others() -> None:
     model = network()
     given = torch.optim.SGD(model.parameters(), lr=0.1)
-    attached = attach_all(Target(model, given), [SubspaceDescent(n_components=2)])
+    attached = attach_all(Target(model, given), [DimReduction(n_components=2)])
     with pytest.raises(IncompatibleError, match=r"target\.optimizer\.step"):
         given.step()
     attached.remove()
@@ -319,7 +285,7 @@ def test_the_optimizer_behind_is_not_stepped_by_others() -> None:
 
 def test_a_parameter_that_is_frozen_later_is_not_moved_in_silence(tmp_path: Path) -> None:
     checkpoints(tmp_path, 3)
-    model, step, _ = start(SubspaceDescent(n_components=2, weight_load_dir=str(tmp_path)))
+    model, step, _ = start(DimReduction(n_components=2, weight_load_dir=str(tmp_path)))
     step(*batch(0))
     model[0].weight.requires_grad_(False)
     with pytest.raises(IncompatibleError, match="was frozen"):
@@ -327,20 +293,13 @@ def test_a_parameter_that_is_frozen_later_is_not_moved_in_silence(tmp_path: Path
 
 
 def test_step_without_a_closure_says_how() -> None:
-    _, _, run = start(SubspaceDescent(n_components=2))
+    _, _, run = start(DimReduction(n_components=2))
     with pytest.raises(TypeError, match=r"optimizer\.step\(lambda"):
         run.step()
 
 
-def test_a_plan_drops_everything_else() -> None:
-    plan = Plan.of("O2", {"extra": {"dim_reduce": {"n_components": 4}}})
-    assert plan.algorithms == (SubspaceDescent(n_components=4),)
-    assert all("dim_reduce is on, and it cannot be combined" in d.reason for d in plan.dropped)
-    assert {"less_bn", "grad_freeze"} <= {d.name for d in plan.dropped}
-
-
 def test_begins_again_where_training_began_not_where_it_was_attached() -> None:
-    model, step, run = start(SubspaceDescent(n_components=2, snapshot_every=1, restart=True))
+    model, step, run = start(DimReduction(n_components=2, snapshot_every=1, restart=True))
     model.load_state_dict(network(7).state_dict())
     first = [p.detach().clone() for p in model.parameters()]
     for number in range(2):
@@ -350,19 +309,19 @@ def test_begins_again_where_training_began_not_where_it_was_attached() -> None:
 
 
 def test_a_subspace_that_cannot_begin_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> SubspaceOptimizer:
+    def full(*_: Any, **__: Any) -> DimReduceOptimizer:
         raise MemoryError("no room for the basis")
 
-    model, step, run = start(SubspaceDescent(n_components=2, snapshot_every=1))
+    model, step, run = start(DimReduction(n_components=2, snapshot_every=1))
     step(*batch(0))
     with monkeypatch.context() as patch:
-        patch.setattr(dim_reduce, "SubspaceOptimizer", full)
+        patch.setattr(dim_reduce, "DimReduceOptimizer", full)
         with pytest.raises(MemoryError):
             step(*batch(1))
     assert run.phase == "collect"
     assert len(run.state_dict()["front"]["snapshots"]["kept"]) == 2
     after = [p.detach().clone() for p in model.parameters()]
-    again, other, resumed = start(SubspaceDescent(n_components=2, snapshot_every=1), seed=3)
+    again, other, resumed = start(DimReduction(n_components=2, snapshot_every=1), seed=3)
     again.load_state_dict(model.state_dict())
     resumed.load_state_dict(run.state_dict())
     other(*batch(2))
@@ -374,6 +333,6 @@ def test_parameters_of_the_optimizer_that_are_not_in_the_model_are_refused() -> 
     model, head = network(), nn.Linear(3, 2)
     target = Target(model, torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1))
     with pytest.raises(IncompatibleError, match="trains 2 parameters that are not in the model"):
-        attach_all(target, [SubspaceDescent(n_components=2)])
+        attach_all(target, [DimReduction(n_components=2)])
     head.requires_grad_(False)
-    attach_all(target, [SubspaceDescent(n_components=2)])
+    attach_all(target, [DimReduction(n_components=2)])

@@ -1,13 +1,37 @@
+"""Directions: their products, the principal components of snapshots, and the files they come from."""
+
 from __future__ import annotations
 
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
 
 from tests.support.ranks import run_ranks
-from torchboost.algorithms.dim_reduce.basis import Block, SubspaceBasis, blocks_within, rows_of
+from torchboost.algorithms import DimReduceBasis, principal_basis, read_checkpoints
+from torchboost.algorithms.dim_reduce import basis as basis_module
+from torchboost.algorithms.dim_reduce import files
+from torchboost.algorithms.dim_reduce.basis import PrincipalComponents, rows_of
+from torchboost.algorithms.dim_reduce.files import (
+    Layout,
+    checkpoint_files,
+    layout_of_file,
+    read_matrix,
+    write_matrix,
+)
+
+LAYOUT = Layout(("a", "b"), ((4, 3), (5,)))
+SHAPES = ((4, 3), (5,), ())
 
 
 def orthonormal(k: int, n: int, seed: int = 0) -> torch.Tensor:
@@ -15,105 +39,264 @@ def orthonormal(k: int, n: int, seed: int = 0) -> torch.Tensor:
     return torch.linalg.qr(a)[0].T.float().contiguous()
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_projects_and_lifts_as_the_matrix_does(native: bool) -> None:
+def random(count: int, seed: int = 0, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[list[torch.Tensor]]:
+    g = torch.Generator().manual_seed(seed)
+    return [[torch.randn(s, dtype=torch.float64, generator=g) for s in shapes] for _ in range(count)]
+
+
+def matrix_of(snapshots: list[list[torch.Tensor]]) -> torch.Tensor:
+    return torch.stack([torch.cat([t.reshape(-1) for t in snapshot]) for snapshot in snapshots])
+
+
+def test_projects_and_lifts_as_the_matrix_does() -> None:
     matrix, v = orthonormal(5, 200_000), torch.randn(200_000)
-    basis = SubspaceBasis.of(matrix).to(matrix.device, matrix.dtype, native=native)
+    basis = DimReduceBasis(matrix)
     assert (basis.components, basis.length) == (5, 200_000)
     torch.testing.assert_close(basis.project(v), matrix.double() @ v.double(), rtol=0, atol=3e-5)
     coordinates = torch.randn(2, 5, dtype=torch.float64)
     torch.testing.assert_close(basis.lift(coordinates), coordinates.float() @ matrix)
 
 
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(1, 9))
-def test_every_row_has_one_owner_and_all_own_alike(components: list[int], ranks: int) -> None:
-    blocks = [Block(100 * i, 100 * i + 100, k) for i, k in enumerate(components)]
-    shares = [rows_of(blocks, rank, ranks) for rank in range(ranks)]
-    for i, block in enumerate(blocks):
-        assert [row for share in shares for row in share[i]] == list(range(block.components))
-    sizes = [sum(map(len, share)) for share in shares]
-    assert max(sizes) - min(sizes) <= 1
+@given(st.integers(1, 99), st.integers(1, 9))
+def test_every_row_has_one_rank_and_all_ranks_have_alike(components: int, ranks: int) -> None:
+    shares = [rows_of(components, rank, ranks) for rank in range(ranks)]
+    assert [row for share in shares for row in share] == list(range(components))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-@given(st.integers(40, 500), st.integers(1, 32), st.integers(1, 4), st.integers(1, 40))
-def test_blocks_cover_the_weights_and_keep_the_budget(length: int, components: int, ranks: int, tenth: int) -> None:
-    smallest = 4 * (length + components) * -(-components // ranks) // components + 4 * ranks
-    budget = max(smallest, 4 * components * length * tenth // 10 // ranks)
-    blocks = blocks_within(length, components, budget=budget, ranks=ranks)
-    assert [b.start for b in blocks] == [0, *(b.stop for b in blocks[:-1])]
-    assert blocks[-1].stop == length
-    assert sum(b.components for b in blocks) == components
-    for rank in range(ranks):
-        rows = rows_of(blocks, rank, ranks)
-        assert sum(4 * len(mine) * (b.stop - b.start) for b, mine in zip(blocks, rows, strict=True)) <= budget
-
-
-def test_a_budget_without_room_for_one_direction_per_block() -> None:
-    with pytest.raises(ValueError, match=r"need 4000 bytes over 2 ranks.*the budget is 1000 bytes"):
-        blocks_within(1000, 4, budget=1000, ranks=2)
-
-
-def test_without_a_budget_there_is_one_block() -> None:
-    assert blocks_within(100, 8) == (Block(0, 100, 8),)
-
-
-@pytest.mark.parametrize("components", [0, 11])
-def test_as_many_directions_as_weights_at_most(components: int) -> None:
-    with pytest.raises(ValueError, match="at least 1 and at most 10"):
-        blocks_within(10, components)
-
-
-@pytest.mark.parametrize("native", [False, True])
-def test_blocks_project_their_own_weights_only(native: bool) -> None:
-    blocks = (Block(0, 6, 2), Block(6, 10, 1))
-    rows = [orthonormal(2, 6), orthonormal(1, 4)]
-    basis = SubspaceBasis(blocks, rows).to(rows[0].device, rows[0].dtype, native=native)
-    dense = torch.block_diag(*rows)
-    v, c = torch.randn(10), torch.randn(1, 3, dtype=torch.float64)
-    torch.testing.assert_close(basis.project(v), (dense @ v).double())
-    torch.testing.assert_close(basis.lift(c), c.float() @ dense)
-
-
-@pytest.mark.parametrize(
-    ("matrix", "said"),
-    [
-        (torch.ones(2, 4), "not orthonormal: a product of two is off by 4"),
+def test_what_is_no_basis_is_refused() -> None:
+    for matrix, message in (
+        (torch.ones(2, 4), "not orthonormal: a product is off by"),
         (torch.tensor([[1.0, float("nan")]]), "NaN or infinities"),
-        (torch.eye(3)[:, :2], r"shape \(3, 2\)"),
+        (torch.eye(3)[:, :2], "found 3; a subspace of 2 weights has at least 1 and at most 2"),
+        (torch.ones(0, 2), "found 0; a subspace"),
         (torch.ones(4), r"shape \(4,\)"),
-    ],
-)
-def test_what_is_no_basis_is_refused(matrix: torch.Tensor, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        SubspaceBasis.of(matrix)
+    ):
+        with pytest.raises(ValueError, match=message):
+            DimReduceBasis(matrix)
+    with pytest.raises(ValueError, match="has 1 rows; rank 0 of 1 holds rows 0 to 2 of 2"):
+        DimReduceBasis(torch.eye(1, 4), None, 2)
+    assert DimReduceBasis(3 * torch.ones(1, 4), orthonormal=False).components == 1, "as MindSpore's need not be"
 
 
-def test_the_references_rows_need_not_be_orthonormal() -> None:
-    assert SubspaceBasis.of(3 * torch.ones(1, 4), orthonormal=False).components == 1
-
-
-def test_rows_must_be_those_of_the_blocks() -> None:
-    with pytest.raises(ValueError, match=r"found shape \(1, 4\).*this rank holds \(2, 4\)"):
-        SubspaceBasis((Block(0, 4, 2),), [torch.eye(1, 4)])
-
-
-def _on_ranks(k: int, native: bool) -> tuple[list[float], list[float], int]:
+def _on_ranks(k: int, spoiled: bool) -> tuple[list[float], list[float], int] | str:
     matrix = orthonormal(k, 300)
-    block = Block(0, 300, k)
-    (mine,) = rows_of((block,), dist.get_rank(), dist.get_world_size())
-    basis = SubspaceBasis((block,), [matrix[mine.start : mine.stop]], dist.group.WORLD)
-    basis = basis.to(matrix.device, matrix.dtype, native=native)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mine = rows_of(k, rank, ranks)
+    if spoiled:
+        matrix[-1] = matrix[0]  # two rows that no rank holds together
+    try:
+        basis = DimReduceBasis(matrix[mine.start : mine.stop], dist.group.WORLD, k)
+    except ValueError as error:
+        return str(error)
     v = torch.arange(300.0) / 300
     return basis.project(v).tolist(), basis.lift(torch.ones(1, k, dtype=torch.float64))[0].tolist(), len(mine)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize(("ranks", "k"), [(2, 32), (4, 30), (3, 2)])
-def test_ranks_that_share_the_rows_project_alike(ranks: int, k: int, native: bool) -> None:
-    found = run_ranks(_on_ranks, ranks, k, native)
-    assert all(one[:2] == found[0][:2] for one in found)
-    assert sum(rows for _, _, rows in found) == k
-    matrix, v = orthonormal(k, 300), torch.arange(300.0) / 300
-    torch.testing.assert_close(torch.tensor(found[0][0]), matrix @ v, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(torch.tensor(found[0][1]), matrix.sum(0), rtol=1e-5, atol=1e-6)
+def test_ranks_that_share_the_rows_project_alike() -> None:
+    for ranks, k in ((2, 32), (3, 2)):
+        shared = run_ranks(_on_ranks, ranks, k, False)
+        assert all(one[:2] == shared[0][:2] for one in shared)
+        assert sum(rows for _, _, rows in shared) == k
+        matrix, v = orthonormal(k, 300), torch.arange(300.0) / 300
+        torch.testing.assert_close(torch.tensor(shared[0][0]), matrix @ v, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(shared[0][1]), matrix.sum(0), rtol=1e-5, atol=1e-6)
+    one, two = run_ranks(_on_ranks, 2, 4, True)
+    assert one == two
+    assert "not orthonormal" in one
+
+
+@given(st.integers(3, 9), st.integers(1, 8), st.integers(0, 99))
+def test_components_are_the_right_singular_vectors(count: int, k: int, seed: int) -> None:
+    k = min(k, count - 1)
+    snapshots = random(count, seed)
+    data = matrix_of(snapshots)
+    components = PrincipalComponents(snapshots, k)
+    _, values, vectors = torch.linalg.svd(data - data.mean(0), full_matrices=False)
+    for row, vector in zip(components.rows(range(k), torch.float64), vectors, strict=False):
+        sign = vector[vector.abs().argmax()].sign()
+        torch.testing.assert_close(row, vector * sign, rtol=1e-6, atol=1e-7)
+    squares = values.square()
+    assert components.explained == pytest.approx(float(squares[:k].sum() / squares.sum()))
+
+
+def test_pieces_make_no_difference_and_progress_reaches_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshots = random(5, 1, ((40, 3), (7,), (0,), (2, 2, 5)))
+    whole = principal_basis(snapshots, 3).rows
+    told: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(basis_module, "_PIECE", 8 * 6 * 10)
+    parts = PrincipalComponents(snapshots, 3, progress=lambda *args: told.append(args))
+    assert told[-1] == ("comparing the snapshots, weights", 147, 147)
+    assert len(told) > 14
+    torch.testing.assert_close(parts.rows(range(3)), whole)
+    assert told[-1] == ("making directions 1 to 3, weights", 147, 147)
+    assert torch.equal(parts.rows(range(1, 3)), parts.rows(range(3))[1:])
+
+
+def test_as_many_components_as_snapshots_end_with_the_mean() -> None:
+    snapshots = random(4, 3)
+    rows = PrincipalComponents(snapshots, 4).rows(range(4), torch.float64)
+    torch.testing.assert_close(rows @ rows.T, torch.eye(4, dtype=torch.float64), rtol=0, atol=1e-9)
+    mean = matrix_of(snapshots).mean(0)
+    torch.testing.assert_close(rows.T @ (rows @ mean), mean)
+
+
+def test_small_components_beside_large_ones_are_orthonormal() -> None:
+    scales = torch.tensor([1.0, 1e-1, 1e-2, 1e-3, 1e-4], dtype=torch.float64)
+    data = torch.randn(12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * scales
+    rows = principal_basis([[row] for row in data @ orthonormal(5, 500).double()], 5).rows
+    torch.testing.assert_close(rows @ rows.T, torch.eye(5), rtol=0, atol=1e-5)
+
+
+def test_snapshots_that_do_not_serve() -> None:
+    same, zeros = [torch.randn(6)], [torch.zeros(6)]
+    spoiled = [torch.tensor([float("nan")] * 6)]
+    for snapshots, k, message in (
+        ([same] * 4, 5, "found 5 and 4 snapshots"),
+        ([same] * 4, 3, "4 snapshots span only 1 directions"),
+        ([zeros] * 4, 2, "span only 0 directions"),
+        ([same, spoiled, same], 2, "number 1 holds NaN or infinities in parameter 0"),
+        ([[torch.full((6,), 1e200, dtype=torch.float64)], [torch.zeros(6)]], 1, "their products overflow"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            principal_basis(snapshots, k)
+
+
+def test_components_written_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "basis.npy"
+    snapshots = random(5, shapes=LAYOUT.shapes)
+    monkeypatch.setattr(files, "_AT_ONCE", 2 * 4 * LAYOUT.length)
+    assert 0 < write_matrix(path, snapshots, LAYOUT, 3) < 1
+    rows = principal_basis(snapshots, 3).rows
+    assert np.array_equal(np.load(path), rows.numpy())
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["basis.json", "basis.npy"]
+    assert torch.equal(read_matrix(path, 3, LAYOUT, range(1, 3)), rows[1:])
+    # Columns follow the model, whatever their order in the file, and a prefix of all names does not matter.
+    turned = Layout(("module.b", "module.a"), LAYOUT.shapes[::-1])
+    torch_columns = torch.cat([rows[:, 12:], rows[:, :12]], dim=1)
+    assert torch.equal(read_matrix(path, 3, turned, range(3)), torch_columns)
+    with pytest.raises(ValueError, match="a basis of another model: c differ"):
+        read_matrix(path, 3, Layout(("a", "c"), LAYOUT.shapes), range(3))
+    for text in ('{"answer": 42}', "no json", "[]"):
+        path.with_suffix(".json").write_text(text)
+        with pytest.raises(ValueError, match=r"basis\.json: found no names and shapes of columns"):
+            read_matrix(path, 3, LAYOUT, range(3))
+    path.with_suffix(".json").unlink()
+    assert torch.equal(read_matrix(path, 3, turned, range(3)), rows)
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
+    def interrupt(subject: str, *_: int) -> None:
+        if subject.startswith("making"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_matrix(tmp_path / "basis.npy", random(5, shapes=LAYOUT.shapes), LAYOUT, 2, progress=interrupt)
+    assert not list(tmp_path.iterdir())
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 2))
+
+
+def save(path: Path, seed: int = 0) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    state = {name: value.clone() for name, value in model().state_dict().items()}
+    save_file(state, path) if path.suffix == ".safetensors" else torch.save(state, path)
+    return state
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".pth"])
+def test_checkpoints_are_the_parameters(tmp_path: Path, suffix: str) -> None:
+    states = [save(tmp_path / f"step-{i}{suffix}", seed=i) for i in range(3)]
+    snapshots = read_checkpoints(tmp_path, model())
+    for snapshot, state in zip(snapshots, states, strict=True):
+        for tensor, name in zip(snapshot, Layout.of(model()).names, strict=True):
+            assert torch.equal(tensor, state[name])
+
+
+def test_a_state_dict_may_lie_under_a_key_and_its_names_have_a_prefix(tmp_path: Path) -> None:
+    state, plain = model().state_dict(), Layout.of(model())
+    path = tmp_path / "a.pt"
+    for ours, theirs in (("", ""), ("", "module."), ("backbone.", "")):
+        torch.save({"epoch": 3, "model": {f"{theirs}{name}": value for name, value in state.items()}}, path)
+        (snapshot,) = read_checkpoints([path], Layout(tuple(f"{ours}{name}" for name in plain.names), plain.shapes))
+        assert all(torch.equal(t, state[name]) for t, name in zip(snapshot, plain.names, strict=True))
+    torch.save({f"module.{name}": value for name, value in state.items()}, path)
+    with pytest.raises(ValueError, match=r"missing backbone\.0\.weight"):
+        read_checkpoints([path], Layout(tuple(f"backbone.{name}" for name in plain.names), plain.shapes))
+
+
+def test_without_a_model_the_file_says_what_there_is(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save(path)
+    everything = layout_of_file(path)
+    assert "1.running_mean" in everything.names
+    assert "1.num_batches_tracked" not in everything.names
+    assert set(layout_of_file(path, ["*running_*"]).names) == set(Layout.of(model()).names)
+    with pytest.raises(ValueError, match=r"a\.safetensors: found no floating point entry besides \*"):
+        layout_of_file(path, ["*"])
+
+
+def test_a_layout_counts_a_shared_parameter_once_and_nothing_frozen() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    net[1].weight = net[0].weight
+    net[1].bias.requires_grad_(False)
+    assert Layout.of(net) == Layout(("0.weight", "0.bias"), ((3, 3), (3,)))
+
+
+def test_numbers_in_names_count(tmp_path: Path) -> None:
+    for name in ("step-10", "step-9", "step-100"):
+        (tmp_path / f"{name}.pt").touch()
+    (tmp_path / "notes.txt").touch()
+    assert [path.stem for path in checkpoint_files(tmp_path)] == ["step-9", "step-10", "step-100"]
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_bomb_is_refused_and_does_not_go_off(tmp_path: Path) -> None:
+    crater = tmp_path / "crater"
+    torch.save({"weight": Bomb(crater)}, tmp_path / "zip.pt")
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps({"weight": Bomb(crater)}))
+    np.save(tmp_path / "basis.npy", np.array([Bomb(crater)], dtype=object), allow_pickle=True)
+    for name in ("zip.pt", "plain.pt"):
+        with pytest.raises(ValueError, match="refused: it is not a file of tensors only"):
+            read_checkpoints([tmp_path / name], model())
+    with pytest.raises(ValueError, match=r"basis\.npy: refused: it is not an \.npy file of numbers"):
+        read_matrix(tmp_path / "basis.npy", 1, LAYOUT, range(1))
+    assert not crater.exists()
+    pickle.loads((tmp_path / "plain.pt").read_bytes())
+    assert crater.exists(), "the bomb is a real one"
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    for name, content, error, message in (
+        ("a.pt", b"", ValueError, "not a file of tensors only"),
+        ("a.pt", b"not a checkpoint", ValueError, "not a file of tensors only"),
+        ("a.safetensors", b"\x00" * 4, ValueError, "not a safetensors file"),
+        ("a.bin", b"x", ValueError, "ends in '.bin'; allowed are .safetensors, .pt, .pth"),
+        ("tensor.pt", torch.ones(3), ValueError, "found a Tensor; a checkpoint is a state dict"),
+        ("nested.pt", {"net": {"a": torch.ones(2)}}, ValueError, "another model: missing .* it holds no weights"),
+        ("missing.pt", None, FileNotFoundError, "found no file"),
+    ):
+        path = tmp_path / name
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif content is not None:
+            torch.save(content, path)
+        with pytest.raises(error, match=message):
+            read_checkpoints([path], model())
+    save(tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=re.escape("missing 9.bias; of another shape 1.weight (3,) (wanted (2, 3))")):
+        read_checkpoints([tmp_path / "a.pt"], Layout(("1.weight", "9.bias"), ((2, 3), (7,))))
+    with pytest.raises(TypeError, match="give the model whose checkpoints these are"):
+        read_checkpoints(tmp_path, 5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="found no checkpoints; give files"):
+        read_checkpoints([], model())

@@ -20,11 +20,11 @@ from torchboost.algorithms import (
     BlockFreeze,
     ChannelsLast,
     Compile,
+    DimReduction,
     FusedOptimizer,
     GradientCentralization,
     LossScaleGroups,
     MatmulPrecision,
-    SubspaceDescent,
 )
 from torchboost.algorithms.grad_freeze.freezer import Freezing
 from torchboost.core import Algorithm, attach_all
@@ -40,7 +40,7 @@ ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "compile": lambda: Compile(backend="eager"),
     "grad_accumulation": lambda: AccumulationSteps(steps=2),
     "loss_scale_group": lambda: LossScaleGroups(groups=2),
-    "dim_reduce": lambda: SubspaceDescent(n_components=2, snapshot_every=1),
+    "dim_reduce": lambda: DimReduction(n_components=2, snapshot_every=1),
 }
 ELSEWHERE = {"adasum"}
 """Exchanges tensors between ranks, for which the pretend device has no backend."""
@@ -68,7 +68,7 @@ def trained(algorithm: Algorithm, device: str) -> tuple[list[float], Target, Any
 
 def run(target: Target, device: str) -> list[float]:
     model, optimizer = target.model, target.optimizer
-    if type(optimizer).__name__ != "SubspaceRun":
+    if type(optimizer).__name__ != "DimReduceRun":
         return losses(model, optimizer, device, steps=STEPS, scaler=target.scaler)
     seen = []
     for number in range(STEPS):

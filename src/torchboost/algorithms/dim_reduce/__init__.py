@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from torchboost.algorithms.dim_reduce.algorithm import SubspaceDescent
-from torchboost.algorithms.dim_reduce.basis import SubspaceBasis
-from torchboost.algorithms.dim_reduce.basis_sources import principal_basis
-from torchboost.algorithms.dim_reduce.optimizer import SubspaceOptimizer
-from torchboost.algorithms.dim_reduce.snapshots import CheckpointFiles, SnapshotBuffer
+from torchboost.algorithms.dim_reduce.algorithm import DimReduction
+from torchboost.algorithms.dim_reduce.basis import DimReduceBasis, principal_basis
+from torchboost.algorithms.dim_reduce.files import read_checkpoints
+from torchboost.algorithms.dim_reduce.optimizer import DimReduceOptimizer
 
-__all__ = [
-    "CheckpointFiles",
-    "SnapshotBuffer",
-    "SubspaceBasis",
-    "SubspaceDescent",
-    "SubspaceOptimizer",
-    "principal_basis",
-]
+__all__ = ["DimReduceBasis", "DimReduceOptimizer", "DimReduction", "principal_basis", "read_checkpoints"]
