@@ -6,17 +6,19 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.support.models import batch_for, cnn, mlp
-from torchboost.algorithms.grad_freeze.prefix.build import Halves
-from torchboost.algorithms.grad_freeze.prefix.frozen_prefix import FastPrefix
+from torchboost.algorithms.grad_freeze.activation_cache import ActivationCache
+from torchboost.algorithms.grad_freeze.prefix import FastPrefix
 from torchboost.bench.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet
 
-__all__ = ["MAKERS", "as_plain", "freeze", "frozen_cnn", "frozen_mlp", "gpt", "inputs_for", "prefix_runs", "step"]
+__all__ = [
+    "MAKERS", "Net", "as_plain", "freeze", "frozen_cnn", "frozen_mlp", "gpt", "inputs_for", "named", "step",
+    "with_rows",
+]  # fmt: skip
 
 
 def freeze(*modules: nn.Module) -> None:
@@ -107,19 +109,34 @@ def step(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor | 
     return loss.detach(), [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-def prefix_runs(fast: FastPrefix, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Counts of samples for which the prefix is run from now on."""
-    runs: list[int] = []
-    border = Halves.border
-
-    def counted(self: Halves, tensors: tuple[Tensor, ...]) -> Any:
-        runs.append(len(tensors[0]))
-        return border(self, tensors)
-
-    monkeypatch.setattr(Halves, "border", counted)
-    return runs
-
-
 def as_plain(model: nn.Module) -> Tensor:
     twin = copy.deepcopy(model)
     return twin(inputs_for(model)[0].to(next(model.parameters()).dtype))
+
+
+class Net(nn.Module):
+    """Layers ``a`` (frozen) and ``b`` (trainable), a frozen table, a buffer, and a forward that a test gives."""
+
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.a2, self.b = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.table = nn.Embedding(8, 4)
+        self.relu = nn.ReLU(inplace=True)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("shift", torch.ones(4))
+        for module in (self.a, self.a2, self.table):
+            module.requires_grad_(False)
+        self.run = run
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self, x, *args, **kwargs)
+
+
+def with_rows(model: nn.Module, budget: int = 2**22) -> FastPrefix:
+    return FastPrefix(model, ActivationCache(budget))
+
+
+def named(fast: FastPrefix, *args: Any, **kwargs: Any) -> Any:
+    with fast.samples(range(len(args[0]))):
+        return fast._model(*args, **kwargs)

@@ -375,7 +375,8 @@ def test_the_cache_follows_a_schedule():
     sizes = set()
     for number in range(12):
         expected = slow(*batch(number)).loss
-        torch.testing.assert_close(step(*batch(number)).loss, expected, rtol=1e-3, atol=1e-4)
+        with step.attached["grad_freeze"].fast.samples(range(8 * number, 8 * number + 8)):
+            torch.testing.assert_close(step(*batch(number)).loss, expected, rtol=1e-3, atol=1e-4)
         sizes.add(step.attached["grad_freeze"].fast.report().parameters)
     assert len(sizes) == 4
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.grad_freeze import schedule as freeze_schedule
+from torchboost.algorithms.grad_freeze.activation_cache import ActivationCache
 from torchboost.algorithms.grad_freeze.freezer import (
     Freezing,
     Norms,
@@ -20,11 +21,9 @@ from torchboost.algorithms.grad_freeze.freezer import (
     compiled_prefixes,
     prefixes_of,
 )
-from torchboost.algorithms.grad_freeze.prefix.activation_cache import ActivationCache
-from torchboost.algorithms.grad_freeze.prefix.frozen_prefix import FastPrefix, fast_prefix
+from torchboost.algorithms.grad_freeze.prefix import FastPrefix, check_cacheable
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
-from torchboost.core.wrapping import wrapper_of
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import NoEffectWarning
 from torchboost.graph.blocks import Block, blocks_of, group_starts
 from torchboost.optim.fusing import care_for_fused
 
@@ -65,8 +64,8 @@ class BlockFreeze(Algorithm):
         cache_mebibytes: Budget for caching the output of the frozen part per sample, which is then computed once; 0
             disables the cache. The loop names its samples: ``with attached["grad_freeze"].fast.samples(ids): ...``. The
             cache is correct only if a sample is the same tensor in every epoch. It needs ``norms="eval"`` and a model
-            that is not compiled; see :func:`torchboost.algorithms.grad_freeze.prefix.frozen_prefix.fast_prefix`.
-        cache_path: Folder for a memory-mapped cache file; None keeps the cache in memory.
+            that is not compiled; see :class:`torchboost.algorithms.grad_freeze.prefix.FastPrefix`.
+        cache_path: Folder for memory-mapped cache files; None keeps the cache in memory.
         agree_within: Seconds that the ranks of one model wait for each other before a pass; if a rank does not arrive,
             all others raise :class:`torchboost.errors.RankDisagreementError`. Increase it if one rank evaluates or
             saves alone for longer; 0 disables the comparison.
@@ -141,12 +140,8 @@ class BlockFreeze(Algorithm):
         check_freezable(target.model, target.optimizer)
         if self.costs is not None:
             _check_costs(self.costs, blocks_of(target.model))
-        wrapper = wrapper_of(target.model)
-        if self.cache_mebibytes and wrapper is not None:
-            raise IncompatibleError(
-                f"grad_freeze: found a model wrapped by {wrapper}, whose forward the cache cannot replace; attach to "
-                "the bare model and wrap it in DDP afterwards, or set cache_mebibytes=0."
-            )
+        if self.cache_mebibytes:
+            check_cacheable(target.model)
 
     def attach(self, target: Target) -> Attachment:
         """Freeze the groups of the first update and follow the schedule from then on.
@@ -228,7 +223,9 @@ def freeze_blocks(
         )
     check_freezable(model, optimizer)
     prefixes = prefixes_of(blocks, starts)
-    fast = _cached_prefix(model, settings) if settings.cache_mebibytes else None
+    fast = None
+    if settings.cache_mebibytes:
+        fast = FastPrefix(model, ActivationCache(settings.cache_mebibytes * 2**20, path=settings.cache_path))
     alike = {"seed": seed, "checksum of the settings": _fingerprint(settings)}
     shares = settings.costs or (1 / len(blocks),) * len(blocks)
     costs = [sum(shares[a:b]) for a, b in zip(starts, [*starts[1:], len(blocks)], strict=True)]
@@ -258,10 +255,3 @@ def _check_costs(costs: Sequence[float], blocks: Sequence[Block]) -> None:
             f"grad_freeze.costs: found {len(costs)}, the model has {len(blocks)} blocks "
             f"({', '.join(block.name for block in blocks)}); pass one per block."
         )
-
-
-def _cached_prefix(model: nn.Module, settings: BlockFreeze) -> FastPrefix:
-    cache = ActivationCache(settings.cache_mebibytes * 2**20, path=settings.cache_path)
-    fast = fast_prefix(model, cache=cache)
-    fast.with_undo(cache.close)
-    return fast

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.grad_freeze.flags import HeldFlags, SettledNorms, release_others
 from torchboost.algorithms.grad_freeze.gradient_checks import Accumulated, LostGradients
-from torchboost.algorithms.grad_freeze.prefix.frozen_prefix import FastPrefix
+from torchboost.algorithms.grad_freeze.prefix import FastPrefix
 from torchboost.algorithms.grad_freeze.reach import Reach
 from torchboost.algorithms.grad_freeze.replicas import Replicas, check_reducer, several_ranks
 from torchboost.core.algorithm import Attachment, Removable

@@ -6,7 +6,7 @@ import enum
 import functools
 import random
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ class Call:
     Args:
         tensors: The tensors, in the order of the flattened arguments.
         key: Equal for calls that can share a trace.
-        rebuild: Builds the positional and keyword arguments, with other tensors in place of these.
     """
 
     tensors: tuple[Tensor, ...]
@@ -73,7 +72,7 @@ class TracedForward:
     """
 
     graph: fx.Graph
-    targets: dict[str, nn.Module | Tensor] = field(default_factory=dict)
+    targets: dict[str, nn.Module | Tensor]
 
 
 def is_opaque(module: nn.Module) -> bool:
@@ -84,72 +83,61 @@ def is_opaque(module: nn.Module) -> bool:
     return any(module_hooks(module)) or own_forward(module) is not None
 
 
+def random_state(devices: Sequence[torch.device]) -> tuple[bytes, ...]:
+    """Return the state of the random number generators of torch on the CPU and on the given devices."""
+    return tuple(state.numpy().tobytes() for state in generator_states(devices))
+
+
 def trace_forward(model: nn.Module, call: Call) -> TracedForward:
     """Trace the forward of the model's class in its current state, including training flags.
 
-    Nothing is computed; random state and the attributes of the model do not change.
-
-    Args:
-        model: Its submodules of ``torch.nn``, convolutional, linear and normalisation layers, and those with hooks
-            become one node each; all others are traced into.
-        call: The call to trace: which arguments are given, and the values of those that are not tensors.
+    Nothing is computed, and random state and the attributes of the model do not change. Submodules of ``torch.nn``,
+    layers and modules with hooks become one node each.
 
     Raises:
         IncompatibleError: The forward cannot be traced correctly; the message says why.
     """
-    tracer = _Tracer(call)
-    attributes = [(module, dict(vars(module)), dict(buffer_slots(module))) for module in model.modules()]
     devices = accelerators(model.parameters())
-    before = random_state(devices)
-    python = random.getstate()
+    attributes = [(module, dict(vars(module)), dict(buffer_slots(module))) for module in model.modules()]
+    before, changed, constants = (random_state(devices), random.getstate()), list[str](), dict[str, Any]()
     try:
         with generators_kept(devices):
-            graph = tracer.trace(model)
-            drawn = random.getstate() != python or random_state(devices) != before
+            graph = _Tracer(call).trace(model)
+            drawn = (random_state(devices), random.getstate()) != before
     except Exception as error:  # data-dependent Python: torch.fx has no common error class
-        raise IncompatibleError(
-            _refusal(model, f"torch.fx cannot trace it ({type(error).__name__}: {error})")
-        ) from error
+        why = f"torch.fx cannot trace it ({type(error).__name__}: {error})"
+        raise IncompatibleError(_refusal(model, why)) from error
     finally:
-        random.setstate(python)
         constants = {name: vars(model).pop(name) for name in set(vars(model)) - set(attributes[0][1])}
-        changed = [name for module, before, buffers in attributes for name in _put_back(module, before, buffers)]
+        changed += [name for one in attributes for name in _put_back(*one)]
+    changed += [name for name in constants if not is_traced_constant(name)]
     if drawn:
         raise IncompatibleError(_refusal(model, "it draws random numbers that do not depend on its inputs"))
-    changed += [name for name in constants if not is_traced_constant(name)]
     if changed:
         raise IncompatibleError(_refusal(model, f"it sets attributes of its modules ({', '.join(changed)})"))
     names = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
-    targets = {name: constants[name] if name in constants else _find(model, name) for name in names}
-    return TracedForward(graph, targets)
-
-
-def _put_back(module: nn.Module, before: dict[str, Any], buffers: dict[str, Any]) -> list[str]:
-    """Undo the attribute changes of a forward on a module; return their names."""
-    changed = [name for name, value in before.items() if vars(module).get(name) is not value]
-    changed += [name for name in vars(module) if name not in before]
-    vars(module).clear()
-    vars(module).update(before)
-    changed += [name for name, value in buffers.items() if buffer_slots(module).get(name) is not value]
-    buffer_slots(module).clear()
-    buffer_slots(module).update(buffers)
-    return changed
+    return TracedForward(graph, {name: constants[name] if name in constants else _find(model, name) for name in names})
 
 
 def _find(model: nn.Module, name: str) -> Any:
     return functools.reduce(getattr, name.split("."), model)
 
 
+def _put_back(module: nn.Module, before: dict[str, Any], buffers: dict[str, Any]) -> list[str]:
+    """Undo the attribute changes of a forward on a module; return their names."""
+    changed = []
+    for slots, values in ((vars(module), before), (buffer_slots(module), buffers)):
+        changed += [name for name in slots | values if slots.get(name, changed) is not values.get(name, changed)]
+        slots.clear()
+        slots.update(values)
+    return changed
+
+
 def _refusal(model: nn.Module, why: str) -> str:
     return (
         f"the forward of {type(model).__name__} cannot be split into a frozen and a trained part: {why}. Train without "
-        "the fast path of the frozen prefix; freezing itself does not need it."
+        "the cache (cache_mebibytes=0); freezing itself does not need it."
     )
-
-
-def random_state(devices: Sequence[torch.device]) -> tuple[bytes, ...]:
-    """Return the state of the random number generators of torch on the CPU and on the given devices."""
-    return tuple(state.numpy().tobytes() for state in generator_states(devices))
 
 
 class _Tracer(fx.Tracer):
@@ -184,8 +172,5 @@ class _Tracer(fx.Tracer):
 
 def _mode() -> tuple[Any, ...]:
     kinds = ("cpu", "cuda")
-    return (
-        torch.is_grad_enabled(),
-        *(torch.is_autocast_enabled(k) for k in kinds),
-        *(torch.get_autocast_dtype(k) for k in kinds),
-    )
+    precision = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    return torch.is_grad_enabled(), *precision

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchboost.algorithms.grad_freeze.prefix.split import Cut, cut_forward
-from torchboost.algorithms.grad_freeze.prefix.trace import Call, TracedForward, trace_forward
+from tests.support.frozen_nets import Net, named, with_rows
+from torchboost.algorithms.grad_freeze.prefix import FastPrefix
 
 
-class Net(nn.Module):
-    """Layers ``a`` (frozen) and ``b`` (trainable), a frozen table, a buffer, and a forward that a test gives."""
-
-    def __init__(self, run: Any) -> None:
-        super().__init__()
-        self.a, self.a2, self.b = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.table = nn.Embedding(8, 4)
-        self.relu = nn.ReLU(inplace=True)
-        self.drop = nn.Dropout(0.5)
-        self.register_buffer("shift", torch.ones(4))
-        for module in (self.a, self.a2, self.table):
-            module.requires_grad_(False)
-        self.run = run
-
-    def forward(self, *args: Any) -> Any:
-        return self.run(self, *args)
+def border_of(fast: FastPrefix) -> set[str]:
+    return set() if fast._halves is None else set(fast._halves.cut.border)
 
 
 def plain(n: Net, x: Tensor) -> Tensor:
@@ -77,6 +64,12 @@ def input_written(n: Net, x: Tensor) -> Tensor:
     x = x.clone().add_(1)
     before = n.a(x)
     return n.b(before) + n.b(x)
+
+
+def written_by_the_frozen_part(n: Net, x: Tensor) -> Tensor:
+    y = x.clone()
+    y.add_(n.a(x))
+    return n.b(y) + y
 
 
 def two_handles_on_what_is_written(n: Net, x: Tensor) -> Tensor:
@@ -129,8 +122,7 @@ def input_used_late(n: Net, x: Tensor) -> Tensor:
 def out_of(n: Net, x: Tensor) -> Tensor:
     h = n.a(x)
     g = n.a2(x)
-    torch.add(h, n.b(x), out=g) if False else None
-    return n.b(torch.relu_(h) + g)
+    return n.b(torch.add(h, 1, out=g) + torch.relu_(h))
 
 
 def border_added_to(n: Net, x: Tensor) -> Tensor:
@@ -170,11 +162,42 @@ def buffer_written(n: Net, x: Tensor) -> Tensor:
     return n.b(h) + n.shift
 
 
+def constants_and_containers(n: Net, x: Tensor) -> Any:
+    return {"y": n.b(n.a(x)) + torch.tensor([1.0, 2.0, 3.0, 4.0]), "rest": (n.shift, None)}["y"]
+
+
+def input_changed(n: Net, x: Tensor) -> Tensor:
+    return n.b(n.a(x.view(-1, 4).add_(1)))
+
+
+def functional_dropout(n: Net, x: Tensor) -> Tensor:
+    return n.b(F.dropout(n.a(x), 0.5, n.training))
+
+
+def stochastic_depth(n: Net, x: Tensor) -> Tensor:
+    h = n.a(x)
+    return n.b(h * h.new_empty(h.shape[0], 1).bernoulli_(0.5))
+
+
+def noise_for_both(n: Net, x: Tensor) -> Tensor:
+    noise = torch.rand_like(x)
+    return n.b(n.a(x) + noise) + noise
+
+
+def counts(n: Net, x: Tensor) -> Tensor:
+    return n.b(n.a(x) + n.shift.add_(1))
+
+
+def dropout_in_the_trained_part(n: Net, x: Tensor) -> Tensor:
+    return n.b(n.drop(n.a(x)))
+
+
 FORWARDS = [
     (plain, {"relu_1"}),
     (residual_in_place, {"relu_1"}),
     (border_written_after_it_is_read, {"a"}),
     (written_before_anybody_trained_reads_it, {"clone", "a2"}),
+    (written_by_the_frozen_part, {"clone"}),
     (two_handles_on_what_is_written, {"a"}),
     (view_written, {"relu"}),
     (mask_of_its_size, {"a"}),
@@ -183,74 +206,43 @@ FORWARDS = [
     (input_written, {"a"}),
     (functional_in_place, {"add_1"}),
     (sizes_of_the_border, {"a"}),
-    (sizes_of_something_inside, {"a2", "size"}),
+    (sizes_of_something_inside, {"a", "a2"}),
     (table_of_positions, {"add"}),
     (input_used_late, {"a"}),
-    (out_of, {"add"}),
+    (out_of, {"add_1"}),
     (border_added_to, {"a", "tanh"}),
     (frozen_value_added_to, {"a", "tanh"}),
     (view_of_the_border_added_to, {"a"}),
     (size_added_to, {"a"}),
     (everything_frozen, {"a2"}),
     (buffer_written, {"a"}),
+    (constants_and_containers, {"a"}),
+    (input_changed, set()),
+    (functional_dropout, {"a"}),
+    (stochastic_depth, {"a"}),
+    (noise_for_both, {"a"}),
+    (counts, {"a"}),
+    (dropout_in_the_trained_part, {"a"}),
 ]
-
-
-def traced_of(model: nn.Module, x: Tensor) -> TracedForward:
-    call = Call.of((x,), {})
-    assert call is not None
-    return trace_forward(model, call)
-
-
-def run(cut: Cut, traced: TracedForward, x: Tensor) -> tuple[Tensor, ...]:
-    prefix = fx.GraphModule(traced.targets, cut.prefix)
-    with torch.no_grad():
-        border = [value.detach() if isinstance(value, Tensor) else value for value in prefix(x)]
-    return fx.GraphModule(traced.targets, cut.suffix)(x, *border)
 
 
 @pytest.mark.parametrize(("forward", "border"), FORWARDS, ids=lambda value: getattr(value, "__name__", ""))
 def test_the_halves_compute_what_the_forward_does(forward: Any, border: set[str]) -> None:
-    model = Net(forward)
-    x = torch.randn(3, 4)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    expected = model(x.clone())
-    if expected.requires_grad:
-        expected.sum().backward()
-    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    model.load_state_dict(state)
-    traced = traced_of(model, x)
-    cut = cut_forward(traced)
-    assert set(cut.border) == border
-    outputs = run(cut, traced, x.clone())
-    assert torch.equal(outputs, expected)
-    if expected.requires_grad:
-        outputs.sum().backward()
-    for p, gradient in zip(model.parameters(), gradients, strict=True):
-        assert (p.grad is None) == (gradient is None)
-        assert gradient is None or torch.equal(p.grad, gradient)
-
-
-def test_the_input_may_be_written_to_but_then_stays_in_the_suffix() -> None:
-    model = Net(lambda n, x: n.b(n.a(x.view(-1, 4).add_(1))))
-    traced = traced_of(model, torch.zeros(3, 4))
-    cut = cut_forward(traced)
-    assert cut.border == ()
-    x = torch.zeros(3, 4)
-    run(cut, traced, x)
-    assert torch.equal(x, torch.ones(3, 4))
-
-
-def test_dropout_stops_the_prefix_in_training_mode_only() -> None:
-    model = Net(lambda n, x: n.b(n.a2(n.drop(n.a(x)))))
-    x = torch.randn(3, 4)
-    assert cut_forward(traced_of(model, x)).border == ("a",)
-    model.drop.p = 0.0
-    assert cut_forward(traced_of(model, x)).border == ("a2",)
-    model.drop.p = 0.5
-    model.drop.eval()
-    assert cut_forward(traced_of(model, x)).border == ("a2",)
+    """In whatever order it writes, draws or counts; three times, of which the last two are from rows if they can be."""
+    model, x = Net(forward), torch.randn(3, 4)
+    twin = copy.deepcopy(model)
+    fast = with_rows(model)
+    for number in range(3):
+        seen = []
+        for net in (model, twin):
+            torch.manual_seed(number)
+            outputs = named(fast, x.clone()) if net is model else net(x.clone())
+            if outputs.requires_grad:
+                outputs.sum().backward()
+            seen.append((outputs, net.shift, *(p.grad for p in net.parameters()), torch.get_rng_state()))
+        for ours, theirs in zip(*seen, strict=True):
+            assert ours is theirs or torch.equal(ours, theirs)
+    assert border_of(fast) == border
 
 
 @pytest.mark.parametrize(
@@ -262,19 +254,16 @@ def test_dropout_stops_the_prefix_in_training_mode_only() -> None:
         (nn.LayerNorm(4), False),
         (nn.Identity(), False),
         (nn.AlphaDropout(0.1), True),
+        (nn.Dropout(0.0), False),
+        (nn.Dropout(0.5).eval(), False),
     ],
 )
-def test_norms_stop_the_prefix_where_they_look_at_the_batch(module: nn.Module, stops: bool) -> None:
+def test_norms_and_dropout_stop_the_prefix_where_they_look_at_the_batch_or_draw(module: nn.Module, stops: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), module, nn.Linear(4, 4)).requires_grad_(False)
-    assert cut_forward(traced_of(model, torch.randn(3, 4))).border == (("_0",) if stops else ("_2",))
-
-
-def test_hooked_modules_and_named_nodes_stop_the_prefix() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
-    x = torch.randn(3, 4)
-    assert cut_forward(traced_of(model, x), blocked={"_2"}).border == ("_1",)
-    model[1].register_forward_hook(lambda *_: None)
-    assert cut_forward(traced_of(model, x)).border == ("_0",)
+    model[0].train()
+    fast = with_rows(model)
+    named(fast, torch.randn(3, 4))
+    assert border_of(fast) == ({"_0"} if stops else {"_2"})
 
 
 class Adds(nn.Module):
@@ -290,29 +279,53 @@ class Adds(nn.Module):
 
 
 @pytest.mark.parametrize("hook", ["forward", "instance"])
-def test_a_module_that_is_not_looked_into_may_write_to_its_inputs(hook: str) -> None:
+def test_a_module_that_is_not_looked_into_stops_the_prefix_and_may_write_to_its_inputs(hook: str) -> None:
     model = Net(lambda n, x: (lambda h: n.adds(h) + n.a2(h))(n.a(x)))
-    model.adds = Adds()
+    model.adds = Adds().requires_grad_(False)
     if hook == "forward":
         model.adds.register_forward_hook(lambda *_: None)
     else:
         model.adds.forward = model.adds.forward
     x = torch.randn(3, 4)
-    traced = traced_of(model, x)
-    cut = cut_forward(traced)
-    assert torch.equal(run(cut, traced, x), model(x))
-    assert cut.border == ("a",)
+    fast, expected = with_rows(model), model(x)
+    assert torch.equal(named(fast, x), expected)
+    assert torch.equal(named(fast, x), expected)
+    assert border_of(fast) == {"a"}
 
 
 def test_a_weight_shared_with_the_trained_part_is_trained() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
     model[2].weight = model[0].weight.requires_grad_()
-    assert cut_forward(traced_of(model, torch.randn(3, 4))).border == ()
+    fast = with_rows(model)
+    named(fast, torch.randn(3, 4))
+    assert "no frozen part comes first" in str(fast)
 
 
-def test_it_says_which_inputs_the_prefix_reads() -> None:
-    model = Net(lambda n, x, y: n.b(n.a(y)) + x)
-    call = Call.of((torch.ones(2, 4), torch.ones(2, 4)), {})
-    assert call is not None
-    cut = cut_forward(trace_forward(model, call))
-    assert cut.inputs == (1,)
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (lambda n, x: n.b(n.a(x) - n.a(x).mean(0)), "depends on what else is in the batch"),
+        (lambda n, x: n.b(n.a(x).sum(0)), "is not one row for each of 6 samples"),
+        (lambda n, x: n.b(n.a(x)[:3]), "is not one row for each of 6 samples"),
+        (lambda n, x: n.b(n.a(x).view(6, 4) + 1), "does not run on part of a batch"),
+    ],
+)
+def test_rows_that_are_no_samples_are_noticed_quietly(run: Any, reason: str, capfd: pytest.CaptureFixture[str]) -> None:
+    model, x = Net(run), torch.randn(6, 4)
+    expected = model(x)
+    fast = with_rows(model)
+    for _ in range(2):
+        assert torch.equal(named(fast, x), expected)
+    assert "nothing is cached: " in str(fast)
+    assert reason in str(fast)
+    assert fast.report().rows == 0
+    assert capfd.readouterr().err == ""  # torch.fx prints a traceback where a GraphModule is called
+
+
+def test_a_batch_of_one_and_inputs_that_are_no_batch() -> None:
+    fast = with_rows(Net(lambda n, x: n.b(n.a(x) - n.a(x).sum(0))))
+    named(fast, torch.randn(1, 4))
+    assert "depends on what else" in str(fast)
+    fast = with_rows(Net(lambda n, x, mask=1: n.b(n.a(x) * mask)))
+    named(fast, torch.randn(6, 4), torch.ones(4))
+    assert "input 1, of shape (4,)" in str(fast)

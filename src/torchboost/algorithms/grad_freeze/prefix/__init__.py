@@ -1,1 +1,0 @@
-"""The frozen front of a model: found, built, and its activations cached."""

@@ -1,0 +1,574 @@
+"""The cache of the frozen part: the same training bit for bit, from rows that were kept, or the forward as it is."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import random
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.conftest import ROOT
+from tests.support.frozen_nets import (
+    MAKERS,
+    Net,
+    as_plain,
+    freeze,
+    frozen_cnn,
+    frozen_mlp,
+    gpt,
+    inputs_for,
+    named,
+    step,
+    with_rows,
+)
+from tests.support.models import mlp
+from torchboost import CacheSpaceWarning, IncompatibleError
+from torchboost.algorithms.autocast import autocast_forward
+from torchboost.algorithms.grad_freeze import activation_cache
+from torchboost.algorithms.grad_freeze.activation_cache import ActivationCache
+from torchboost.algorithms.grad_freeze.prefix import FastPrefix
+
+PLACES = ["memory", "file"]
+KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
+
+
+# Rows
+
+
+def row(ids: Any, width: int = 4) -> tuple[Tensor]:
+    return (torch.as_tensor(ids, dtype=torch.float32)[:, None] + torch.arange(width) / 8,)
+
+
+def ids_of(ids: Any) -> Tensor:
+    return torch.tensor(list(ids), dtype=torch.int64)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_type_and_layout_comes_back_as_a_copy(place: str, tmp_path: Path) -> None:
+    cache = ActivationCache(2**20, path=tmp_path if place == "file" else None)
+    values = (*(torch.randn(5, 3, 2).mul(4).to(kind) for kind in KINDS), torch.randn(5), torch.ones(5, 0, 2))
+    values += (torch.randn(5, 8, 3, 3).contiguous(memory_format=torch.channels_last),)
+    expected = [value[[3, 2, 3]] for value in values]
+    cache.store(ids_of([9, 2, 2**62, 0, 7]), values)
+    values[-1].zero_()
+    for _ in range(2):
+        rows = cache.read(cache.find(ids_of([0, 2**62, 0])))
+        for kept, value in zip(rows, expected, strict=True):
+            assert kept.dtype is value.dtype
+            assert torch.equal(kept, value)
+        assert rows[-1].is_contiguous(memory_format=torch.channels_last)
+        rows[-1].zero_()
+    assert list(tmp_path.iterdir()) == [], "files have no name, so that nothing remains of them"
+
+
+@pytest.mark.parametrize("place", PLACES)
+@given(batches=st.lists(st.lists(st.integers(0, 60), max_size=12), max_size=12), capacity=st.integers(1, 50))
+def test_rows_agree_with_a_dictionary_up_to_the_budget(
+    place: str, tmp_path_factory: pytest.TempPathFactory, batches: list[list[int]], capacity: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activation_cache, "_SMALLEST_CHUNK", 64)
+        folder = tmp_path_factory.getbasetemp() if place == "file" else None
+        cache = ActivationCache(16 * capacity + 15, path=folder)
+        kept: dict[int, int] = {}
+        for number, batch in enumerate(batches):
+            for sample in batch:
+                if sample not in kept and len(kept) < capacity:
+                    kept[sample] = number
+            cache.store(ids_of(batch), row([100 * sample + number for sample in batch]))
+        assert (cache.rows, cache.bytes) == (len(kept), 16 * len(kept))
+        slots = cache.find(torch.arange(61))
+        assert (slots >= 0).nonzero().flatten().tolist() == sorted(kept)
+        assert (cache.hits, cache.misses) == (len(kept), 61 - len(kept))
+        if kept:
+            missing = [sample for sample in range(61) if sample not in kept]
+            expected = row([100 * sample + kept[sample] if sample in kept else sample for sample in range(61)])
+            assert torch.equal(cache.read(slots, row(missing))[0], expected[0])
+        cache.clear()
+        assert (cache.rows, cache.bytes, cache.hits, cache.misses) == (0, 0, 0, 0)
+        cache.store(ids_of([1]), row([1], width=3))
+        assert cache.rows == 1
+
+
+def test_a_full_disk_warns_once_and_what_is_held_stays_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_cache, "_SMALLEST_CHUNK", 64)
+    cache = ActivationCache(2**10, path=tmp_path)
+    cache.store(torch.arange(4), row(range(4)))
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.warns(CacheSpaceWarning, match="No space left") as caught:
+        cache.store(torch.arange(2, 8), row(range(2, 8)))
+    assert len(caught) == 1
+    text = str(caught[0].message)
+    for part in ("64 bytes", str(tmp_path), "bytes free", "Training continues", "4 rows held", "cache_mebibytes"):
+        assert part in text
+    monkeypatch.undo()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache.store(ids_of([9]), row([9]))
+    assert cache.rows == 4
+    assert torch.equal(cache.read(cache.find(torch.arange(4)))[0], row(range(4))[0])
+
+
+def test_a_folder_that_is_gone_warns_and_one_that_never_was_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    cache = ActivationCache(2**10, path=folder)
+    folder.rmdir()
+    with pytest.warns(CacheSpaceWarning, match="free space unknown"):
+        cache.store(ids_of([1]), row([1]))
+    assert (cache.rows, cache.find(ids_of([1])).tolist()) == (0, [-1])
+    with pytest.raises(ValueError, match="not a directory"):
+        ActivationCache(1, path=folder)
+
+
+def test_space_is_reserved_also_where_the_system_has_no_call_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")
+    cache = ActivationCache(3 * 2**20, path=tmp_path)
+    cache.store(torch.arange(3), row(range(3)))
+    assert torch.equal(cache.read(cache.find(torch.arange(3)))[0], row(range(3))[0])
+
+
+def test_a_limit_of_the_system_in_mid_run_leaves_training_on(tmp_path: Path) -> None:
+    code = f"""
+import resource, warnings, torch
+from torch import nn
+from torchboost.algorithms.grad_freeze.activation_cache import ActivationCache
+from torchboost.algorithms.grad_freeze.prefix import FastPrefix
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+model = nn.Sequential(nn.Linear(4, 2**13), nn.ReLU(), nn.Linear(2**13, 2))
+model[0].requires_grad_(False)
+fast = FastPrefix(model, ActivationCache(2**24, path={str(tmp_path)!r}))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for epoch in range(2):
+        with fast.samples(range(64)):
+            model(torch.randn(64, 4)).sum().backward()
+assert [w.category.__name__ for w in caught] == ["CacheSpaceWarning"], caught
+assert "File too large" in str(caught[0].message), caught[0].message
+assert fast.report().rows == 0 and fast.report().hit_rate == 0, fast
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# Forwards that cannot be traced
+
+
+def branches(n: Net, x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def drops_layers(n: Net, x: Tensor) -> Tensor:
+    return n.a(x) if torch.rand(()) < 0.5 else x
+
+
+def drops_layers_in_python(n: Net, x: Tensor) -> Tensor:
+    return n.a(x) if random.random() < 0.5 else x
+
+
+def stops_gradients(n: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return n.a(x)
+
+
+def lowers_precision(n: Net, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return n.a(x)
+
+
+def counts_in_place(n: Net, x: Tensor) -> Tensor:
+    n.shift += 1
+    return x
+
+
+def counts_in_python(n: Net, x: Tensor) -> Tensor:
+    n.calls = getattr(n, "calls", 0) + 1
+    return x * n.calls
+
+
+def sets_an_item(n: Net, x: Tensor) -> Tensor:
+    y = n.a(x)
+    y[:, 0] = 0
+    return y
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (branches, "TraceError"),
+        (drops_layers, "random numbers"),
+        (drops_layers_in_python, "random numbers"),
+        (stops_gradients, "switches gradients or autocast"),
+        (lowers_precision, "switches gradients or autocast"),
+        (counts_in_place, r"sets attributes of its modules \(shift\)"),
+        (counts_in_python, r"sets attributes of its modules \(calls\)"),
+        (sets_an_item, "item assignment"),
+    ],
+)
+def test_what_a_trace_would_get_wrong_is_refused_before_anything_changed(run: Any, reason: str) -> None:
+    model = Net(run)
+    before, states = copy.deepcopy(model.state_dict()), (torch.get_rng_state(), random.getstate())
+    names = set(vars(model))
+    with pytest.raises(IncompatibleError, match=reason) as caught:
+        with_rows(model)
+    assert "freezing itself does not need it" in str(caught.value)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert set(vars(model)) == names
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_wrapped_compiled_and_patched_models_are_refused() -> None:
+    compiled = mlp()
+    compiled.compile(backend="eager")
+    for model in (compiled, nn.DataParallel(mlp())):
+        with pytest.raises(IncompatibleError, match="bare, uncompiled model"):
+            with_rows(model)
+    patched = mlp()
+    patched.forward = lambda x: x
+    with pytest.raises(IncompatibleError, match="replaced on the instance"):
+        with_rows(patched)
+    assert "forward" not in vars(compiled)
+
+
+# Training
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_loss_and_gradients_are_those_of_the_plain_forward(name: str, tmp_path: Path) -> None:
+    for dtype, path in ((torch.float64, None), (torch.float32, tmp_path)):
+        model = MAKERS[name][0]().to(dtype)
+        plain = copy.deepcopy(model)
+        x, y = inputs_for(model)
+        x = x.to(dtype) if x.is_floating_point() else x
+        ids = torch.randperm(10**6)[: len(x)]
+        with FastPrefix(model, ActivationCache(2**22, path=path)) as fast:
+            for _ in range(3):
+                with fast.samples(ids):
+                    loss, gradients = step(model, x, y)
+                expected, others = step(plain, x, y)
+                assert torch.equal(loss, expected)
+                for ours, theirs in zip(gradients, others, strict=True):
+                    assert ours is theirs or (ours is not None and theirs is not None and torch.equal(ours, theirs))
+            report = fast.report()
+            assert (report.rows, report.note) == (len(x), "")
+            assert min(report.parameters, report.bytes) > 0
+            assert report.hit_rate == pytest.approx(2 / 3)
+            assert f"{len(x):,} samples held" in str(fast)
+        for (key, value), other in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+            assert torch.equal(value, other), key
+        assert fast.report().rows == 0
+
+
+def test_weights_tied_to_the_trained_head_leave_nothing_at_the_front() -> None:
+    model = gpt(True)
+    x, y = inputs_for(model)
+    expected = step(copy.deepcopy(model), x, y)
+    fast = with_rows(model)
+    with fast.samples(range(len(x))):
+        loss, gradients = step(model, x, y)
+    assert torch.equal(loss, expected[0])
+    for ours, theirs in zip(gradients, expected[1], strict=True):
+        assert ours is theirs or (ours is not None and theirs is not None and torch.equal(ours, theirs))
+    assert fast.report().parameters == 0
+    assert "no frozen part comes first" in str(fast)
+
+
+def runs_of(module: nn.Module) -> list[int]:
+    """The numbers of samples for which a module of the prefix runs from now on."""
+    runs: list[int] = []
+    forward = type(module).forward
+
+    class Counted(type(module)):
+        def forward(self, x: Tensor) -> Tensor:
+            runs.append(len(x))
+            return forward(self, x)
+
+    module.__class__ = Counted
+    return runs
+
+
+def test_partial_hits_run_the_missing_rows_only() -> None:
+    model = frozen_mlp()
+    runs, (x, _) = runs_of(model[0]), inputs_for(model)
+    fast = with_rows(model, 2**20)
+    with fast.samples([5, 1, 9]):
+        model(x[:3])
+    runs.clear()
+    with fast.samples([1, 7, 5, 8]):
+        outputs = model(x[[1, 3, 0, 4]])
+    with fast.samples([8, 7]):
+        model(x[[4, 3]])
+    assert runs == [2]
+    torch.testing.assert_close(outputs, copy.deepcopy(model).eval()(x[[1, 3, 0, 4]]))
+    assert fast.report().rows == 5
+    model(x)  # without names, the forward as it is
+    assert runs[-1] == len(x)
+    assert fast.report().rows == 5
+
+
+def test_a_budget_smaller_than_the_data_keeps_what_fits() -> None:
+    model = frozen_mlp()
+    x, _ = inputs_for(model)
+    fast = with_rows(model, 3 * 64)
+    for _ in range(2):
+        for start in (0, 2, 4):
+            with fast.samples(range(start, start + 2)):
+                outputs = model(x[start : start + 2])
+            torch.testing.assert_close(outputs, copy.deepcopy(model).eval()(x[start : start + 2]))
+    assert (fast.report().rows, fast.report().bytes, fast.report().hit_rate) == (3, 192, 0.25)
+
+
+def kept(model: nn.Module) -> tuple[FastPrefix, Callable[[], Tensor]]:
+    fast = with_rows(model)
+    x, _ = inputs_for(model)
+
+    def run() -> Tensor:
+        return named(fast, x.to(next(model.parameters()).dtype))
+
+    run()
+    assert fast.report().rows == len(x)
+    return fast, run
+
+
+def load(model: Any) -> None:
+    model.load_state_dict({name: value.clone() * 1.5 for name, value in model.state_dict().items()})
+
+
+def assign(model: Any) -> None:
+    flags = [p.requires_grad for p in model.parameters()]
+    model.load_state_dict({name: value.clone() * 1.5 for name, value in model.state_dict().items()}, assign=True)
+    for p, flag in zip(model.parameters(), flags, strict=True):
+        p.requires_grad_(flag)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        load,
+        assign,
+        lambda model: model[4].requires_grad_(),
+        lambda model: model[5].train(),
+        lambda model: model[1].running_mean.add_(1),
+        lambda model: model.double(),
+    ],
+)
+def test_a_change_of_the_prefix_is_noticed_without_being_told(change: Any) -> None:
+    model = frozen_cnn()
+    _, run = kept(model)
+    change(model)
+    expected = as_plain(model)
+    for _ in range(2):
+        torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-5)
+
+
+class Surgical(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_buffer("mean", torch.zeros(1, 3, 1, 1))
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).requires_grad_(False)
+        self.body, self.head = nn.Conv2d(8, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.body(self.stem(x - self.mean))).mean((2, 3)))
+
+
+def new_stem(model: Any) -> None:
+    model.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).requires_grad_(False)
+
+
+def new_weight(model: Any) -> None:
+    model.stem[0].weight.data = model.stem[0].weight.data + 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model, "head", nn.Linear(8, 4)),
+        lambda model: model.stem.__setitem__(1, nn.GELU()),
+        new_stem,
+        lambda model: setattr(model, "mean", torch.ones(1, 3, 1, 1)),
+        lambda model: model.mean.fill_(1.0),
+        new_weight,
+        lambda model: model.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+        lambda model: model.stem.register_forward_hook(lambda module, args, output: output * 2),
+        lambda model: setattr(model.body, "forward", lambda y: F.conv2d(y, model.body.weight) * 3),
+        lambda model: setattr(model.stem[0], "stride", (2, 2)),
+        lambda model: model.stem.append(nn.Tanh()),
+    ],
+)
+def test_surgery_in_mid_run_is_noticed(change: Any) -> None:
+    model, x = Surgical(), torch.randn(8, 3, 12, 12)
+    fast = with_rows(model)
+    named(fast, x), named(fast, x)
+    change(model)
+    outputs = [named(fast, x), named(fast, x)]
+    outputs[-1].sum().backward()
+    reached = [p.grad is not None for p in model.parameters()]
+    model.zero_grad()
+    fast.remove()
+    expected = model(x)
+    expected.sum().backward()
+    for output in outputs:
+        torch.testing.assert_close(output, expected)
+    assert reached == [p.grad is not None for p in model.parameters()]
+
+
+def test_weights_written_through_data_count_after_update() -> None:
+    model, x = Surgical(), torch.randn(8, 3, 12, 12)
+    fast = with_rows(model)
+    named(fast, x), named(fast, x)
+    model.stem[0].weight.data.add_(1)
+    fast.update()
+    outputs = named(fast, x)
+    fast.remove()
+    torch.testing.assert_close(outputs, model(x))
+
+
+def test_rows_stay_where_only_the_trained_part_changes() -> None:
+    model = frozen_cnn()
+    fast, run = kept(model)
+    with torch.no_grad():
+        model[9].weight.mul_(2)
+    model[9].bias.requires_grad_(False)
+    torch.testing.assert_close(run(), as_plain(model), rtol=1e-4, atol=1e-5)
+    assert fast.report().hit_rate == 0.5
+    freeze(model[9])
+    run()
+    assert fast.report().rows == 8
+
+
+def test_hooks_put_on_later_fire() -> None:
+    model = frozen_mlp()
+    _, run = kept(model)
+    seen: list[int] = []
+    with model[0].register_forward_hook(lambda *_: seen.append(1)):
+        run()
+        run()
+    assert seen == [1, 1]
+
+
+def test_eval_mode_and_inputs_with_gradients_run_the_plain_forward() -> None:
+    model = frozen_cnn()
+    twin = copy.deepcopy(model)
+    fast = with_rows(model)
+    x, _ = inputs_for(model)
+    model.eval()
+    assert torch.equal(named(fast, x), twin.eval()(x))
+    model.train()
+    freeze(model[:7])
+    x.requires_grad_()
+    named(fast, x).sum().backward()
+    assert x.grad is not None
+    assert "an input requires gradients" in str(fast)
+
+
+def test_autocast_around_beneath_and_above() -> None:
+    model = frozen_cnn()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = as_plain(model)
+    for first in (True, False):
+        effect = autocast_forward(model) if first else None
+        fast, run = kept(model)
+        effect = effect or autocast_forward(model)
+        for _ in range(2):
+            outputs = run()
+            assert outputs.dtype is torch.float32
+            torch.testing.assert_close(outputs, expected.float(), rtol=0.05, atol=0.05)
+        rows = fast.report().rows
+        effect.remove()
+        run()
+        assert (rows, fast.report().rows, fast.report().hit_rate) == (8, 8, 0.0)  # float32 again: rows were cleared
+        fast.remove()
+        assert "forward" not in vars(model)
+
+
+def test_a_deep_copy_and_a_compiled_model_run_as_they_are() -> None:
+    model = frozen_cnn()
+    fast, run = kept(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    x, _ = inputs_for(model)
+    outputs = twin(x)
+    freeze(twin[:7])
+    assert torch.equal(outputs, twin(x))
+    assert outputs.abs().sum() > 0
+    fast.remove()
+    assert torch.equal(run(), torch.zeros(8, 4))
+    torch.compiler.reset()
+    other = frozen_mlp()
+    x, _ = inputs_for(other)
+    expected = other(x)
+    fast = with_rows(other)
+    named(fast, x)
+    with fast.samples(range(len(x))):
+        assert torch.equal(torch.compile(other, backend="eager")(x), expected)
+
+
+def test_removal_leaves_no_trace() -> None:
+    model = frozen_cnn()
+    before, modules = dict(vars(model)), list(model.modules())
+    state = copy.deepcopy(model.state_dict())
+    fast, _ = kept(model)
+    fast.remove()
+    fast.remove()
+    assert vars(model) == before
+    assert list(model.modules()) == modules
+    assert all(torch.equal(value, state[name]) for name, value in model[:7].state_dict().items())
+    assert fast.report().rows == 0
+    assert "removed" in str(fast)
+
+
+def test_other_arguments_get_halves_of_their_own_and_odd_ones_the_plain_forward() -> None:
+    def run(n: Net, x: Tensor, more: Any = None, *, scale: float = 1.0) -> Tensor:
+        return n.b(n.a(x)) * scale + (0 if more is None or isinstance(more, Exception) else more["b"])
+
+    model, x = Net(run), torch.randn(4, 4)
+    twin = copy.deepcopy(model).eval()
+    fast = with_rows(model)
+    for kwargs in ({}, {"scale": 2.0}, {}, {"scale": 3.0}, {"more": {"b": x, "n": 3}}):
+        assert torch.equal(named(fast, x, **kwargs), twin(x, **kwargs))
+        assert (fast.report().note, fast.report().rows) == ("", 4)
+    assert torch.equal(named(fast, x, more=ValueError()), twin(x, more=ValueError()))
+    assert fast._note == "an argument of the forward is neither a tensor nor a plain value"
+
+
+def test_ids_are_integers_that_match_the_batch_and_name_one_forward() -> None:
+    model = frozen_mlp()
+    fast = with_rows(model)
+    x, _ = inputs_for(model)
+    with pytest.raises(ValueError, match="found 3 ids"), fast.samples(range(3)):
+        model(x)
+    for ids, error in (([-1], ValueError), ([[1]], ValueError), ([0.5], TypeError), ([True], TypeError)):
+        with pytest.raises(error, match="sample ids: found"), fast.samples(ids):
+            model(x)
+    with fast.samples(range(len(x))):
+        model(x)
+        model(x + 1)
+    with fast.samples([]):
+        pass
+    model(x)
+    assert (fast.report().hit_rate, fast.report().rows) == (0.0, len(x))
