@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from torchboost.core.closure import ClosureOptimizer, Replay
 from torchboost.errors import IncompatibleError
 from torchboost.optim.gradients import Gradients
 from torchboost.optim.pipeline import STATE_KEY, GradientPipeline
-from torchboost.optim.rules.adam import Adam
+from torchboost.optim.rules.adam import Adam, AdamW
 from torchboost.optim.rules.sgd import SGD
-from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay
+from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay, Unscale
 
 
 class Average:
@@ -363,7 +364,6 @@ CLOSURE_CASES: dict[str, Any] = {
     "Adam-foreach": lambda params: pipelined(torch.optim.Adam(params, lr=0.1, foreach=True)),
     "own SGD": lambda params: SGD(params, lr=0.1, momentum=0.9, transforms=CHAIN),
     "own Adam-fused": lambda params: Adam(params, lr=0.1, fused=True, transforms=CHAIN),
-    "own Adam-native": lambda params: Adam(params, lr=0.1, native=True, transforms=CHAIN),
     "own Adam, chain in front": lambda params: pipelined(Adam(params, lr=0.1)),
 }
 
@@ -398,7 +398,7 @@ def test_a_closure_that_is_called_again_and_again_equals_one_that_transforms_by_
     for by_hand in (False, True):
         model, optimizer = build(torch.optim.LBFGS, max_iter=4)
         if not by_hand:
-            GradientPipeline(ClipValue(0.05), Decay(0.1)).attach(optimizer)  # an order in which no kernel is used
+            GradientPipeline(ClipValue(0.05), Decay(0.1)).attach(optimizer)
         for update in range(3):
 
             def closure(update: int = update, model: nn.Module = model, by_hand: bool = by_hand) -> torch.Tensor:
@@ -484,3 +484,61 @@ def test_an_empty_pipeline_and_a_wrong_optimizer_are_refused():
 
 def test_the_pipeline_prints_its_chain():
     assert repr(GradientPipeline(Centralize(), ClipNorm(1.0))).startswith("GradientPipeline(Centralize(")
+
+
+KINDS = [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad, AdamW]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_a_fused_optimizer_moves_as_by_hand_and_keeps_clipped_gradients(kind, fused):
+    ends = []
+    for by_hand in (False, True):
+        torch.manual_seed(0)
+        model = mlp()
+        params = list(model.parameters())
+        optimizer = kind(params, lr=0.01, fused=fused)
+        if not by_hand:
+            GradientPipeline(Centralize(), ClipNorm(0.5)).attach(optimizer)
+        for step in range(4):
+            optimizer.zero_grad()
+            backward(model, step)
+            if by_hand:
+                for param in (param for param in params if param.ndim > 1):
+                    param.grad -= param.grad.mean(tuple(range(1, param.ndim)), keepdim=True)
+                nn.utils.clip_grad_norm_(params, 0.5)
+            optimizer.step()
+        ends.append([p.detach() for p in params] + [p.grad for p in params])
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_gradients_that_are_not_finite_reach_the_weights_as_in_torch(bad):
+    params = [nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
+    for param in params:
+        param.grad = torch.ones(4, 3)
+        param.grad[1, 1] = bad
+    ours, theirs = torch.optim.SGD(params[:1], lr=0.1, fused=True), torch.optim.SGD(params[1:], lr=0.1, fused=True)
+    GradientPipeline(ClipNorm(1.0)).attach(ours)
+    ours.step()
+    nn.utils.clip_grad_norm_(params[1:], 1.0)
+    theirs.step()
+    torch.testing.assert_close(params[0], params[1], equal_nan=True)
+
+
+def test_a_step_that_calls_the_step_of_its_base_class_is_transformed_once():
+    """torch runs the hooks of both."""
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    for kind in (Own, torch.optim.SGD, Own):
+        param, grad = nn.Parameter(torch.ones(6, 4)), torch.arange(24.0).view(6, 4)
+        optimizer = kind([param], lr=1.0, fused=True)
+        GradientPipeline(Unscale(10.0), ClipNorm(1e9)).attach(optimizer)
+        for _ in range(2):
+            before = param.detach().clone()
+            param.grad = grad.clone()
+            optimizer.step()
+            torch.testing.assert_close(before - param.detach(), grad / 10)

@@ -86,9 +86,6 @@ def test_a_rate_written_by_hand_over_a_schedule_stays():
 
 
 def test_what_no_group_holds_is_kept():
-    native = rebuilt(old := Adam(parameters(), native=True), described_groups(old))
-    assert isinstance(native, Adam)
-    assert native.native is not None
     old = AdamOffload(parameters(), chunk_mebibytes=2.0, pin_memory=False)
     new = rebuilt(old, described_groups(old))
     assert isinstance(new, AdamOffload)
@@ -166,8 +163,8 @@ def test_changes_are_applied_and_unknown_ones_refused():
     groups = [{k: v for k, v in group.items() if k not in ("fused", "foreach")} for group in described_groups(old)]
     new = rebuilt(old, groups, fused=True, foreach=None)
     assert (new.param_groups[0]["fused"], new.param_groups[0]["lr"]) == (True, 0.1)
-    with pytest.raises(IncompatibleError, match="AdamW takes no 'native'"):
-        rebuilt(old, groups, native=True)
+    with pytest.raises(IncompatibleError, match="AdamW takes no 'momentum'"):
+        rebuilt(old, groups, momentum=0.9)
 
 
 def test_a_front_is_refused():
@@ -185,4 +182,3 @@ def test_repr_says_what_acts(rule):
     assert "ClipNorm(max_norm=0.5" in text
     assert "nonfinite: 'skip'" in text
     assert f"lr: 0.05 at this update, by {lr!r}" in text
-    assert ("native: False" in text) == isinstance(optimizer, Adam)

@@ -111,8 +111,6 @@ def test_what_is_refused():
         AdamW(parameters(), update_transforms=(3,))
     with pytest.raises(ValueError, match="update_transforms: torch has no kernel for it"):
         AdamW(parameters(), update_transforms=(Cautious(),), fused=True)
-    with pytest.raises(ValueError, match="native and update_transforms exclude"):
-        AdamW(parameters(), update_transforms=(Cautious(),), native=True)
     for bad in (lambda: Cautious(0.0), lambda: ScaleByTrustRatio(max_ratio=-1.0), lambda: AddDecay(float("nan"))):
         with pytest.raises(ValueError, match=r"least|max_ratio|weight_decay"):
             bad()

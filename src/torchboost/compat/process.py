@@ -98,7 +98,7 @@ class OptimizerProcess:
         """Build an optimizer of the same class and hyper-parameters over the new groups.
 
         Settings that are not hyper-parameters of a group are kept too: learning-rate schedules, ``transforms``,
-        ``nonfinite``, ``native``, ``chunk_mebibytes``. Groups with ``grad_centralization: True`` are centralised before
+        ``nonfinite``, ``chunk_mebibytes``. Groups with ``grad_centralization: True`` are centralised before
         each step, for any class of optimizer. The attachment is ``self.centralization``, with ``remove()``. The state
         is shared with the old optimizer, so do not step the old one any more. Hooks and learning-rate schedulers of the
         old one are not taken over: create them afterwards.

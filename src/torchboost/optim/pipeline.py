@@ -18,18 +18,13 @@ from torch.optim import Optimizer
 from torchboost.core.algorithm import Attachment
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.closure import ClosureOptimizer, Replay, after_closure
-from torchboost.core.torch_private import step_pre_hook_keys, unscales_in_kernel, versions
+from torchboost.core.torch_private import versions
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
 from torchboost.optim.executor import Chain
 from torchboost.optim.gradients import Gradients, GradientTransform, by_namespace, check_transforms, namespaces
 
 __all__ = ["GradientPipeline", "PipelineAttachment"]
-
-_DIVIDING = tuple(inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad))
-"""Steps whose fused kernels divide the gradients by ``grad_scale``."""
-
-_ABSENT = object()
 
 STATE_KEY = "torchboost_gradient_pipelines"
 
@@ -43,9 +38,6 @@ class GradientPipeline:
     Transforms run in the given order, once per step. With a closure they run after each closure call that made new
     gradients, and never before, so ``step(closure)`` equals ``closure(); step()``, with accumulation too. An optimizer
     that uses gradients before it calls the closure, as some forms of SAM do, uses them untransformed.
-    On the CPU, float32 gradients are unscaled, decayed, centralised and measured in one pass over memory, by a C kernel
-    that is compiled at first use, and a fused optimizer of torch clips them on the way; without a compiler the
-    transforms run one by one. The results differ by rounding only.
     Cost: one pass over the parameter list in Python (about 0.5 microseconds per parameter) plus the transforms.
     ``copy.deepcopy(optimizer)`` drops hooks, so attach the pipeline to the copy again.
 
@@ -97,19 +89,14 @@ class PipelineAttachment(Attachment):
         self._memory: Memories = {}
         self._loading: Memories = {}
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
-        self._given: Tensor | None = None  # what this set as the grad_scale of the optimizer ...
-        self._scale_before: Any = _ABSENT  # ... and what was there
         self._inside = 0  # steps under way: a step that calls the step of its base class runs the hooks twice
         self._nests = _has_nested_steps(type(optimizer))
-        before_step = optimizer.register_step_pre_hook(self._before_step)
-        self._key = step_pre_hook_keys(optimizer)[-1]
         super().__init__(
-            before_step,
+            optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_post_hook(self._write),
             optimizer.register_load_state_dict_pre_hook(self._read),
             optimizer.register_load_state_dict_post_hook(self._commit),
-            undo=self._take_back,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -218,14 +205,12 @@ class PipelineAttachment(Attachment):
         self._seen = list(zip(map(weakref.ref, grads), versions(grads), strict=True))
 
     def _apply(self) -> None:
-        self._take_back()
+        self._check_scale()
         gradients = self._collect()
-        scale = self._scale_inside(gradients)
         before = list(gradients.grads)
         with torch.no_grad():
             self._chain.check(gradients)
-            left = self._chain.run(gradients, self._recall, hand_over=self._kernel_divides(), grad_scale=scale)
-        self._leave(left, scale)
+            self._chain.run(gradients, self._recall)
         for param, old, new in zip(gradients.params, before, gradients.grads, strict=True):
             if new is not old:
                 param.grad = new
@@ -248,57 +233,19 @@ class PipelineAttachment(Attachment):
         kept = self._memory.setdefault(name, {})
         return [kept.setdefault(param, {}) for param in params]
 
-    def _kernel_divides(self) -> bool:
-        """Whether nothing but a fused kernel, which divides by ``grad_scale``, sees the gradients after this."""
-        optimizer = self._optimizer
-        if step_pre_hook_keys(optimizer)[-1] != self._key or isinstance(optimizer, ClosureOptimizer) or self._nests:
-            return False
-        if inspect.unwrap(type(optimizer).step) not in _DIVIDING:
-            return unscales_in_kernel(optimizer)
-        return all(group.get("fused") for group in optimizer.param_groups)
-
-    def _leave(self, left: float, scale: float) -> None:
-        """Give the kernel what the gradients are still to be divided by, which includes ``scale``."""
-        optimizer: Any = self._optimizer
-        before = vars(optimizer).get("grad_scale", _ABSENT)  # GradScaler may have set it to None
-        there = 1.0 if before is _ABSENT or before is None else float(before)
-        wanted = left if scale != 1.0 else left * there
-        if wanted != there:
-            self._given, self._scale_before = torch.tensor(wanted, device="cpu"), before
-            optimizer.grad_scale = self._given
-
     def _after_step(self, *_: Any) -> None:
         self._inside = max(0, self._inside - 1)
-        if not self._inside:
-            self._take_back()
 
-    def _take_back(self) -> None:
-        """Restore ``grad_scale``, after a step that raised too, unless it has been changed since."""
-        optimizer: Any = self._optimizer
-        given, before = self._given, self._scale_before
-        self._given, self._scale_before = None, _ABSENT
-        if given is None or vars(optimizer).get("grad_scale") is not given:
-            return
-        if before is _ABSENT:
-            del optimizer.grad_scale
-        else:
-            optimizer.grad_scale = before
-
-    def _scale_inside(self, gradients: Gradients) -> float:
-        """Return the loss scale to remove on the way; ``GradScaler`` leaves fused optimizers ``grad_scale``.
+    def _check_scale(self) -> None:
+        """Refuse gradients that contain a loss scale; ``GradScaler`` leaves it to fused optimizers.
 
         Raises:
-            IncompatibleError: A transform needs unscaled gradients, and the chain cannot remove the scale.
+            IncompatibleError: A transform needs unscaled gradients.
         """
         optimizer = self._optimizer
-        scale = getattr(optimizer, "grad_scale", None)
-        if scale is None:
-            return 1.0
         bound = [type(t).__name__ for t in self._transforms if not t.scale_free]
-        if not bound:
-            return 1.0
-        if self._kernel_divides() and self._chain.takes_scale(gradients):
-            return float(scale)
+        if not bound or getattr(optimizer, "grad_scale", None) is None:
+            return
         if hasattr(optimizer, "found_inf"):
             # GradScaler.step does not clean up after an exception; the next step would multiply by a scale left here.
             for name in ("grad_scale", "found_inf"):

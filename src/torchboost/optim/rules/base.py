@@ -463,14 +463,13 @@ class UpdateRule(Optimizer):
         if not self._usable(gradients.grads):
             return None
         kept: list[tuple[str, list[dict[str, Any]]]] = []
-        divides = self.kernel_unscales and all(group.get("fused") for group in self.param_groups)
-        left = executor.run(gradients, partial(self._recall, kept, work), hand_over=divides)
+        executor.run(gradients, partial(self._recall, kept, work))
         _give_back(gradients.grads, work)
         if not foretold:
             self._check_grads(work, gradients.grads)
         if not self._usable(gradients.grads):
             return None
-        return partial(self._perform, work, kept, left)
+        return partial(self._perform, work, kept)
 
     def _executor(self, chain: tuple[GradientTransform, ...]) -> Chain:
         if self._chain is None or self._chain.transforms != chain:
@@ -546,19 +545,12 @@ class UpdateRule(Optimizer):
         kept.append((prefix, memory))
         return memory
 
-    def _perform(self, work: Sequence[Batch], kept: Sequence[tuple[str, list[dict[str, Any]]]], left: float) -> None:
+    def _perform(self, work: Sequence[Batch], kept: Sequence[tuple[str, list[dict[str, Any]]]]) -> None:
         states = [state for batch in work for state in batch.states]
         for prefix, memory in kept:
             for state, own in zip(states, memory, strict=True):
                 state.update({prefix + key: value for key, value in own.items()})
-        if left == 1:
-            self._update_all(work)
-            return
-        self.grad_scale = torch.tensor(left, device="cpu")
-        try:
-            self._update_all(work)
-        finally:
-            del self.grad_scale
+        self._update_all(work)
 
     def _update_all(self, work: Sequence[Batch]) -> None:
         for number, (group, batch) in enumerate(zip(self.param_groups, work, strict=True)):
