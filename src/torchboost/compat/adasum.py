@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchboost.algorithms.adaptive_sum.rule import hierarchical_adasum_
-from torchboost.compat.process import ParameterProcess
+from torchboost.compat.process import FusionIndex, ParameterProcess
 from torchboost.core.arguments import is_integer
 from torchboost.distributed.topology import NodeGroups, Topology
 from torchboost.errors import IncompatibleError
-from torchboost.optim.groups import FusionIndex
 
 __all__ = ["AdaSum"]
 

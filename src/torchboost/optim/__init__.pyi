@@ -5,9 +5,8 @@ from .group_rules import GroupRule as GroupRule
 from .group_rules import layer_wise_decay as layer_wise_decay
 from .group_rules import no_decay as no_decay
 from .group_rules import param_groups as param_groups
-from .learning_rates import Listed as Listed
-from .learning_rates import ScheduleLR as ScheduleLR
-from .learning_rates import factor as factor
+from .lr_scheduler import ScheduleLR as ScheduleLR
+from .lr_scheduler import factor as factor
 from .muon_groups import MuonSplit as MuonSplit
 from .muon_groups import muon_groups as muon_groups
 from .named import named_optimizer as named_optimizer
@@ -36,6 +35,7 @@ from .schedules import Constant as Constant
 from .schedules import CosineDecay as CosineDecay
 from .schedules import ExponentialDecay as ExponentialDecay
 from .schedules import InverseDecay as InverseDecay
+from .schedules import Listed as Listed
 from .schedules import NaturalExponentialDecay as NaturalExponentialDecay
 from .schedules import PerEpoch as PerEpoch
 from .schedules import PiecewiseConstant as PiecewiseConstant

@@ -50,6 +50,7 @@ class GradientPipeline:
     ``copy.deepcopy(optimizer)`` drops hooks, so attach the pipeline to the copy again.
 
     Example:
+        >>> from torchboost.optim import Centralize, ClipNorm
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         >>> attachment = GradientPipeline(Centralize(), ClipNorm(1.0)).attach(optimizer)
