@@ -17,7 +17,7 @@ from torchboost.algorithms.grad_freeze.schedule import MOST_STEPS, Continuous, R
 from torchboost.core.arguments import check_optimizer, check_pair, check_sens
 from torchboost.errors import NoEffectWarning
 from torchboost.graph.blocks import group_starts
-from torchboost.optim.front import FrontOptimizer
+from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 
 __all__ = ["FreezeOpt", "GradientFreeze", "freeze_cell"]
 
@@ -138,7 +138,7 @@ class GradientFreeze:
         return _split(list(net.parameters()), freeze_para_groups_number)
 
 
-class FreezeOpt(FrontOptimizer):
+class FreezeOpt(WrappingOptimizer):
     """An optimizer whose updates follow a freezing strategy: ``opt`` itself, with one set of moments.
 
     It shares the parameter groups and the state of ``opt``, so schedulers and scalers may use either. The learning rate

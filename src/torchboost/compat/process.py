@@ -14,12 +14,12 @@ from torchboost.algorithms.gradient_centralization import centralizable
 from torchboost.core.algorithm import Attachment
 from torchboost.core.arguments import is_integer
 from torchboost.errors import IncompatibleError
-from torchboost.optim.front import FrontOptimizer
 from torchboost.optim.groups import CENTRALIZE, ORDER, ParamGroup, listed
 from torchboost.optim.pipeline import GradientPipeline
 from torchboost.optim.rebuild import described_groups, rebuilt
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.transforms import Centralize, wish
+from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 
 __all__ = ["FusionIndex", "OptimizerProcess", "ParameterProcess"]
 
@@ -48,7 +48,7 @@ class OptimizerProcess:
     def __init__(self, opt: Optimizer) -> None:
         if not isinstance(opt, Optimizer):
             raise TypeError(f"opt: found {type(opt).__name__}; give a torch.optim.Optimizer.")
-        if isinstance(opt, FrontOptimizer):
+        if isinstance(opt, WrappingOptimizer):
             raise IncompatibleError(
                 f"opt: found {type(opt).__name__}, which wraps a {type(opt.opt).__name__}. Pass the inner one "
                 f"to OptimizerProcess first, and build the {type(opt).__name__} over the new optimizer."

@@ -9,9 +9,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from torchboost.errors import IncompatibleError
-from torchboost.optim.front import FrontOptimizer
 from torchboost.optim.groups import ParamGroup
 from torchboost.optim.rules.base import UpdateRule
+from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 
 __all__ = ["described_groups", "rebuilt"]
 
@@ -39,7 +39,7 @@ def rebuilt(optimizer: Optimizer, groups: Sequence[ParamGroup], **changes: Any) 
         IncompatibleError: The optimizer wraps another one, or the value of an argument cannot be read.
     """
     kind: Any = type(optimizer)
-    if isinstance(optimizer, FrontOptimizer):
+    if isinstance(optimizer, WrappingOptimizer):
         raise IncompatibleError(
             f"{kind.__name__} wraps another optimizer ({type(optimizer.opt).__name__}) and has no groups of its own. "
             f"Rebuild the wrapped optimizer, then wrap the result in {kind.__name__}."

@@ -27,7 +27,7 @@ from torchboost.core.closure import ClosureOptimizer, Replay
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError
 from torchboost.optim.direct_steps import DirectSteps
-from torchboost.optim.front import FrontOptimizer
+from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 
 __all__ = ["Phase", "SubspaceDescent", "SubspaceRun"]
 
@@ -189,7 +189,7 @@ class SubspaceDescent(Algorithm):
         )
 
 
-class SubspaceRun(FrontOptimizer, ClosureOptimizer):  # pyright: ignore[reportIncompatibleVariableOverride]
+class SubspaceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[reportIncompatibleVariableOverride]
     """An optimizer that trains in a subspace, and with the original optimizer before and after.
 
     Args:

@@ -17,7 +17,7 @@ from torchboost.optim.gradients import Gradients, GradientTransform, refuse_spar
 from torchboost.optim.rules.base import Batch, Nonfinite
 from torchboost.optim.rules.masters import MasterWeights
 from torchboost.optim.rules.sgd import SGD
-from torchboost.optim.tensor_lists import together
+from torchboost.optim.updates import together
 
 __all__ = ["LARS", "TrustRatio"]
 
