@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchboost.optim.executor import Chain
-from torchboost.optim.gradients import Gradients
+from torchboost.optim.pipeline import Gradients
 from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay, Unscale
 
 

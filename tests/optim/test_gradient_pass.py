@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchboost.core import native
 from torchboost.optim import gradient_pass
 from torchboost.optim.gradient_pass import Pass, cuts_of, fills_rows
-from torchboost.optim.gradients import Gradients
+from torchboost.optim.pipeline import Gradients
 from torchboost.optim.pipeline import GradientPipeline
 from torchboost.optim.rules.adam import Adam, AdamW
 from torchboost.optim.rules.mixed import MixedOptimizer

@@ -175,10 +175,10 @@ class FreezeOpt(WrappingOptimizer):
         check_optimizer(opt, "opt")
         if train_strategy is not None and train_parameter_groups is None:
             raise ValueError("train_strategy: found one without train_parameter_groups; its indices need groups.")
-        known = [p for group in opt.param_groups for p in group["params"]]
-        given = train_parameter_groups
-        groups = _split(known, _DEFAULT_GROUPS) if given is None else _explicit(given)
-        strangers = sum(p not in set(known) for group in groups for p in group)
+        parameters = [p for group in opt.param_groups for p in group["params"]]
+        lists = train_parameter_groups
+        groups = _split(parameters, _DEFAULT_GROUPS) if lists is None else _explicit(lists)
+        strangers = len({p for group in groups for p in group}.difference(parameters))
         if strangers:
             raise ValueError(
                 f"train_parameter_groups: found {strangers} parameters that opt does not update; remove them."

@@ -116,11 +116,10 @@ class OptimizerProcess:
         for param, state in self.opt.state.items():
             optimizer.state[param] = state
         if any(wishes):
-            own = isinstance(optimizer, UpdateRule)  # reads the key itself
-            pipeline = GradientPipeline(Centralize(flag=CENTRALIZE))
-            self.centralization = (
-                Attachment(undo=partial(_forget_keys, optimizer)) if own else pipeline.attach(optimizer)
-            )
+            if isinstance(optimizer, UpdateRule):  # reads the key itself
+                self.centralization = Attachment(undo=partial(_forget_keys, optimizer))
+            else:
+                self.centralization = GradientPipeline(Centralize(flag=CENTRALIZE)).attach(optimizer)
         return optimizer
 
 

@@ -1,6 +1,4 @@
 from . import lr_scheduler as lr_scheduler
-from .gradients import Gradients as Gradients
-from .gradients import GradientTransform as GradientTransform
 from .group_rules import GroupRule as GroupRule
 from .group_rules import layer_wise_decay as layer_wise_decay
 from .group_rules import no_decay as no_decay
@@ -11,6 +9,8 @@ from .muon_groups import MuonSplit as MuonSplit
 from .muon_groups import muon_groups as muon_groups
 from .named import named_optimizer as named_optimizer
 from .pipeline import GradientPipeline as GradientPipeline
+from .pipeline import Gradients as Gradients
+from .pipeline import GradientTransform as GradientTransform
 from .rules.adam import Adam as Adam
 from .rules.adam import AdamW as AdamW
 from .rules.adam import AdamWeightDecay as AdamWeightDecay

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torchboost.core.native import compiled
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
-from torchboost.optim.gradients import Gradients, GradientTransform
 from torchboost.optim.memory_layout import is_dense
+from torchboost.optim.pipeline import Gradients, GradientTransform
 from torchboost.optim.shares import joint_norm
 from torchboost.optim.transforms import Centralize, ClipNorm, Decay, Unscale, wish
 

@@ -42,13 +42,13 @@ def without_order(params: Any) -> Any:
         )
     groups = [{**e, "params": listed(e["params"])} if isinstance(e, Mapping) and "params" in e else e for e in entries]
     groups = [group for group in groups if not (isinstance(group, Mapping) and ORDER in group)]
-    held = [bare(p) for group in groups for p in (group["params"] if isinstance(group, Mapping) else [group])]
+    members = [bare(p) for group in groups for p in (group["params"] if isinstance(group, Mapping) else [group])]
     order = [bare(param) for param in listed(orders[0][ORDER])]
-    if len(order) != len(held) or set(map(id, order)) != set(map(id, held)):
-        missing, foreign = len(set(held) - set(order)), len(set(order) - set(held))
+    if len(order) != len(members) or set(map(id, order)) != set(map(id, members)):
+        missing, foreign = len(set(members) - set(order)), len(set(order) - set(members))
         raise ValueError(
-            f"{ORDER}: found {len(order)} parameters, the groups hold {len(held)}: {missing} are missing and {foreign} "
-            "are in no group. List each parameter once, in any order, or leave the entry out."
+            f"{ORDER}: found {len(order)} parameters, the groups hold {len(members)}: {missing} are missing and "
+            f"{foreign} are in no group. List each parameter once, in any order, or leave the entry out."
         )
     return groups
 

@@ -118,8 +118,8 @@ def factor(schedule: Schedule, *, base: float | None = None) -> Callable[[int], 
     rates = CheckedRate(function("schedule", schedule), "schedule")
     one = rates(0) if base is None else number("base", base)
     if one == 0:
-        given = "the schedule begins at 0" if base is None else "found 0"
-        raise ValueError(f"base: {given}; give the learning rate that counts as 1, such as the highest.")
+        cause = "the schedule begins at 0" if base is None else "found 0"
+        raise ValueError(f"base: {cause}; give the learning rate that counts as 1, such as the highest.")
 
     # A function, not an object: LambdaLR would save the attributes of an object.
     def at(step: int) -> float:

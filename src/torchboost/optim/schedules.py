@@ -536,8 +536,10 @@ def each(name: str, values: Any, check: Callable[[str, Any], Any]) -> tuple[Any,
 def function(name: str, value: Any) -> Any:
     """Return the schedule if it is one; a class is callable but not a schedule."""
     if isinstance(value, type) or not callable(value):
-        wanted = "a function of the step, such as Constant(0.1), or Listed([...]) for one rate per update"
-        raise TypeError(f"{name}: found {reprlib.repr(value)}; give {wanted}.")
+        raise TypeError(
+            f"{name}: found {reprlib.repr(value)}; give a function of the step, such as Constant(0.1), or "
+            "Listed([...]) for one rate per update."
+        )
     return value
 
 

@@ -20,7 +20,7 @@ from torchboost.core.native import compiled
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
 from torchboost.optim.gradient_pass import cuts_of, fills_rows
-from torchboost.optim.gradients import GradientTransform
+from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite
 from torchboost.optim.shares import Share, joint_norm
 from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay, Unscale
