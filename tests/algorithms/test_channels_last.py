@@ -19,7 +19,7 @@ from torchboost import boost, optim
 from torchboost.algorithms.channels_last import ChannelsLast, to_channels_last
 from torchboost.core.algorithm import Attachment, Target, attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
-from torchboost.optim.front import FrontOptimizer
+from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 
 LAST = torch.channels_last
 
@@ -282,7 +282,7 @@ class ViewsInItsRule(optim.SGD):
             p.sub_(grad.view(len(p), -1).sign().view_as(p), alpha=group["lr"])
 
 
-class InFront(FrontOptimizer):
+class InFront(WrappingOptimizer):
     """Steps what is behind it."""
 
 

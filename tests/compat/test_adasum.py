@@ -73,11 +73,6 @@ def packed() -> list[int]:
     return counts
 
 
-@pytest.mark.dist
-def test_fusion_indices_decide_the_number_of_collectives():
-    assert run_ranks(packed, 2) == [[2, 4, 6]] * 2
-
-
 def wrong() -> list[str]:
     parameters = [nn.Parameter(torch.zeros(2))]
     said = []
@@ -94,17 +89,6 @@ def wrong() -> list[str]:
         except ValueError as error:
             said.append(str(error))
     return said
-
-
-@pytest.mark.dist
-def test_arguments_are_held_against_the_process_group():
-    for rank, said in enumerate(run_ranks(wrong, 2)):
-        assert len(said) == 5
-        assert "found 1 and 3, but the process group has 2 ranks; give" in said[0]
-        assert "found 3 and 1" in said[1]
-        assert f"rank: found {1 - rank}, but this is rank {rank}" in said[2]
-        assert "delta_weights: found tensors of shapes []" in said[3]
-        assert "delta_weights: found tensors of shapes [(3,)]" in said[4]
 
 
 def test_without_a_process_group():
@@ -159,18 +143,6 @@ def cells(scaled: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("scaled", [False, True])
-def test_the_cells_combine_the_updates(scaled):
-    first, second = run_ranks(cells, 2, scaled)
-    assert first == second
-    assert first["called"] == first["process"]
-    wanted = simulated("delta", 2, 1, 3, lambda params: torch.optim.SGD(params, lr=0.2))
-    for found, expected in zip(first["called"], wanted, strict=True):
-        assert found == pytest.approx(expected, abs=1e-5)
-    assert "split_groups=(2,), devices_per_node=1" in first["explain"]
-
-
 def deaf_scaler_in_a_cell() -> str:
     network, optimizer = AutoBoost("O0", CONFIG).network_auto_process_train(*pair())
     try:
@@ -180,9 +152,30 @@ def deaf_scaler_in_a_cell() -> str:
     return "built"
 
 
+def on_two_nodes() -> dict[str, Any]:
+    return {"cell": cells(False), "scaled": cells(True), "collectives": packed(), "deaf": deaf_scaler_in_a_cell()}
+
+
 @pytest.mark.dist
-def test_a_scaler_that_does_not_agree_is_refused_in_the_cell():
-    assert all("may skip the step on one node while" in said for said in run_ranks(deaf_scaler_in_a_cell, 2))
+def test_two_nodes():
+    """The cells combine the updates, the indices decide the number of collectives, a deaf scaler is refused."""
+    first, second = run_ranks(on_two_nodes, 2)
+    assert first == second
+    expected = simulated("delta", 2, 1, 3, lambda params: torch.optim.SGD(params, lr=0.2))
+    for result in (first["cell"], first["scaled"]):
+        assert result["called"] == result["process"]
+        for ours, theirs in zip(result["called"], expected, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5)
+        assert "split_groups=(2,), devices_per_node=1" in result["explain"]
+    assert first["collectives"] == [2, 4, 6]
+    assert "may skip the step on one node while" in first["deaf"]
+    for rank, messages in enumerate(run_ranks(wrong, 2)):
+        assert len(messages) == 5
+        assert "found 1 and 3, but the process group has 2 ranks; give" in messages[0]
+        assert "found 3 and 1" in messages[1]
+        assert f"rank: found {1 - rank}, but this is rank {rank}" in messages[2]
+        assert "delta_weights: found tensors of shapes []" in messages[3]
+        assert "delta_weights: found tensors of shapes [(3,)]" in messages[4]
 
 
 def test_one_node_has_no_adasum_and_says_why():

@@ -7,6 +7,7 @@ import gc
 import io
 import json
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-import torchboost
 from tests.support.versions import needs_bucket_sizes
 from torchboost import (
     AutoBoost,
@@ -27,8 +27,7 @@ from torchboost import (
     WithLoss,
 )
 from torchboost.bench.workloads.models import BasicBlock, ResNet
-from torchboost.optim.pipeline import GradientPipeline
-from torchboost.optim.transforms import ClipNorm
+from torchboost.optim import ClipNorm, GradientPipeline
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -118,13 +117,16 @@ def test_boosting_a_network_again_takes_the_first_away():
     booster.network_auto_process_train(network, optimizer)
     assert len(optimizer._optimizer_step_pre_hooks) == hooks
     assert len(first) == 0
-    booster.attached.remove()
-    assert not optimizer._optimizer_step_pre_hooks
-    other = net()
-    booster.network_auto_process_train(network, optimizer)
-    kept = booster.attached
+    other, second = net(), booster.attached
     booster.network_auto_process_train(other, sgd(other))
-    assert len(kept) > 0
+    twin = copy.deepcopy(network)  # is not boosted
+    AutoBoost("O1").network_auto_process_train(twin, sgd(twin))
+    assert len(second) > 0
+    outer = WithLoss(network, F.cross_entropy)  # the part is taken over by the whole
+    AutoBoost("O1").network_auto_process_train(outer, sgd(outer))
+    assert len(second) == 0
+    booster.attached.remove()
+    assert not [*optimizer._optimizer_step_pre_hooks, *other._forward_pre_hooks, *other._forward_hooks]
 
 
 def test_a_second_phase_takes_the_place_of_the_first():
@@ -144,24 +146,6 @@ def test_a_second_phase_takes_the_place_of_the_first():
     assert all(p.requires_grad for p in network.parameters())
     assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in network.modules()) == hooks
     assert len(first.attached) == 0
-
-
-def test_a_part_that_was_boosted_is_taken_over_by_the_whole():
-    inner = net()
-    first = AutoBoost("O1")
-    first.network_auto_process_train(inner, sgd(inner))
-    outer = WithLoss(inner, F.cross_entropy)
-    AutoBoost("O1").network_auto_process_train(outer, sgd(outer))
-    assert len(first.attached) == 0
-
-
-def test_a_copy_of_a_boosted_network_is_not_boosted():
-    network = net()
-    booster = AutoBoost("O1")
-    booster.network_auto_process_train(network, sgd(network))
-    other = copy.deepcopy(network)
-    AutoBoost("O1").network_auto_process_train(other, sgd(other))
-    assert len(booster.attached) > 0
 
 
 ACCUMULATING = {
@@ -215,17 +199,17 @@ def test_accumulation_in_front_of_an_optimizer_inside_another():
     assert not torch.equal(network.backbone.weight, before)
 
 
-@pytest.mark.parametrize("loop", ["transformers", "lightning", "accelerate"])
-def test_what_a_trainer_owns_is_left_to_it(loop):
+def test_what_a_trainer_owns_is_left_to_it():
     asked = {"boost": {"mode": "manual", "grad_accumulation": True, "loss_scale_group": True}}
     asked["grad_accumulation"] = {"grad_accumulation_step": 4}
-    booster = AutoBoost("O0", asked, loop=loop)
-    network = net()
-    optimizer = sgd(network)
-    assert booster.network_auto_process_train(network, optimizer)[1] is optimizer
-    assert booster.scaler is None
-    assert {d.name for d in booster.plan.dropped} == {"grad_accumulation", "loss_scale_group"}
-    assert booster.explain().count(loop) >= 2
+    for loop in ("transformers", "lightning", "accelerate"):
+        booster = AutoBoost("O0", asked, loop=loop)
+        network = net()
+        optimizer = sgd(network)
+        assert booster.network_auto_process_train(network, optimizer)[1] is optimizer
+        assert booster.scaler is None
+        assert {d.name for d in booster.plan.dropped} == {"grad_accumulation", "loss_scale_group"}
+        assert booster.explain().count(loop) >= 2
     with pytest.raises(ValueError, match="loop: found 'hf'"):
         AutoBoost("O0", loop="hf")  # pyright: ignore[reportArgumentType]
 
@@ -348,13 +332,12 @@ def test_a_trained_network_keeps_its_batch_norms_unless_asked(level):
     assert norms(network) < before
 
 
-@pytest.mark.parametrize("again", [1, 3])
-def test_a_network_trained_at_a_level_is_boosted_again_and_goes_on(again):
+def test_a_network_trained_at_a_level_is_boosted_again_and_goes_on():
     network = ResNet(BasicBlock, [1, 1], width=8, classes=4)
     before = norms(network)
     optimizer = sgd(network)
     booster = AutoBoost("O1")
-    for _ in range(again):
+    for _ in range(2):
         booster.network_auto_process_train(network, optimizer)
         trained_steps(network, optimizer, 2)
     assert norms(network) == before - 3
@@ -394,43 +377,6 @@ def test_float16_trains_with_the_scaler_of_the_loop():
     assert "autocast" in booster.attached
 
 
-def test_accumulation_in_an_unmodified_loop_updates_at_every_kth_step():
-    torch.manual_seed(0)
-    config = {
-        "boost": {"mode": "manual", "grad_accumulation": True},
-        "grad_accumulation": {"grad_accumulation_step": 2},
-    }
-    network = torch.nn.Linear(4, 2)
-    by_hand = copy.deepcopy(network)
-    plain = torch.optim.SGD(by_hand.parameters(), lr=0.1, momentum=0.9)
-    booster = AutoBoost("O0", config)
-    network, optimizer = booster.network_auto_process_train(
-        network, torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
-    )
-    data = [(torch.randn(3, 4), torch.randint(0, 2, (3,))) for _ in range(4)]
-    for x, y in data:
-        optimizer.zero_grad()
-        F.cross_entropy(network(x), y).backward()
-        optimizer.step()
-    for window in (data[:2], data[2:]):
-        x, y = (torch.cat(parts) for parts in zip(*window, strict=True))
-        F.cross_entropy(by_hand(x), y).backward()
-        plain.step()
-        plain.zero_grad()
-    torch.testing.assert_close(list(network.parameters()), list(by_hand.parameters()), rtol=1e-6, atol=1e-7)
-
-
-def test_remove_leaves_the_optimizer_bare():
-    booster = AutoBoost("O1")
-    model = net()
-    optimizer = sgd(model)
-    booster.network_auto_process_train(model, optimizer)
-    booster.attached.remove()
-    assert not optimizer._optimizer_step_pre_hooks
-    assert not model._forward_pre_hooks
-    assert not model._forward_hooks
-
-
 def test_config_as_path_and_text(tmp_path):
     document = {"extra": {"channels_last": False}}
     path = tmp_path / "boost.json"
@@ -440,9 +386,8 @@ def test_config_as_path_and_text(tmp_path):
     assert AutoBoost("O1", "").plan != plans[0]
 
 
-@pytest.mark.parametrize(
-    ("level", "config", "match"),
-    [
+def test_what_is_refused():
+    for level, config, match in (
         ("O9", "", r"level: found 'O9'.*O0, O1, O2"),
         ("O1", {"boost": {"mode": "autom"}}, r"boost\.mode"),
         ("O1", {"les_bn": {}}, r"les_bn.*less_bn"),
@@ -451,20 +396,27 @@ def test_config_as_path_and_text(tmp_path):
         ("O1", {"grad_freeze": {"freeze_p": 1.5}}, r"grad_freeze\.freeze_p"),
         ("O1", "{not json", r"JSON"),
         ("O1", "no/such/file.json", r"no/such/file\.json"),
-    ],
-)
-def test_bad_configurations(level, config, match):
-    with pytest.raises(ConfigError, match=match):
-        AutoBoost(level, config)
-
-
-def test_wrong_types():
+    ):
+        with pytest.raises(ConfigError, match=match):
+            AutoBoost(level, config)
+    wrong: Any = "net"
+    model = net()
     with pytest.raises(TypeError, match="network must be"):
-        AutoBoost("O1").network_auto_process_train("net", sgd(net()))
+        AutoBoost("O1").network_auto_process_train(wrong, sgd(model))
     with pytest.raises(TypeError, match="optimizer must be"):
-        AutoBoost("O1").network_auto_process_train(net(), "sgd")
+        AutoBoost("O1").network_auto_process_train(model, wrong)
     with pytest.raises(TypeError, match="network must be"):
-        AutoBoost("O1").network_auto_process_eval(3)
+        AutoBoost("O1").network_auto_process_eval(wrong)
+    compiled: Any = torch.compile(model, backend="eager")
+    with pytest.raises(IncompatibleError, match=r"torch\.compile.*bare network"):
+        AutoBoost("O1").network_auto_process_train(compiled, sgd(model))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(model)
+        with pytest.raises(IncompatibleError, match="DistributedDataParallel"):
+            AutoBoost("O1").network_auto_process_train(wrapped, sgd(model))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_network_without_batch_norm_is_said():
@@ -476,95 +428,44 @@ def test_network_without_batch_norm_is_said():
     assert "BatchNorm" in booster.explain()
 
 
-def test_compiled_network_is_refused():
-    model = net()
-    compiled = torch.compile(model, backend="eager")
-    with pytest.raises(IncompatibleError, match=r"torch\.compile.*bare network"):
-        AutoBoost("O1").network_auto_process_train(compiled, sgd(model))
-
-
-def test_network_in_ddp_is_refused(monkeypatch):
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model = net()
-        wrapped = DistributedDataParallel(model)
-        with pytest.raises(IncompatibleError, match="DistributedDataParallel"):
-            AutoBoost("O1").network_auto_process_train(wrapped, sgd(model))
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-class TestEval:
-    def trained(self) -> nn.Sequential:
-        model, optimizer = net(), None
-        optimizer = sgd(model)
-        for x, y in batches(10):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-        return model
-
-    def test_folds_and_keeps_the_outputs(self):
-        model = self.trained()
-        fast = AutoBoost("O1").network_auto_process_eval(model)
-        x = batches(1)[0][0]
-        expected = model.eval()(x)
-        with torch.no_grad():
-            found = fast(x)
-        assert ((found - expected).abs().max() / expected.abs().max()).item() <= 1e-4
-        assert not any(isinstance(m, nn.BatchNorm2d) for m in fast.modules())
-        assert any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
-
-    def test_a_sample_is_measured_and_checked_at_once(self):
-        model, x = self.trained(), batches(1)[0][0]
-        fast = AutoBoost("O1").network_auto_process_eval(model, sample=x)
-        assert type(fast) is nn.Sequential
-        torch.testing.assert_close(fast(x), model.eval()(x), rtol=1e-4, atol=1e-5)
-        with pytest.raises(ValueError, match="does not run on the sample"):
-            AutoBoost("O1").network_auto_process_eval(model, sample=torch.randn(2, 7, 8, 8))
-
-    def test_copy_of_a_boosted_network_computes_in_full_precision_and_training_goes_on(self):
+def test_the_copy_for_inference_is_folded_and_keeps_the_outputs():
+    x = batches(1)[0][0]
+    for sample in (None, x):
         model = net()
         booster = AutoBoost("O1")
         model, optimizer = booster.network_auto_process_train(model, sgd(model))
-        for x, y in batches(5):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+        trained_steps(model, optimizer, 5)
         before = {k: v.clone() for k, v in model.state_dict().items()}
-        fast = booster.network_auto_process_eval(model)
-        x, y = batches(1)[0]
+        fast = booster.network_auto_process_eval(model, sample=sample)
         with torch.no_grad():
-            found = fast(x)
+            outputs = fast(x)
+        assert not fast.training
+        assert model.training
         assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-        booster.attached.remove()
+        assert not any(isinstance(m, nn.BatchNorm2d) for m in fast.modules())
+        assert any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
+        booster.attached.remove()  # the copy computes in full precision
         expected = model.eval()(x)
-        assert ((found - expected).abs().max() / expected.abs().max()).item() <= 1e-4
+        assert ((outputs - expected).abs().max() / expected.abs().max()).item() <= 1e-4
+    with pytest.raises(ValueError, match="does not run on the sample"):
+        AutoBoost("O1").network_auto_process_eval(model, sample=torch.randn(2, 7, 8, 8))
 
-    @pytest.mark.parametrize("booster", [AutoBoost("O0"), AutoBoost("O2", {"boost": {"mode": "disable_all"}})])
-    def test_without_algorithms_it_is_a_view_in_eval_mode(self, booster):
-        model = net()
-        view = booster.network_auto_process_eval(model)
-        assert model.training
-        assert not any(module.training for module in view.modules())
-        optimizer = sgd(model)
-        trained_steps(model, optimizer, 2)
-        x = batches(1)[0][0]
-        assert torch.equal(view(x), model.eval()(x)), "it follows the training"
-        assert [p.data_ptr() for p in view.parameters()] == [p.data_ptr() for p in model.parameters()]
 
-    @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-    def test_is_in_eval_mode_at_every_level_and_leaves_the_network_alone(self, level):
-        model = net()
-        assert not AutoBoost(level).network_auto_process_eval(model).training
-        assert model.training
-
-    def test_tensors_that_are_no_parameters_are_shared_too(self):
-        model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
-        model[0].offset = torch.ones(3, requires_grad=True) * 2  # no leaf, which cannot be copied
-        view = AutoBoost("O0").network_auto_process_eval(model)
-        assert view[0].offset is model[0].offset
-        assert torch.equal(view(torch.ones(1, 3)), model(torch.ones(1, 3)))
+@pytest.mark.parametrize("booster", [AutoBoost("O0"), AutoBoost("O2", {"boost": {"mode": "disable_all"}})])
+def test_without_algorithms_the_copy_is_a_view_in_eval_mode(booster):
+    model = net()
+    view = booster.network_auto_process_eval(model)
+    assert model.training
+    assert not any(module.training for module in view.modules())
+    trained_steps(model, sgd(model), 2)
+    x = batches(1)[0][0]
+    assert torch.equal(view(x), model.eval()(x)), "it follows the training"
+    assert [p.data_ptr() for p in view.parameters()] == [p.data_ptr() for p in model.parameters()]
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
+    model[0].offset = torch.ones(3, requires_grad=True) * 2  # no leaf, which cannot be copied
+    view = booster.network_auto_process_eval(model)
+    assert view[0].offset is model[0].offset
+    assert torch.equal(view(torch.ones(1, 3)), model(torch.ones(1, 3)))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -572,9 +473,11 @@ def test_a_boosted_network_and_its_inference_copy_can_be_saved_whole(level):
     model = net()
     booster = AutoBoost(level)
     model, optimizer = booster.network_auto_process_train(model, sgd(model))
-    x, y = batches(1)[0]
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
+    assert f"level {level}" in (text := booster.explain())
+    assert all(algorithm.name in text for algorithm in booster.plan.algorithms)
+    assert all(dropped.reason in text for dropped in booster.plan.dropped)
+    trained_steps(model, optimizer, 1)
+    x = batches(1)[0][0]
     torch.save(model, file := io.BytesIO())
     with torch.serialization.safe_globals(list({type(module) for module in model.modules()})):
         again = torch.load(io.BytesIO(file.getvalue()))
@@ -584,17 +487,3 @@ def test_a_boosted_network_and_its_inference_copy_can_be_saved_whole(level):
     with torch.no_grad():
         torch.testing.assert_close(again.eval()(x), model.eval()(x), rtol=1e-4, atol=1e-5)
         assert torch.equal(fast_again(x), fast(x))
-
-
-def test_explain_names_everything():
-    booster = AutoBoost("O1")
-    model = net()
-    booster.network_auto_process_train(model, sgd(model))
-    assert "level O1" in (text := booster.explain())
-    assert all(a.name in text for a in booster.plan.algorithms)
-    assert all(d.reason in text for d in booster.plan.dropped)
-
-
-def test_public_names():
-    for name in ("AutoBoost", "OptimizerProcess", "ParameterProcess", "LessBN", "BoostTrainOneStepCell", "WithLoss"):
-        assert hasattr(torchboost, name)

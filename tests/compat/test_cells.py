@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -71,12 +72,6 @@ def test_sens_multiplies_the_gradients_and_is_not_divided_out():
     assert float(out.loss_scale) == 4.0
 
 
-@pytest.mark.parametrize("sens", ["1", None, True, [1.0]])
-def test_sens_must_be_a_number(sens):
-    with pytest.raises(TypeError, match="sens must be a number"):
-        BoostTrainOneStepCell(*pair(), sens)
-
-
 def test_a_network_without_its_loss_is_pointed_to_with_loss():
     backbone = nn.Sequential(nn.Linear(4, 2))
     before = backbone[0].weight.clone()
@@ -95,21 +90,23 @@ def test_other_type_errors_pass():
         BoostTrainOneStepCell(network, torch.optim.SGD(network.parameters(), lr=0.1))(*batch(0))
 
 
-def test_wrong_pair():
+def test_what_is_refused_and_what_is_not_there():
     network, optimizer = pair()
+    wrong: Any
+    for wrong in ("1", None, True, [1.0]):
+        with pytest.raises(TypeError, match="sens must be a number"):
+            BoostTrainOneStepCell(network, optimizer, wrong)
+    wrong = F.cross_entropy
     with pytest.raises(TypeError, match="network"):
-        BoostTrainOneStepCell(F.cross_entropy, optimizer)
+        BoostTrainOneStepCell(wrong, optimizer)
+    wrong = network
     with pytest.raises(TypeError, match="optimizer"):
-        BoostTrainOneStepCell(network, network)
-
-
-def test_what_is_not_there_is_said_plainly():
-    cell = BoostTrainOneStepCell(*pair())
+        BoostTrainOneStepCell(network, wrong)
+    cell = BoostTrainOneStepCell(network, optimizer)
     assert cell.check_adasum_enable() is False
     assert cell.check_dim_reduce_enable() is False
-    loss = torch.zeros(())
     with pytest.raises(IncompatibleError, match="AdaSum does not act in this cell; give AutoBoost"):
-        cell.adasum_process(loss, ())
+        cell.adasum_process(torch.zeros(()), ())
 
 
 def test_freezing_of_auto_boost_acts_in_the_cell():

@@ -1,4 +1,9 @@
+"""Gradient freezing under MindSpore's names."""
+
+from __future__ import annotations
+
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -7,8 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.ranks import run_ranks
-from torchboost import FreezeOpt, GradientFreeze, NoEffectWarning, WithLoss, freeze_cell
-from torchboost.compat.cells import BoostTrainOneStepCell
+from torchboost import BoostTrainOneStepCell, FreezeOpt, GradientFreeze, NoEffectWarning, WithLoss, freeze_cell
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -69,34 +73,37 @@ def test_progressive_sequences():
         freeze.generate_freeze_index_sequence(4, 3, 0.5, 100)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_what_gradient_freeze_refuses():
+    for arguments, message in (
         ((4, 1, 1.0, 10), "freeze_p: found 1.0; give the share of updates that train everything"),
         ((4, 1, -0.1, 10), "freeze_p: found -0.1"),
         ((4, 4, 0.5, 10), "freeze_type: found 4"),
         ((0, 1, 0.5, 10), "found 0 groups"),
         ((4, 1, 0.5, 0), "found 4 groups and 0 steps"),
-    ],
-)
-def test_bad_numbers(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        GradientFreeze(*arguments)
-    with pytest.raises(ValueError, match=message):
-        GradientFreeze(4, 1, 0.5, 10).generate_freeze_index_sequence(*arguments)
-
-
-def test_bad_groups():
+        ((3, 1, 0.7, 10**5000), "total_steps: found a number above"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            GradientFreeze(*arguments)
+        with pytest.raises(ValueError, match=message):
+            GradientFreeze(4, 1, 0.5, 10).generate_freeze_index_sequence(*arguments)
+    wrong: Any = "4"
     with pytest.raises(TypeError, match="list of lists of parameters"):
-        GradientFreeze("4", 1, 0.5, 10)  # pyright: ignore[reportArgumentType]
+        GradientFreeze(wrong, 1, 0.5, 10)
+    with pytest.raises(TypeError, match="found one list of 18 parameters"):
+        GradientFreeze(list(network().parameters()), 1, 0.7, 100)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="empty one"):
         GradientFreeze([[]], 1, 0.5, 10)
     with pytest.raises(ValueError, match="1 or more"):
         GradientFreeze(4, 1, 0.5, 10).split_parameters_groups(network(), 0)
+    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer, found str"):
+        GradientFreeze(4, 1, 0.5, 10).freeze_generate(network(), wrong)
+
+
+def test_fewer_units_than_groups_are_announced():
     with pytest.warns(NoEffectWarning, match="20 groups were requested, but the parameters form 5 units"):
         assert len(GradientFreeze(4, 1, 0.5, 10).split_parameters_groups(network(), 20)) == 5
-    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer, found str"):
-        GradientFreeze(4, 1, 0.5, 10).freeze_generate(network(), "sgd")  # pyright: ignore[reportArgumentType]
+    with pytest.warns(NoEffectWarning, match="10 groups were requested"):
+        assert len(FreezeOpt(sgd(network())).groups) == 5  # ten by default
 
 
 def test_freeze_opt_is_the_optimizer_it_was_given_on_a_schedule():
@@ -122,12 +129,6 @@ def test_freeze_opt_is_the_optimizer_it_was_given_on_a_schedule():
     assert sum(s["momentum_buffer"].numel() for s in inner.state.values()) == sum(p.numel() for p in net.parameters())
 
 
-def test_freeze_opt_without_groups_goes_through_ten_or_as_many_as_there_are():
-    with pytest.warns(NoEffectWarning, match="10 groups were requested"):
-        optimizer = FreezeOpt(sgd(network()))
-    assert len(optimizer.groups) == 5
-
-
 def test_freeze_opt_resumes_and_its_file_loads_into_the_bare_optimizer():
     net = network()
     optimizer = FreezeOpt(sgd(net), nested(net), [0, 2, 1])
@@ -149,24 +150,6 @@ def test_freeze_opt_resumes_and_its_file_loads_into_the_bare_optimizer():
     resumed.load_state_dict(sgd(again).state_dict())
 
 
-@pytest.mark.parametrize(
-    ("strategy", "error", "message"),
-    [
-        ("0", TypeError, "found str"),
-        ([0, 1.5], ValueError, "not an integer"),
-        ([0, 4], ValueError, "below the number of groups, 4"),
-        ([], ValueError, "below the number of groups"),
-        (torch.zeros(2, 2, dtype=torch.int32), ValueError, r"shape \(2, 2\)"),
-        (torch.zeros(2, dtype=torch.int64), ValueError, r"torch\.int64"),
-    ],
-)
-def test_bad_strategies(strategy, error, message):
-    net = network()
-    with pytest.raises(error, match=message):
-        FreezeOpt(sgd(net), nested(net), strategy)
-    assert all(p.requires_grad for p in net.parameters())
-
-
 def test_strategies_may_be_tuples_and_int32_tensors():
     for strategy in ((0, 3), torch.tensor([0, 3], dtype=torch.int32)):
         net = network()
@@ -175,16 +158,26 @@ def test_strategies_may_be_tuples_and_int32_tensors():
         assert optimizer.freezing.index == 3
 
 
-def test_bad_arguments_of_freeze_opt():
+def test_what_freeze_opt_refuses():
     net = network()
-    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer"):
-        FreezeOpt("adam")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="without train_parameter_groups"):
-        FreezeOpt(sgd(net), None, [0])
-    with pytest.raises(TypeError, match="list of lists"):
-        FreezeOpt(sgd(net), list(net.parameters()))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="1 parameters that opt does not update"):
-        FreezeOpt(sgd(net), [[*net.parameters(), nn.Parameter(torch.zeros(2))]])
+    flat, every = list(net.parameters()), nested(net)
+    stranger = [[*flat, nn.Parameter(torch.zeros(2))]]
+    cases: list[tuple[tuple[Any, ...], type[Exception], str]] = [
+        ((sgd(net), every, "0"), TypeError, "found str"),
+        ((sgd(net), every, [0, 1.5]), ValueError, "not an integer"),
+        ((sgd(net), every, [0, 4]), ValueError, "below the number of groups, 4"),
+        ((sgd(net), every, []), ValueError, "below the number of groups"),
+        ((sgd(net), every, torch.zeros(2, 2, dtype=torch.int32)), ValueError, r"shape \(2, 2\)"),
+        ((sgd(net), every, torch.zeros(2, dtype=torch.int64)), ValueError, r"torch\.int64"),
+        (("adam",), TypeError, r"torch\.optim\.Optimizer"),
+        ((sgd(net), None, [0]), ValueError, "without train_parameter_groups"),
+        ((sgd(net), flat), TypeError, r"found one list of 18 parameters: give \[list\(network.parameters"),
+        ((sgd(net), stranger), ValueError, "1 parameters that opt does not update"),
+    ]
+    for arguments, error, message in cases:
+        with pytest.raises(error, match=message):
+            FreezeOpt(*arguments)
+        assert all(p.requires_grad for p in net.parameters())
 
 
 def test_freeze_cells_train_their_own_group_with_sens():
@@ -224,12 +217,17 @@ def test_freeze_cells_accumulate_each_for_itself():
         torch.testing.assert_close(p.detach(), before - 0.1 * grad)
 
 
-def test_bad_arguments_of_freeze_cell():
+def test_what_freeze_cell_refuses():
     net = network()
+    wrong: Any = sgd(net)
     with pytest.raises(TypeError, match="FreezeOpt"):
-        freeze_cell(False, net, sgd(net), 1.0)  # pyright: ignore[reportArgumentType]
+        freeze_cell(False, net, wrong, 1.0)
+    optimizer = FreezeOpt(sgd(net), nested(net))
     with pytest.raises(ValueError, match="max_accumulation_step: found 0"):
-        freeze_cell(False, net, FreezeOpt(sgd(net), nested(net)), 1.0, max_accumulation_step=0)
+        freeze_cell(False, net, optimizer, 1.0, max_accumulation_step=0)
+    for wrong in ("x", None, True, [1.0]):
+        with pytest.raises(TypeError, match="sens must be a number, found"):
+            freeze_cell(False, net, optimizer, wrong)
 
 
 def _reduced() -> tuple[list[float], list[float]]:
@@ -252,27 +250,6 @@ def test_freeze_cells_reduce_over_ranks():
     first, second = run_ranks(_reduced, 2)
     assert first[0] == second[0]
     assert first[0] == pytest.approx(first[1], abs=1e-6)
-
-
-@pytest.mark.parametrize("sens", ["x", None, True, [1.0]])
-def test_freeze_cell_takes_a_number_for_sens(sens):
-    net = nn.Linear(4, 2)
-    optimizer = FreezeOpt(torch.optim.SGD(net.parameters(), lr=0.1), [list(net.parameters())], [0])
-    with pytest.raises(TypeError, match="sens must be a number, found"):
-        freeze_cell(False, net, optimizer, sens)
-
-
-def test_one_list_of_parameters_is_no_list_of_groups():
-    net = nn.Linear(4, 2)
-    with pytest.raises(TypeError, match=r"found one list of 2 parameters: give \[list\(network.parameters"):
-        FreezeOpt(torch.optim.SGD(net.parameters(), lr=0.1), list(net.parameters()), [0])
-    with pytest.raises(TypeError, match="found one list of 2 parameters"):
-        GradientFreeze(list(net.parameters()), 1, 0.7, 100)
-
-
-def test_a_number_of_steps_that_no_run_has():
-    with pytest.raises(ValueError, match="total_steps: found a number above"):
-        GradientFreeze(3, 1, 0.7, 10**5000)
 
 
 def test_freeze_opt_trains_a_group_that_is_added_later():

@@ -1,3 +1,5 @@
+"""Param groups and communication indices under MindSpore's names."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -12,21 +14,16 @@ from torch.nn import functional as F
 from tests.support.models import batch_for, cnn
 from tests.support.optimizers import CASES, rate_for
 from tests.support.trajectories import snapshot
-from torchboost.algorithms.gradient_centralization import GradientCentralization
-from torchboost.compat.freeze import FreezeOpt
-from torchboost.compat.process import OptimizerProcess, ParameterProcess
-from torchboost.core.algorithm import Target
-from torchboost.errors import IncompatibleError
-from torchboost.optim.schedules import CosineDecay
-from torchboost.optim.transforms import ClipValue
+from torchboost import FreezeOpt, IncompatibleError, OptimizerProcess, ParameterProcess, Target
+from torchboost.algorithms import GradientCentralization
+from torchboost.optim import ClipValue, CosineDecay
 
-FUSED = [
+FORMS = [
     (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
     (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
     (torch.optim.Adam, {"betas": (0.8, 0.95), "amsgrad": True}),
     (torch.optim.Adam, {"fused": True}),
     (torch.optim.AdamW, {"weight_decay": 0.3}),
-    (torch.optim.AdamW, {"fused": True}),
 ]
 
 
@@ -48,7 +45,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> N
         optimizer.step()
 
 
-@pytest.mark.parametrize(("kind", "options"), FUSED, ids=str)
+@pytest.mark.parametrize(("kind", "options"), FORMS, ids=str)
 def test_the_new_optimizer_continues_with_centralisation(kind, options):
     model, old = build(kind, options)
     train(model, old, range(2))
@@ -66,138 +63,6 @@ def test_the_new_optimizer_continues_with_centralisation(kind, options):
     GradientCentralization().attach(Target(twin, plain))
     train(twin, plain, range(2, 5))
     assert snapshot(model) == snapshot(twin)
-
-
-def test_a_flagged_group_is_centralised_without_a_network_and_the_effect_can_be_removed():
-    model = nn.Linear(4, 2, bias=False)
-    process = OptimizerProcess(
-        torch.optim.SGD([{"params": list(model.parameters()), "grad_centralization": True}], lr=1.0)
-    )
-    optimizer = process.generate_new_optimizer()
-    before = model.weight.detach().clone()
-    model.weight.grad = torch.ones_like(model.weight)
-    optimizer.step()
-    assert torch.equal(model.weight, before)
-    process.centralization.remove()
-    model.weight.grad = torch.ones_like(model.weight)
-    optimizer.step()
-    assert torch.equal(model.weight, before - 1)
-
-
-def test_without_centralisation_the_optimizer_is_only_rebuilt():
-    _, old = build(torch.optim.SGD, {"momentum": 0.9})
-    process = OptimizerProcess(old)
-    new = process.generate_new_optimizer()
-    assert new is not old
-    assert process.centralization is None
-    assert not new._optimizer_step_pre_hooks
-    assert [g["params"] for g in new.param_groups] == [g["params"] for g in old.param_groups]
-
-
-def test_groups_split_by_structure_and_others_pass_through():
-    model = cnn()
-    process = OptimizerProcess(torch.optim.SGD(model.parameters(), lr=0.1))
-    owners = process.build_params_dict(model)
-    assert owners[id(model[0].weight)] is model[0]
-    assert len(owners) == len(list(model.parameters()))
-    order = {"order_params": list(model.parameters())}
-    left = {"params": [model[4].weight], "grad_centralization": False}
-    groups = process.build_gc_params_group(
-        owners, [{"params": [model[0].weight, model[1].weight], "lr": 1.0}, left, order]
-    )
-    assert [g.get("grad_centralization") for g in groups] == [True, None, False, None]
-    assert groups[0]["params"] == [model[0].weight]
-    assert groups[0]["lr"] == groups[1]["lr"] == 1.0
-    assert groups[1]["params"] == [model[1].weight]
-    assert groups[2:] == [left, order]
-
-
-def test_adding_twice_changes_nothing_and_names_survive():
-    model = cnn()
-    process = OptimizerProcess(torch.optim.AdamW(model.named_parameters(), lr=0.1))
-    process.add_grad_centralization(model)
-    process.opt = process.generate_new_optimizer()
-    process.add_grad_centralization(model)
-    groups = process.generate_new_optimizer().param_groups
-    assert [len(group["params"]) for group in groups] == [3, 5]
-    assert groups[0]["param_names"] == ["0.weight", "4.weight", "9.weight"]
-
-
-class Odd(torch.optim.Optimizer):
-    def __init__(self, params: Any, trust: float) -> None:
-        super().__init__(params, {})
-
-
-class Open(torch.optim.SGD):
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, **options)
-
-
-def test_a_class_that_hides_its_arguments_is_refused():
-    model = nn.Linear(2, 2)
-    with pytest.raises(IncompatibleError, match=r"Odd takes trust.*centralize_gradients\(optimizer\)"):
-        OptimizerProcess(Odd(model.parameters(), 0.1)).generate_new_optimizer()
-    rebuilt = OptimizerProcess(Open(model.parameters(), lr=0.3)).generate_new_optimizer()
-    assert rebuilt.param_groups[0]["lr"] == 0.3
-
-
-def test_optimizer_process_refuses_bad_input():
-    model = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="opt: found Linear"):
-        OptimizerProcess(model)
-    process = OptimizerProcess(torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(TypeError, match="network: found list"):
-        process.add_grad_centralization([model])
-    with pytest.raises(ValueError, match="empty list"):
-        process.build_gc_params_group({}, [])
-    for bad in (
-        [1],
-        [model.weight, {"params": []}],
-        [{"lr": 0.1}],
-        [{"params": ["weight"]}],
-        "text",
-        model.weight,
-        None,
-    ):
-        with pytest.raises(TypeError, match="parameters: found"):
-            process.build_gc_params_group({}, bad)
-    process.opt.param_groups[0]["grad_centralization"] = "yes"
-    with pytest.raises(TypeError, match="grad_centralization: found 'yes'"):
-        process.generate_new_optimizer()
-
-
-def test_fusion_indices_start_at_one_and_rise_at_each_split_point():
-    parameters = [nn.Parameter(torch.ones(1)) for _ in range(9)]
-    process = ParameterProcess()
-    assert process.assign_parameter_group(parameters) == parameters
-    index = process.fusion_index(parameters)
-    assert index.indices == (1,) * 4 + (2,) * 5
-    assert [len(segment) for segment in index.segments(parameters)] == [4, 5]
-    assert not any(vars(parameter) for parameter in parameters)
-    other = ParameterProcess()
-    other.assign_parameter_group(parameters, [3, 6])
-    assert other.fusion_index(parameters[2:4]).indices == (1, 2)
-
-
-def test_parameter_process_refuses_bad_input():
-    parameters = list(nn.Linear(2, 2).parameters())
-    process = ParameterProcess()
-    with pytest.raises(ValueError, match="2 of 2 parameters have no index"):
-        process.fusion_index(parameters)
-    for call in (process.assign_parameter_group, lambda ps: process.generate_group_params(ps, parameters)):
-        with pytest.raises(ValueError, match="empty list"):
-            call([])
-        for bad in ([1], [{"params": parameters}], "text", None):
-            with pytest.raises(TypeError, match="parameters: found"):
-                call(bad)
-    with pytest.raises(ValueError, match="empty list"):
-        process.generate_group_params(parameters, [])
-
-
-@given(st.one_of(st.integers(), st.text(), st.lists(st.floats(), min_size=1), st.lists(st.booleans(), min_size=1)))
-def test_bad_split_points_are_refused(bad):
-    with pytest.raises(TypeError, match=r"split_point|split points"):
-        ParameterProcess().assign_parameter_group(list(nn.Linear(2, 2).parameters()), bad)
 
 
 # Muon takes no vectors, and a mixed optimizer has more than the two groups of this comparison.
@@ -229,20 +94,148 @@ def test_every_rule_of_ours_continues_over_the_new_groups(name):
     assert snapshot(model) == snapshot(twin)
 
 
-def test_an_optimizer_in_front_of_another_is_refused():
-    model = nn.Linear(4, 2)
-    front = FreezeOpt(torch.optim.SGD(model.parameters(), lr=0.1), [list(model.parameters())], [0])
+def test_a_flagged_group_is_centralised_without_a_network_and_the_effect_can_be_removed():
+    model = nn.Linear(4, 2, bias=False)
+    process = OptimizerProcess(
+        torch.optim.SGD([{"params": list(model.parameters()), "grad_centralization": True}], lr=1.0)
+    )
+    optimizer = process.generate_new_optimizer()
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+    assert process.centralization is not None
+    process.centralization.remove()
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    assert torch.equal(model.weight, before - 1)
+
+
+def test_without_centralisation_the_optimizer_is_only_rebuilt():
+    _, old = build(torch.optim.SGD, {"momentum": 0.9})
+    process = OptimizerProcess(old)
+    new = process.generate_new_optimizer()
+    assert new is not old
+    assert process.centralization is None
+    assert not new._optimizer_step_pre_hooks
+    assert [g["params"] for g in new.param_groups] == [g["params"] for g in old.param_groups]
+
+
+def test_groups_split_by_structure_and_others_pass_through():
+    model = cnn()
+    process = OptimizerProcess(torch.optim.AdamW(model.named_parameters(), lr=0.1))
+    owners = process.build_params_dict(model)
+    assert owners[id(model[0].weight)] is model[0]
+    assert len(owners) == len(list(model.parameters()))
+    order = {"order_params": list(model.parameters())}
+    left = {"params": [model[4].weight], "grad_centralization": False}
+    alone = {"params": model[9].weight}
+    groups = process.build_gc_params_group(
+        owners, [{"params": [model[1].weight, model[0].weight], "lr": 1.0}, left, order, alone]
+    )
+    assert [g.get("grad_centralization") for g in groups] == [True, None, False, None, True]
+    assert [g.get("params") for g in groups[:2]] == [[model[0].weight], [model[1].weight]]
+    assert groups[0]["lr"] == groups[1]["lr"] == 1.0
+    assert groups[2:4] == [left, order]
+
+    for _ in range(2):  # adding it again changes nothing, and names survive
+        process.add_grad_centralization(model)
+        process.opt = process.generate_new_optimizer()
+    assert [len(group["params"]) for group in process.opt.param_groups] == [3, 5]
+    assert process.opt.param_groups[0]["param_names"] == ["0.weight", "4.weight", "9.weight"]
+
+
+class Odd(torch.optim.Optimizer):
+    def __init__(self, params: Any, trust: float) -> None:
+        super().__init__(params, {})
+
+
+def test_optimizer_process_refuses_what_it_cannot_rebuild():
+    model = nn.Linear(2, 2)
+    with pytest.raises(IncompatibleError, match=r"Odd takes trust.*centralize_gradients\(optimizer\)"):
+        OptimizerProcess(Odd(model.parameters(), 0.1)).generate_new_optimizer()
+    outer = FreezeOpt(torch.optim.SGD(model.parameters(), lr=0.1), [list(model.parameters())], [0])
     with pytest.raises(IncompatibleError, match="found FreezeOpt, which wraps a SGD"):
-        OptimizerProcess(front)
+        OptimizerProcess(outer)
+    wrong: Any = model
+    with pytest.raises(TypeError, match="opt: found Linear"):
+        OptimizerProcess(wrong)
+    process = OptimizerProcess(torch.optim.SGD(model.parameters(), lr=0.1))
+    wrong = [model]
+    with pytest.raises(TypeError, match="network: found list"):
+        process.add_grad_centralization(wrong)
+    with pytest.raises(ValueError, match="empty list"):
+        process.build_gc_params_group({}, [])
+    mixed = [model.weight, {"params": []}]
+    for wrong in ([1], mixed, [{"lr": 0.1}], [{"params": ["weight"]}], "text", model.weight, None):
+        with pytest.raises(TypeError, match="parameters: found"):
+            process.build_gc_params_group({}, wrong)
+    process.opt.param_groups[0]["grad_centralization"] = "yes"
+    with pytest.raises(TypeError, match="grad_centralization: found 'yes'"):
+        process.generate_new_optimizer()
 
 
-def test_split_points_past_the_end_are_left_out():
-    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(20)]
+@given(st.integers(1, 30), st.data())
+def test_every_parameter_has_an_index_that_rises_at_the_points(count, data):
+    points = sorted(data.draw(st.sets(st.integers(0, 60))))
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(count)]
     process = ParameterProcess()
-    process.assign_parameter_group(parameters, [50, 100])
-    assert process.fusion_index(parameters).indices == (1,) * 20
-    process.assign_parameter_group(parameters, [10, 20, 50])
-    assert process.fusion_index(parameters).indices == (1,) * 10 + (2,) * 10
-    for bad in ([50, 3], [-1], [3, 3]):
+    assert process.assign_parameter_group(parameters, points) == parameters
+    index = process.fusion_index(parameters)
+    steps = [b - a for a, b in zip((1, *index.indices), index.indices, strict=False)]
+    assert [i for i, step in enumerate(steps) if step] == [point for point in points if point < count]
+    assert set(steps) <= {0, 1}
+    segments = index.segments(parameters)
+    assert [id(p) for segment in segments for p in segment] == [id(p) for p in parameters]
+    assert len(segments) == len(set(index.indices))
+
+
+def test_without_points_there_are_two_halves_and_a_later_call_goes_on():
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(9)]
+    process = ParameterProcess()
+    process.assign_parameter_group(parameters[:5])
+    process.assign_parameter_group(parameters[5:])
+    assert process.fusion_index(parameters).indices == (1, 1, 2, 2, 2, 2, 2, 3, 3)
+    assert process.fusion_index(parameters[2:4]).indices == (2, 2)
+    assert not any(vars(parameter) for parameter in parameters)
+    with pytest.raises(ValueError, match="found 1 parameters for 9 indices"):
+        process.fusion_index(parameters).segments(parameters[:1])
+
+
+def test_groups_are_rebuilt_over_another_list_of_parameters():
+    ps = [nn.Parameter(torch.full((2,), float(i))) for i in range(3)]
+    process = ParameterProcess()
+    origin = [{"params": ps[:1], "param_names": ["a"]}, {"params": ps[1:2], "param_names": ["b"], "lr": 1.0}]
+    assert [group["param_names"] for group in process.generate_group_params(ps[1:2], origin)] == [[], ["b"]]
+    rebuilt = process.generate_group_params(ps, [*origin, {"order_params": ps[:2]}])
+    assert all("param_names" not in group for group in rebuilt)  # the new parameter has none
+    assert [group.get("params") for group in rebuilt] == [ps[:1], ps[1:2], None, ps[2:]]
+    assert rebuilt[2] == {"order_params": ps}
+    assert rebuilt[3]["lr"] == 1.0
+    torch.optim.SGD([group for group in rebuilt if "params" in group], lr=0.1)
+    assert process.generate_group_params(ps, ps[:1]) == [{"params": ps}]
+
+
+@given(st.one_of(st.integers(), st.text(), st.lists(st.floats(), min_size=1), st.lists(st.booleans(), min_size=1)))
+def test_bad_split_points_are_refused(bad):
+    with pytest.raises(TypeError, match=r"split_point|split points"):
+        ParameterProcess().assign_parameter_group(list(nn.Linear(2, 2).parameters()), bad)
+
+
+def test_parameter_process_refuses_bad_input():
+    parameters = list(nn.Linear(2, 2).parameters())
+    process = ParameterProcess()
+    with pytest.raises(ValueError, match="2 of 2 parameters have no index"):
+        process.fusion_index(parameters)
+    for points in ([50, 3], [-1], [3, 3]):
         with pytest.raises(ValueError, match="split points"):
-            process.assign_parameter_group(parameters, bad)
+            process.assign_parameter_group(parameters, points)
+    for call in (process.assign_parameter_group, lambda ps: process.generate_group_params(ps, parameters)):
+        with pytest.raises(ValueError, match="empty list"):
+            call([])
+        wrong: Any
+        for wrong in ([1], [{"params": parameters}], "text", None):
+            with pytest.raises(TypeError, match="parameters: found"):
+                call(wrong)
+    with pytest.raises(ValueError, match="empty list"):
+        process.generate_group_params(parameters, [])

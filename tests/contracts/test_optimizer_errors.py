@@ -27,7 +27,7 @@ from tests.support.optimizers import (
 )
 from tests.support.versions import needs_gradient_dtypes
 from torchboost.errors import IncompatibleError
-from torchboost.optim.gradients import Gradients
+from torchboost.optim.pipeline import Gradients
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay
 

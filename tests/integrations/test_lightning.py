@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Subset
 
 import torchboost.registry
 from tests.support.ranks import run_ranks
-from tests.support.trainer_models import KINDS, SPEED, Kind, differences, has_plain_layout, trained_alike
+from tests.support.trainer_models import FORMS, KINDS, SPEED, Kind, differences, has_plain_layout, trained_alike
 from tests.support.wrapped import all_weights
 from torchboost.core.hardware import HalfPrecision
 from torchboost.core.torch_private import module_hooks
@@ -75,8 +75,7 @@ def fit(name: str, folder: Path, *others: Callback, resume: str | None = None, *
     return module, boost
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "setting"), FORMS)
 def test_a_resumed_run_equals_the_uninterrupted_one(name: str, setting: str, tmp_path: Path):
     whole, _ = fit(name, tmp_path / "whole", **SETTINGS[setting])
     checkpoint = str(tmp_path / "whole" / f"step={STEPS // 2}.ckpt")
@@ -85,13 +84,12 @@ def test_a_resumed_run_equals_the_uninterrupted_one(name: str, setting: str, tmp
     assert boost.plan.total_steps == STEPS
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_level_o0_trains_as_lightning_alone(setting: str, tmp_path: Path):
-    kind = KINDS["resnet"]
+def test_level_o0_trains_as_lightning_alone(tmp_path: Path):
+    kind, settings = KINDS["resnet"], {**SETTINGS["bf16"], **SETTINGS["accumulated"]}
     found = []
     for callbacks in ([Boost("O0")], []):
         module = Lit(kind.seeded())
-        trainer_of(tmp_path / str(len(callbacks)), *callbacks, **SETTINGS[setting]).fit(module, loader(kind))
+        trainer_of(tmp_path / str(len(callbacks)), *callbacks, **settings).fit(module, loader(kind))
         found.append(module)
     assert trained_alike(*found)
 
@@ -114,8 +112,7 @@ def by_hand(kind: Kind, steps: int, every: int, clip: float) -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize("name", ["bert", "resnet"])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("name", "every"), [("bert", 1), ("resnet", 2)])
 def test_closures_with_accumulation_and_clipping_equal_the_plain_loop(name: str, every: int, tmp_path: Path):
     kind = KINDS[name]
     module, _ = fit(name, tmp_path, accumulate_grad_batches=every, gradient_clip_val=0.5)
@@ -306,19 +303,23 @@ def test_the_trial_runs_and_is_logged_and_a_resumed_run_has_none(precision: str,
     assert ("boost/autocast" in logger.figures) == (precision == "32-true")
 
 
-def resumed_on_ranks(name: str, calibrate: str, folder: str) -> list[Any]:
+def resumed_on_ranks(folder: str) -> list[Any]:
     """Train whole and resumed. The speed of bfloat16 is measured on each rank; here the ranks find different ones."""
-    rank = torch.distributed.get_rank()
-    found = HalfPrecision(rank == 1, "found by this rank")
+    rank, results = torch.distributed.get_rank(), []
+    measured = HalfPrecision(rank == 1, "found by this rank")
     settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False, "plugins": [TwoRanks()]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torchboost.registry, "half_precision", lambda *_: found)
-        patch.setenv("TORCHBOOST_CALIBRATE", calibrate)
-        whole, _ = fit(name, Path(folder) / "whole", **settings)
-        torch.distributed.barrier()
-        checkpoint = str(Path(folder) / "whole" / f"step={STEPS // 2}.ckpt")
-        resumed, _ = fit(name, Path(folder) / "resumed", resume=checkpoint, **settings)
-    return [rank, differences(whole, resumed), any(isinstance(m, RemovedNorm) for m in whole.modules())]
+        patch.setattr(torchboost.registry, "half_precision", lambda *_: measured)
+        for name, calibrate in (("bert", "1"), ("resnet", "1"), ("resnet", "0")):
+            patch.setenv("TORCHBOOST_CALIBRATE", calibrate)
+            first = Path(folder) / f"{name}-{calibrate}"
+            whole, _ = fit(name, first, **settings)
+            torch.distributed.barrier()
+            checkpoint = str(first / f"step={STEPS // 2}.ckpt")
+            resumed, _ = fit(name, first / "resumed", resume=checkpoint, **settings)
+            removed = any(isinstance(m, RemovedNorm) for m in whole.modules())
+            results.append([rank, differences(whole, resumed), removed])
+    return results
 
 
 class TwoRanks(LightningEnvironment):
@@ -345,10 +346,9 @@ class TwoRanks(LightningEnvironment):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("name", "calibrate"), [("bert", "1"), ("resnet", "1"), ("resnet", "0")])
-def test_a_resumed_run_on_two_ranks_equals_the_uninterrupted_one(name: str, calibrate: str, tmp_path: Path):
-    found = run_ranks(resumed_on_ranks, 2, name, calibrate, str(tmp_path))
-    assert found == [[rank, {}, name == "resnet"] for rank in (0, 1)]
+def test_a_resumed_run_on_two_ranks_equals_the_uninterrupted_one(tmp_path: Path):
+    expected = [[[rank, {}, removed] for removed in (False, True, True)] for rank in (0, 1)]
+    assert run_ranks(resumed_on_ranks, 2, str(tmp_path), timeout=300.0) == expected
 
 
 def test_the_saved_optimizer_is_that_of_a_plain_run(tmp_path: Path):
@@ -391,38 +391,27 @@ def fit_sharded(
     return all_weights(module)
 
 
-def resumed_sharded(name: str, momentum: float, whole: bool, folder: str) -> bool:
-    first = fit_sharded(name, momentum, Path(folder) / "first", whole=whole)
-    torch.distributed.barrier()
-    checkpoint = str(Path(folder) / "first" / f"step={STEPS // 2}.ckpt")
-    return first == fit_sharded(name, momentum, Path(folder) / "resumed", whole=whole, resume=checkpoint)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    "case", [("bert", 0.9, False), ("bert", 0.0, False), ("bert", 0.9, True), ("resnet", 0.9, False)]
-)
-def test_a_resumed_run_under_fsdp2_equals_the_uninterrupted_one(case: tuple[str, float, bool], tmp_path: Path):
-    assert run_ranks(resumed_sharded, 2, *case, str(tmp_path)) == [True, True]
-
-
-def weights_at_o0(folder: str) -> bool:
-    found = [fit_sharded("bert", 0.9, Path(folder) / level, whole=False, level=level) for level in ("O0", "")]
-    return found[0] == found[1]
-
-
-@pytest.mark.dist
-def test_level_o0_under_fsdp2_trains_as_lightning_alone(tmp_path: Path):
-    assert run_ranks(weights_at_o0, 2, str(tmp_path)) == [True, True]
-
-
-def refused_for_tensors() -> str:
+def sharded(folder: str) -> list[bool]:
+    """Whole and resumed with moments, without and in one file; level O0 against Lightning alone."""
+    results = []
+    for number, (name, momentum, whole) in enumerate(
+        (("bert", 0.9, False), ("bert", 0.0, False), ("bert", 0.9, True), ("resnet", 0.9, False))
+    ):
+        first = Path(folder) / str(number)
+        uninterrupted = fit_sharded(name, momentum, first, whole=whole)
+        torch.distributed.barrier()
+        checkpoint = str(first / f"step={STEPS // 2}.ckpt")
+        resumed = fit_sharded(name, momentum, first / "resumed", whole=whole, resume=checkpoint)
+        results.append(uninterrupted == resumed)
+    boosted, alone = (
+        fit_sharded("bert", 0.9, Path(folder) / f"level{level}", whole=False, level=level) for level in ("O0", "")
+    )
     settings = {"strategy": ModelParallelStrategy(1, 2), "devices": 2, "plugins": [TwoRanks()]}
-    with pytest.raises(IncompatibleError) as error:
+    with pytest.raises(IncompatibleError, match="tensor parallelism"):
         trainer_of(Path(), Boost("O1"), **settings).fit(Sharded(KINDS["bert"].seeded()), loader(KINDS["bert"]))
-    return str(error.value)
+    return [*results, boosted == alone]
 
 
 @pytest.mark.dist
-def test_tensor_parallelism_is_refused():
-    assert all("tensor parallelism" in said for said in run_ranks(refused_for_tensors, 2))
+def test_a_resumed_run_under_fsdp2_equals_the_uninterrupted_one(tmp_path: Path):
+    assert run_ranks(sharded, 2, str(tmp_path), timeout=300.0) == [[True] * 5] * 2

@@ -1,4 +1,4 @@
-"""The state of a boosted training in a checkpoint."""
+"""What a trainer keeps of a boosted training: its state in a checkpoint, and what the trial chose, for loggers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import torchboost
+from torchboost.calibration.choice import Choice, Verdict
 from torchboost.front import Boosted
-from torchboost.integrations.saved_state import load_state, save_state
+from torchboost.integrations.saved_state import figures_of, load_state, save_state
+from torchboost.measure.evidence import Interval
 
 LOG = logging.getLogger("torchboost.tests")
 PROGRESSIVE = {"pattern": "progressive"}
@@ -52,3 +54,19 @@ def test_a_missing_state_is_told_if_anything_counts(extra: dict, said: bool, tmp
     with caplog.at_level(logging.WARNING, logger=LOG.name):
         load_state(tmp_path / "state.pt", boosted(**extra), LOG)
     assert ("so these start as in a new run: grad_freeze." in caplog.text) == said
+
+
+def test_figures_are_levers_gain_and_time():
+    verdicts = (
+        Verdict(lever="compile", kept=False, reason="slow"),
+        Verdict(lever="fused_optimizer", kept=True, reason="fast"),
+    )
+    for source, seconds in (("trial", 7.5), ("checkpoint", 0.0), ("cache", 0.0)):
+        choice = Choice(verdicts=verdicts, source=source, seconds=7.5, ratio=Interval(low=1.1, mid=1.2, high=1.3))
+        assert figures_of(choice) == {
+            "boost/compile": 0.0,
+            "boost/fused_optimizer": 1.0,
+            "boost/times_as_fast": 1.2,
+            "boost/trial_seconds": seconds,
+        }
+    assert "boost/times_as_fast" not in figures_of(Choice(verdicts=verdicts, source="prior"))

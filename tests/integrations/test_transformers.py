@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from tests.support.ranks import run_ranks
-from tests.support.trainer_models import KINDS, SPEED, Kind, Rows, has_plain_layout, trained_alike
+from tests.support.trainer_models import FORMS, KINDS, SPEED, Kind, Rows, has_plain_layout, trained_alike
 from torchboost.calibration.passes import Passes
 from torchboost.core.torch_private import module_hooks, step_pre_hooks
 from torchboost.errors import ConfigError, IncompatibleError
@@ -51,8 +51,7 @@ def trainer_of(kind: Kind, folder: Path, *, level: str = "O1", settings: Any = N
     )
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "setting"), FORMS)
 def test_a_resumed_run_equals_the_uninterrupted_one(name: str, setting: str, tmp_path: Path):
     kind = KINDS[name]
     whole = trainer_of(kind, tmp_path / "whole", settings=SETTINGS[setting])
@@ -63,23 +62,25 @@ def test_a_resumed_run_equals_the_uninterrupted_one(name: str, setting: str, tmp
     assert whole.state.log_history[-2]["loss"] == resumed.state.log_history[-2]["loss"]
 
 
-def resumed_on_ranks(name: str, folder: str) -> list[Any]:
-    kind, settings = KINDS[name], {"ddp_backend": "gloo", "per_device_train_batch_size": 2}
-    whole = trainer_of(kind, Path(folder) / "whole", settings=settings)
-    whole.train()
-    torch.distributed.barrier()
-    resumed = trainer_of(kind, Path(folder) / "resumed", settings=settings)
-    resumed.train(resume_from_checkpoint=f"{folder}/whole/checkpoint-{STEPS // 2}")
-    weights = float(sum(p.detach().double().abs().sum() for p in whole.model.parameters()))
-    return [whole.args.world_size, trained_alike(whole.model, resumed.model), weights]
+def resumed_on_ranks(folder: str) -> list[Any]:
+    results = []
+    for name in ("bert", "resnet"):
+        kind, settings = KINDS[name], {"ddp_backend": "gloo", "per_device_train_batch_size": 2}
+        whole = trainer_of(kind, Path(folder) / name, settings=settings)
+        whole.train()
+        torch.distributed.barrier()
+        resumed = trainer_of(kind, Path(folder) / f"{name}-resumed", settings=settings)
+        resumed.train(resume_from_checkpoint=f"{folder}/{name}/checkpoint-{STEPS // 2}")
+        weights = float(sum(p.detach().double().abs().sum() for p in whole.model.parameters()))
+        results += [whole.args.world_size, trained_alike(whole.model, resumed.model), weights]
+    return results
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["bert", "resnet"])
-def test_a_resumed_run_on_two_ranks_equals_the_uninterrupted_one(name: str, tmp_path: Path):
-    first, second = run_ranks(resumed_on_ranks, 2, name, str(tmp_path))
+def test_a_resumed_run_on_two_ranks_equals_the_uninterrupted_one(tmp_path: Path):
+    first, second = run_ranks(resumed_on_ranks, 2, str(tmp_path))
     assert first == second
-    assert first[:2] == [2, True]
+    assert first[:2] == first[3:5] == [2, True]
 
 
 def test_freezing_continues_where_it_was(tmp_path: Path):
@@ -198,8 +199,7 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path):
         assert torch.equal(best.eval()(**batch).logits, trainer.model.eval()(**batch).logits)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1"])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("level", "reentrant"), [("O0", False), ("O1", False), ("O1", True)])
 def test_gradient_checkpointing(level: str, reentrant: bool, tmp_path: Path):
     kind, checkpointed = (
         KINDS["gpt"],
@@ -212,15 +212,10 @@ def test_gradient_checkpointing(level: str, reentrant: bool, tmp_path: Path):
     assert trained_alike(with_it.model, without.model)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_level_o0_trains_as_the_trainer_alone(setting: str, tmp_path: Path):
-    kind = KINDS["resnet"]
-    boosted = trainer_of(
-        Kind(kind.build, kind.data, None), tmp_path / "boosted", level="O0", settings=SETTINGS[setting]
-    )
-    alone = transformers.Trainer(
-        kind.seeded(), arguments(tmp_path / "alone", **SETTINGS[setting]), train_dataset=kind.data()
-    )
+def test_level_o0_trains_as_the_trainer_alone(tmp_path: Path):
+    kind, settings = KINDS["resnet"]._replace(config=None), {**SETTINGS["bf16"], **SETTINGS["accumulated"]}
+    boosted = trainer_of(kind, tmp_path / "boosted", level="O0", settings=settings)
+    alone = transformers.Trainer(kind.seeded(), arguments(tmp_path / "alone", **settings), train_dataset=kind.data())
     boosted.train()
     alone.train()
     assert trained_alike(boosted.model, alone.model)
@@ -262,7 +257,7 @@ def test_a_trainer_of_another_class_is_boosted_and_left_as_it_is(tmp_path: Path)
     assert type(boost(boosted, "O0")) is type(boosted)
 
 
-def test_bad_arguments_are_refused_at_once(tmp_path: Path):
+def test_bad_arguments_and_sharding_trainers_are_refused_at_once(tmp_path: Path):
     model, data = KINDS["bert"].seeded(), KINDS["bert"].data()
     with pytest.raises(ConfigError, match="O1"):
         BoostTrainer(model, arguments(tmp_path), train_dataset=data, boost="O9")
@@ -270,16 +265,13 @@ def test_bad_arguments_are_refused_at_once(tmp_path: Path):
         BoostTrainer(model, arguments(tmp_path), train_dataset=data, calibrate="often")
     with pytest.raises(TypeError, match="found BertForSequenceClassification"):
         boost(model, "O1")
-
-
-@pytest.mark.parametrize(("flag", "name"), [("is_deepspeed_enabled", "DeepSpeed"), ("is_fsdp_enabled", "FSDP")])
-def test_a_sharding_trainer_is_refused_before_anything_is_changed(flag: str, name: str, tmp_path: Path):
-    trainer = trainer_of(KINDS["resnet"], tmp_path)
-    setattr(trainer, flag, True)
-    with pytest.raises(IncompatibleError, match=name):
-        trainer.train()
-    assert trainer.optimizer is None
-    assert not any(isinstance(module, RemovedNorm) for module in trainer.model.modules())
+    for flag, name in (("is_deepspeed_enabled", "DeepSpeed"), ("is_fsdp_enabled", "FSDP")):
+        trainer = trainer_of(KINDS["resnet"], tmp_path)
+        setattr(trainer, flag, True)
+        with pytest.raises(IncompatibleError, match=name):
+            trainer.train()
+        assert trainer.optimizer is None
+        assert not any(isinstance(module, RemovedNorm) for module in trainer.model.modules())
 
 
 class Recording(nn.Module):

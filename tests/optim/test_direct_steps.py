@@ -11,12 +11,12 @@ from torch import nn
 
 from torchboost import IncompatibleError
 from torchboost.optim.direct_steps import DirectSteps
-from torchboost.optim.front import FrontOptimizer
+from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 
 
-def start() -> tuple[torch.optim.SGD, FrontOptimizer, DirectSteps]:
+def start() -> tuple[torch.optim.SGD, WrappingOptimizer, DirectSteps]:
     behind = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    front = FrontOptimizer(behind)
+    front = WrappingOptimizer(behind)
     return behind, front, DirectSteps(behind, front, "step the one in front")
 
 

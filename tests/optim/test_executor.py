@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-
 from torchboost.optim.executor import Chain
-from torchboost.optim.gradients import Gradients
+
+from torchboost.optim.pipeline import Gradients
 from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay, Unscale
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchboost.optim.gradients import by_namespace, check_transforms, namespaces
+from torchboost.optim.pipeline import by_namespace, check_transforms, namespaces
 from torchboost.optim.transforms import Centralize, ClipNorm
 
 

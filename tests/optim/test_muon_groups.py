@@ -10,9 +10,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from tests.graph.test_matrix_uses import Experts
 from tests.support.models import cnn, mlp
 from torchboost.bench.workloads.models import GPT, BasicBlock, ResNet
-from torchboost.optim.group_rules import GroupRule, no_decay
-from torchboost.optim.muon_groups import MuonSplit, muon_groups
-from torchboost.optim.rules.mixed import MixedOptimizer
+from torchboost.optim import GroupRule, MixedOptimizer, MuonSplit, muon_groups, no_decay
 
 
 def names(groups: MuonSplit) -> dict[str, set[str]]:
@@ -63,11 +61,6 @@ def test_stacks_have_their_own_group():
     assert [group["param_names"] for group in stacked] == [["experts"]]
     assert stacked[0]["rule"] == "muon"
     assert names(groups)["muon"] == {"experts", "gate", "unused.weight"}  # the type decides about the last
-
-
-def test_matrices_of_one_row_are_for_adamw():
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1), nn.Linear(1, 4), nn.Linear(4, 4), nn.Linear(4, 2))
-    assert names(muon_groups(model))["muon"] == {"3.weight"}
 
 
 def test_rules_override_and_share_groups():
@@ -126,9 +119,24 @@ def test_types_decide_if_the_model_cannot_be_run():
         muon_groups(Unknown(), sample=torch.ones(2, 4))
 
 
-def test_weights_that_are_computed_are_left_to_adamw():
+def test_matrices_of_one_row_computed_weights_and_complex_ones_are_for_adamw():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1), nn.Linear(1, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    assert names(muon_groups(model))["muon"] == {"3.weight"}
     model = nn.Sequential(nn.Linear(4, 4), weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4), nn.Linear(4, 2))
     assert names(muon_groups(model))["muon"] == {"2.weight"}
+    groups = muon_groups(Spectral())
+    assert {row.name: row.reason for row in groups.rows}["mix"] == "complex"
+    MixedOptimizer(groups)
+
+
+class Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.mix = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((self.first(x).to(torch.complex64) @ self.mix).abs())
 
 
 class Bare(nn.Module):
@@ -189,26 +197,6 @@ def test_a_parameter_of_three_axes_that_is_multiplied_in_another_shape_is_for_ad
     assert next(row for row in groups.rows if row.name == "query").reason == "multiplied in another shape"
 
 
-def test_lazy_modules_are_refused_with_the_way_out():
-    with pytest.raises(ValueError, match="run the model on one batch first"):
-        muon_groups(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
-
-
-def test_complex_matrices_are_for_adamw():
-    class Spectral(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
-            self.mix = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last((self.first(x).to(torch.complex64) @ self.mix).abs())
-
-    groups = muon_groups(Spectral())
-    assert {row.name: row.reason for row in groups.rows}["mix"] == "complex"
-    MixedOptimizer(groups)
-
-
 def test_the_hidden_matrices_of_a_recurrent_network_that_cannot_be_run():
     class Unusual(nn.Module):
         def __init__(self) -> None:
@@ -224,7 +212,8 @@ def test_the_hidden_matrices_of_a_recurrent_network_that_cannot_be_run():
     assert {name for name, chosen in rule.items() if chosen == "muon"} == hidden
 
 
-def test_nothing_to_train():
-    model = mlp().requires_grad_(False)
+def test_what_is_refused():
     with pytest.raises(ValueError, match="found no parameter to train"):
-        muon_groups(model)
+        muon_groups(mlp().requires_grad_(False))
+    with pytest.raises(ValueError, match="run the model on one batch first"):
+        muon_groups(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))

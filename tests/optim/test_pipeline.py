@@ -13,8 +13,7 @@ from tests.support.models import batch_for, mlp
 from tests.support.trajectories import snapshot
 from torchboost.core.closure import ClosureOptimizer, Replay
 from torchboost.errors import IncompatibleError
-from torchboost.optim.gradients import Gradients
-from torchboost.optim.pipeline import STATE_KEY, GradientPipeline
+from torchboost.optim.pipeline import STATE_KEY, GradientPipeline, Gradients
 from torchboost.optim.rules.adam import Adam, AdamW
 from torchboost.optim.rules.sgd import SGD
 from torchboost.optim.transforms import Centralize, ClipNorm, ClipValue, Decay, Unscale

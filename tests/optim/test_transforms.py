@@ -1,5 +1,8 @@
+"""What each transform of gradients does, in every layout and precision, and what it refuses."""
+
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -10,20 +13,22 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from torchboost.errors import IncompatibleError
-from torchboost.optim.executor import Chain
-from torchboost.optim.gradients import Gradients, GradientTransform
-from torchboost.optim.transforms import (
+from torchboost.optim import (
+    SGD,
     Centralize,
     ClipNorm,
     ClipValue,
     Coalesce,
     Decay,
+    GradientPipeline,
+    Gradients,
+    GradientTransform,
     Unscale,
-    has_rows,
-    with_centralization,
 )
+from torchboost.optim.transforms import has_rows
 
 SHAPES = [(5,), (4, 7), (6, 3, 3, 3), (6, 5, 1, 1), (2, 3, 4), (3, 2, 2, 2, 2), (1, 1), ()]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def gradients(shapes: Any = SHAPES, dtype: torch.dtype = torch.float32, **group: Any) -> Gradients:
@@ -32,15 +37,28 @@ def gradients(shapes: Any = SHAPES, dtype: torch.dtype = torch.float32, **group:
     grads = [torch.randn(shape, generator=generator).to(dtype) + 0.5 for shape in shapes]
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
-    return Gradients(params, grads, [group] * len(params), [{} for _ in params])
+    return Gradients(list(params), grads, [group] * len(params), [{} for _ in params])
 
 
-def run(transform: GradientTransform, given: Gradients) -> list[Tensor]:
-    before = list(given.grads)
+def of(param: Tensor, grad: Tensor, **group: Any) -> Gradients:
+    return Gradients([param], [grad], [group], [{}])
+
+
+def embedded(rows: Any, *, sparse: bool = True) -> Gradients:
+    """The gradients of a table of which these rows were looked up, and of a vector."""
+    table = nn.Embedding(6, 2, sparse=sparse)
+    (table(torch.tensor(rows)) * torch.arange(2.0 * len(rows)).view(-1, 2)).sum().backward()
+    dense = nn.Parameter(torch.ones(3))
+    dense.grad = torch.ones(3)
+    return Gradients([table.weight, dense], [table.weight.grad, dense.grad], [{}, {}], [{}, {}])
+
+
+def run(transform: GradientTransform, inputs: Gradients) -> list[Tensor]:
+    before = list(inputs.grads)
     with torch.no_grad():
-        transform(given)
-    assert all(a is b for a, b in zip(before, given.grads, strict=True)), "must work in place"
-    return given.grads
+        transform(inputs)
+    assert all(a is b for a, b in zip(before, inputs.grads, strict=True)), "must work in place"
+    return inputs.grads
 
 
 def centred(grad: Tensor) -> Tensor:
@@ -48,264 +66,189 @@ def centred(grad: Tensor) -> Tensor:
     return wide - wide.mean(tuple(range(1, grad.ndim)), keepdim=True) if grad.ndim > 1 and grad[0].numel() > 1 else wide
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_centralize_subtracts_the_mean_of_every_row(dtype):
-    given = gradients(dtype=dtype)
-    expected = [centred(grad) for grad in given.grads]
-    for got, want in zip(run(Centralize(), given), expected, strict=True):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_centralize_subtracts_the_mean_of_every_row_and_unscale_divides_exactly(dtype):
+    inputs = gradients(dtype=dtype)
+    expected = [centred(grad) for grad in inputs.grads]
+    for got, want in zip(run(Centralize(), inputs), expected, strict=True):
         error = (got.double() - want).abs().max()
         assert error <= 2 * torch.finfo(dtype).eps * max(1.0, float(want.abs().max()))
+    expected = [grad / 64 for grad in inputs.grads]
+    assert all(map(torch.equal, run(Unscale(64), inputs), expected))
 
 
-@pytest.mark.parametrize("form", ["channels_last", "transposed", "expanded_stride"])
-def test_centralize_in_any_memory_format_stays_in_place(form):
+def test_centralize_in_any_memory_format_works_in_place():
     base = torch.randn(6, 5, 3, 3)
-    if form == "channels_last":
-        grad = base.to(memory_format=torch.channels_last)
-    elif form == "transposed":
-        grad = base.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0)
-    else:
-        grad = torch.zeros(6, 5, 3, 6)[..., ::2].copy_(base)
-    stride, address = grad.stride(), grad.data_ptr()
-    given = Gradients([nn.Parameter(torch.zeros(6, 5, 3, 3))], [grad], [{}], [{}])
-    expected = centred(grad).float()
-    run(Centralize(), given)
-    torch.testing.assert_close(grad, expected)
-    assert (grad.stride(), grad.data_ptr()) == (stride, address)
-
-
-def test_centralize_changes_a_view_into_a_bucket():
-    bucket = torch.randn(12) + 1
-    given = Gradients([nn.Parameter(torch.zeros(2, 6))], [bucket.view(2, 6)], [{}], [{}])
-    run(Centralize(), given)
-    torch.testing.assert_close(bucket.view(2, 6).mean(1), torch.zeros(2), atol=1e-6, rtol=0)
+    bucket = torch.empty(600)  # as DDP has one
+    bucket[100:370].copy_(base.flatten())
+    for grad in (
+        base.to(memory_format=torch.channels_last),
+        base.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0),
+        torch.zeros(6, 5, 3, 6)[..., ::2].copy_(base),
+        bucket[100:370].view(6, 5, 3, 3),
+    ):
+        layout = grad.stride(), grad.data_ptr()
+        run(Centralize(), of(nn.Parameter(torch.zeros(6, 5, 3, 3)), grad))
+        torch.testing.assert_close(grad, centred(base).float())
+        assert (grad.stride(), grad.data_ptr()) == layout
+    assert not torch.equal(bucket[100:370].view(6, 5, 3, 3), base)
 
 
 def test_centralize_twice_is_centralize_once():
-    given = gradients(dtype=torch.float64)
-    once = [grad.clone() for grad in run(Centralize(), given)]
-    for a, b in zip(run(Centralize(), given), once, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-15, rtol=0)
+    inputs = gradients(dtype=torch.float64)
+    once = [grad.clone() for grad in run(Centralize(), inputs)]
+    torch.testing.assert_close(run(Centralize(), inputs), once, atol=1e-15, rtol=0)
 
 
-def test_centralize_leaves_what_it_is_told_to():
-    given = gradients()
-    before = [grad.clone() for grad in given.grads]
-    run(Centralize(skip=[given.params[1]]), given)
-    changed = [not torch.equal(a, b) for a, b in zip(before, given.grads, strict=True)]
-    assert changed == [False, False, True, True, True, True, False, False]
+def changed_by(transform: Centralize, inputs: Gradients) -> list[bool]:
+    before = [grad.clone() for grad in inputs.grads]
+    return [not torch.equal(a, b) for a, b in zip(before, run(transform, inputs), strict=True)]
 
 
-ROWS_OF_ONE = [(3, 1), (3, 1, 1), (3, 1, 1, 1), (0, 4), (4, 0), (1, 3, 1, 1), (1, 1, 3)]
-
-
-@pytest.mark.parametrize("shape", ROWS_OF_ONE, ids=str)
-def test_centralize_leaves_rows_of_one_entry_and_vectors_alone(shape):
-    given = gradients([shape])
-    before = given.grads[0].clone()
-    assert torch.equal(run(Centralize(), given)[0], before)
-    assert not has_rows(given.params[0])
-
-
-def test_centralize_leaves_sparse_rows_of_one_entry_alone():
-    table = nn.Embedding(5, 1, sparse=True)
-    (table(torch.tensor([1, 3, 3])) * torch.tensor([[1.0], [2.0], [3.0]])).sum().backward()
-    grad = table.weight.grad
-    run(Centralize(), Gradients([table.weight], [grad], [{}], [{}]))
-    assert grad.to_dense().flatten().tolist() == [0.0, 1.0, 0.0, 5.0, 0.0]
-
-
-@pytest.mark.parametrize("transform", [Centralize(), Centralize(flag="gc"), Centralize(flag="grad_centralization")])
-def test_a_group_that_refuses_centralisation_is_left_alone(transform):
-    given = gradients([(4, 7)], grad_centralization=False, gc=True)
-    before = given.grads[0].clone()
-    assert torch.equal(run(transform, given)[0], before)
-
-
-def test_what_a_group_says_about_centralisation_is_a_boolean():
+def test_what_centralize_does_not_change():
+    inputs = gradients()
+    assert changed_by(Centralize(skip=[inputs.params[1]]), inputs) == [False, False, *[True] * 4, False, False]
+    for shape in [(3, 1), (3, 1, 1), (3, 1, 1, 1), (0, 4), (4, 0), (1, 3, 1, 1), (1, 1, 3)]:
+        inputs = gradients([shape])  # rows of one entry, and vectors
+        assert changed_by(Centralize(), inputs) == [False]
+        assert not has_rows(inputs.params[0])
+    for transform in (Centralize(), Centralize(flag="gc"), Centralize(flag="grad_centralization")):
+        assert changed_by(transform, gradients([(4, 7)], grad_centralization=False, gc=True)) == [False]
+    inputs = gradients([(4, 7), (4, 16), (4, 3, 16)])
+    inputs.groups = [{"gc": True}, {"gc": True}, {"gc": True}]
+    assert changed_by(Centralize(flag="gc", multiple_of=16), inputs) == [False, True, False]
+    inputs = gradients([(4, 7), (4, 16), (4, 3, 16)])
+    inputs.groups = [{"gc": False}, {}, {"gc": True}]
+    assert changed_by(Centralize(flag="gc"), inputs) == [False, False, True]
     with pytest.raises(TypeError, match="grad_centralization: found 1; give True or False"):
         Centralize()(gradients([(4, 7)], grad_centralization=1))
 
 
-def test_a_group_that_asks_for_centralisation_gets_it_behind_the_decay():
-    asked, transforms = [{"grad_centralization": True}], (Unscale(2.0), Decay(0.1), ClipNorm(1.0))
-    own = Centralize(flag="grad_centralization")
-    assert with_centralization(transforms, [{}, {"grad_centralization": False}]) == transforms
-    assert with_centralization(transforms, asked) == (*transforms[:2], own, transforms[2])
-    assert with_centralization((), asked) == (own,)
-    assert with_centralization((Decay(0.1),), asked) == (Decay(0.1), own)
-    for present in (Centralize(), own):
-        assert with_centralization((present,), asked) == (present,)
-    other = Centralize(flag="gc")
-    assert with_centralization((other,), asked) == (own, other)
-
-
-def test_centralize_by_group_flag_and_width():
-    given = gradients([(4, 7), (4, 16), (4, 3, 16)])
-    given.groups = [{"gc": True}, {"gc": True}, {"gc": True}]
-    before = [grad.clone() for grad in given.grads]
-    run(Centralize(flag="gc", multiple_of=16), given)
-    assert [not torch.equal(a, b) for a, b in zip(before, given.grads, strict=True)] == [False, True, False]
-    given.groups = [{"gc": False}, {}, {"gc": True}]
-    run(Centralize(flag="gc"), given)
-    assert torch.equal(given.grads[0], before[0])
-    torch.testing.assert_close(given.grads[2], centred(before[2]).float())
-
-
 def test_centralize_sparse_rows_equals_dense():
     dense, sparse = nn.Embedding(6, 4), nn.Embedding(6, 4, sparse=True)
-    sparse.load_state_dict(dense.state_dict())
     for table in (dense, sparse):
-        weights = torch.arange(20.0).view(5, 4)
-        (table(torch.tensor([1, 1, 3, 5, 3])) * weights).sum().backward()
-    grad = sparse.weight.grad
-    run(Centralize(), Gradients([sparse.weight], [grad], [{}], [{}]))
-    torch.testing.assert_close(grad.to_dense(), centred(dense.weight.grad).float(), check_dtype=False)
+        (table(torch.tensor([1, 1, 3, 5, 3])) * torch.arange(20.0).view(5, 4)).sum().backward()
+    run(Centralize(), of(sparse.weight, sparse.weight.grad))
+    torch.testing.assert_close(sparse.weight.grad.to_dense(), centred(dense.weight.grad).float(), check_dtype=False)
+    single = nn.Embedding(5, 1, sparse=True)
+    (single(torch.tensor([1, 3, 3])) * torch.tensor([[1.0], [2.0], [3.0]])).sum().backward()
+    run(Centralize(), of(single.weight, single.weight.grad))
+    assert single.weight.grad.to_dense().flatten().tolist() == [0.0, 1.0, 0.0, 5.0, 0.0]
+
+
+def test_a_group_that_asks_for_centralisation_gets_it_after_the_decay():
+    own, gc = Centralize(flag="grad_centralization"), Centralize(flag="gc")
+    for transforms, expected in (
+        ((Unscale(2.0), Decay(0.1), ClipNorm(1.0)), (Unscale(2.0), Decay(0.1), own, ClipNorm(1.0))),
+        ((), (own,)),
+        ((Decay(0.1),), (Decay(0.1), own)),
+        ((Centralize(),), (Centralize(),)),
+        ((own,), (own,)),
+        ((gc,), (own, gc)),
+    ):
+        optimizer = SGD([nn.Parameter(torch.ones(2, 2))], lr=0.1, transforms=transforms)
+        assert optimizer.chain == transforms
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "grad_centralization": False})
+        assert optimizer.chain == transforms
+        optimizer.param_groups[0]["grad_centralization"] = True
+        assert optimizer.chain == expected
 
 
 def test_sparse_gradients_are_refused_where_they_have_no_meaning():
-    table = nn.Embedding(6, 4, sparse=True)
-    table(torch.tensor([1])).sum().backward()
-    given = Gradients([table.weight], [table.weight.grad], [{}], [{}])
+    def step(grad: Tensor, *transforms: GradientTransform) -> Tensor:
+        param = nn.Parameter(torch.ones(6, 4))
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        GradientPipeline(*transforms).attach(optimizer)
+        param.grad = grad
+        optimizer.step()
+        return param.grad
+
+    rows = torch.ones(6, 4).to_sparse(1)
     with pytest.raises(IncompatibleError, match=r"Decay needs dense gradients.*sparse=False"):
-        Chain([Decay(0.1)]).check(given)
-    assert Chain([Coalesce(dense=True), Decay(0.1)]).check(given)[0].layout is torch.strided
-    entries = Gradients([table.weight], [torch.ones(6, 4).to_sparse()], [{}], [{}])
+        step(rows, Decay(0.1))
+    assert step(rows, Coalesce(dense=True), Decay(0.1)).layout is torch.strided
     with pytest.raises(IncompatibleError, match=r"shape \(6, 4\).*'skip'"):
-        Chain([Centralize()]).check(entries)
+        step(torch.ones(6, 4).to_sparse(), Centralize())
+    with pytest.raises(IncompatibleError, match=r"ClipValue needs real gradients, found torch.complex64"):
+        ClipValue(1.0).check(of(torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64)))
 
 
 @pytest.mark.parametrize(
-    "transform", [ClipNorm(1.0), ClipNorm(0.5, 1.0), ClipNorm(0.1, math.inf), ClipValue(0.3)], ids=repr
+    "transform", [ClipNorm(1.0), ClipNorm(0.5, 1.0), ClipNorm(0.1, math.inf), ClipValue(0.3), Unscale(8.0)], ids=repr
 )
-def test_clipping_beside_sparse_rows_equals_dense(transform):
+def test_sparse_rows_count_as_if_they_were_dense(transform):
     grads = []
     for sparse in (False, True):
-        given = embedded([1, 3, 1, 1], sparse=sparse)
+        inputs = embedded([1, 3, 1, 1], sparse=sparse)
         with torch.no_grad():
-            Chain([transform]).check(given)
-            transform(given)
-        assert given.grads[0].is_sparse is sparse
-        grads.append([grad.to_dense() for grad in given.grads])
-    for dense, rows in zip(*grads, strict=True):
-        torch.testing.assert_close(dense, rows)
-
-
-@pytest.mark.parametrize("order", [2.0, math.inf])
-def test_clip_norm_of_tensors_without_entries(order):
-    given = gradients([(0, 3), (4,)])
-    run(ClipNorm(0.1, order), given)
-    assert given.grads[1].norm(order) == pytest.approx(0.1, rel=1e-4)
-    run(ClipNorm(0.1, order, error_if_nonfinite=True), gradients([(0,)]))
-
-
-def test_an_infinite_limit_is_refused():
-    with pytest.raises(ValueError, match="clips nothing; leave ClipNorm out"):
-        ClipNorm(math.inf)
-
-
-def embedded(rows: Any, size: int = 6, *, sparse: bool = True) -> Gradients:
-    table = nn.Embedding(size, 2, sparse=sparse)
-    (table(torch.tensor(rows)) * torch.arange(2.0 * len(rows)).view(-1, 2)).sum().backward()
-    dense = nn.Parameter(torch.ones(3))
-    dense.grad = torch.ones(3)
-    return Gradients([table.weight, dense], [table.weight.grad, dense.grad], [{}, {}], [{}, {}])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_unscale_divides_exactly_by_a_power_of_two(dtype):
-    given = gradients(dtype=dtype)
-    expected = [grad / 64 for grad in given.grads]
-    for got, want in zip(run(Unscale(64), given), expected, strict=True):
-        assert torch.equal(got, want)
-    run(Unscale(2.0), gradients([]))
-
-
-def test_unscale_sparse_rows_too():
-    given = embedded([1, 1, 4])
-    expected = [grad.to_dense() / 8 for grad in given.grads]
-    for got, want in zip(run(Unscale(8.0), given), expected, strict=True):
-        assert torch.equal(got.to_dense(), want)
-
-
-def test_unscale_keeps_what_overflowed():
-    given = gradients([(3,)])
-    given.grads[0][0], given.grads[0][1] = math.inf, math.nan
-    got = run(Unscale(2.0), given)[0]
-    assert math.isinf(got[0])
-    assert math.isnan(got[1])
+            transform(inputs)
+        assert inputs.grads[0].is_sparse is sparse
+        grads.append([grad.to_dense() for grad in inputs.grads])
+    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("dense", [False, True])
-@pytest.mark.parametrize("rows", [[1, 1, 4], [5, 0, 2], [3]])
-def test_coalesce_merges_rows_and_leaves_dense_gradients(rows, dense):
-    given = embedded(rows)
-    before = list(given.grads)
-    Coalesce(dense=dense)(given)
-    assert given.grads[1] is before[1]
-    assert torch.equal(given.grads[0].to_dense(), before[0].to_dense())
-    if dense:
-        assert given.grads[0].layout is torch.strided
-    else:
-        assert given.grads[0].is_coalesced()
-        assert given.grads[0]._values().shape[0] == len(set(rows))
+def test_coalesce_merges_rows_and_leaves_dense_gradients(dense):
+    for rows in ([1, 1, 4], [5, 0, 2], [3]):
+        inputs = embedded(rows)
+        before = list(inputs.grads)
+        Coalesce(dense=dense)(inputs)
+        assert inputs.grads[1] is before[1]
+        assert torch.equal(inputs.grads[0].to_dense(), before[0].to_dense())
+        if dense:
+            assert inputs.grads[0].layout is torch.strided
+        else:
+            assert inputs.grads[0].is_coalesced()
+            assert inputs.grads[0]._values().shape[0] == len(set(rows))
 
 
-def test_decay_pulls_towards_zero_where_the_optimizer_goes_up():
-    weights = []
+def test_decay_adds_the_weights_by_group_and_against_the_direction_of_the_optimizer():
+    inputs = gradients([(3,), (3,), (4, 2)])
+    inputs.groups = [{"coupled_weight_decay": 0.5}, {"coupled_weight_decay": 0.0}, {}]
+    factors = zip((0.5, 0.0, 0.1), inputs.params, inputs.grads, strict=True)
+    expected = [grad + factor * param.detach() for factor, param, grad in factors]
+    torch.testing.assert_close(run(Decay(0.1), inputs), expected)
+    inputs.groups = [{"coupled_weight_decay": math.nan}] * 3
+    for call in (Decay(0.1), Decay(0.1).check):
+        with pytest.raises(ValueError, match="coupled_weight_decay: found nan"):
+            call(inputs)
     for maximize in (False, True):
         param = nn.Parameter(torch.tensor([2.0, -2.0]))
         param.grad = torch.zeros(2)
         optimizer = torch.optim.SGD([param], lr=0.5, maximize=maximize)
-        given = Gradients([param], [param.grad], optimizer.param_groups, [{}])
-        run(Decay(0.5), given)
+        GradientPipeline(Decay(0.5)).attach(optimizer)
         optimizer.step()
-        weights.append(param.tolist())
-    assert weights == [[1.5, -1.5], [1.5, -1.5]]
+        assert param.tolist() == [1.5, -1.5]
 
 
-def test_decay_adds_the_weights():
-    given = gradients()
-    expected = [g + 0.1 * p.detach() for p, g in zip(given.params, given.grads, strict=True)]
-    for got, want in zip(run(Decay(0.1), given), expected, strict=True):
-        torch.testing.assert_close(got, want)
-
-
-def test_a_group_may_decay_differently():
-    given = gradients([(3,), (3,), (3,)])
-    given.groups = [{"coupled_weight_decay": 0.5}, {"coupled_weight_decay": 0.0}, {}]
-    expected = [g + f * p.detach() for f, p, g in zip((0.5, 0.0, 0.1), given.params, given.grads, strict=True)]
-    for got, want in zip(run(Decay(0.1), given), expected, strict=True):
-        torch.testing.assert_close(got, want)
-    given.groups = [{"coupled_weight_decay": math.nan}] * 3
-    with pytest.raises(ValueError, match="coupled_weight_decay: found nan"):
-        run(Decay(0.1), given)
-
-
-@pytest.mark.parametrize("norm_type", [1, 2.0, 3.0, math.inf])
-@pytest.mark.parametrize("max_norm", [0.1, 1e4])
-def test_clip_norm_equals_torch_bit_for_bit(norm_type, max_norm):
-    ours, theirs = gradients(), gradients()
-    nn.utils.clip_grad_norm_(theirs.params, max_norm, norm_type)
-    run(ClipNorm(max_norm, norm_type), ours)
-    for got, param in zip(ours.grads, theirs.params, strict=True):
-        assert torch.equal(got, param.grad)
-
-
-def test_clip_norm_refuses_nonfinite_on_request_and_accepts_no_gradients():
-    run(ClipNorm(1.0), gradients([]))
-    given = gradients([(3,)])
-    given.grads[0][0] = math.inf
-    with pytest.raises(RuntimeError, match="non-finite"):
-        run(ClipNorm(1.0, error_if_nonfinite=True), given)
-    run(ClipNorm(1.0), given)
-
-
-def test_clip_value_equals_torch():
+def test_clipping_equals_torch_bit_for_bit():
+    for norm_type, max_norm in itertools.product((1, 2.0, 3.0, math.inf), (0.1, 1e4)):
+        ours, theirs = gradients(), gradients()
+        nn.utils.clip_grad_norm_(theirs.params, max_norm, norm_type)
+        run(ClipNorm(max_norm, norm_type), ours)
+        assert all(torch.equal(got, param.grad) for got, param in zip(ours.grads, theirs.params, strict=True))
     ours, theirs = gradients(), gradients()
     nn.utils.clip_grad_value_(theirs.params, 0.3)
-    for got, param in zip(run(ClipValue(0.3), ours), theirs.params, strict=True):
-        assert torch.equal(got, param.grad)
+    run(ClipValue(0.3), ours)
+    assert all(torch.equal(got, param.grad) for got, param in zip(ours.grads, theirs.params, strict=True))
+
+
+def test_nothing_empty_and_not_finite():
+    for transform in (ClipNorm(1.0), Unscale(2.0), ClipValue(1.0), Centralize(), Decay(0.1)):
+        run(transform, gradients([]))
+    for order in (2.0, math.inf):
+        inputs = gradients([(0, 3), (4,)])
+        assert run(ClipNorm(0.1, order), inputs)[1].norm(order) == pytest.approx(0.1, rel=1e-4)
+        run(ClipNorm(0.1, order, error_if_nonfinite=True), gradients([(0,)]))
+    inputs = gradients([(3,)])
+    inputs.grads[0][0], inputs.grads[0][1] = math.inf, math.nan
+    found = run(Unscale(2.0), inputs)[0]
+    assert math.isinf(found[0])
+    assert math.isnan(found[1])
+    for call in (ClipNorm(1.0, error_if_nonfinite=True), ClipNorm(1.0, error_if_nonfinite=True).check):
+        with pytest.raises(RuntimeError, match=r"non-finite|found inf or nan"):
+            call(inputs)
+    run(ClipNorm(1.0), inputs)
 
 
 @pytest.mark.parametrize(
@@ -320,48 +263,41 @@ def test_scale_free_is_what_it_says(transform):
     assert same is transform.scale_free
 
 
-NOT_NUMBERS = st.one_of(st.none(), st.booleans(), st.text(), st.lists(st.floats()), st.complex_numbers())
-BAD_NUMBERS = st.one_of(st.floats(max_value=-1e-300), st.just(math.nan), st.just(math.inf), st.integers(max_value=-1))
+NUMBERS = (Decay, ClipNorm, ClipValue, Unscale, lambda x: ClipNorm(1.0, x))
 
 
-@given(NOT_NUMBERS)
-def test_what_is_no_number_is_refused(bad):
-    for build in (Decay, ClipNorm, ClipValue, Unscale, lambda x: ClipNorm(1.0, x)):
+@given(
+    st.one_of(st.none(), st.booleans(), st.text(), st.lists(st.floats()), st.complex_numbers()),
+    st.one_of(st.floats(max_value=-1e-300), st.just(math.nan), st.integers(max_value=-1)),
+    st.one_of(st.text(), st.integers(), st.lists(st.text(), min_size=1)),
+)
+def test_what_is_no_number_or_out_of_range_is_refused(no_number, out_of_range, no_parameters):
+    for build in NUMBERS:
         with pytest.raises(TypeError, match="found"):
-            build(bad)
-
-
-@given(BAD_NUMBERS)
-def test_numbers_out_of_range_are_refused(bad):
-    for build in (Decay, ClipNorm, ClipValue, Unscale):
+            build(no_number)
         with pytest.raises(ValueError, match="found"):
-            build(bad)
-
-
-@given(st.one_of(st.text(), st.integers(), st.just(torch.ones(3)), st.lists(st.text(), min_size=1)))
-def test_what_is_no_collection_of_parameters_is_refused(bad):
+            build(out_of_range)
     with pytest.raises(TypeError, match="skip: found"):
-        Centralize(skip=bad)
+        Centralize(skip=no_parameters)
 
 
 def test_zero_limits_and_other_bad_settings_are_refused():
-    for build in (ClipNorm, ClipValue, Unscale, lambda x: ClipNorm(1.0, x)):
-        with pytest.raises(ValueError, match="above 0"):
-            build(0)
-    with pytest.raises(TypeError, match="error_if_nonfinite"):
-        ClipNorm(1.0, error_if_nonfinite="yes")
-    for bad in (5e-324, 10**400):
-        with pytest.raises(ValueError, match="scale: found"):
-            Unscale(bad)
-    for bad in ("yes", 1, None):
-        with pytest.raises(TypeError, match="dense: found"):
-            Coalesce(dense=bad)
-    with pytest.raises(TypeError, match="flag"):
-        Centralize(flag=3)
-    with pytest.raises(TypeError, match="multiple_of"):
-        Centralize(multiple_of=True)
-    with pytest.raises(ValueError, match="multiple_of"):
-        Centralize(multiple_of=0)
+    wrong: Any = torch.ones(3)
+    cases: list[tuple[Any, type[Exception], str]] = [
+        *((lambda build=build: build(0), ValueError, "above 0") for build in NUMBERS[1:]),
+        *((lambda build=build: build(math.inf), ValueError, "found inf") for build in NUMBERS[:4]),
+        (lambda: ClipNorm(math.inf), ValueError, "clips nothing; leave ClipNorm out"),
+        (lambda: ClipNorm(1.0, error_if_nonfinite="yes"), TypeError, "error_if_nonfinite"),
+        *((lambda bad=bad: Unscale(bad), ValueError, "scale: found") for bad in (5e-324, 10**400)),
+        *((lambda bad=bad: Coalesce(dense=bad), TypeError, "dense: found") for bad in ("yes", 1, None)),
+        (lambda: Centralize(flag=3), TypeError, "flag"),
+        (lambda: Centralize(multiple_of=True), TypeError, "multiple_of"),
+        (lambda: Centralize(multiple_of=0), ValueError, "multiple_of"),
+        (lambda: Centralize(skip=wrong), TypeError, "skip: found"),
+    ]
+    for call, error, text in cases:
+        with pytest.raises(error, match=text):
+            call()
 
 
 def test_settings_are_values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -10,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.optimizers import parameters, same, train, values
-from torchboost.optim.rules.adam import Adam, AdamW
-from torchboost.optim.rules.lamb import Lamb
-from torchboost.optim.updates import AddDecay, Cautious, ScaleByTrustRatio, Updates
+from torchboost.optim import Adam, AdamW, AddDecay, Cautious, Lamb, ScaleByTrustRatio, Updates
 
 
 def updates(**group: Any) -> Updates:
@@ -56,14 +55,14 @@ def test_decay_reaches_what_is_measured_too():
     torch.testing.assert_close(given.measured[0], 1 + 0.75 * given.params[0])
 
 
-@pytest.mark.parametrize("kind", [Adam, AdamW])
-@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"maximize": True}, {"weight_decay": 0.1}], ids=str)
-def test_a_transform_that_does_nothing_changes_nothing_but_rounding(kind, options):
-    plain, other = parameters(), parameters()
-    train(kind(plain, lr=0.05, **options), plain, range(4))
-    train(kind(other, lr=0.05, update_transforms=(lambda given: None,), **options), other, range(4))
-    for one, two in zip(plain, other, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+def test_a_transform_that_does_nothing_changes_nothing_but_rounding():
+    for kind, options in itertools.product(
+        (Adam, AdamW), ({}, {"amsgrad": True}, {"maximize": True}, {"weight_decay": 0.1})
+    ):
+        plain, other = parameters(), parameters()
+        train(kind(plain, **options), plain, range(4))
+        train(kind(other, update_transforms=(lambda inputs: None,), **options), other, range(4))
+        torch.testing.assert_close(plain, other, rtol=1e-5, atol=1e-6)
 
 
 def test_lamb_is_adam_with_two_transforms():

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchboost.optim.learning_rates import resolve_lr
-from torchboost.optim.schedules import (
+from torchboost.optim import (
     CosineDecay,
     ExponentialDecay,
     InverseDecay,
@@ -16,10 +15,10 @@ from torchboost.optim.schedules import (
     PerEpoch,
     PiecewiseConstant,
     PolynomialDecay,
-    Schedule,
     Warmup,
     as_list,
 )
+from torchboost.optim.schedules import Schedule, resolve_lr
 
 CLASSES = [
     "sched_exponential",

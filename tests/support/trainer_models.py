@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-__all__ = ["KINDS", "SPEED", "Kind", "Rows", "differences", "has_plain_layout", "trained_alike"]
+__all__ = ["FORMS", "KINDS", "SPEED", "Kind", "Rows", "differences", "has_plain_layout", "trained_alike"]
 
 SPEED = {"extra": {"channels_last": True, "fused_optimizer": True}}
 FREEZING = {"extra": {"less_bn": {}, "grad_freeze": {"pattern": "progressive"}}}
@@ -108,6 +108,10 @@ KINDS = {
     "gpt": Kind(_gpt, _text, None),
     "resnet": Kind(_resnet, _images, FREEZING),
 }
+
+
+FORMS = [("resnet", "plain"), ("resnet", "bf16"), ("resnet", "accumulated"), ("bert", "bf16"), ("gpt", "accumulated")]
+"""Each kind with a form of the loop; only the network with norms has something to remove and to freeze."""
 
 
 def differences(first: nn.Module, second: nn.Module) -> dict[str, float]:

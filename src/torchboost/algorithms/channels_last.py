@@ -31,11 +31,11 @@ from torchboost.core.torch_private import (
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.unsafe_convolutions import unsafe_channels_last
-from torchboost.optim.front import FrontOptimizer
 from torchboost.optim.fusing import care_for_fused
 from torchboost.optim.memory_layout import aligned
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.rules.checkpoints import change_entries
+from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 
 __all__ = ["ChannelsLast", "to_channels_last"]
 
@@ -151,7 +151,7 @@ class ChannelsLast(Algorithm):
 
 def _takes_strides(optimizer: Optimizer) -> bool:
     """Whether the update is one of ``torch.optim`` or of this package, which read gradients in any memory format."""
-    while isinstance(optimizer, FrontOptimizer):
+    while isinstance(optimizer, WrappingOptimizer):
         optimizer = optimizer.opt
     own: Any = type(optimizer)
     if isinstance(optimizer, UpdateRule):

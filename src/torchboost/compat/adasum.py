@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchboost.algorithms.adaptive_sum.rule import hierarchical_adasum_
-from torchboost.compat.process import ParameterProcess
+from torchboost.compat.process import FusionIndex, ParameterProcess
 from torchboost.core.arguments import is_integer
 from torchboost.distributed.topology import NodeGroups, Topology
 from torchboost.errors import IncompatibleError
-from torchboost.optim.groups import FusionIndex
 
 __all__ = ["AdaSum"]
 
@@ -88,8 +87,8 @@ class AdaSum:
         Raises:
             ValueError: The number or the shapes of the tensors are not those of the parameters. Nothing is changed.
         """
-        given = {"delta_weights": delta_weights, "parameters": parameters, "old_parameters": old_parameters}
-        for name, tensors in given.items():
+        arguments = {"delta_weights": delta_weights, "parameters": parameters, "old_parameters": old_parameters}
+        for name, tensors in arguments.items():
             shapes = [tensor.shape for tensor in tensors]
             if shapes != self._shapes:
                 raise ValueError(
@@ -118,10 +117,9 @@ def _packs(parameters: list[Tensor], fusion: Any) -> list[list[int]]:
 
 
 def _groups(rank: int, device_number: int, group_number: int) -> NodeGroups | None:
-    there = dist.is_available() and dist.is_initialized()
-    if not there and device_number * group_number == 1:
-        return None
-    if not there:
+    if not (dist.is_available() and dist.is_initialized()):
+        if device_number * group_number == 1:
+            return None
         raise IncompatibleError(
             f"AdaSum for {group_number} nodes of {device_number} ranks needs a process group; call "
             "torch.distributed.init_process_group first, under torchrun."

@@ -17,7 +17,7 @@ from torchboost.algorithms.grad_freeze.schedule import MOST_STEPS, Continuous, R
 from torchboost.core.arguments import check_optimizer, check_pair, check_sens
 from torchboost.errors import NoEffectWarning
 from torchboost.graph.blocks import group_starts
-from torchboost.optim.front import FrontOptimizer
+from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 
 __all__ = ["FreezeOpt", "GradientFreeze", "freeze_cell"]
 
@@ -138,7 +138,7 @@ class GradientFreeze:
         return _split(list(net.parameters()), freeze_para_groups_number)
 
 
-class FreezeOpt(FrontOptimizer):
+class FreezeOpt(WrappingOptimizer):
     """An optimizer whose updates follow a freezing strategy: ``opt`` itself, with one set of moments.
 
     It shares the parameter groups and the state of ``opt``, so schedulers and scalers may use either. The learning rate
@@ -175,10 +175,10 @@ class FreezeOpt(FrontOptimizer):
         check_optimizer(opt, "opt")
         if train_strategy is not None and train_parameter_groups is None:
             raise ValueError("train_strategy: found one without train_parameter_groups; its indices need groups.")
-        known = [p for group in opt.param_groups for p in group["params"]]
-        given = train_parameter_groups
-        groups = _split(known, _DEFAULT_GROUPS) if given is None else _explicit(given)
-        strangers = sum(p not in set(known) for group in groups for p in group)
+        parameters = [p for group in opt.param_groups for p in group["params"]]
+        lists = train_parameter_groups
+        groups = _split(parameters, _DEFAULT_GROUPS) if lists is None else _explicit(lists)
+        strangers = len({p for group in groups for p in group}.difference(parameters))
         if strangers:
             raise ValueError(
                 f"train_parameter_groups: found {strangers} parameters that opt does not update; remove them."

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,15 +12,16 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.gradient_centralization import centralizable
 from torchboost.core.algorithm import Attachment
+from torchboost.core.arguments import is_integer
 from torchboost.errors import IncompatibleError
-from torchboost.optim.front import FrontOptimizer
-from torchboost.optim.groups import CENTRALIZE, ORDER, FusionIndex, ParamGroup, listed, rebuild_groups, split_group
+from torchboost.optim.groups import CENTRALIZE, ORDER, ParamGroup, listed
 from torchboost.optim.pipeline import GradientPipeline
 from torchboost.optim.rebuild import described_groups, rebuilt
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.transforms import Centralize, wish
+from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 
-__all__ = ["OptimizerProcess", "ParameterProcess"]
+__all__ = ["FusionIndex", "OptimizerProcess", "ParameterProcess"]
 
 
 class OptimizerProcess:
@@ -29,6 +31,7 @@ class OptimizerProcess:
     :func:`torchboost.centralize_gradients` changes neither groups nor checkpoints.
 
     Example:
+        >>> import torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
         >>> process = OptimizerProcess(torch.optim.SGD(model.parameters(), lr=0.1))
         >>> process.add_grad_centralization(model)
@@ -45,7 +48,7 @@ class OptimizerProcess:
     def __init__(self, opt: Optimizer) -> None:
         if not isinstance(opt, Optimizer):
             raise TypeError(f"opt: found {type(opt).__name__}; give a torch.optim.Optimizer.")
-        if isinstance(opt, FrontOptimizer):
+        if isinstance(opt, WrappingOptimizer):
             raise IncompatibleError(
                 f"opt: found {type(opt).__name__}, which wraps a {type(opt.opt).__name__}. Pass the inner one "
                 f"to OptimizerProcess first, and build the {type(opt).__name__} over the new optimizer."
@@ -87,7 +90,7 @@ class OptimizerProcess:
                 groups.append(dict(group))
                 continue
             chosen = {param for param in listed(group["params"]) if centralizable(param, params_dict.get(id(param)))}
-            groups.extend(split_group(group, chosen, {CENTRALIZE: True}))
+            groups.extend(_split(group, chosen))
         return groups
 
     def add_grad_centralization(self, network: nn.Module) -> None:
@@ -113,18 +116,45 @@ class OptimizerProcess:
         for param, state in self.opt.state.items():
             optimizer.state[param] = state
         if any(wishes):
-            own = isinstance(optimizer, UpdateRule)  # reads the key itself
-            pipeline = GradientPipeline(Centralize(flag=CENTRALIZE))
-            self.centralization = (
-                Attachment(undo=partial(_forget_keys, optimizer)) if own else pipeline.attach(optimizer)
-            )
+            if isinstance(optimizer, UpdateRule):  # reads the key itself
+                self.centralization = Attachment(undo=partial(_forget_keys, optimizer))
+            else:
+                self.centralization = GradientPipeline(Centralize(flag=CENTRALIZE)).attach(optimizer)
         return optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class FusionIndex:
+    """One number per parameter; parameters that share a number may be sent in one collective.
+
+    The numbers are not stored on the parameters. Communication code reads them through :meth:`segments`; on its own
+    this object has no effect.
+
+    Args:
+        indices: One per parameter.
+    """
+
+    indices: tuple[int, ...]
+
+    def segments(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return the parameters grouped by index, in the order in which the indices appear.
+
+        Raises:
+            ValueError: The number of parameters is not that of the indices.
+        """
+        if len(parameters) != len(self.indices):
+            raise ValueError(f"found {len(parameters)} parameters for {len(self.indices)} indices; give one each.")
+        runs: dict[int, list[Tensor]] = {}
+        for index, param in zip(self.indices, parameters, strict=True):
+            runs.setdefault(index, []).append(param)
+        return list(runs.values())
 
 
 class ParameterProcess:
     """Number parameters for communication, and rebuild param groups over a new list of parameters.
 
     Example:
+        >>> import torch
         >>> parameters = list(torch.nn.Linear(4, 2).parameters())
         >>> process = ParameterProcess()
         >>> parameters = process.assign_parameter_group(parameters, split_point=[1])
@@ -157,12 +187,10 @@ class ParameterProcess:
         """
         if _check_parameters(parameters):
             raise TypeError("parameters: found param groups; give the parameters themselves.")
-        if split_point is not None and (isinstance(split_point, str) or not isinstance(split_point, Sequence)):
-            raise TypeError(f"split_point: found {split_point!r}; give a list of positions, or None.")
-        points = [len(parameters) // 2] if split_point is None else _inside(split_point, len(parameters))
-        index = FusionIndex.split(len(parameters), points, first=self._last)
-        self._index.update(zip(parameters, index.indices, strict=True))
-        self._last = index.indices[-1]
+        points = [len(parameters) // 2] if split_point is None else _checked_points(split_point)
+        first = self._last
+        for position, param in enumerate(parameters):
+            self._index[param] = self._last = first + sum(point <= position for point in points)
         return list(parameters)
 
     def fusion_index(self, parameters: Sequence[Tensor]) -> FusionIndex:
@@ -192,8 +220,26 @@ class ParameterProcess:
         """
         if _check_parameters(parameters):
             raise TypeError("parameters: found param groups; give the parameters themselves.")
-        _check_parameters(origin_params)
-        return rebuild_groups(parameters, origin_params)
+        if not _check_parameters(origin_params):
+            return [{"params": list(parameters)}]
+        groups: Any = origin_params
+        names = _names(groups)
+        if not all(param in names for param in parameters):
+            names = {}
+        rest = dict.fromkeys(parameters)
+        rebuilt_groups: list[ParamGroup] = []
+        for group in groups:
+            if ORDER in group:
+                rebuilt_groups.append({**group, ORDER: list(parameters)})
+                continue
+            members = [param for param in listed(group["params"]) if param in rest]
+            rebuilt_groups.append(_over(group, members, names))
+            for param in members:
+                rest.pop(param, None)
+        if rest:
+            largest = max((group for group in groups if ORDER not in group), key=len, default={})
+            rebuilt_groups.append(_over(largest, list(rest), names))
+        return rebuilt_groups
 
 
 def _check_parameters(parameters: Sequence[Any]) -> bool:
@@ -215,11 +261,36 @@ def _check_parameters(parameters: Sequence[Any]) -> bool:
     return True
 
 
-def _inside(points: Sequence[int], count: int) -> list[Any]:
-    """Drop positions beyond the end of the list. :class:`FusionIndex` checks the rest."""
-    kept = list(points)
-    rising = all(type(point) is int for point in kept) and kept == sorted(set(kept))
-    return [point for point in kept if point < count] if rising else kept
+def _checked_points(points: Any) -> Sequence[int]:
+    if isinstance(points, str) or not isinstance(points, Sequence):
+        raise TypeError(f"split_point: found {points!r}; give a list of positions, or None.")
+    if not all(map(is_integer, points)):
+        raise TypeError(f"split points: found {list(points)}; give whole numbers.")
+    if list(points) != sorted(set(points)) or any(point < 0 for point in points):
+        raise ValueError(f"split points: found {list(points)}; give increasing positions, 0 or more.")
+    return points
+
+
+def _split(group: ParamGroup, chosen: Collection[Tensor]) -> list[ParamGroup]:
+    """Split a group in two, the chosen parameters first; both parts keep its options. An empty part is omitted."""
+    params = listed(group["params"])
+    inside, outside = [p for p in params if p in chosen], [p for p in params if p not in chosen]
+    plain = {key: value for key, value in group.items() if key != CENTRALIZE}
+    names = _names([group])
+    parts = ({**plain, CENTRALIZE: True}, inside), (plain, outside)
+    return [_over(part, members, names) for part, members in parts if members]
+
+
+def _names(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, str]:
+    """Return the names by parameter, if the groups were built from ``named_parameters()``."""
+    named = [group for group in groups if "param_names" in group]
+    return {p: name for group in named for p, name in zip(listed(group["params"]), group["param_names"], strict=True)}
+
+
+def _over(group: Mapping[str, Any], members: list[Tensor], names: Mapping[Tensor, str]) -> ParamGroup:
+    """Copy the group over other members; torch requires names in all groups or in none."""
+    options = {key: value for key, value in group.items() if key != "param_names"}
+    return {**options, "params": members, **({"param_names": [names[param] for param in members]} if names else {})}
 
 
 def _forget_keys(optimizer: Optimizer) -> None:

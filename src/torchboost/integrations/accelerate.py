@@ -141,10 +141,10 @@ def _check(accelerator: Any, model: Any, optimizer: Any) -> None:
     kind = accelerator.distributed_type
     if accelerator.is_fsdp2:
         plugin: Any = accelerator.state.fsdp_plugin
-        found = plugin.state_dict_type
-        if found != StateDictType.SHARDED_STATE_DICT:
+        form = plugin.state_dict_type
+        if form != StateDictType.SHARDED_STATE_DICT:
             raise IncompatibleError(
-                f"found FSDP2 with {found.name}, which loses the moments of frozen parameters; use "
+                f"found FSDP2 with {form.name}, which loses the moments of frozen parameters; use "
                 "FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type='SHARDED_STATE_DICT')."
             )
     elif kind not in _WHOLE:

@@ -18,8 +18,7 @@ from torchboost.core.algorithm import Attachment
 from torchboost.errors import IncompatibleError
 from torchboost.front import Boosted, Host, attach
 from torchboost.graph.plain_state import plain_states, to_plain_
-from torchboost.integrations.figures import figures_of
-from torchboost.integrations.saved_state import warn_of_missing_state
+from torchboost.integrations.saved_state import figures_of, warn_of_missing_state
 from torchboost.plan import Plan
 from torchboost.registry import REGISTRY
 

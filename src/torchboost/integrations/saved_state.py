@@ -1,4 +1,4 @@
-"""The state of a boosted training in a trainer's checkpoint."""
+"""What a trainer keeps of a boosted training: its state in a checkpoint, and what the trial chose, for loggers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from torchboost.calibration.choice import Choice
 from torchboost.core.files import write_whole
 from torchboost.front import Boosted
 
-__all__ = ["load_state", "save_state", "warn_of_missing_state"]
+__all__ = ["figures_of", "load_state", "save_state", "warn_of_missing_state"]
 
 
 def save_state(path: Path, state: Mapping[str, Any]) -> None:
@@ -46,3 +47,11 @@ def warn_of_missing_state(boosted: Boosted, log: logging.Logger) -> None:
         log.warning(
             "the checkpoint was written without torchboost, so these start as in a new run: %s.", ", ".join(counting)
         )
+
+
+def figures_of(choice: Choice) -> dict[str, float]:
+    """Return each lever as 1 or 0, how many times as fast a step is, if known, and the seconds of the trial."""
+    figures = {f"boost/{verdict.lever}": float(verdict.kept) for verdict in choice.verdicts}
+    if choice.ratio is not None:
+        figures["boost/times_as_fast"] = choice.ratio.mid
+    return {**figures, "boost/trial_seconds": choice.seconds if choice.source == "trial" else 0.0}

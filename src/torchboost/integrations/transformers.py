@@ -15,8 +15,7 @@ from torchboost.config import ConfigSource
 from torchboost.errors import IncompatibleError
 from torchboost.front import Boosted, Host, attach
 from torchboost.graph.plain_state import plain_states
-from torchboost.integrations.figures import figures_of
-from torchboost.integrations.saved_state import load_state, save_state
+from torchboost.integrations.saved_state import figures_of, load_state, save_state
 from torchboost.plan import Plan
 
 __all__ = ["BoostMixin", "BoostTrainer", "boost"]
@@ -154,8 +153,8 @@ class BoostMixin(_Base):
             "FSDP": self.is_fsdp_enabled or self.is_fsdp_xla_enabled,
             "a distributed_config": getattr(self, "is_distributed_loading_by_transformers", False),
         }
-        for name, found in sharded.items():
-            if found:
+        for name, used in sharded.items():
+            if used:
                 raise IncompatibleError(
                     f"found {name}, which replaces model or optimizer by shards of its own. Train with one process or "
                     "DistributedDataParallel, or use torchboost.prepare with fully_shard in a loop of your own."
@@ -238,7 +237,7 @@ def boost(
     kind = type(trainer)
     if not isinstance(trainer, BoostMixin):
         kind = type(f"Boost{kind.__name__}", (BoostMixin, kind), {})
-    made = object.__new__(kind)
-    vars(made).update(vars(trainer))
-    made._set_boost(level, config, calibrate, verify)  # pyright: ignore[reportAttributeAccessIssue]
-    return cast(AnyTrainer, made)
+    twin = object.__new__(kind)
+    vars(twin).update(vars(trainer))
+    twin._set_boost(level, config, calibrate, verify)  # pyright: ignore[reportAttributeAccessIssue]
+    return cast(AnyTrainer, twin)

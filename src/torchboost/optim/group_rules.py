@@ -153,8 +153,8 @@ def param_groups(
         )
     groups: list[ParamGroup] = []
     for indices in sorted(members, key=lambda indices: (not indices, indices)):
-        held = members[indices]
-        group: ParamGroup = {"params": held, "param_names": [places[parameter][0].name for parameter in held], **common}
+        names = [places[parameter][0].name for parameter in members[indices]]
+        group: ParamGroup = {"params": members[indices], "param_names": names, **common}
         for index in indices:
             group |= rules[index].options
         groups.append(group)
@@ -314,12 +314,12 @@ def _holds_at(rule: GroupRule, parameter: nn.Parameter, place: _Place) -> bool:
 def _checked(rules: Iterable[GroupRule]) -> tuple[GroupRule, ...]:
     if isinstance(rules, GroupRule) or not isinstance(rules, Iterable):
         raise TypeError(f"rules: found {rules!r}; give a list of GroupRule.")
-    found = tuple(rules)
-    for index, rule in enumerate(found):
+    checked = tuple(rules)
+    for index, rule in enumerate(checked):
         if not isinstance(rule, GroupRule):
             hint = "Unpack the tuple with a star: [*no_decay()]." if isinstance(rule, tuple) else ""
             raise TypeError(f"rules[{index}]: found {rule!r}; give a GroupRule. {hint}".rstrip())
-    return found
+    return checked
 
 
 def _check_options(what: str, options: Any) -> None:

@@ -25,7 +25,7 @@ def same_layout(value: Tensor, model: Tensor) -> bool:
     if value.stride() == model.stride():
         return True
     axes = zip(model.shape, value.stride(), model.stride(), strict=True)
-    return all(own == wanted for size, own, wanted in axes if size > 1)
+    return all(stride == expected for size, stride, expected in axes if size > 1)
 
 
 def aligned(value: Tensor, model: Tensor) -> Tensor:

@@ -18,8 +18,6 @@ __all__ = ["MuonSplit", "Row", "muon_groups"]
 _MATRICES = (nn.Linear, AnyConv, nn.RNNBase, nn.MultiheadAttention)
 """Holders of matrices in a model that cannot be run here."""
 
-_OWN_KEYS = ("params", "param_names")
-
 _WHY: Mapping[Place, str] = {
     "input": "reads the model's input",
     "hidden": "hidden matrix",
@@ -109,34 +107,34 @@ def muon_groups(
         muon 0.02 ['2.weight']
         adamw 0.003 ['0.weight', '0.bias', '2.bias', '4.weight', '4.bias']
     """
-    given = param_groups(model, rules, include_frozen=include_frozen)
+    groups = param_groups(model, rules, include_frozen=include_frozen)
     uses = _with_types(matrix_uses(model, sample), unwrap(model))
-    chosen = {"muon": dict(muon or {}), "adamw": dict(adamw or {})}
-    asked = {
-        param: (name, group)
-        for group in given
-        for param, name in zip(group["params"], group["param_names"], strict=True)
-    }
-    groups: list[ParamGroup] = []
+    presets = {"muon": dict(muon or {}), "adamw": dict(adamw or {})}
+    names = {p: name for group in groups for p, name in zip(group["params"], group["param_names"], strict=True)}
+    options_of = {param: _options(group) for group in groups for param in group["params"]}
+    split: list[ParamGroup] = []
     rows = []
-    for param in uses:
-        if param not in asked:
+    for param, use in uses.items():
+        if param not in names:
             continue
-        name, options = asked[param][0], {key: value for key, value in asked[param][1].items() if key not in _OWN_KEYS}
-        use, reason = uses[param], _reason(param, uses[param])
+        options, reason = options_of[param], _reason(param, use)
         rule = options.get("rule", "muon" if reason is None else "adamw")
         why = reason or _kind(param, use)
-        rows.append(Row(name, tuple(param.shape), rule, f"chosen; {why}" if "rule" in options else why))
+        rows.append(Row(names[param], tuple(param.shape), rule, f"chosen; {why}" if "rule" in options else why))
         stacked = {"stacked": True} if rule == "muon" and param.ndim > 2 and not use.filter else {}
-        _add(groups, param, name, {"rule": rule, **chosen.get(rule, {}), **stacked, **options})
-    return MuonSplit(sorted(groups, key=lambda group: group["rule"] != "muon"), rows)
+        _add(split, param, names[param], {"rule": rule, **presets.get(rule, {}), **stacked, **options})
+    return MuonSplit(sorted(split, key=lambda group: group["rule"] != "muon"), rows)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _add(groups: list[ParamGroup], param: nn.Parameter, name: str, options: Mapping[str, Any]) -> None:
     """Put a parameter into the group with the same options, a new one if there is none."""
-    known = {key: repr(value) for key, value in options.items()}
+    described = {key: repr(value) for key, value in options.items()}
     for group in groups:
-        if {key: repr(value) for key, value in group.items() if key not in _OWN_KEYS} == known:
+        if {key: repr(value) for key, value in _options(group).items()} == described:
             group["params"].append(param)
             group["param_names"].append(name)
             return

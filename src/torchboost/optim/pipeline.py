@@ -1,15 +1,17 @@
-"""A chain of gradient transforms that runs before each step of any optimizer.
+"""Transforms of gradients, run in order before each step of any optimizer.
 
-The chain uses the hooks of ``torch.optim.Optimizer``: a step pre-hook changes the gradients, and state-dict hooks save
-the memory of the transforms. The optimizer object, its groups and its state are not changed.
+An attached pipeline uses the hooks of ``torch.optim.Optimizer``: a step pre-hook changes the gradients, and state-dict
+hooks save the memory of the transforms. The optimizer object, its groups and its state are not changed.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,18 +20,79 @@ from torch.optim import Optimizer
 from torchboost.core.algorithm import Attachment
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.closure import ClosureOptimizer, Replay, after_closure
-from torchboost.core.torch_private import versions
+from torchboost.core.torch_private import foreach, versions
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
-from torchboost.optim.executor import Chain
-from torchboost.optim.gradients import Gradients, GradientTransform, by_namespace, check_transforms, namespaces
+from torchboost.optim.memory_layout import writable
+from torchboost.optim.shares import Share, values_of
 
-__all__ = ["GradientPipeline", "PipelineAttachment"]
+__all__ = [
+    "GradientPipeline",
+    "GradientTransform",
+    "Gradients",
+    "PipelineAttachment",
+    "Recall",
+    "check_gradients",
+    "check_transforms",
+    "namespaces",
+    "refuse_sparse",
+    "transform_gradients",
+]
 
 STATE_KEY = "torchboost_gradient_pipelines"
 
 Memories = dict[str, dict[Tensor, dict[str, Any]]]
 """Memory of each transform, by its namespace and by parameter."""
+
+Recall = Callable[[str, Sequence[Tensor]], list[dict[str, Any]]]
+"""Returns the memory of a namespace for each parameter; the transform writes into these dictionaries."""
+
+
+@dataclass(slots=True)
+class Gradients:
+    """All gradients of one step, as parallel lists across all groups.
+
+    Parameters without a gradient are not included.
+
+    Args:
+        params: The parameters.
+        grads: Their gradients. If the shape does not change, change an entry in place, because it may be a view into a
+            communication bucket. An entry that is replaced becomes the parameter's ``.grad``.
+        groups: The param group of each parameter.
+        memory: What this transform keeps per parameter between steps: tensors and plain numbers under string keys of
+            its choice. Not shared with other transforms; saved with the optimizer.
+        share: If these are one rank's share of the parameters, the ranks that share them; for transforms that look
+            across parameters. A transform that calls ``share.exchange`` has an attribute ``collectives``, the number
+            of calls per step.
+    """
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    groups: list[dict[str, Any]]
+    memory: list[dict[str, Any]]
+    share: Share | None = None
+
+
+class GradientTransform(Protocol):
+    """One transform of a pipeline, called once per step under ``no_grad``.
+
+    ``scale_free`` says whether the transform has the same effect if the gradients still contain the loss scale: True
+    for linear maps of the gradient, False if the gradient is compared with another quantity.
+
+    A transform may have a second method, ``check(gradients)``, which raises if the transform cannot be applied. All
+    checks run before the first transform, so a step that raises does not change the gradients. A check must not change
+    tensors. If the transform is going to change the layout of an entry, its check puts a stand-in of the new layout
+    into the list.
+    """
+
+    @property
+    def scale_free(self) -> bool:
+        """Whether scaling the gradients before or after makes no difference."""
+        ...
+
+    def __call__(self, gradients: Gradients) -> None:
+        """Change ``gradients`` in place."""
+        ...
 
 
 class GradientPipeline:
@@ -38,10 +101,13 @@ class GradientPipeline:
     Transforms run in the given order, once per step. With a closure they run after each closure call that made new
     gradients, and never before, so ``step(closure)`` equals ``closure(); step()``, with accumulation too. An optimizer
     that uses gradients before it calls the closure, as some forms of SAM do, uses them untransformed.
+    If ``GradScaler`` leaves the loss scale in the gradients of a fused optimizer, and a transform needs true gradients,
+    the pipeline divides by it, which costs one read and one write.
     Cost: one pass over the parameter list in Python (about 0.5 microseconds per parameter) plus the transforms.
     ``copy.deepcopy(optimizer)`` drops hooks, so attach the pipeline to the copy again.
 
     Example:
+        >>> from torchboost.optim import Centralize, ClipNorm
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         >>> attachment = GradientPipeline(Centralize(), ClipNorm(1.0)).attach(optimizer)
@@ -64,7 +130,7 @@ class GradientPipeline:
         return f"GradientPipeline({', '.join(map(repr, self.transforms))})"
 
     def attach(self, optimizer: Optimizer) -> PipelineAttachment:
-        """Run the chain before ``optimizer.step``; several chains run in the order in which they were attached.
+        """Run the transforms before ``optimizer.step``; several pipelines run in the order in which they were attached.
 
         Raises:
             TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
@@ -85,7 +151,6 @@ class PipelineAttachment(Attachment):
     def __init__(self, optimizer: Optimizer, transforms: tuple[GradientTransform, ...]) -> None:
         self._optimizer = optimizer
         self._transforms = transforms
-        self._chain = Chain(transforms)
         self._memory: Memories = {}
         self._loading: Memories = {}
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
@@ -101,11 +166,10 @@ class PipelineAttachment(Attachment):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the memory by position of the parameter in the optimizer; ``{}`` if there is none."""
-        params = _params(self._optimizer)
         memory: dict[int, dict[str, Any]] = {}
-        for name, kept in self._memory.items():
-            for i, param in enumerate(params):
-                for key, value in kept.get(param, {}).items():
+        for name, by_param in self._memory.items():
+            for i, param in enumerate(self._params()):
+                for key, value in by_param.get(param, {}).items():
                     memory.setdefault(i, {})[f"{name}.{key}"] = value
         return {"transforms": self._names(), "memory": memory} if memory else {}
 
@@ -125,35 +189,38 @@ class PipelineAttachment(Attachment):
     def _names(self) -> list[str]:
         return [type(transform).__name__ for transform in self._transforms]
 
+    def _params(self) -> list[Tensor]:
+        return [param for group in self._optimizer.param_groups for param in group["params"]]
+
     def _copied(self, state: Mapping[str, Any]) -> Memories:
-        params = _params(self._optimizer)
+        params = self._params()
         entries = {int(i): entry for i, entry in state.get("memory", {}).items()}
         if entries and max(entries) >= len(params):
             raise ValueError(
                 f"the pipeline's memory has an entry for parameter {max(entries)}, but the optimizer has {len(params)} "
                 "parameters; load it into an optimizer of the same parameters."
             )
-        found: Memories = {}
+        memories: Memories = {}
         for i, entry in entries.items():
-            for name, own in by_namespace(entry, namespaces(self._transforms)).items():
+            for name, memory in _by_namespace(entry, namespaces(self._transforms)).items():
                 device = params[i].device
-                found.setdefault(name, {})[params[i]] = {
+                memories.setdefault(name, {})[params[i]] = {
                     key: value.detach().clone().to(device) if isinstance(value, Tensor) else value
-                    for key, value in own.items()
+                    for key, value in memory.items()
                 }
-        return found
+        return memories
 
     def _write(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        own = self.state_dict()
-        if own:
-            state_dict[STATE_KEY] = [*state_dict.get(STATE_KEY, ()), own]
+        state = self.state_dict()
+        if state:
+            state_dict[STATE_KEY] = [*state_dict.get(STATE_KEY, ()), state]
 
     def _read(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Take this pipeline's entry; ``_commit`` applies it after the optimizer has accepted the rest."""
         entries = list(state_dict.get(STATE_KEY, ()))
         names = self._names()
-        mine = next((i for i, entry in enumerate(entries) if list(entry["transforms"]) == names), None)
-        self._loading = self._copied({} if mine is None else entries.pop(mine))
+        place = next((i for i, entry in enumerate(entries) if list(entry["transforms"]) == names), None)
+        self._loading = self._copied({} if place is None else entries.pop(place))
         return {**state_dict, STATE_KEY: entries}
 
     def _commit(self, optimizer: Optimizer) -> None:
@@ -162,7 +229,7 @@ class PipelineAttachment(Attachment):
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Run the chain, or, if ``step`` gets a closure, after the closure, which makes the gradients.
+        """Transform the gradients, or, if ``step`` gets a closure, after the closure, which makes the gradients.
 
         It must not run before the closure as well: a closure that accumulates adds to existing gradients.
         """
@@ -170,101 +237,193 @@ class PipelineAttachment(Attachment):
             self._inside += 1
             return None
         self._inside = 1
-        if isinstance(optimizer, ClosureOptimizer) and _has_closure(args, kwargs):
-            self._apply_before(optimizer, kwargs.get("closure", args[-1]))
+        has_closure = kwargs.get("closure") is not None or any(callable(value) for value in args[1:])
+        if has_closure and isinstance(optimizer, ClosureOptimizer):
+            self._apply_before(kwargs.get("closure", args[-1]))
             return None
-        return after_closure(args, kwargs, self._apply_if_new if _has_closure(args, kwargs) else self._apply)
+        return after_closure(args, kwargs, self._apply_if_new if has_closure else self._apply)
 
-    def _apply_before(self, optimizer: Optimizer, closure: Any) -> None:
-        """Run the chain for an optimizer that reads the gradients first, and then calls the closure for its loss."""
+    def _after_step(self, *_: Any) -> None:
+        self._inside = max(0, self._inside - 1)
+
+    def _apply_before(self, closure: Any) -> None:
+        """Transform for an optimizer that reads the gradients first, and then calls the closure for its loss."""
         if not isinstance(closure, Replay) or closure.loss is None:
             names = ", ".join(self._names())
             raise IncompatibleError(
-                f"{type(optimizer).__name__}.step(closure) runs the backward pass itself, so {names} cannot reach the "
-                "gradients. Use TrainStep, or remove the pipeline."
+                f"{type(self._optimizer).__name__}.step(closure) runs the backward pass itself, so {names} cannot "
+                "reach the gradients. Use TrainStep, or remove the pipeline."
             )
         self._apply()
 
     def _apply_if_new(self) -> None:
-        """Run the chain unless it has changed these gradients already, as when a closure did not renew them."""
-        if self._is_as_left():
-            return
-        self._apply()
-        self._remember()
+        """Transform unless these gradients are changed already, as when a closure did not renew them."""
+        if not self._is_as_left():
+            self._apply()
+            self._remember()
 
     def _is_as_left(self) -> bool:
-        """Whether the gradients are those that the chain changed last."""
-        grads = [p.grad for p in _params(self._optimizer) if p.grad is not None]
+        """Whether the gradients are those that the transforms changed last."""
+        grads = [p.grad for p in self._params() if p.grad is not None]
         return len(grads) == len(self._seen) and all(
             seen() is grad and version == now
             for grad, now, (seen, version) in zip(grads, versions(grads), self._seen, strict=True)
         )
 
     def _remember(self) -> None:
-        grads = [p.grad for p in _params(self._optimizer) if p.grad is not None]
+        grads = [p.grad for p in self._params() if p.grad is not None]
         self._seen = list(zip(map(weakref.ref, grads), versions(grads), strict=True))
 
     def _apply(self) -> None:
-        self._check_scale()
-        gradients = self._collect()
+        gradients = Gradients([], [], [], [])
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    gradients.params.append(param)
+                    gradients.grads.append(param.grad)
+                    gradients.groups.append(group)
         before = list(gradients.grads)
-        with torch.no_grad():
-            self._chain.check(gradients)
-            self._chain.run(gradients, self._recall)
+        try:
+            with torch.no_grad():
+                check_gradients(self._transforms, gradients)
+                self._unscale(gradients)
+                transform_gradients(self._transforms, gradients, self._recall)
+        except BaseException:
+            # GradScaler.step does not clean up after an exception; the next step would multiply by a scale left here.
+            for name in ("grad_scale", "found_inf"):
+                vars(self._optimizer).pop(name, None)
+            raise
         for param, old, new in zip(gradients.params, before, gradients.grads, strict=True):
             if new is not old:
                 param.grad = new
         if self._nests:
             self._remember()
 
-    def _collect(self) -> Gradients:
-        gradients = Gradients([], [], [], [])
-        for group in self._optimizer.param_groups:
-            for param in group["params"]:
-                grad = param.grad
-                if grad is None:
-                    continue
-                gradients.params.append(param)
-                gradients.grads.append(grad)
-                gradients.groups.append(group)
-        return gradients
+    def _unscale(self, gradients: Gradients) -> None:
+        """Divide by the loss scale that ``GradScaler`` leaves to a fused kernel, if a transform needs true gradients.
+
+        The kernel then divides by 1, and skips the update at an overflow as before.
+        """
+        optimizer: Any = self._optimizer
+        scale = getattr(optimizer, "grad_scale", None)
+        if scale is None or not gradients.grads or all(transform.scale_free for transform in self._transforms):
+            return
+        gradients.grads = _separate(gradients.grads)
+        foreach.mul_(list(map(values_of, gradients.grads)), 1.0 / float(scale))
+        optimizer.grad_scale = torch.ones_like(scale)
 
     def _recall(self, name: str, params: Sequence[Tensor]) -> list[dict[str, Any]]:
-        kept = self._memory.setdefault(name, {})
-        return [kept.setdefault(param, {}) for param in params]
+        by_param = self._memory.setdefault(name, {})
+        return [by_param.setdefault(param, {}) for param in params]
 
-    def _after_step(self, *_: Any) -> None:
-        self._inside = max(0, self._inside - 1)
 
-    def _check_scale(self) -> None:
-        """Refuse gradients that contain a loss scale; ``GradScaler`` leaves it to fused optimizers.
+class _Recalled(Gradients):
+    """Gradients whose memory is looked up on first access; most transforms need none."""
 
-        Raises:
-            IncompatibleError: A transform needs unscaled gradients.
-        """
-        optimizer = self._optimizer
-        bound = [type(t).__name__ for t in self._transforms if not t.scale_free]
-        if not bound or getattr(optimizer, "grad_scale", None) is None:
-            return
-        if hasattr(optimizer, "found_inf"):
-            # GradScaler.step does not clean up after an exception; the next step would multiply by a scale left here.
-            for name in ("grad_scale", "found_inf"):
-                delattr(optimizer, name)
-        raise IncompatibleError(
-            f"{', '.join(bound)} needs unscaled gradients, but {type(optimizer).__name__} is fused and GradScaler left "
-            "the loss scale in them. Call scaler.unscale_(optimizer) before scaler.step(optimizer)."
-        )
+    __slots__ = ("_recall",)
+
+    def __init__(self, gradients: Gradients, recall: Callable[[], list[dict[str, Any]]]) -> None:
+        self.params, self.grads, self.groups = gradients.params, gradients.grads, gradients.groups
+        self.share = gradients.share
+        self._recall = recall
+
+    @property
+    def memory(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._recall()
+
+
+def check_transforms(transforms: Iterable[GradientTransform]) -> None:
+    """Refuse objects that are not transforms.
+
+    Raises:
+        TypeError: Something is not a transform.
+    """
+    for transform in transforms:
+        if isinstance(transform, type):
+            raise TypeError(f"found the class {transform.__name__}; give an instance: {transform.__name__}(...).")
+        if not callable(transform) or not isinstance(getattr(transform, "scale_free", None), bool):
+            raise TypeError(
+                f"found {transform!r}; a transform must be callable with Gradients and have a boolean 'scale_free'."
+            )
+
+
+def check_gradients(transforms: Iterable[GradientTransform], gradients: Gradients) -> list[Tensor]:
+    """Run the ``check`` of every transform that has one, before any transform runs.
+
+    Returns:
+        The gradients, with stand-ins for entries whose layout a transform is going to change.
+    """
+    expected = Gradients(gradients.params, list(gradients.grads), gradients.groups, [], gradients.share)
+    for transform in transforms:
+        check = getattr(transform, "check", None)
+        if check is not None:
+            check(expected)
+    return expected.grads
+
+
+def transform_gradients(transforms: Sequence[GradientTransform], gradients: Gradients, recall: Recall) -> None:
+    """Apply transforms in order.
+
+    Args:
+        transforms: May be empty.
+        gradients: Changed; their ``memory`` is not used.
+        recall: Finds the memory of each transform.
+    """
+    gradients.grads = _separate(gradients.grads)
+    for name, transform in zip(namespaces(transforms), transforms, strict=True):
+        inputs = _Recalled(gradients, partial(recall, name, gradients.params))
+        transform(inputs)
+        gradients.grads = inputs.grads
+
+
+def namespaces(transforms: Iterable[GradientTransform]) -> list[str]:
+    """Name the memory of each transform after its class; the second of a class is ``Name#2``."""
+    names: list[str] = []
+    for transform in transforms:
+        name = type(transform).__name__
+        earlier = sum(other.partition("#")[0] == name for other in names)
+        names.append(f"{name}#{earlier + 1}" if earlier else name)
+    return names
+
+
+def refuse_sparse(transform: object, gradients: Gradients) -> None:
+    """Refuse sparse gradients before anything is changed.
+
+    Raises:
+        IncompatibleError: A gradient is sparse.
+    """
+    for param, grad in zip(gradients.params, gradients.grads, strict=True):
+        if grad.layout is not torch.strided:
+            raise IncompatibleError(
+                f"{type(transform).__name__} needs dense gradients, found layout {grad.layout} for a parameter of "
+                f"shape {tuple(param.shape)}. Use sparse=False, or give the parameter a separate optimizer."
+            )
+
+
+def _by_namespace(entry: Mapping[str, Any], names: list[str]) -> dict[str, dict[str, Any]]:
+    """Split the entries ``"Name.key"`` of a checkpoint by transform.
+
+    Older checkpoints have ``"key"`` alone, which all transforms of a pipeline shared; each transform gets it.
+    """
+    memories: dict[str, dict[str, Any]] = {}
+    for key, value in entry.items():
+        name, dot, rest = key.partition(".")
+        named = dot and name in names
+        for owner in (name,) if named else names:
+            memories.setdefault(owner, {})[rest if named else key] = value
+    return memories
+
+
+def _separate(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients that can be changed in place, with copies of those that are in the list again."""
+    grads = list(map(writable, grads))
+    if len(set(map(id, grads))) == len(grads):
+        return grads
+    first = dict(zip(map(id, reversed(grads)), reversed(range(len(grads))), strict=True))
+    return [grad if first[id(grad)] == position else grad.clone() for position, grad in enumerate(grads)]
 
 
 def _has_nested_steps(kind: type) -> bool:
     """Whether the step of a class may call that of its base class; torch's own wrappers of one step do not count."""
     classes = [base for base in kind.__mro__ if base is not Optimizer]
     return len({inspect.unwrap(vars(base)["step"]) for base in classes if "step" in vars(base)}) > 1
-
-
-def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("closure") is not None or any(callable(value) for value in args[1:])
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]

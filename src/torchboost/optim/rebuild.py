@@ -9,9 +9,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from torchboost.errors import IncompatibleError
-from torchboost.optim.front import FrontOptimizer
 from torchboost.optim.groups import ParamGroup
 from torchboost.optim.rules.base import UpdateRule
+from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 
 __all__ = ["described_groups", "rebuilt"]
 
@@ -39,32 +39,32 @@ def rebuilt(optimizer: Optimizer, groups: Sequence[ParamGroup], **changes: Any) 
         IncompatibleError: The optimizer wraps another one, or the value of an argument cannot be read.
     """
     kind: Any = type(optimizer)
-    if isinstance(optimizer, FrontOptimizer):
+    if isinstance(optimizer, WrappingOptimizer):
         raise IncompatibleError(
             f"{kind.__name__} wraps another optimizer ({type(optimizer.opt).__name__}) and has no groups of its own. "
             f"Rebuild the wrapped optimizer, then wrap the result in {kind.__name__}."
         )
-    own = optimizer.constructor_options() if isinstance(optimizer, UpdateRule) else {}
-    known = {**_attributes(optimizer), **optimizer.defaults, **own, **changes}
-    taken = _arguments(kind)
-    strange = [name for name in changes if name not in taken]
-    if strange:
-        raise IncompatibleError(f"{kind.__name__} takes no {strange[0]!r}; it takes {', '.join(taken)}.")
-    hidden = [name for name in taken if name not in known]
+    options = optimizer.constructor_options() if isinstance(optimizer, UpdateRule) else {}
+    values = {**_attributes(optimizer), **optimizer.defaults, **options, **changes}
+    names = _arguments(kind)
+    for name in changes:
+        if name not in names:
+            raise IncompatibleError(f"{kind.__name__} takes no {name!r}; it takes {', '.join(names)}.")
+    hidden = [name for name in names if name not in values]
     if hidden:
         raise IncompatibleError(
             f"{kind.__name__} takes {', '.join(hidden)}, but neither its 'defaults' nor its attributes hold the value, "
             "so it cannot be rebuilt. Use centralize_gradients(optimizer), which keeps the optimizer."
         )
     try:
-        made = kind([dict(group) for group in groups], **{name: known[name] for name in taken})
+        copy = kind([dict(group) for group in groups], **{name: values[name] for name in names})
     except TypeError as error:
         raise IncompatibleError(
             f"{kind.__name__} cannot be rebuilt: its constructor rejects arguments of its own signature ({error}). "
             "Use centralize_gradients(optimizer), which keeps the optimizer."
         ) from error
-    _check_same(optimizer, made, changes)
-    return made
+    _check_same(optimizer, copy, changes)
+    return copy
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
@@ -79,10 +79,10 @@ def _arguments(kind: type) -> list[str]:
             continue
         arguments = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
         keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        own = [a.name for a in arguments if a.kind in keyword]
+        named = [a.name for a in arguments if a.kind in keyword]
         if arguments and arguments[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            del own[0]  # the parameters
-        names += [name for name in own if name not in names]
+            del named[0]  # the parameters
+        names += [name for name in named if name not in names]
         if all(a.kind is not a.VAR_KEYWORD for a in arguments):
             break
     return names

@@ -11,13 +11,17 @@ from dataclasses import KW_ONLY, dataclass, fields
 from itertools import pairwise
 from typing import Any
 
-from torchboost.core.arguments import check_number, is_number
+import numpy as np
+from torch import Tensor
+
+from torchboost.core.arguments import check_number
 
 __all__ = [
     "Constant",
     "CosineDecay",
     "ExponentialDecay",
     "InverseDecay",
+    "Listed",
     "NaturalExponentialDecay",
     "PerEpoch",
     "PiecewiseConstant",
@@ -26,6 +30,7 @@ __all__ = [
     "Trapezoid",
     "Warmup",
     "as_list",
+    "resolve_lr",
 ]
 
 Schedule = Callable[[int], float]
@@ -412,10 +417,102 @@ def as_list(schedule: Schedule, steps: int) -> list[float]:
     return [number(f"the learning rate of update {step}", schedule(step)) for step in range(whole("steps", steps))]
 
 
+@dataclass(frozen=True)
+class Listed:
+    """A list of learning rates, one per update, counted from 0; past the end it raises ``IndexError``.
+
+    Args:
+        rates: Learning rates, at least one.
+
+    Raises:
+        TypeError: Not a sequence of numbers.
+        ValueError: Empty, or a rate is negative or not finite.
+
+    Example:
+        >>> Listed([0.1, 0.2])(1)
+        0.2
+    """
+
+    rates: Sequence[float]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rates", _entries("rates", self.rates))
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate at an update, counted from 0."""
+        if whole("step", step, least=0) >= len(self.rates):
+            raise IndexError(
+                f"the list of rates ended at step {len(self.rates) - 1}, but step {step} was requested (counted from "
+                f"0; the list has {len(self.rates)} entries). Give one entry per update, or a schedule. For a constant "
+                "rate give a number or a 0-d tensor."
+            )
+        return self.rates[step]
+
+
+@dataclass(frozen=True)
+class CheckedRate:
+    """A function of the step whose results are checked; ``name`` is its name in messages."""
+
+    schedule: Callable[[int], Any]
+    name: str
+
+    def __repr__(self) -> str:
+        return repr(self.schedule)
+
+    def __call__(self, step: int) -> float:
+        """Return the rate at an update, a finite number of at least 0."""
+        rate = self.schedule(step)
+        if isinstance(rate, (Tensor, np.ndarray)) and rate.ndim == 0:
+            rate = rate.item()
+        return number(f"{self.name} at step {step}", rate)
+
+
+def resolve_lr(value: Any, *, name: str = "lr") -> Schedule | None:
+    """Return the schedule of a learning rate, or None if the value is constant.
+
+    Args:
+        value: A number or a 0-d tensor: constant, the result is None. A list, tuple, 1-d tensor or 1-d array: entry t
+            at update t. A function of the step: called at each update; its result is checked.
+        name: The name in error messages, such as ``"weight_decay"``.
+
+    Raises:
+        TypeError: The value has another type, or an entry is not a number.
+        ValueError: A number is negative or not finite, a list is empty, or a tensor has more than one axis. The result
+            also raises it if the function returns such a number, and ``IndexError`` past the end of a list.
+
+    Example:
+        >>> resolve_lr(1e-3) is None
+        True
+        >>> resolve_lr([0.3, 0.2, 0.1])(1)
+        0.2
+        >>> resolve_lr(lambda step: 0.5**step)(2)
+        0.25
+    """
+    if isinstance(value, (Listed, CheckedRate)):
+        return value
+    if isinstance(value, (Tensor, np.ndarray)):
+        if value.ndim > 1:
+            raise ValueError(
+                f"{name}: found a tensor of shape {tuple(value.shape)}; give a 0-d tensor, or a 1-d one with one entry "
+                "per update."
+            )
+        value = value.tolist()
+    if callable(value):
+        return CheckedRate(function(name, value), name)
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return Listed(_entries(name, value))
+    try:
+        number(name, value)
+    except TypeError:
+        raise TypeError(
+            f"{name}: found {reprlib.repr(value)}; give a number, a list or 1-d tensor with one entry per update, or a "
+            "function of the step."
+        ) from None
+    return None
+
+
 def number(name: str, value: Any) -> float:
     """Return a finite number that is at least 0 as a float; ``name`` is its name in messages."""
-    if not is_number(value):
-        raise TypeError(f"{name}: found {reprlib.repr(value)}; give a finite number, at least 0.")
     check_number(name, value)
     return float(value)
 
@@ -439,8 +536,10 @@ def each(name: str, values: Any, check: Callable[[str, Any], Any]) -> tuple[Any,
 def function(name: str, value: Any) -> Any:
     """Return the schedule if it is one; a class is callable but not a schedule."""
     if isinstance(value, type) or not callable(value):
-        wanted = "a function of the step, such as Constant(0.1), or Listed([...]) for one rate per update"
-        raise TypeError(f"{name}: found {reprlib.repr(value)}; give {wanted}.")
+        raise TypeError(
+            f"{name}: found {reprlib.repr(value)}; give a function of the step, such as Constant(0.1), or "
+            "Listed([...]) for one rate per update."
+        )
     return value
 
 
@@ -448,3 +547,10 @@ def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name}: found {reprlib.repr(value)}; give True or False.")
     return value
+
+
+def _entries(name: str, values: Any) -> tuple[float, ...]:
+    rates = each(name, values, number)
+    if not rates:
+        raise ValueError(f"{name}: found an empty list; give one entry per update.")
+    return rates

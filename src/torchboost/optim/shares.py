@@ -45,14 +45,14 @@ class Share:
         Raises:
             RankDisagreementError: A rank raised before this call.
         """
-        own = number.to(self.device, torch.float32).contiguous()
-        numbers = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        sent = number.to(self.device, torch.float32).contiguous()
+        numbers = [torch.empty_like(sent) for _ in range(dist.get_world_size(self.group))]
         due, self.due = self.due - 1, 0  # after an error of the collective itself, none follows
-        dist.all_gather(numbers, own, group=self.group)
+        dist.all_gather(numbers, sent, group=self.group)
         self.due = due
         gathered = torch.stack(numbers)
         ranks = dist.get_process_group_ranks(self.group)
-        refused = [str(rank) for rank, given in zip(ranks, gathered.tolist(), strict=True) if given == _REFUSED]
+        refused = [str(rank) for rank, entry in zip(ranks, gathered.tolist(), strict=True) if entry == _REFUSED]
         if refused:
             raise RankDisagreementError(
                 f"rank {', '.join(refused)} raised an error before the ranks compared their gradients, so this rank "
@@ -89,9 +89,9 @@ def share_of(optimizer: Optimizer) -> Share | None:
 
 
 def _search(optimizer: Optimizer, kind: Any) -> Share | None:
-    for found in living(kind):
-        if getattr(found, "optim", None) is optimizer:
-            return Share(found.process_group, found.param_groups[0]["params"][0].device)
+    for outer in living(kind):
+        if getattr(outer, "optim", None) is optimizer:
+            return Share(outer.process_group, outer.param_groups[0]["params"][0].device)
     return None
 
 
@@ -107,15 +107,15 @@ def total_norm(grads: Sequence[Tensor], order: float, share: Share | None) -> Te
         Shape ``()``; a DTensor if the gradients are DTensors.
     """
     filled = [grad for grad in grads if grad.numel()]  # torch raises for the maximum of an empty tensor
-    own = get_total_norm(filled, order) if filled else None
+    norm = get_total_norm(filled, order) if filled else None
     if share is None:
-        return own
-    return joint_norm(torch.zeros((), device="cpu") if own is None else own, order, share)
+        return norm
+    return joint_norm(torch.zeros((), device="cpu") if norm is None else norm, order, share)
 
 
-def joint_norm(own: Tensor, order: float, share: Share) -> Tensor:
+def joint_norm(norm: Tensor, order: float, share: Share) -> Tensor:
     """Return the norm over all ranks of a share; each rank passes the norm of its own gradients."""
-    return torch.linalg.vector_norm(share.exchange(own), order)
+    return torch.linalg.vector_norm(share.exchange(norm), order)
 
 
 def all_finite(grads: Sequence[Tensor], share: Share | None) -> bool:

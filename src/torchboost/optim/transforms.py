@@ -14,8 +14,8 @@ from torch import Tensor
 from torchboost.core.arguments import check_number, is_integer
 from torchboost.core.torch_private import foreach, sparse_values
 from torchboost.errors import IncompatibleError
-from torchboost.optim.gradients import Gradients, GradientTransform, refuse_sparse
 from torchboost.optim.groups import CENTRALIZE
+from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
 from torchboost.optim.shares import all_finite, merge_sparse, stand_in, total_norm, values_of
 
 _LAYOUT = attrgetter("layout")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -13,9 +13,16 @@ from torch import Tensor
 from torchboost.core.arguments import check_number
 from torchboost.core.torch_private import foreach
 from torchboost.core.torch_versions import foreach_norm
-from torchboost.optim.tensor_lists import together
 
-__all__ = ["AddDecay", "Cautious", "ScaleByTrustRatio", "UpdateTransform", "Updates", "check_update_transforms"]
+__all__ = [
+    "AddDecay",
+    "Cautious",
+    "ScaleByTrustRatio",
+    "UpdateTransform",
+    "Updates",
+    "check_update_transforms",
+    "together",
+]
 
 
 @dataclass(slots=True)
@@ -149,3 +156,19 @@ def check_update_transforms(transforms: Iterable[UpdateTransform]) -> None:
 def _ratio(size: Tensor, steepness: Tensor, most: float) -> Tensor:
     usable = (size > 0) & (steepness > 0)
     return torch.where(usable, (size / steepness).clamp(max=most), torch.ones_like(size))
+
+
+def together(function: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[Tensor]:
+    """Apply an elementwise function to lists of scalars, in a few operations instead of a few per scalar.
+
+    Args:
+        function: Elementwise; given tensors of equal shape, returns one of that shape.
+        lists: Tensors of shape ``()``; all lists have the same length.
+
+    Returns:
+        Tensors of shape ``()``. Scalars that differ in type, device or precision are processed one by one.
+    """
+    kinds = {(type(number), number.device, number.dtype) for numbers in lists for number in numbers}
+    if [kind for kind, _, _ in kinds] == [Tensor]:
+        return list(function(*(torch.stack(list(numbers)) for numbers in lists)).unbind())
+    return [function(*numbers) for numbers in zip(*lists, strict=True)]

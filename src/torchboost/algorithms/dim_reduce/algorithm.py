@@ -29,7 +29,7 @@ from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.distributed.agreement import Agreement
 from torchboost.errors import IncompatibleError, RankDisagreementError
 from torchboost.optim.direct_steps import DirectSteps
-from torchboost.optim.front import FrontOptimizer
+from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 
 __all__ = ["DimReduceRun", "DimReduction", "Phase"]
 
@@ -146,7 +146,7 @@ class DimReduction(Algorithm):
         return self.pca_mat_path is None and self.weight_load_dir is None
 
 
-class DimReduceRun(FrontOptimizer, ClosureOptimizer):  # pyright: ignore[reportIncompatibleVariableOverride]
+class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[reportIncompatibleVariableOverride]
     """An optimizer that trains in a subspace, and with the original optimizer before and after.
 
     Args:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torchboost.algorithms.grad_accumulation.algorithm import Accumulator
 from torchboost.algorithms.grad_accumulation.gradient_window import GradientWindow
 from torchboost.optim.direct_steps import DirectSteps
-from torchboost.optim.front import FrontOptimizer
+from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 
 __all__ = ["AccumulatingOptimizer"]
 
@@ -23,7 +23,7 @@ _PASSED_BY = (
 )
 
 
-class AccumulatingOptimizer(FrontOptimizer):
+class AccumulatingOptimizer(WrappingOptimizer):
     """Applies every k-th step with the mean of k gradients; the loop does not change.
 
     Every ``step()`` moves the gradients into a buffer. Clipping and loss scaling in the loop therefore act on each

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
 from torchboost.core.torch_private import foreach
-from torchboost.optim.gradients import GradientTransform
+from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.adam_direction import moved
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.eight_bit import check_packable, is_packed, packed_state, packs, unpacked_pieces

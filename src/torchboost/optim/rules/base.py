@@ -14,9 +14,15 @@ from typing_extensions import Self
 
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
-from torchboost.optim.executor import Chain
-from torchboost.optim.gradients import Gradients, GradientTransform, check_transforms, namespaces
 from torchboost.optim.groups import bare, listed, without_order
+from torchboost.optim.pipeline import (
+    Gradients,
+    GradientTransform,
+    check_gradients,
+    check_transforms,
+    namespaces,
+    transform_gradients,
+)
 from torchboost.optim.rules.batch import Batch
 from torchboost.optim.rules.checked import Checked
 from torchboost.optim.rules.checkpoints import in_order, paired, with_memory_renamed
@@ -107,7 +113,6 @@ class UpdateRule(Optimizer):
         self._schedules: list[dict[str, Schedule]] = []
         self._stamps = Stamps()
         self._checked = Checked()
-        self._chain: Chain | None = None
         self._share: tuple[Share | None] | None = None
         defaults.setdefault("differentiable", False)  # torch adds it when it unpickles
         self._default_schedules = take_schedules(defaults)
@@ -325,7 +330,6 @@ class UpdateRule(Optimizer):
         super().__setstate__(state)
         self._stamps, self._checked = Stamps(), Checked()  # the loaded state may be of another model
         self.__dict__.setdefault("_share", None)
-        self._chain = None
         for group, schedules in zip(self.param_groups, self._schedules, strict=True):
             for key, value in self.defaults_for(group).items():
                 group.setdefault(key, value)
@@ -455,26 +459,20 @@ class UpdateRule(Optimizer):
             return partial(self._update_all, work) if self._usable(grads) else None
         self.widen(work)
         gradients = self._flattened(work)
-        executor = self._executor(chain)
-        expected = executor.check(gradients)
+        expected = check_gradients(chain, gradients)
         foretold = all(hasattr(transform, "check") for transform in chain)
         if foretold:
             self._check_grads(work, expected)
         if not self._usable(gradients.grads):
             return None
         kept: list[tuple[str, list[dict[str, Any]]]] = []
-        executor.run(gradients, partial(self._recall, kept, work))
+        transform_gradients(chain, gradients, partial(self._recall, kept, work))
         _give_back(gradients.grads, work)
         if not foretold:
             self._check_grads(work, gradients.grads)
         if not self._usable(gradients.grads):
             return None
         return partial(self._perform, work, kept)
-
-    def _executor(self, chain: tuple[GradientTransform, ...]) -> Chain:
-        if self._chain is None or self._chain.transforms != chain:
-            self._chain = Chain(chain)
-        return self._chain
 
     def collectives(self) -> int:
         """Return the number of collectives of :meth:`prepare` among the ranks of a share."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchboost.core.arguments import check_number, is_number
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
-from torchboost.optim.gradients import GradientTransform
+from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import MasterWeights
 

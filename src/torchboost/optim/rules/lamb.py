@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchboost.core.torch_private import foreach
-from torchboost.optim.gradients import GradientTransform
+from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.adam_direction import adam_directions, as_real, rooted_directions
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import MasterWeights

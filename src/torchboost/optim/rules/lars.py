@@ -13,11 +13,11 @@ from torch import Tensor
 from torchboost.core.arguments import check_number
 from torchboost.core.torch_private import foreach
 from torchboost.core.torch_versions import foreach_norm
-from torchboost.optim.gradients import Gradients, GradientTransform, refuse_sparse
+from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
 from torchboost.optim.rules.base import Batch, Nonfinite
 from torchboost.optim.rules.masters import MasterWeights
 from torchboost.optim.rules.sgd import SGD
-from torchboost.optim.tensor_lists import together
+from torchboost.optim.updates import together
 
 __all__ = ["LARS", "TrustRatio"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchboost.core.algorithm import Attachment
 from torchboost.core.torch_private import foreach, sparse_rows, sparse_values
 from torchboost.errors import IncompatibleError
-from torchboost.optim.gradients import GradientTransform
+from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.adam import Adam
 from torchboost.optim.rules.base import Batch, Nonfinite
 from torchboost.optim.rules.masters import LOW_PRECISION, stochastic

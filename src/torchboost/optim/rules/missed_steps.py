@@ -104,7 +104,8 @@ class _History:
 
     @classmethod
     def of(cls, past: Mapping[str, Any], begin: int, end: int, like: Tensor) -> _History:
-        options, form = past["options"], dict(zip(FORM, past["form"], strict=True))
+        options = past["options"]
+        form: dict[str, bool] = dict(zip(FORM, past["form"], strict=True))
         start = max(bisect_right(options, (begin + 1, math.inf)) - 1, 0)
         table = torch.tensor(options[start:], dtype=torch.float64, device="cpu")
         first, values = table[:, 0].contiguous(), table[:, 1:]

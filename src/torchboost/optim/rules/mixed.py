@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from torchboost.errors import nearest
-from torchboost.optim.gradients import GradientTransform
+from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.adam import Adam, AdamW, AdamWeightDecay
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.ftrl import FTRL

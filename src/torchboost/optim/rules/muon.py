@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchboost.core.torch_private import foreach
 from torchboost.core.torch_versions import foreach_lerp
-from torchboost.optim.gradients import GradientTransform
+from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import MasterWeights
 from torchboost.optim.rules.newton_schulz import QUINTIC, Polynomial, faster_dtype, orthogonalized

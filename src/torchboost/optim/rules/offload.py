@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torchboost.core.arguments import check_number
 from torchboost.errors import IncompatibleError
-from torchboost.optim.gradients import GradientTransform
 from torchboost.optim.memory_layout import is_dense, same_layout
+from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.adam import Adam
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.checked import strides

@@ -15,9 +15,8 @@ from torchboost.core.arguments import check_number
 from torchboost.core.torch_private import capturable_devices, fused_devices
 from torchboost.errors import IncompatibleError
 from torchboost.optim.fused_kernels import miscomputes
-from torchboost.optim.learning_rates import resolve_lr
 from torchboost.optim.memory_layout import is_dense
-from torchboost.optim.schedules import whole
+from torchboost.optim.schedules import resolve_lr, whole
 
 __all__ = ["SCHEDULED", "Schedule", "check_capturable", "check_fused", "check_options", "take_schedules"]
 

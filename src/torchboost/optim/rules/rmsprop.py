@@ -11,7 +11,7 @@ from torch.optim.rmsprop import rmsprop as torch_rmsprop
 
 from torchboost.core.arguments import check_number
 from torchboost.core.torch_private import foreach
-from torchboost.optim.gradients import GradientTransform
+from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import MasterWeights
 from torchboost.optim.rules.options import check_capturable

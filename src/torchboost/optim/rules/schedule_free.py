@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
-from torchboost.optim.gradients import GradientTransform
+from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import IN_CACHE, pieces, stochastic
 from torchboost.optim.schedules import whole

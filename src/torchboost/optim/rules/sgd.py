@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd as torch_sgd
 
-from torchboost.optim.gradients import GradientTransform
 from torchboost.optim.memory_layout import writable
+from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import MasterWeights
 from torchboost.optim.rules.options import check_fused

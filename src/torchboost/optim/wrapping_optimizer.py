@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.optim import Optimizer
 
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.torch_private import without_hooks
 
-__all__ = ["FrontOptimizer"]
+__all__ = ["WrappingOptimizer"]
 
 
-class FrontOptimizer(Optimizer):
+class WrappingOptimizer(Optimizer):
     """An optimizer that wraps ``opt`` and shares its parameter groups and state.
 
     Schedulers and scalers may drive either optimizer. Groups can be added to either, checkpoints loaded into either.
@@ -30,9 +30,9 @@ class FrontOptimizer(Optimizer):
 
     def __init__(self, opt: Optimizer) -> None:
         check_optimizer(opt, "opt")
-        self._own: dict[str, Any] = {}  # groups and state while torch's constructor runs
+        self._placeholders: dict[str, Any] = {}  # groups and state while torch's constructor runs
         super().__init__(opt.param_groups, opt.defaults)
-        self._own.clear()
+        self._placeholders.clear()
         self.opt = opt
 
     def __getattr__(self, name: str) -> Any:
@@ -44,22 +44,22 @@ class FrontOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of ``opt``, the same list."""
-        return self._behind("param_groups")
+        return self._read("param_groups")
 
     @param_groups.setter
     def param_groups(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, value: list[dict[str, Any]]
     ) -> None:
-        self._put("param_groups", value)
+        self._write("param_groups", value)
 
     @property
     def state(self) -> Any:
         """The state of ``opt``, the same mapping."""
-        return self._behind("state")
+        return self._read("state")
 
     @state.setter
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self._put("state", value)
+        self._write("state", value)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step ``opt``."""
@@ -91,24 +91,21 @@ class FrontOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         if not self.copyable:
-            self._refuse_copy()
+            raise TypeError(
+                f"{type(self).__name__} cannot be copied or pickled, because it works through hooks on the optimizer "
+                "that it wraps. Copy that optimizer ('opt') and wrap the copy. For checkpoints use state_dict()."
+            )
         # Hooks are not copied, as in torch; a learning-rate scheduler replaces 'step' on the instance.
         return {key: value for key, value in without_hooks(self.__dict__).items() if key != "step"}
 
-    def _refuse_copy(self) -> NoReturn:
-        raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled, because it works through hooks on the optimizer that "
-            "it wraps. Copy that optimizer ('opt') and wrap the copy. For checkpoints use state_dict()."
-        )
+    def _read(self, name: str) -> Any:
+        return getattr(self.opt, name) if "opt" in self.__dict__ else self._placeholders[name]
 
-    def _behind(self, name: str) -> Any:
-        return getattr(self.opt, name) if "opt" in self.__dict__ else self._own[name]
-
-    def _put(self, name: str, value: Any) -> None:
+    def _write(self, name: str, value: Any) -> None:
         if "opt" in self.__dict__:
             setattr(self.opt, name, value)
         else:
-            self._own[name] = value
+            self._placeholders[name] = value
 
     def _own_state(self) -> dict[str, Any]:
         return {}

@@ -1,0 +1,85 @@
+"""Memory layouts of tensors, and lists of tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd.profiler import profile
+
+import torchboost
+from torchboost.core.torch_private import foreach
+from torchboost.optim.memory_layout import aligned, is_dense, same_layout, writable
+from torchboost.optim.updates import together
+
+
+def test_strides_of_axes_of_length_one_mean_nothing():
+    plain = torch.randn(4, 1, 1, 1)
+    odd = plain.as_strided((4, 1, 1, 1), (1, 7, 9, 11))
+    assert same_layout(plain, plain.to(memory_format=torch.channels_last))
+    assert same_layout(odd, plain)
+    assert aligned(odd, plain) is odd
+
+
+def test_a_copy_is_made_only_where_the_layout_differs():
+    model = torch.randn(2, 3, 4, 5, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    value = torch.randn(2, 3, 4, 5)
+    copied = aligned(value, model)
+    assert copied is not value
+    assert torch.equal(copied, value)
+    assert (copied.stride(), copied.dtype) == (model.stride(), torch.float32)
+    assert aligned(copied, model) is copied
+    for tensor in (torch.ones(3, 2), torch.ones(3, 2).t(), torch.ones(4, 6)[:, ::2], torch.eye(3).to_sparse()):
+        assert writable(tensor) is tensor
+    expanded = torch.ones(1, 2).expand(3, 2)
+    copied = writable(expanded)
+    assert torch.equal(copied, expanded)
+    copied.mul_(2)
+    assert bool((expanded == 1).all())
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
+def test_order_in_memory(shape, data):
+    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    turned = tensor.permute(data.draw(st.permutations(range(len(shape)))))
+    assert is_dense(turned)
+    plain = turned.contiguous()
+    flat = (turned.as_strided((turned.numel(),), (1,)), plain.flatten())
+    assert not same_layout(turned, plain) or torch.equal(*flat)
+    assert same_layout(turned, torch.empty_like(turned))
+
+
+def test_gaps_are_seen():
+    assert not is_dense(torch.zeros(4, 6)[:, ::2])
+    assert not is_dense(torch.zeros(3).expand(2, 3))
+    assert is_dense(torch.zeros(4, 6)[1:3])
+    assert is_dense(torch.zeros(()))
+
+
+def test_lists_of_tensors_are_not_read_entry_by_entry():
+    lists = [[torch.ones(40, 3) for _ in range(2)] for _ in range(2)]
+    with profile(use_kineto=False) as trace:
+        foreach.add_(*lists)
+    names = [event.name for event in trace.function_events or ()]
+    assert names
+    assert not {"aten::select", "aten::item", "aten::is_nonzero"} & set(names)
+    assert len(names) < 10
+    sources = Path(torchboost.__file__).parent.rglob("*.py")
+    assert not [path for path in sources if "aten._foreach" in path.read_text(encoding="utf-8")]
+
+
+def test_numbers_of_one_kind_are_worked_on_together_and_others_one_by_one():
+    calls = []
+
+    def ratio(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
+        calls.append(tuple(above.shape))
+        return above / below
+
+    numbers = [torch.tensor(float(i)) for i in range(1, 4)]
+    assert together(ratio, numbers, numbers[::-1]) == [torch.tensor(v) for v in (1 / 3, 1.0, 3.0)]
+    mixed = [*numbers, torch.tensor(2.0, dtype=torch.float64)]
+    assert [r.dtype for r in together(ratio, mixed, mixed)] == [torch.float32] * 3 + [torch.float64]
+    assert calls == [(3,), (), (), (), ()]
+    assert together(ratio, [], []) == []

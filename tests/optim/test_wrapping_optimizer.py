@@ -1,0 +1,68 @@
+"""Optimizers that wrap another one and share its groups and state."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchboost.optim import ScheduleFreeSGD
+from torchboost.optim.wrapping_optimizer import WrappingOptimizer
+
+
+def wrapped(*params: nn.Parameter) -> tuple[torch.optim.SGD, WrappingOptimizer]:
+    inner = torch.optim.SGD(params or [nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    return inner, WrappingOptimizer(inner)
+
+
+def test_groups_state_and_checkpoints_are_those_of_the_wrapped_optimizer():
+    parameter = nn.Parameter(torch.ones(2))
+    inner, outer = wrapped(parameter)
+    outer.param_groups[0]["lr"] = 0.5
+    parameter.grad = torch.ones(2)
+    outer.step()
+    assert parameter.tolist() == [0.5, 0.5]
+    inner.load_state_dict(outer.state_dict())
+    outer.load_state_dict(inner.state_dict())
+    state = copy.deepcopy(inner.state_dict())
+    state["param_groups"][0]["lr"] = 0.7
+    inner.load_state_dict(state)
+    assert outer.param_groups[0]["lr"] == 0.7
+    assert outer.param_groups is inner.param_groups
+    assert outer.state is inner.state
+
+
+def test_what_only_the_wrapped_optimizer_has_is_reached():
+    outer: Any = WrappingOptimizer(ScheduleFreeSGD([nn.Parameter(torch.ones(2))], lr=0.1))
+    outer.eval()
+    assert outer.param_groups[0]["training"] is False
+    outer.train()
+    assert outer.param_groups[0]["training"] is True
+    assert not hasattr(wrapped()[1], "eval")
+
+
+@pytest.mark.parametrize("to_outer", [True, False])
+def test_a_group_that_is_added_to_either_is_in_both(to_outer):
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    inner, outer = wrapped(first)
+    (outer if to_outer else inner).add_param_group({"params": [second], "lr": 0.5})
+    assert outer.param_groups is inner.param_groups
+    assert [group["lr"] for group in outer.param_groups] == [0.1, 0.5]
+    second.grad = torch.ones(3)
+    outer.step()
+    assert second.tolist() == [0.5] * 3
+    with pytest.raises(ValueError, match="some parameters appear in more than one"):
+        outer.add_param_group({"params": [second]})
+
+
+def test_what_is_refused():
+    _, outer = wrapped()
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"WrappingOptimizer cannot be copied or pickled.*Copy that optimizer"):
+            copied(outer)
+    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer, found str"):
+        WrappingOptimizer("sgd")  # pyright: ignore[reportArgumentType]
