@@ -31,9 +31,8 @@ from torchboost.algorithms.dim_reduce.basis import SubspaceBasis, blocks_within,
 from torchboost.algorithms.dim_reduce.optimizer import SubspaceOptimizer
 from torchboost.algorithms.grad_accumulation import Accumulator
 from torchboost.bench.report.table import Table
-from torchboost.distributed import agreement
+from torchboost.distributed import agreement, checkpoint
 from torchboost.distributed.agreement import Agreement
-from torchboost.distributed.checkpoint import checkpoint
 from torchboost.distributed.topology import NodeGroups, Topology
 from torchboost.measure.stopwatch import environment
 

@@ -20,7 +20,7 @@ from torchboost.algorithms.dim_reduce.basis import Block, SubspaceBasis, blocks_
 from torchboost.algorithms.dim_reduce.principal_components import PrincipalComponents, Progress
 from torchboost.algorithms.dim_reduce.snapshots import Layout, Snapshots, renaming
 from torchboost.core.torch_private import lazy_gloo
-from torchboost.distributed.store import own_store
+from torchboost.distributed.agreement import own_store
 from torchboost.distributed.teardown import part
 
 __all__ = ["BasisSource", "MatrixFile", "principal_basis", "shared_basis", "write_matrix"]
