@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from torchboost import IncompatibleError
-from torchboost.core import files, native
+from torchboost.core import native
 
 SOURCE = "int answer(void) { return 42; }\n"
 
@@ -26,12 +26,12 @@ def built_path(source):
     """Where the library of the source belongs; the folder is made."""
     native.compiled(source)
     native.compiled.cache_clear()
-    return next(files.cache_folder().iterdir())
+    return next(native.cache_folder().iterdir())
 
 
 def test_compiles_once_and_loads_what_lies_on_disk(source, monkeypatch):
     assert native.compiled(source).answer() == 42
-    built = list(files.cache_folder().iterdir())
+    built = list(native.cache_folder().iterdir())
     assert [path.suffix for path in built] == [".so"]
     stamp = built[0].stat().st_mtime_ns
     native.compiled.cache_clear()
@@ -48,7 +48,7 @@ def test_another_source_or_another_processor_is_compiled_anew(source, monkeypatc
     monkeypatch.setattr(native, "_processor", lambda: b"another")
     native.compiled.cache_clear()
     assert native.compiled(source).answer() == 43
-    assert len(list(files.cache_folder().iterdir())) == 3
+    assert len(list(native.cache_folder().iterdir())) == 3
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
@@ -85,7 +85,7 @@ def test_a_file_or_folder_of_another_user_is_never_loaded(source, monkeypatch):
 
 
 def test_a_folder_that_others_may_write_is_refused_and_a_new_one_is_private(source):
-    folder = files.cache_folder()
+    folder = native.cache_folder()
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(IncompatibleError, match="mode 0777: other users could put code there"):
@@ -117,7 +117,7 @@ def test_folders_that_cannot_be_used_are_said(source, monkeypatch, tmp_path):
 
     monkeypatch.setattr(native.Path, "home", homeless)
     with pytest.raises(IncompatibleError, match="found no home folder"):
-        files.cache_folder()
+        native.cache_folder()
 
 
 def test_a_compiler_that_cannot_be_understood_hangs_or_writes_nothing_is_said(source, monkeypatch):
@@ -131,7 +131,7 @@ def test_a_compiler_that_cannot_be_understood_hangs_or_writes_nothing_is_said(so
     monkeypatch.setenv("CC", "sh -c 'sleep 1' x")
     with pytest.raises(IncompatibleError, match=r"still running after 0\.01 seconds"):
         native.compiled(source)
-    assert list(files.cache_folder().iterdir()) == []
+    assert list(native.cache_folder().iterdir()) == []
 
 
 def test_no_compiler_is_said(source, monkeypatch):
@@ -148,19 +148,19 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing_behind(source):
     source.write_text("int answer(void) { return nothing; }\n")
     with pytest.raises(IncompatibleError, match=r"the compiler failed(.|\n)*nothing(.|\n)*leave native out"):
         native.compiled(source)
-    assert list(files.cache_folder().iterdir()) == []
+    assert list(native.cache_folder().iterdir()) == []
 
 
 def test_the_folder_is_the_users_unless_told_otherwise(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCHBOOST_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert files.cache_folder() == tmp_path / "torchboost"
+    assert native.cache_folder() == tmp_path / "torchboost"
     for off in ("", "off"):  # choices are not kept then; a library must lie somewhere
         monkeypatch.setenv("TORCHBOOST_CACHE", off)
-        assert files.cache_folder() == tmp_path / "torchboost"
+        assert native.cache_folder() == tmp_path / "torchboost"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert files.cache_folder() == tmp_path / ".cache" / "torchboost"
+    assert native.cache_folder() == tmp_path / ".cache" / "torchboost"
 
 
 def test_processes_that_start_together_all_get_a_whole_file(source):
@@ -174,4 +174,4 @@ def test_processes_that_start_together_all_get_a_whole_file(source):
         for _ in range(3)
     ]
     assert [process.communicate(timeout=120)[0] for process in started] == ["42\n"] * 3
-    assert len(list(files.cache_folder().iterdir())) == 1
+    assert len(list(native.cache_folder().iterdir())) == 1

@@ -14,12 +14,9 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from torchboost.errors import IncompatibleError
-
 __all__ = [
     "PARTIAL",
     "Record",
-    "cache_folder",
     "load_record",
     "only_mine",
     "record_folder",
@@ -30,8 +27,6 @@ __all__ = [
 _LOG = logging.getLogger("torchboost")
 PARTIAL = ".torchboost-partial-"
 """How the names of unfinished files begin. One is left if the process is killed while it writes."""
-NO_FOLDER = ("", "off")
-"""Values of ``TORCHBOOST_CACHE`` that name no folder."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _RECORD = re.compile(r"[0-9a-f]{64}\.json")
 _MOST_RECORDS = 256
@@ -79,37 +74,26 @@ def only_mine(status: os.stat_result) -> bool:
     return owner is None or (status.st_uid == owner() and not status.st_mode & _OTHERS_WRITE)
 
 
-def cache_folder() -> Path:
-    """Return the folder of the cache on disk: ``TORCHBOOST_CACHE``, or ``torchboost`` in the user's cache folder.
-
-    ``TORCHBOOST_CACHE`` does not name a folder if it is empty or ``off``: then no records are kept. Compiled libraries
-    are, because a process can only load them from a file.
-
-    Raises:
-        IncompatibleError: There is no home folder.
-    """
-    named = os.environ.get("TORCHBOOST_CACHE", "")
-    if named not in NO_FOLDER:
-        return Path(named).absolute()
-    shared = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG rules: an empty or relative path is ignored.
-    if Path(shared).is_absolute():
-        return Path(shared) / "torchboost"
-    try:
-        return Path.home() / ".cache" / "torchboost"
-    except RuntimeError as error:
-        raise IncompatibleError(
-            "found no home folder for the cache; set TORCHBOOST_CACHE to a folder of your own."
-        ) from error
-
-
 def record_folder(kind: str) -> Path | None:
-    """Return the folder for one kind of record; None if nothing is kept: as the user said, or without a home folder."""
-    if os.environ.get("TORCHBOOST_CACHE", "unset") in NO_FOLDER:
+    """Return the folder for one kind of record: in ``TORCHBOOST_CACHE``, or in ``torchboost`` in the user's caches.
+
+    Args:
+        kind: Name of the folder.
+
+    Returns:
+        None if nothing is kept: ``TORCHBOOST_CACHE`` is empty or ``off``, or there is no home folder.
+    """
+    setting = os.environ.get("TORCHBOOST_CACHE")
+    if setting in ("", "off"):
         return None
+    if setting is not None:
+        return Path(setting).absolute() / kind
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if caches.is_absolute():  # the XDG rules: an empty or relative path is ignored
+        return caches / "torchboost" / kind
     try:
-        return cache_folder() / kind
-    except IncompatibleError:
+        return Path.home() / ".cache" / "torchboost" / kind
+    except RuntimeError:
         return None
 
 

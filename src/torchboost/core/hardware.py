@@ -65,7 +65,7 @@ def half_precision(device: torch.device | str, convolutions: int | None = None) 
     such as MPS, are not measured and count as slow.
 
     The decision is made once per machine: it is kept in the folder ``bfloat16`` of
-    :func:`~torchboost.core.files.cache_folder`, for the processor, the number of threads, the device, torch's version
+    :func:`~torchboost.core.files.record_folder`, for the processor, the number of threads, the device, torch's version
     and what else changes kernels (:func:`kernel_switches`). If other programs used the machine
     meanwhile, so that the measurement exceeded its time limit, later processes measure again, until one has finished
     in time. Its result then replaces the earlier one; what counted as fast stays so from 1.1 times on. To measure

@@ -14,10 +14,10 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from torchboost.core.files import cache_folder, only_mine
+from torchboost.core.files import only_mine
 from torchboost.errors import IncompatibleError
 
-__all__ = ["compiled"]
+__all__ = ["NO_FOLDER", "cache_folder", "compiled"]
 
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
@@ -25,10 +25,36 @@ COMPILERS = ("cc", "gcc", "clang")
 DIGEST = 32
 """Length in bytes of the checksum at the end of a cached library. The system's loader ignores trailing bytes."""
 
+NO_FOLDER = ("", "off")
+"""Values of ``TORCHBOOST_CACHE`` that name no folder."""
+
 LONGEST = 120.0
 """Time limit of the compiler in seconds."""
 
 ELSEWHERE = "Set TORCHBOOST_CACHE to a folder of your own, or leave native out."
+
+
+def cache_folder() -> Path:
+    """Return the folder of what is kept on disk: ``TORCHBOOST_CACHE``, or ``torchboost`` in the user's cache folder.
+
+    ``TORCHBOOST_CACHE`` does not name a folder if it is empty or ``off``: then measured choices are not kept. Compiled
+    libraries are, because a process can only load them from a file.
+
+    Raises:
+        IncompatibleError: There is no home folder.
+    """
+    given = os.environ.get("TORCHBOOST_CACHE", "")
+    if given not in NO_FOLDER:
+        return Path(given).absolute()
+    shared = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG rules: an empty or relative path is ignored.
+    if Path(shared).is_absolute():
+        return Path(shared) / "torchboost"
+    try:
+        return Path.home() / ".cache" / "torchboost"
+    except RuntimeError as error:
+        message = f"native=True: found no home folder to keep the compiled kernel in. {ELSEWHERE}"
+        raise IncompatibleError(message) from error
 
 
 @cache
