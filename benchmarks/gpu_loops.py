@@ -24,7 +24,7 @@ from zoo_verdict import AGAIN, STOCK
 from torchboost.bench.workloads.bench import ENOUGH_ROUNDS
 from torchboost.calibration.calibration import describe
 from torchboost.front import Boosted
-from torchboost.measure.memory import PeakMemory
+from torchboost.measure.machine import PeakMemory
 from torchboost.measure.statistics import bootstrap_median, total_ratio
 from torchboost.measure.stopwatch import Clock, Warmup, compare
 from torchboost.optim import AdamOffload

@@ -14,7 +14,7 @@ from optimizer_step import by_hand, gpt2_small, small
 from torch import nn
 
 from torchboost import optim
-from torchboost.measure.memory import PeakMemory
+from torchboost.measure.machine import PeakMemory
 from torchboost.measure.stopwatch import Clock, compare
 
 OURS = "torchboost"

@@ -30,9 +30,8 @@ from torchboost.algorithms.dim_reduce.basis import DimReduceBasis, rows_of
 from torchboost.algorithms.dim_reduce.optimizer import DimReduceOptimizer
 from torchboost.algorithms.grad_accumulation import Accumulator
 from torchboost.bench.report.table import Table
-from torchboost.distributed import agreement
+from torchboost.distributed import agreement, checkpoint
 from torchboost.distributed.agreement import Agreement
-from torchboost.distributed.checkpoint import checkpoint
 from torchboost.distributed.topology import NodeGroups, Topology
 from torchboost.measure.stopwatch import environment
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchboost.core import hardware
-from torchboost.core.kernels import matmul_backends
+from torchboost.core.hardware import matmul_backends
 from torchboost.distributed.teardown import shutdown
 from torchboost.measure.machine import Products
 

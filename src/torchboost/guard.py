@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import check_count, check_number, is_number
-from torchboost.distributed.shared import mean_over_ranks
+from torchboost.distributed.agreement import mean_over_ranks
 from torchboost.front import Boosted
-from torchboost.measure.anytime import ChangeTest
+from torchboost.measure.statistics import ChangeTest
 
 __all__ = ["Guard"]
 
@@ -121,14 +123,13 @@ class Guard:
         self._scale = 1.0 if self._reference is None else sum(map(abs, self._reference)) / len(self._reference)
         self._log = _LOG.warning if log is None else log
         part = error / (2 if drop is None else 4)
-        self._test, self._metric_test = ChangeTest(part), ChangeTest(part, every=_METRIC_EVERY)
-        self._trend, self._metric_trend = _Trend(), _Trend()
+        self._state = _State(ChangeTest(part), ChangeTest(part, every=_METRIC_EVERY))
         self._sum: Tensor | None = None
-        self._step = self._inside = 0
-        self._pause = self._metric_pause = 0
-        self._excess = 0.0
-        self._ended = False
-        self.withdrawn: list[str] = []
+
+    @property
+    def withdrawn(self) -> list[str]:
+        """The names of the algorithms that this guard has withdrawn, in their order."""
+        return self._state.withdrawn
 
     def update(self, loss: Tensor | float) -> str | None:
         """Take the loss of a step, after the update.
@@ -147,11 +148,14 @@ class Guard:
             raise ValueError(f"loss: found the shape {tuple(value.shape)}; give one number, such as its mean.")
         value = value.reshape(())
         self._sum = value if self._sum is None else self._sum + value
-        self._step, self._inside = self._step + 1, self._inside + 1
-        if self._inside < self._block:
+        state = self._state
+        state.step, state.inside = state.step + 1, state.inside + 1
+        if state.inside < self._block:
             return None
-        mean = mean_over_ranks(self._sum.to(self._device())) / self._inside
-        self._sum, self._inside = None, 0
+        # A loss that was given as a float is on the CPU.
+        device = next((p.device for p in self._boosted.model.parameters()), torch.device("cpu"))
+        mean = mean_over_ranks(self._sum.to(device)) / state.inside
+        self._sum, state.inside = None, 0
         return self._judge(mean)
 
     def update_metric(self, value: float, wanted: float | None = None) -> str | None:
@@ -176,53 +180,40 @@ class Guard:
             raise ValueError(
                 "update_metric: this guard watches no metric; give Guard(drop=...), in units of the metric."
             )
-        value = float(value)
+        state, value = self._state, float(value)
         if wanted is not None and not math.isfinite(wanted):
             raise ValueError(f"wanted: found {wanted!r}; give a finite number, or leave it out.")
         if not math.isfinite(value):
-            return self._withdraw(f"the metric is {value} at step {self._step}")
-        if self._metric_pause > 0:
-            self._metric_pause -= 1
+            return self._withdraw(f"the metric is {value} at step {state.step}")
+        if state.metric_pause > 0:
+            state.metric_pause -= 1
             return None
-        best = self._metric_trend.add(-value) if wanted is None else _Level(-float(wanted), 0.0)
+        best = state.metric_trend.add(-value) if wanted is None else _Level(-float(wanted), 0.0)
         if best is None or self._is_over():
             return None
-        if not self._metric_test.add(-value - best.mean - _SPREADS * best.spread - self._drop):
+        if not state.metric_test.add(-value - best.mean - _SPREADS * best.spread - self._drop):
             return None
-        found = self._metric_test.leading
-        beyond = found.total / found.count
-        said = (
+        test = state.metric_test.leading
+        beyond = test.total / test.count
+        text = (
             f"{beyond + self._drop:.4g} below that of the stock loop ({self._drop:g} is accepted)"
             if wanted is not None
             else f"{beyond:.4g} further below its best mean than is accepted ({self._drop:g} and {_SPREADS:g} standard "
             "deviations of an evaluation)"
         )
-        return self._withdraw(f"the metric is {said}, on average over {found.count} evaluations, at step {self._step}")
+        return self._withdraw(f"the metric is {text}, on average over {test.count} evaluations, at step {state.step}")
 
     def figures(self) -> dict[str, float]:
         """Return the state for a log: excess of the last block, evidence, and how many algorithms were withdrawn."""
         return {
-            "guard/excess": self._excess,
-            "guard/evidence": self._test.evidence,
+            "guard/excess": self._state.excess,
+            "guard/evidence": self._state.test.evidence,
             "guard/withdrawn": float(len(self.withdrawn)),
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs."""
-        return {
-            "test": self._test.state_dict(),
-            "metric_test": self._metric_test.state_dict(),
-            "trend": asdict(self._trend),
-            "metric_trend": asdict(self._metric_trend),
-            "step": self._step,
-            "inside": self._inside,
-            "sum": None if self._sum is None else float(self._sum),
-            "pause": self._pause,
-            "metric_pause": self._metric_pause,
-            "excess": self._excess,
-            "ended": self._ended,
-            "withdrawn": list(self.withdrawn),
-        }
+        return asdict(replace(self._state, sum=None if self._sum is None else float(self._sum)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint. What had been withdrawn is withdrawn again.
@@ -232,64 +223,58 @@ class Guard:
         Raises:
             ValueError: The state is not complete, or a part of it is damaged. Nothing is loaded.
         """
-        missing = [key for key in self.state_dict() if key not in state]
-        if missing:
+        try:
+            loaded = TypeAdapter(_State).validate_python(dict(state))
+            if json.dumps(asdict(loaded), sort_keys=True) != json.dumps(dict(state), sort_keys=True):
+                raise ValueError(f"it has the parts {sorted(state)}, or parts of another form")
+        except (TypeError, ValueError) as error:
             raise ValueError(
-                f"the state of the guard lacks {', '.join(missing)}; load what Guard.state_dict() of this version "
-                "returned, or begin with a new guard."
-            )
-        loaded = {key: _part(key, of, state[key]) for key, of in _PARTS.items()}
-        for name in loaded["withdrawn"]:
+                f"the state of the guard is not complete, or damaged: found {error}; load what Guard.state_dict() of "
+                "this version returned, or begin with a new guard."
+            ) from error
+        for name in loaded.withdrawn:
             self._boosted.withdraw(name, "it had been withdrawn when the checkpoint was written")
-        self.withdrawn = loaded.pop("withdrawn")
-        for key, value in loaded.items():
-            setattr(self, f"_{key}", value)
-
-    def _device(self) -> torch.device:
-        """Return where the ranks exchange numbers; a loss that was given as a float is on the CPU."""
-        return next((p.device for p in self._boosted.model.parameters()), torch.device("cpu"))
+        self._state = loaded
+        self._sum = None if loaded.sum is None else torch.tensor(loaded.sum, dtype=torch.float64, device="cpu")
 
     def _judge(self, mean: float) -> str | None:
+        state = self._state
         if not math.isfinite(mean):
-            return self._withdraw(f"the loss is {mean} at step {self._step}")
-        if self._pause > 0:
-            self._pause -= 1
+            return self._withdraw(f"the loss is {mean} at step {state.step}")
+        if state.pause > 0:
+            state.pause -= 1
             return None
-        found = self._compared(mean)
-        if found is None:
+        compared = self._compared(mean)
+        if compared is None:
             return None
-        self._excess, accepted = found
-        if self._is_over() or not self._test.add(max(-1.0, min(1.0, self._excess - accepted))):
+        state.excess, accepted = compared
+        if self._is_over() or not state.test.add(max(-1.0, min(1.0, state.excess - accepted))):
             return None
-        test = self._test.leading
-        return self._withdraw(
-            f"the loss is {self._above(test.total / test.count, cut=self._excess - accepted > 1)}, on average over "
-            f"{test.count * self._block} steps, at step {self._step}"
+        test = state.test.leading
+        above, least = test.total / test.count, "at least " if state.excess - accepted > 1 else ""
+        text = (
+            f"{_percent(above)} further above its lowest mean than is accepted ({_percent(self._tolerance)} and "
+            f"{_SPREADS:g} standard deviations of a block)"
+            if self._reference is None
+            else f"{_percent(above + self._tolerance)} above its reference ({_percent(self._tolerance)} is accepted)"
         )
-
-    def _above(self, beyond: float, *, cut: bool) -> str:
-        """Say how far the loss is above: ``beyond`` what is accepted on average, or more if a block was cut."""
-        least = "at least " if cut else ""
-        if self._reference is not None:
-            found = f"{least}{_percent(beyond + self._tolerance)} above its reference"
-            return f"{found} ({_percent(self._tolerance)} is accepted)"
-        accepted = f"{_percent(self._tolerance)} and {_SPREADS:g} standard deviations of a block"
-        return f"{least}{_percent(beyond)} further above its lowest mean than is accepted ({accepted})"
+        steps = test.count * self._block
+        return self._withdraw(f"the loss is {least}{text}, on average over {steps} steps, at step {state.step}")
 
     def _compared(self, mean: float) -> tuple[float, float] | None:
         """Return the excess of this block and the accepted excess. Return None without a reference."""
         if self._reference is None:
-            lowest = self._trend.add(mean)
+            lowest = self._state.trend.add(mean)
             if lowest is None:
                 return None
             size = abs(lowest.mean)
             scale = max(size + lowest.spread, _TINY)
             return (mean - lowest.mean) / scale, (self._tolerance * size + _SPREADS * lowest.spread) / scale
-        part = self._reference[self._step - self._block : self._step]
+        part = self._reference[self._state.step - self._block : self._state.step]
         if len(part) < self._block:
             return None
-        wanted = sum(part) / len(part)
-        return (mean - wanted) / max(abs(wanted), self._scale), self._tolerance
+        stock = sum(part) / len(part)
+        return (mean - stock) / max(abs(stock), self._scale), self._tolerance
 
     def _live(self) -> list[Algorithm]:
         return [
@@ -298,7 +283,7 @@ class Guard:
 
     def _is_over(self) -> bool:
         """Whether it was said that nothing is left to withdraw, and no later trial has turned anything on."""
-        return self._ended and not self._live()
+        return self._state.ended and not self._live()
 
     def _withdraw(self, reason: str) -> str | None:
         if self._is_over():
@@ -307,7 +292,7 @@ class Guard:
         self._begin_again()
         if not live:
             self._log(f"guard: {reason}; nothing is left to withdraw (on: {self._kept()}).")
-            self._ended = True
+            self._state.ended = True
             return None
         name = min(live, key=lambda one: one.traits.withdrawn).name
         self._boosted.withdraw(name, f"the guard withdrew it: {reason}")
@@ -321,10 +306,11 @@ class Guard:
 
     def _begin_again(self) -> None:
         """Judge what comes now as another run, with half of the error rate."""
-        self._test = ChangeTest(self._test.error / 2)
-        self._metric_test = ChangeTest(self._metric_test.error / 2, every=_METRIC_EVERY)
-        self._trend, self._metric_trend = _Trend(), _Trend()
-        self._pause, self._metric_pause = PAUSE, PAUSE_OF_METRIC
+        state = self._state
+        state.test = ChangeTest(state.test.error / 2)
+        state.metric_test = ChangeTest(state.metric_test.error / 2, every=_METRIC_EVERY)
+        state.trend, state.metric_trend = _Trend(), _Trend()
+        state.pause, state.metric_pause = PAUSE, PAUSE_OF_METRIC
 
 
 class _Level(NamedTuple):
@@ -351,45 +337,22 @@ class _Trend:
         return _Level(before, sum(steps) / len(steps) / _NORMAL)
 
 
-def _trend_of(state: Mapping[str, Any]) -> _Trend:
-    return _Trend(lowest=float(state["lowest"]), recent=[float(value) for value in state["recent"]])
+@dataclass
+class _State:
+    """What a checkpoint keeps of a guard."""
 
-
-def _sum_of(state: float | None) -> Tensor | None:
-    return None if state is None else torch.tensor(float(state), dtype=torch.float64, device="cpu")
-
-
-def _names_of(state: Sequence[str]) -> list[str]:
-    if isinstance(state, str) or not all(isinstance(name, str) for name in state):
-        raise TypeError(f"found {state!r}")
-    return list(state)
-
-
-_PARTS: dict[str, Callable[[Any], object]] = {
-    "test": ChangeTest.of,
-    "metric_test": ChangeTest.of,
-    "trend": _trend_of,
-    "metric_trend": _trend_of,
-    "step": int,
-    "inside": int,
-    "sum": _sum_of,
-    "pause": int,
-    "metric_pause": int,
-    "excess": float,
-    "ended": bool,
-    "withdrawn": _names_of,
-}
-"""The parts of a state, and how each is made from what is stored."""
-
-
-def _part(key: str, of: Callable[[Any], Any], state: object) -> Any:
-    try:
-        return of(state)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ValueError(
-            f"the state of the guard has a damaged part, {key}: found {state!r}; load what Guard.state_dict() of this "
-            "version returned, or begin with a new guard."
-        ) from error
+    test: ChangeTest
+    metric_test: ChangeTest
+    trend: _Trend = field(default_factory=_Trend)
+    metric_trend: _Trend = field(default_factory=_Trend)
+    step: int = 0
+    inside: int = 0
+    sum: float | None = None
+    pause: int = 0
+    metric_pause: int = 0
+    excess: float = 0.0
+    ended: bool = False
+    withdrawn: list[str] = field(default_factory=list)
 
 
 def _percent(share: float) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 
 import torchboost
 from torchboost.algorithms.matmul_precision import MatmulPrecision, lower_matmul_precision
-from torchboost.core.kernels import matmul_backends
+from torchboost.core.hardware import matmul_backends
 from torchboost.core.torch_versions import cpu_capabilities
 from torchboost.errors import NoEffectWarning
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import collections
 import copy
-import dataclasses
 import functools
 import random
 import threading
@@ -15,7 +14,6 @@ import weakref
 from typing import Any
 
 import numpy as np
-import pydantic
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,8 +24,8 @@ from torchboost.algorithms import Autocast
 from torchboost.calibration.snapshot import Snapshot, Streams, plain, streams_kept
 from torchboost.core.algorithm import Target
 
-TABLE = {"calls": 0}
-COUNT = 0
+TABLE, TALLY = {"calls": 0}, [0]
+GENERATOR, NUMPY, BUFFER = torch.Generator(), np.random.default_rng(0), torch.zeros(2)
 
 
 class Counts(torch.autograd.Function):
@@ -42,22 +40,34 @@ class Counts(torch.autograd.Function):
         return grad
 
 
-@dataclasses.dataclass(slots=True)
-class Slotted:
-    count: int = 0
+def tally() -> None:
+    TALLY[0] += 1
+
+
+@functools.lru_cache
+def table_of(size: int) -> Tensor:
+    return torch.rand(size)
 
 
 class Changing(nn.Module):
     """Changes something of every kind in its forward pass."""
 
+    table: dict[int, int] = {}  # noqa: RUF012
+
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
         self.steps, self.seen, self.queue = 0, [], collections.deque([1, 2], maxlen=2)
-        self.nested = {"deep": [{"set": {1}}]}
-        self.other, self.slots = types.SimpleNamespace(count=0), Slotted()
-        self.memory, self.array = torch.zeros(3), np.zeros(3)
+        self.nested, self.order = {"deep": [{"set": {1}}]}, collections.OrderedDict.fromkeys("abc")
+        self.raw, self.numbers = bytearray(1), array.array("i", [0])
+        self.memory, self.array, self.objects = torch.zeros(3), np.zeros(3), np.array([[0], None], dtype=object)
+        self.objects[0] = [0]
+        near = types.SimpleNamespace(near=types.SimpleNamespace(calls=0))
+        self.far = types.SimpleNamespace(one=types.SimpleNamespace(two=types.SimpleNamespace(near=near)))
+        self.near = near
         self.generator, self.python, self.numpy = torch.Generator(), random.Random(1), np.random.default_rng(1)
+        self.register_buffer("swapped", torch.ones(3))
+        self.register_buffer("shorter", torch.arange(6.0))
         held = {"calls": 0}
         calls = 0
 
@@ -69,44 +79,60 @@ class Changing(nn.Module):
         self.count, self.read = count, lambda: (calls, held["calls"])
         self.lock = threading.Lock()
 
-    def forward(self, x: Tensor) -> Tensor:
-        global COUNT
-        COUNT += 1
+    def forward(self, x: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006
         self.steps += 1
+        self.table[self.steps] = 1
+        seen.append(1)
         self.seen.append(x)
         self.queue.append(self.steps)
         self.nested["deep"][0]["set"].add(self.steps)
-        self.other.count += 1
-        self.slots.count += 1
+        self.order.move_to_end("a")
+        self.raw[0] += 1
+        self.numbers[0] += 1
+        self.objects[0][0] += 1
+        self.near.near.calls += 1
         self.memory.add_(1)
         self.array += 1
         self.last = x
-        torch.rand(1, generator=self.generator)
-        self.python.random()
-        self.numpy.random()
+        BUFFER.add_(1)
+        tally()
+        table_of(self.steps)
+        self.shifted(self.steps)
+        for generator in (self.generator, GENERATOR):
+            torch.rand(1, generator=generator)
+        for draw in (self.python, self.numpy, NUMPY):
+            draw.random()
         self.count()
+        self.swapped.data = self.swapped.data * 2
+        self.shorter.resize_(self.shorter.numel() - 1)
         self.layer.weight.data.mul_(0.5)
-        self.layer.bias.requires_grad_(False)
         return self.norm(Counts.apply(self.layer(x)))
+
+    @functools.lru_cache  # noqa: B019
+    def shifted(self, by: int) -> Tensor:
+        return torch.arange(by)
 
 
 def private(model: Changing) -> list[Any]:
     """Return what a portrait of the model does not show."""
-    streams = [model.generator.get_state().tolist(), model.python.getstate(), model.numpy.bit_generator.state]
-    held = [model.other.count, model.slots.count, list(model.queue), str(model.nested), model.array.tolist()]
-    return [*streams, *held, model.read(), dict(TABLE), COUNT]
+    drawn = [model.python.getstate(), *(each.bit_generator.state for each in (model.numpy, NUMPY))]
+    drawn += [each.get_state().tolist() for each in (model.generator, GENERATOR)]
+    held = [list(model.queue), str(model.nested), list(model.order), bytes(model.raw), model.numbers.tolist()]
+    held += [model.array.tolist(), model.objects.tolist(), model.near.near.calls, dict(model.table)]
+    outside = [TALLY, TABLE, BUFFER.tolist(), table_of.cache_info().currsize, Changing.shifted.cache_info().currsize]
+    return copy.deepcopy([*drawn, *held, *outside, model.read(), type(model).forward.__defaults__])
 
 
 def test_everything_that_a_pass_changes_is_restored():
     model, x = Changing(), torch.randn(4, 3)
     before, rest = portrait(model), private(model)
     snapshot = Snapshot(model, ((x,), {}))
-    for _ in range(2):
+    for restore in (snapshot.restore, snapshot.after_a_pass, snapshot.restore):
         model(x).sum().backward()
         assert private(model) != rest
         for parameter in model.parameters():
             parameter.grad = None
-        assert snapshot.restore() is not None
+        restore()
         assert changes(before, portrait(model)) == {}
         assert private(model) == rest
     assert snapshot.restore() is None
@@ -118,25 +144,25 @@ def test_after_the_first_pass_only_what_moves_is_written():
     before = portrait(model)
     for _ in range(3):
         model(torch.randn(4, 3))
-        snapshot.after_a_pass(None)
+        snapshot.after_a_pass()
         assert changes(before, portrait(model)) == {}
-    assert not snapshot.needs_one_around
     assert len(snapshot._moving or []) == 3  # the statistics
 
 
 def test_levers_that_are_attached_stay_attached():
     model = Changing()
-    snapshot = Snapshot(model)
+    snapshot, rest = Snapshot(model), private(model)
     model(torch.randn(4, 3))
-    snapshot.after_a_pass(None)
-    assert snapshot.needs_one_around
+    snapshot.after_a_pass()
     with Autocast().attach(Target(model, torch.optim.SGD(model.parameters()))):
-        around, rest, seen = Snapshot(model), private(model), model.forward
-        model(torch.randn(4, 3))
-        snapshot.after_a_pass(around)
-        assert private(model) == rest
-        assert model.forward == seen
-        assert model.steps == 0
+        seen = model.forward
+        for _ in range(2):
+            model(torch.randn(4, 3))
+            snapshot.after_a_pass()
+            assert private(model) == rest
+            assert model.forward == seen
+            assert model.steps == 0
+            assert "last" not in vars(model)
 
 
 def test_gradients_flags_and_memory_are_restored():
@@ -159,20 +185,18 @@ def test_large_plain_tensors_are_watched_and_not_copied():
     model = nn.Linear(3, 3)
     model.bank = torch.zeros(2**25)
     snapshot = Snapshot(model)
-    assert snapshot._found.copied_bytes == 0
+    assert snapshot._copied_bytes == 0
     assert snapshot.restore() is None
     model.bank[0] = 1
     assert snapshot.restore() == ""
 
 
-@pytest.mark.parametrize(
-    "held", [iter([1]), (each for each in "ab"), map(str, [1])], ids=lambda held: type(held).__name__
-)
-def test_what_can_be_read_only_once_is_noticed(held):
-    assert Snapshot(nn.Linear(1, 1), ((held,), {})).has_iterator
-    model = nn.Linear(1, 1)
-    model.held = held
-    assert Snapshot(model).has_iterator
+def test_what_can_be_read_only_once_is_noticed():
+    for held in (iter([1]), (each for each in "ab"), map(str, [1])):
+        assert Snapshot(nn.Linear(1, 1), ((held,), {})).has_iterator
+        model = nn.Linear(1, 1)
+        model.held = held
+        assert Snapshot(model).has_iterator
     assert not Snapshot(nn.Linear(1, 1), (([1], {"a": (2,)}), {})).has_iterator
 
 
@@ -224,136 +248,6 @@ def test_hooks_of_all_optimizers_do_not_see_steps_of_a_trial():
         handle.remove()
 
 
-class Remembers:
-    """Has private slots, one of which is empty at first."""
-
-    __slots__ = ("__calls", "last")
-
-    def __init__(self) -> None:
-        self.__calls = 0
-
-    def call(self) -> int:
-        self.__calls += 1
-        self.last = self.__calls
-        return self.__calls
-
-    def state(self) -> Any:
-        return self.__calls, hasattr(self, "last")
-
-
-class Meter:
-    def __init__(self) -> None:
-        self.calls = 0
-
-
-class Hidden(pydantic.BaseModel):
-    _calls: int = pydantic.PrivateAttr(0)
-
-
-class Tally:
-    """Is never made: its class counts."""
-
-    total = 0
-
-    @classmethod
-    def up(cls) -> None:
-        cls.total += 1
-
-
-METER, GENERATOR, NUMPY, BUFFER = Meter(), torch.Generator(), np.random.default_rng(0), torch.zeros(2)
-TALLY = [0]
-
-
-def tally() -> None:
-    TALLY[0] += 1
-
-
-@functools.lru_cache
-def table_of(size: int) -> Tensor:
-    return torch.rand(size)
-
-
-class Everywhere(nn.Linear):
-    """Keeps what it changes in places that are no attributes of it."""
-
-    calls = 0
-    table: dict[int, int] = {}  # noqa: RUF012
-
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-        self.order = collections.OrderedDict.fromkeys("abc")
-        self.slots, self.hidden, self.raw, self.numbers = Remembers(), Hidden(), bytearray(1), array.array("i", [0])
-        self.objects = np.array([[0], None], dtype=object)
-        self.objects[0] = [0]
-        near = types.SimpleNamespace(near=types.SimpleNamespace(calls=0))
-        self.far = types.SimpleNamespace(one=types.SimpleNamespace(two=types.SimpleNamespace(near=near)))
-        self.near = near
-        self.register_buffer("swapped", torch.ones(3))
-        self.register_buffer("shorter", torch.arange(6.0))
-
-    def forward(self, x: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006
-        global ABSENT
-        ABSENT = 1
-        Everywhere.calls += 1
-        self.table[self.calls] = 1
-        seen.append(1)
-        METER.calls += 1
-        BUFFER.add_(1)
-        tally()
-        Tally.up()
-        table_of(self.calls)
-        self.shifted(self.calls)
-        torch.rand(1, generator=GENERATOR)
-        NUMPY.random()
-        self.order.move_to_end("a")
-        self.slots.call()
-        self.hidden._calls += 1
-        self.raw[0] += 1
-        self.numbers[0] += 1
-        self.objects[0][0] += 1
-        self.near.near.calls += 1
-        self.swapped.data = self.swapped.data * 2
-        self.shorter.resize_(self.shorter.numel() - 1)
-        return super().forward(x)
-
-    @functools.lru_cache  # noqa: B019
-    def shifted(self, by: int) -> Tensor:
-        return torch.arange(by)
-
-    def kept(self) -> list[Any]:
-        held = [
-            table_of.cache_info().currsize,
-            Everywhere.shifted.cache_info().currsize,
-            Everywhere.calls,
-            dict(self.table),
-            type(self).forward.__defaults__,
-            METER.calls,
-            Tally.total,
-            TALLY,
-            "ABSENT" in globals(),
-        ]
-        drawn = [GENERATOR.get_state().tolist(), NUMPY.bit_generator.state, list(self.order), self.slots.state()]
-        raw = [self.hidden._calls, bytes(self.raw), self.numbers.tolist(), self.near.near.calls, self.objects.tolist()]
-        tensors = [BUFFER.tolist(), self.swapped.tolist(), self.shorter.tolist()]
-        return copy.deepcopy([held, drawn, raw, tensors])
-
-
-def test_what_is_kept_outside_of_attributes_is_restored():
-    model, x = Everywhere(), torch.ones(2, 3)
-    before = model.kept()
-    snapshot = Snapshot(model, ((x,), {}))
-    model(x)
-    snapshot.after_a_pass(None)
-    assert model.kept() == before
-    around = Snapshot(model, ((x,), {}))
-    model(x)
-    snapshot.after_a_pass(around)
-    assert model.kept() == before
-    model(x)
-    assert snapshot.restore()
-    assert model.kept() == before
-
-
 class NoClass:
     @property
     def __class__(self) -> Any:
@@ -371,18 +265,39 @@ class Refuses(list):
     def clear(self) -> None:
         raise RuntimeError("frozen")
 
-    def __iter__(self) -> Any:
+    extend = __iter__ = __delitem__ = clear
+
+
+def test_objects_that_raise_are_no_obstacle():
+    model = nn.Linear(3, 3)
+    model.odd = [NoClass(), NoAttributes(), Refuses()]
+    assert Snapshot(model).restore() is None
+
+
+class FrozenSet(set):
+    def clear(self) -> None:
         raise RuntimeError("frozen")
 
+    __iter__ = clear
 
-@pytest.mark.parametrize("kind", [NoClass, NoAttributes, Refuses])
-def test_objects_that_raise_are_no_obstacle(kind):
+
+def test_containers_are_written_back_whatever_their_class_allows():
     model = nn.Linear(3, 3)
-    model.odd = [kind()]
+    model.rows = [
+        *([1, 2], Refuses([1, 2]), collections.deque([1, 2], 2), bytearray([1, 2]), array.array("i", [1, 2])),
+        *(FrozenSet([1, 2]), {1: None, 2: None}, collections.OrderedDict.fromkeys([1, 2])),
+    ]
+    before = [repr(row) for row in model.rows if type(row) is not FrozenSet]
     snapshot = Snapshot(model)
-    if kind is Refuses:
-        model.odd[0].append(1)
-    assert snapshot.restore() == ("attributes" if kind is Refuses else None)
+    for row in model.rows[:5]:
+        row[0] = 3
+        row.append(4)
+    model.rows[5].add(3)
+    model.rows[6][3] = model.rows[6].pop(1)
+    model.rows[7].move_to_end(1)
+    assert snapshot.restore() == "attributes"
+    assert [repr(row) for row in model.rows if type(row) is not FrozenSet] == before
+    assert set.__len__(model.rows[5]) == 2
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -403,7 +318,7 @@ def test_what_is_not_trained_is_changed_in_other_memory(tmp_path):
         model.register_buffer("table", torch.from_numpy(np.memmap(path, dtype="f4", mode="r")))
     before = portrait(model)
     snapshot = Snapshot(model)
-    snapshot.after_a_pass(None)
+    snapshot.after_a_pass()
     with snapshot.changed(lambda tensor: tensor.mul_(2)):
         assert model.table.tolist() == [2, 2, 2]
         assert set(changes(before, portrait(model)))

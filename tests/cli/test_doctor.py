@@ -15,8 +15,7 @@ from torchboost.bench.workloads.factory import Parts
 from torchboost.cli import doctor
 from torchboost.cli.app import app
 from torchboost.cli.small_compile import SmallCompile
-from torchboost.measure.machine import Products
-from torchboost.measure.step_parts import StepParts
+from torchboost.measure.machine import Products, StepParts
 from torchboost.measure.stopwatch import Clock
 
 FACTORY = """

@@ -1,36 +1,60 @@
-"""A file is there as a whole or not at all, and belongs to this user or does not."""
+"""Files are there as a whole or not at all; records are private, bounded, and never a reason for a training to fail."""
 
 from __future__ import annotations
 
+import errno
+import json
+import logging
 import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from torchboost.core import files
-from torchboost.core.files import PARTIAL, only_mine, write_whole
+from torchboost.core.files import PARTIAL, Record, load_record, only_mine, store_record, write_whole
+
+KEY = "0123456789abcdef" * 4
+OTHER = KEY[::-1]
 
 
-def test_it_writes_and_replaces(tmp_path):
-    file = tmp_path / "a"
-    for data in (b"one", b"", b"three\r\n\0"):
-        write_whole(file, data)
-        assert file.read_bytes() == data
-    assert list(tmp_path.iterdir()) == [file]
+class Note(Record):
+    """A record."""
+
+    key: str = KEY
+    text: str
+    number: float = 1.5
 
 
-def test_modes_are_those_asked_for_less_the_umask(tmp_path):
+FIRST, SECOND = Note(text="first"), Note(text='quotes " and \\ and \u2713 and \n', number=float("-inf"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "a" / "notes"
+
+
+def load(folder: Path, key: str = KEY) -> Note | None:
+    return load_record(folder, key, Note)
+
+
+def test_a_file_is_written_and_replaced_with_the_mode_less_the_umask(tmp_path):
     before = os.umask(0o022)
     try:
-        write_whole(tmp_path / "a", b"")
+        for data in (b"one", b"", b"three\r\n\0"):
+            write_whole(tmp_path / "a", data)
+            assert (tmp_path / "a").read_bytes() == data
         write_whole(tmp_path / "b", b"", mode=0o600)
     finally:
         os.umask(before)
     assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in "ab"] == [0o644, 0o600]
+    assert len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(FileNotFoundError):
+        write_whole(tmp_path / "absent" / "a", b"")
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
@@ -63,11 +87,6 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_old_file(tmp_path):
     assert left.name.startswith(PARTIAL)
 
 
-def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        write_whole(tmp_path / "absent" / "a", b"")
-
-
 def test_only_mine(tmp_path, monkeypatch):
     file: Path = tmp_path / "a"
     write_whole(file, b"", mode=0o600)
@@ -81,3 +100,185 @@ def test_only_mine(tmp_path, monkeypatch):
     assert not only_mine(file.stat())
     monkeypatch.delattr(files.os, "geteuid")
     assert only_mine(file.stat())
+
+
+def test_records_come_back_and_are_private_whatever_the_umask(folder):
+    assert load(folder) is None
+    before = os.umask(0)
+    try:
+        for note in (FIRST, SECOND):
+            store_record(folder, note)
+            assert load(folder) == note
+    finally:
+        os.umask(before)
+    assert load(folder, OTHER) is None
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (folder.parent, folder, folder / f"{KEY}.json")]
+    assert modes == [0o700, 0o700, 0o600]
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_a_damaged_or_foreign_record_counts_as_absent_and_is_replaced(folder):
+    store_record(folder, FIRST)
+    file = folder / f"{KEY}.json"
+    whole = json.loads(file.read_bytes())
+    changes = [{"format": 2}, {"key": OTHER}, {"more": 1}, {"text": 3}]
+    damaged = [b"", b"\0" * 300, b"\xff\xfe", b"[" * 100_000, b"null", b"{}", json.dumps(whole).encode()[:-9]]
+    damaged += [json.dumps(whole | change).encode() for change in changes]
+    damaged += [json.dumps(whole).encode() + b" " * (1 << 20)]
+    for content in damaged:
+        file.write_bytes(content)
+        assert load(folder) is None
+    file.write_bytes(json.dumps(whole).encode())
+    assert load(folder) == FIRST
+
+
+def test_links_pipes_folders_and_files_that_others_may_write_are_not_read(folder, tmp_path, monkeypatch):
+    file = folder / f"{KEY}.json"
+
+    def refused() -> None:
+        assert load(folder) is None
+        store_record(folder, FIRST)
+        assert not file.is_symlink()
+        assert load(folder) == FIRST
+
+    store_record(folder, SECOND)
+    file.rename(tmp_path / "elsewhere.json")
+    file.symlink_to(tmp_path / "elsewhere.json")
+    refused()
+    file.chmod(0o666)
+    refused()
+    file.unlink()
+    os.mkfifo(file)
+    refused()
+    file.unlink()
+    file.mkdir()
+    count = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 0
+    assert load(folder) is None
+    assert (len(os.listdir("/proc/self/fd")) if count else 0) == count
+    file.rmdir()
+    store_record(folder, FIRST)
+    user = os.geteuid()
+    monkeypatch.setattr(files.os, "geteuid", lambda: user + 1)
+    assert load(folder) is None
+
+
+def quiet(folder: Path | None, caplog: pytest.LogCaptureFixture) -> str:
+    """Store and load without effect, and without a word above DEBUG."""
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG):
+        store_record(folder, FIRST)
+        assert folder is None or load(folder) is None
+    assert {record.levelno for record in caplog.records} <= {logging.DEBUG}
+    return caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    assert "is not kept in" in quiet(tmp_path / "file" / "notes", caplog)
+    quiet(tmp_path / "file", caplog)
+    quiet(Path("/proc/notes"), caplog)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    assert "other users may write to it" in quiet(shared, caplog)
+    assert list(shared.iterdir()) == []
+    store_record(tmp_path / "full", SECOND)
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.os, "fsync", fail)
+    with caplog.at_level(logging.DEBUG):
+        store_record(tmp_path / "full", FIRST)
+    assert os.strerror(errno.ENOSPC) in caplog.text
+    assert load(tmp_path / "full") == SECOND
+    assert len(list((tmp_path / "full").iterdir())) == 1
+
+
+def test_the_folder_is_the_one_that_the_environment_names(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("TORCHBOOST_CACHE", "own")
+    assert files.record_folder("notes") == tmp_path / "own" / "notes"
+    for off in ("", "off"):
+        monkeypatch.setenv("TORCHBOOST_CACHE", off)
+        assert files.record_folder("notes") is None
+        quiet(files.record_folder("notes"), caplog)
+    monkeypatch.delenv("TORCHBOOST_CACHE")
+    assert files.record_folder("notes") == tmp_path / "xdg" / "torchboost" / "notes"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert files.record_folder("notes") == tmp_path / "home" / ".cache" / "torchboost" / "notes"
+    assert list(tmp_path.iterdir()) == []
+
+    def homeless() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert files.record_folder("notes") is None
+
+
+def test_the_newest_records_are_kept_and_what_killed_processes_left_is_removed_after_an_hour(folder, monkeypatch):
+    monkeypatch.setattr(files, "_MOST_RECORDS", 3)
+    store_record(folder, FIRST)
+    now = time.time()
+    others = [folder / f"{number:064x}.json" for number in range(4)]
+    left = [folder / f"{PARTIAL}{name}" for name in ("old", "new")]
+    ages = [10, 20, 30, -9999, 3700, 3500]
+    for file, age in [*zip([*others, *left], ages, strict=True), (folder / "notes.json", now)]:
+        file.write_bytes(b"{}")
+        os.utime(file, (now - age, now - age))
+    store_record(folder, Note(key=OTHER, text="other"))
+    kept = {f"{OTHER}.json", f"{KEY}.json", others[3].name, left[1].name, "notes.json"}
+    assert {path.name for path in folder.iterdir()} == kept
+
+
+def test_the_folder_may_be_deleted_at_any_time(folder, monkeypatch):
+    def delete(path: Path, *_: Any, **__: Any) -> None:
+        for file in path.parent.iterdir():
+            file.unlink()
+        path.parent.rmdir()
+        return write(path, *_, **__)
+
+    store_record(folder, FIRST)
+    write = files.write_whole
+    monkeypatch.setattr(files, "write_whole", delete)
+    store_record(folder, FIRST)
+    assert load(folder) is None
+
+
+HAMMER = """
+import sys
+from pathlib import Path
+from tests.core.test_files import KEY, Note, load, store_record
+
+me, folder = sys.argv[1], Path(sys.argv[2])
+print("ready", flush=True)
+for line in sys.stdin:
+    for count in range(15):
+        store_record(folder, Note(text=me * 4000))
+        found = load(folder)
+        assert found is not None, "absent"
+        assert found.text in ("a" * 4000, "b" * 4000), "mixed"
+    print("done", flush=True)
+"""
+
+
+def test_two_processes_that_hammer_one_key_always_find_a_whole_record(folder):
+    def process(name: str) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-c", HAMMER, name, str(folder)]
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+    processes = [process(name) for name in ("a", "b")]
+    try:
+        assert [process.stdout.readline() for process in processes] == ["ready\n", "ready\n"]
+        for _ in range(4):
+            for each in processes:
+                each.stdin.write("go\n")
+                each.stdin.flush()
+            assert [each.stdout.readline() for each in processes] == ["done\n", "done\n"]
+    finally:
+        ends = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], ends
+    assert [path.name for path in folder.iterdir()] == [f"{KEY}.json"]

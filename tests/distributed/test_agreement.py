@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 from functools import partial
 from time import monotonic, sleep
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.ranks import run_ranks
-from torchboost.distributed.agreement import Agreement
+from torchboost.distributed.agreement import (
+    Agreement,
+    bit_sum,
+    first_holder,
+    from_first_rank,
+    is_first_rank,
+    mean_over_ranks,
+    own_store,
+)
 from torchboost.errors import RankDisagreementError
 
 LIMIT = 4.0
@@ -31,9 +42,8 @@ def _alike() -> bool:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_that_agree_go_on_and_may_begin_again(ranks: int) -> None:
-    assert run_ranks(_alike, ranks) == [True] * ranks
+def test_ranks_that_agree_go_on_and_may_begin_again() -> None:
+    assert run_ranks(_alike, 4) == [True] * 4
 
 
 def _some_ranks() -> str:
@@ -69,8 +79,7 @@ def _late(who: int, how: str) -> tuple[str, float] | None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("how", ["dies", "hangs"])
-@pytest.mark.parametrize(("ranks", "who"), [(2, 0), (4, 2), (5, 1)])
+@pytest.mark.parametrize(("ranks", "who", "how"), [(2, 0, "dies"), (4, 2, "dies"), (5, 1, "hangs")])
 def test_a_rank_that_does_not_come_is_named_on_all_others_in_time(ranks: int, who: int, how: str) -> None:
     answers = run_ranks(_late, ranks, who, how, dying=[who] if how == "dies" else [])
     assert answers.pop(who) is None
@@ -156,8 +165,8 @@ def _messages() -> list[tuple[int, int]]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [3, 8])
-def test_messages_grow_with_the_logarithm_of_the_ranks(ranks: int) -> None:
+def test_messages_grow_with_the_logarithm_of_the_ranks() -> None:
+    ranks = 8
     for rank, sent in enumerate(run_ranks(_messages, ranks)):
         to = [(rank + step) % ranks for step in (1, 2, 4) if step < ranks]
         assert sent == [(other, 16 * 8) for other in to] * 2
@@ -170,3 +179,122 @@ def test_of_many_ranks_those_that_are_silent_are_found() -> None:
     for rank in here:
         everyone._here(1 << rank % 62, rank // 62)
     assert everyone._silent() == [0, 62, 131, 199]
+
+
+def _shared() -> tuple[float, float, str, bool]:
+    own = torch.tensor(float(dist.get_rank()))
+    return mean_over_ranks(own), float(own), from_first_rank(f"of rank {dist.get_rank()}"), is_first_rank()
+
+
+@pytest.mark.dist
+def test_ranks_share_a_mean_and_the_value_of_the_first():
+    assert run_ranks(_shared, 2) == [(0.5, 0.0, "of rank 0", True), (0.5, 1.0, "of rank 0", False)]
+
+
+def test_without_a_group_they_are_those_of_the_process():
+    value = object()
+    assert from_first_rank(value) is value
+    assert is_first_rank()
+    assert mean_over_ranks(torch.tensor(0.25)) == 0.25
+
+
+def _heard(uses: list[tuple[str, list[int]]]) -> list[list[str]]:
+    """Say where one stands in each use, and listen to the others there."""
+    rank, found = dist.get_rank(), []
+    for number, (purpose, ranks) in enumerate(uses):
+        if rank in ranks:
+            store = own_store(purpose, ranks)
+            store.set(f"said/{rank}", f"{purpose} {number}")
+            found.append([store.get(f"said/{other}").decode() for other in ranks])
+    return found
+
+
+@pytest.mark.dist
+def test_each_use_has_room_of_its_own_and_takes_only_the_ranks_it_is_for():
+    uses = [("a", [0, 1]), ("a", [1, 2]), ("a", [0, 1]), ("b", [0, 1]), ("a", [0, 1, 2])]
+    first, second, third = run_ranks(_heard, 3, uses)
+    assert first == [["a 0"] * 2, ["a 2"] * 2, ["b 3"] * 2, ["a 4"] * 3]
+    assert second == [["a 0"] * 2, ["a 1"] * 2, ["a 2"] * 2, ["b 3"] * 2, ["a 4"] * 3]
+    assert third == [["a 1"] * 2, ["a 4"] * 3]
+
+
+STATE: dict[str, Any] = {
+    "weight": {"step": torch.tensor(3.0), "exp_avg": torch.arange(12.0).reshape(3, 4).T, "empty": torch.empty(0, 2)},
+    "half": [torch.ones(3).bfloat16(), torch.ones(3, dtype=torch.bool), torch.ones(2, dtype=torch.complex128)],
+    "plain": (0.1, float("nan"), None, "name", object),
+}
+
+
+def changed(what: str) -> dict[str, Any]:
+    state = copy.deepcopy(STATE)
+    if what == "one bit":
+        state["weight"]["exp_avg"].view(torch.int32)[0, 0] += 1
+    elif what == "sign of a zero":
+        state["weight"]["exp_avg"][0, 0] = -0.0
+    elif what == "shape":
+        state["weight"]["exp_avg"] = state["weight"]["exp_avg"].reshape(-1)
+    elif what == "precision":
+        state["half"][0] = state["half"][0].float()
+    elif what == "a number":
+        state["plain"] = (0.2, *state["plain"][1:])
+    elif what == "a name":
+        state["half "] = state.pop("half")
+    elif what == "order of the names":
+        state = dict(reversed(state.items()))
+    return state
+
+
+def holders(changes: tuple[str, ...]) -> list[int]:
+    rank = dist.get_rank()
+    return [first_holder(changed(what) if rank else STATE, [rank]) for what in changes]
+
+
+@pytest.mark.dist
+def test_what_differs_has_another_holder():
+    changes = ("one bit", "sign of a zero", "shape", "precision", "a number", "a name", "order of the names")
+    found = run_ranks(holders, 2, changes)
+    assert found == [[0] * 7, [1] * 6 + [0]]
+
+
+def sharded(cases: list[list[int]]) -> list[int]:
+    """Two nodes, each of which holds one state in two shards."""
+    rank = dist.get_rank()
+    first = rank - rank % 2
+    shards = [{"shard": torch.full((2,), float(rank % 2 + 2 * (rank in odd)))} for odd in cases]
+    return [first_holder(shard, [first, first + 1]) for shard in shards]
+
+
+@pytest.mark.dist
+def test_shards_are_compared_as_the_whole_they_make():
+    found = run_ranks(sharded, 4, [[], [3], [0, 2]])
+    assert [list(of) for of in zip(*found, strict=True)] == [[0, 0, 0, 0], [0, 0, 2, 2], [0, 0, 0, 0]]
+
+
+def bytes_told(shards: int) -> int:
+    """Return how many bytes a rank tells the others about a state in so many shards."""
+    told: list[int] = []
+
+    def gather(said: list[Any], own: Any) -> None:
+        told.append(len(pickle.dumps(own)))
+        said[:] = [own] * len(said)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_world_size", lambda: shards)
+        patch.setattr(dist, "get_rank", lambda: 0)
+        patch.setattr(dist, "all_gather_object", gather)
+        assert first_holder(STATE, list(range(shards))) == 0
+    return told[0]
+
+
+def test_what_is_told_of_shards_does_not_grow_with_their_number():
+    assert bytes_told(1024) <= bytes_told(2) + 8
+
+
+def test_the_sum_of_the_bits_is_the_same_in_any_order():
+    numbers = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0))
+    total = int(bit_sum(numbers))
+    assert total == sum(numbers.view(torch.int32).tolist())
+    assert int(bit_sum(numbers.flip(0))) == total
+    assert int(bit_sum(numbers[1:].reshape(2, -1).t())) == total - int(bit_sum(numbers[:1]))
+    assert bit_sum(torch.empty(0, 3)).tolist() == 0
+    assert bit_sum(torch.tensor(torch.nan)) == bit_sum(torch.tensor(torch.nan)) != bit_sum(torch.tensor(0.0))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.conftest import ROOT
 from tests.support.ranks import run_ranks
 from tests.support.torchrun import torchrun
-from torchboost.distributed.store import own_store
+from torchboost.distributed.agreement import own_store
 from torchboost.distributed.teardown import part, shutdown
 
 
@@ -21,8 +21,8 @@ def test_ranks_end_without_an_abort_right_after_a_collective(tmp_path, way, jobs
     for job in range(jobs):
         folder = tmp_path / str(job)
         folder.mkdir()
-        torchrun(ROOT / "tests" / "support" / "endings.py", folder, way, ranks=4, timeout=120)
-        assert sorted(said.name for said in folder.iterdir()) == [f"{rank}.txt" for rank in range(4)]
+        torchrun(ROOT / "tests" / "support" / "endings.py", folder, way, ranks=2, timeout=120)
+        assert sorted(said.name for said in folder.iterdir()) == ["0.txt", "1.txt"]
 
 
 def test_shutdown_does_nothing_without_a_process_group():

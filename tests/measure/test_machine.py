@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
+from torchboost.errors import IncompatibleError
 from torchboost.measure import machine
 from torchboost.measure.machine import (
+    LOADING,
     PRIOR_SECONDS,
     Kind,
+    PeakMemory,
     Products,
     Rung,
+    StepParts,
     climb,
     copy_bandwidth,
     products,
+    time_step_parts,
 )
+from torchboost.measure.stopwatch import Clock
 
 SIZES = (128, 256, 512)
 
@@ -79,31 +88,17 @@ class Machine:
         return climb("matrix product", self.rungs(), seconds=seconds, timer=self.timer, clock=lambda: self.now)
 
 
-AMX = Machine(2e11, 8e11, half_overhead=8e-5)
-PLAIN = Machine(2.5e11, 1.5e11, half_overhead=8e-5)
-EMULATED = Machine(2e11, 4e9, half_overhead=4e-4)
-SLOW = Machine(2e9, 1.5e9)
-
-
-@pytest.mark.parametrize(
-    ("here", "pays", "size"),
-    [(AMX, True, "512"), (PLAIN, False, "512"), (EMULATED, False, "128"), (SLOW, False, "128")],
-)
-def test_the_time_limit_is_kept_on_every_machine(here, pays, size):
-    found = here.climbed()
-    assert found.half_pays is pays
-    assert found.size == size
-    longest = max(6.0 * int(found.size) ** 3 / min(found.float32, found.bfloat16), 0.002)
-    assert here.now <= PRIOR_SECONDS + longest
-    assert found.seconds == pytest.approx(here.now)
-    assert found.pairs >= 3
-
-
-def test_emulated_half_precision_costs_few_calls():
-    here = Machine(2e11, 4e9, half_overhead=4e-4)
-    here.climbed()
-    assert len(here.calls) == 8
-    assert {size for size, _ in here.calls} == {SIZES[0]}
+def test_the_time_limit_is_kept_on_every_machine():
+    amx, plain = Machine(2e11, 8e11, half_overhead=8e-5), Machine(2.5e11, 1.5e11, half_overhead=8e-5)
+    emulated, slow = Machine(2e11, 4e9, half_overhead=4e-4), Machine(2e9, 1.5e9)
+    for here, pays, size in ((amx, True, "512"), (plain, False, "512"), (emulated, False, "128"), (slow, False, "128")):
+        found = here.climbed()
+        assert found.half_pays is pays
+        assert found.size == size
+        longest = max(6.0 * int(found.size) ** 3 / min(found.float32, found.bfloat16), 0.002)
+        assert here.now <= PRIOR_SECONDS + longest
+        assert found.seconds == pytest.approx(here.now)
+        assert found.pairs >= 3
 
 
 def test_overhead_of_short_calls_is_no_verdict():
@@ -111,21 +106,6 @@ def test_overhead_of_short_calls_is_no_verdict():
     here = Machine(2e11, 8e11, overhead=1e-5, half_overhead=5e-4)
     assert here.climbed().half_pays
     assert (SIZES[-1], torch.bfloat16) in here.calls
-
-
-def test_stalled_calls_do_not_end_the_climb():
-    """At the smallest size all calls but one bfloat16 call are held up, so its fastest time alone is far off."""
-    here = Machine(2e11, 2e11, first=0.0)
-    stalled = iter([0, 0, 0.004, 0, 0.004, 0.004, 0.004, 0.004])
-
-    def timer(call: Callable[[], object]) -> float:
-        start = here.now
-        call()
-        here.now += next(stalled, 0.0)
-        return here.now - start
-
-    climb("matrix product", here.rungs(), seconds=1.0, timer=timer, clock=lambda: here.now)
-    assert (SIZES[-1], torch.float32) in here.calls
 
 
 def test_the_order_alternates():
@@ -137,8 +117,8 @@ def test_the_order_alternates():
 
 
 def test_equal_speeds_on_a_busy_machine_rarely_count_as_a_gain():
-    busy = [Machine(2e11, 2e11, stalls=0.3, stall=0.02, seed=seed).climbed() for seed in range(400)]
-    assert sum(found.half_pays for found in busy) <= 20
+    busy = [Machine(2e11, 2e11, stalls=0.3, stall=0.02, seed=seed).climbed() for seed in range(200)]
+    assert sum(found.half_pays for found in busy) <= 12
 
 
 def test_a_machine_that_stands_still_for_a_moment_is_judged_nevertheless():
@@ -262,6 +242,7 @@ def test_unknown_kinds_and_devices_are_refused():
         products("convolution", "meta")
     with pytest.raises(ValueError, match="found 'mps'"):
         copy_bandwidth("mps")
+    assert torch.cuda.is_available() or products("matrix product", "cuda").fault
 
 
 def test_copy_bandwidth_counts_read_and_written_bytes(monkeypatch):
@@ -279,33 +260,6 @@ def test_copy_bandwidth_counts_read_and_written_bytes(monkeypatch):
     assert all(bool((tensor == 1).all()) for tensor in copied)
 
 
-class Event:
-    """Stands for a CUDA event: notes what was recorded around the calls."""
-
-    log: list[str]
-
-    def __init__(self, *, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        self.log.append("record")
-
-    def synchronize(self) -> None:
-        self.log.append("synchronize")
-
-    def elapsed_time(self, end: Event) -> float:
-        return 3.0
-
-
-def test_a_gpu_is_timed_with_events(monkeypatch):
-    Event.log = log = []
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    timer = machine._timer(torch.device("cuda", 0))
-    assert timer(lambda: log.append("call")) == 0.003
-    assert log == ["record", "call", "record", "synchronize"]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["matrix product", "convolution"])
 def test_products_of_a_gpu(kind: Kind):
@@ -315,6 +269,146 @@ def test_products_of_a_gpu(kind: Kind):
     assert copy_bandwidth("cuda") > 1e9
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_gpu_that_is_not_here_is_a_fault():
-    assert products("matrix product", "cuda").fault
+CPU = torch.device("cpu")
+MEBIBYTE = 2**20
+
+readable = pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="this system does not tell the peak of a process"
+)
+
+
+@readable
+def test_the_peak_is_that_of_the_work_and_not_of_what_was_before():
+    large = torch.ones(30 * MEBIBYTE)
+    del large
+    held = torch.ones(20 * MEBIBYTE)
+    with PeakMemory(CPU) as peak:
+        held += 1
+    assert peak.bytes is not None
+    assert peak.bytes < 20 * MEBIBYTE
+    with PeakMemory(CPU) as peak:
+        freed = torch.ones(10 * MEBIBYTE)
+        del freed
+    assert peak.bytes is not None
+    assert 39 * MEBIBYTE <= peak.bytes < 60 * MEBIBYTE
+
+
+def test_elsewhere_the_allocator_of_the_device_counts_or_nothing(monkeypatch):
+    for kind in ("cuda", "xpu"):
+        module = getattr(torch, kind)
+        for name, value in {"memory_allocated": 5, "max_memory_allocated": 45, "reset_peak_memory_stats": None}.items():
+            monkeypatch.setattr(module, name, lambda device, value=value: value)
+        with PeakMemory(torch.device(kind)) as peak:
+            pass
+        assert peak.bytes == 40
+    monkeypatch.setattr(machine, "_reset", lambda: False)
+    for device in (torch.device("meta"), CPU):
+        with PeakMemory(device) as peak:
+            torch.ones(MEBIBYTE)
+        assert peak.bytes is None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_is_what_torch_allocates():
+    with PeakMemory(torch.device("cuda")) as peak:
+        held = torch.ones(10 * MEBIBYTE, device="cuda")
+        del held
+    assert peak.bytes == 40 * MEBIBYTE
+
+
+class Planted:
+    """A training whose parts move a clock by given seconds."""
+
+    def __init__(self, loading: float, forward: float, backward: float, update: float) -> None:
+        self.now = 0.0
+        self.updates = 0
+        self.begun = 0
+        self._loading, self._forward, self._backward, self._update = loading, forward, backward, update
+        self._weight = nn.Parameter(torch.ones(1))
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.begun += 1
+        for _ in range(4):
+            self.pass_time(self._loading)
+            yield torch.ones(1)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.pass_time(self._forward)
+        loss = (self._weight * batch).sum()
+        loss.register_hook(lambda gradient: self.pass_time(self._backward))
+        return loss
+
+    def update(self) -> None:
+        self.updates += 1
+        self.pass_time(self._update)
+
+    def timed(self, batches: Any = None, **options: Any) -> StepParts:
+        return time_step_parts(
+            self if batches is None else batches,
+            load=lambda batch: batch,
+            forward=self.forward,
+            update=self.update,
+            clock=Clock(read=lambda: self.now),
+            **options,
+        )
+
+
+def test_every_part_has_its_own_time():
+    here = Planted(0.5, 0.125, 0.25, 0.125)
+    found = here.timed(steps=6)
+    assert found.seconds == {
+        LOADING: [0.5] * 6,
+        "forward": [0.125] * 6,
+        "backward": [0.25] * 6,
+        "optimizer": [0.125] * 6,
+    }
+    assert (found.steps, found.share(LOADING), found.median("backward")) == (6, 0.5, 0.25)
+    assert sum(map(found.share, found.seconds)) == 1.0
+
+
+def test_the_epoch_is_begun_again_the_warm_up_is_not_measured_and_progress_counts_every_step():
+    here, seen = Planted(1.0, 0.0, 0.0, 0.0), []
+    found = here.timed(
+        steps=7, warmup=2, progress=lambda phase, done, total, note="": seen.append((phase, done, total))
+    )
+    assert (found.steps, here.updates, here.begun) == (7, 9, 3)
+    assert seen == [("steps", done, 9) for done in range(1, 10)]
+
+
+def test_batches_that_can_be_read_once_end_the_steps():
+    here = Planted(0.0, 1.0, 0.0, 0.0)
+    assert here.timed(iter([torch.ones(1)] * 5), steps=20, warmup=3).steps == 2
+
+
+def test_shares_compare_totals():
+    """Workers deliver four batches at once, then the loop waits."""
+    timed = StepParts({LOADING: [0.0, 0.0, 0.0, 6.0], "forward": [0.5] * 4})
+    assert timed.median(LOADING) == 0.0
+    assert timed.share(LOADING) == 0.75
+    assert StepParts({LOADING: [0.0], "forward": [0.0]}).share(LOADING) == 0.0
+
+
+def test_moving_a_batch_counts_as_loading():
+    here = Planted(0.0, 0.0, 0.0, 0.0)
+
+    def load(batch: Tensor) -> Tensor:
+        here.pass_time(2.0)
+        return batch
+
+    clock = Clock(read=lambda: here.now)
+    found = time_step_parts(here, load=load, forward=here.forward, update=here.update, steps=3, clock=clock)
+    assert found.seconds[LOADING] == [2.0] * 3
+
+
+def test_too_few_batches_and_wrong_numbers_are_refused():
+    for batches in ([], iter([torch.ones(1)] * 3)):
+        with pytest.raises(IncompatibleError, match="needed: more than 3 of them"):
+            Planted(0.0, 0.0, 0.0, 0.0).timed(batches, steps=1)
+    here = Planted(0.0, 0.0, 0.0, 0.0)
+    for wrong in ({"steps": 0}, {"warmup": -1}):
+        with pytest.raises(ValueError, match="needed: steps >= 1, warmup >= 0"):
+            here.timed(**wrong)
+    assert here.updates == here.begun == 0

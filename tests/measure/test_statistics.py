@@ -1,12 +1,20 @@
+"""Intervals and tests are right about as often as they say."""
+
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from torchboost.measure.statistics import (
+    AnytimeTest,
+    ChangeTest,
+    Look,
+    SequentialTest,
     bootstrap_median,
+    critical_values,
     detectable_ratio,
     exact_median,
     mean_of,
@@ -29,13 +37,10 @@ T_TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("probability", "freedom", "expected"), T_TABLE)
-def test_t_quantile_matches_scipy(probability: float, freedom: int, expected: float) -> None:
-    assert t_quantile(probability, freedom) == pytest.approx(expected, rel=1e-9)
-    assert t_quantile(1 - probability, freedom) == pytest.approx(-expected, rel=1e-9)
-
-
-def test_t_quantile_refuses_nonsense() -> None:
+def test_t_quantile_matches_scipy_and_refuses_nonsense() -> None:
+    for probability, freedom, expected in T_TABLE:
+        assert t_quantile(probability, freedom) == pytest.approx(expected, rel=1e-9)
+        assert t_quantile(1 - probability, freedom) == pytest.approx(-expected, rel=1e-9)
     with pytest.raises(ValueError, match="at least 1 degree"):
         t_quantile(0.9, 0)
     with pytest.raises(ValueError, match="between 0 and 1"):
@@ -59,13 +64,6 @@ def test_median_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     assert 180 <= hits <= 199
 
 
-def test_empty_and_bad_confidence_are_refused() -> None:
-    with pytest.raises(ValueError, match="no values"):
-        bootstrap_median([])
-    with pytest.raises(ValueError, match="confidence"):
-        bootstrap_median([1.0], confidence=1.0)
-
-
 def test_ratio_above_one_means_faster_and_swapping_gives_the_reciprocal() -> None:
     rng = np.random.default_rng(0)
     slow, fast = rng.uniform(1.9, 2.1, 21), rng.uniform(0.95, 1.05, 21)
@@ -82,13 +80,6 @@ def test_ratio_ignores_noise_common_to_a_pair_and_a_single_burst() -> None:
     interval = paired_ratio(2 * weather, contestant)
     assert interval.mid == pytest.approx(2.0)
     assert interval.low == pytest.approx(2.0)
-
-
-def test_ratio_refuses_unpaired_and_non_positive_times() -> None:
-    with pytest.raises(ValueError, match="the same number of each"):
-        paired_ratio([1.0, 2.0], [1.0])
-    with pytest.raises(ValueError, match="must be positive"):
-        paired_ratio([1.0, 0.0], [1.0, 1.0])
 
 
 def test_detectable_ratio_shrinks_with_more_rounds_and_is_infinite_for_two() -> None:
@@ -128,14 +119,14 @@ def test_noninferiority_needs_the_bound_and_not_only_the_mean() -> None:
     assert (verdict.baseline, verdict.seeds, verdict.margin) == ("stock", 5, 0.005)
 
 
-@pytest.mark.parametrize(("change", "seeds", "passed"), [(0.0, 2, False), (0.0, 3, True), (-0.004, 3, False)])
-def test_a_few_equal_differences_are_not_taken_as_certain(change: float, seeds: int, passed: bool) -> None:
-    verdict = noninferiority([0.9] * seeds, [0.9 + change] * seeds, 0.005)
-    reach = t_quantile(0.95, seeds - 1) * 0.005 / 3 / math.sqrt(seeds)
-    assert verdict.difference.low == pytest.approx(change - reach)
-    assert verdict.difference.high == pytest.approx(change + reach)
-    assert verdict.detectable > reach
-    assert verdict.passed is passed
+def test_a_few_equal_differences_are_not_taken_as_certain() -> None:
+    for change, seeds, passed in ((0.0, 2, False), (0.0, 3, True), (-0.004, 3, False)):
+        verdict = noninferiority([0.9] * seeds, [0.9 + change] * seeds, 0.005)
+        reach = t_quantile(0.95, seeds - 1) * 0.005 / 3 / math.sqrt(seeds)
+        assert verdict.difference.low == pytest.approx(change - reach)
+        assert verdict.difference.high == pytest.approx(change + reach)
+        assert verdict.detectable > reach
+        assert verdict.passed is passed
 
 
 def test_noninferiority_errs_about_as_often_as_it_may() -> None:
@@ -147,13 +138,6 @@ def test_noninferiority_errs_about_as_often_as_it_may() -> None:
     assert 6 <= wrong <= 36
 
 
-def test_noninferiority_refuses_one_seed_and_a_margin_of_zero() -> None:
-    with pytest.raises(ValueError, match="at least 2"):
-        noninferiority([0.9], [0.9], 0.01)
-    with pytest.raises(ValueError, match="margin"):
-        noninferiority([0.9, 0.8], [0.9, 0.8], 0.0)
-
-
 def test_a_ratio_of_totals_weighs_every_step_by_what_it_cost() -> None:
     baseline, contestant = [1.0, 1.0, 1.0, 9.0], [1.0, 1.0, 1.0, 3.0]
     found = total_ratio(baseline, contestant)
@@ -162,22 +146,14 @@ def test_a_ratio_of_totals_weighs_every_step_by_what_it_cost() -> None:
     assert total_ratio([2.0] * 30, [1.0] * 30).low == pytest.approx(2.0)
 
 
-def test_a_ratio_of_totals_needs_paired_positive_times() -> None:
-    with pytest.raises(ValueError, match="the same number of each"):
-        total_ratio([1.0, 2.0], [1.0])
-    with pytest.raises(ValueError, match="must be positive"):
-        total_ratio([1.0, 0.0], [1.0, 1.0])
-
-
-@pytest.mark.parametrize("count", [6, 7, 11, 20, 40])
-def test_an_exact_median_covers_the_truth_at_least_as_often_as_it_says(count: int) -> None:
-    generator = np.random.default_rng(count)
-    inside = 0
-    for values in generator.normal(size=(2000, count)):
-        interval = exact_median(values.tolist())
-        assert interval.low <= interval.mid <= interval.high
-        inside += interval.low <= 0 <= interval.high
-    assert inside >= 0.94 * 2000
+def test_an_exact_median_covers_the_truth_at_least_as_often_as_it_says() -> None:
+    for count in (6, 7, 11, 20, 40):
+        inside = 0
+        for values in np.random.default_rng(count).normal(size=(1000, count)):
+            interval = exact_median(values.tolist())
+            assert interval.low <= interval.mid <= interval.high
+            inside += interval.low <= 0 <= interval.high
+        assert inside >= 0.935 * 1000
 
 
 def test_an_exact_median_is_that_of_the_order_statistics() -> None:
@@ -185,7 +161,206 @@ def test_an_exact_median_is_that_of_the_order_statistics() -> None:
     assert (interval.low, interval.mid, interval.high) == (2.0, 5.0, 8.0)
 
 
-@pytest.mark.parametrize("count", [0, 1, 5])
-def test_too_few_values_have_no_exact_interval(count: int) -> None:
-    with pytest.raises(ValueError, match="needs more"):
-        exact_median([1.0] * count)
+def test_what_cannot_be_estimated_is_refused() -> None:
+    refused: list[tuple[str, Callable[[], object]]] = [
+        ("no values", lambda: bootstrap_median([])),
+        ("confidence", lambda: bootstrap_median([1.0], confidence=1.0)),
+        ("the same number of each", lambda: paired_ratio([1.0, 2.0], [1.0])),
+        ("must be positive", lambda: paired_ratio([1.0, 0.0], [1.0, 1.0])),
+        ("must be positive", lambda: total_ratio([1.0, 0.0], [1.0, 1.0])),
+        ("at least 2", lambda: noninferiority([0.9], [0.9], 0.01)),
+        ("margin", lambda: noninferiority([0.9, 0.8], [0.9, 0.8], 0.0)),
+        *(("needs more", lambda count=count: exact_median([1.0] * count)) for count in (0, 1, 5)),
+        *(("error: found", lambda error=error: AnytimeTest(error)) for error in (0.0, 1.0, -1.0, 2.0)),
+        ("error: found", lambda: ChangeTest(1.5)),
+        ("margin: found", lambda: SequentialTest(margin=-1.0)),
+        ("margin: found", lambda: SequentialTest(margin=math.nan)),
+        ("least=3, most=2", lambda: SequentialTest(margin=1.0, most=2)),
+        ("error: found", lambda: SequentialTest(margin=1.0, error=0.7)),
+    ]
+    for message, call in refused:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def race(test: SequentialTest, differences: list[float]) -> Look:
+    """Look after every pair until it is decided."""
+    for count in range(1, len(differences) + 1):
+        look = test.look(differences[:count])
+        if look.decided:
+            return look
+    raise AssertionError("the last look must decide")
+
+
+def shares(
+    mean: float, spread: float, margin: float, *, most: int = 12, runs: int = 800, seed: int = 1
+) -> dict[str, float]:
+    drawn = np.random.default_rng(seed).normal(mean, spread, (runs, most))
+    test = SequentialTest(margin=margin, most=most)
+    states = [race(test, list(row)).state for row in drawn]
+    return {state: states.count(state) / runs for state in ("passed", "failed", "futile", "exhausted")}
+
+
+def test_the_error_rate_under_all_looks_is_nominal():
+    """At the margin itself: a false pass, and by symmetry a false fail, in at most one of twenty."""
+    most = 12
+    drawn = np.random.default_rng(2).normal(0, 1, (40_000, most))
+    counts = np.arange(1, most + 1)
+    limits = np.array(critical_values(3, most, 0.05))
+    means = np.cumsum(drawn, 1) / counts
+    spread = np.array([drawn[:, :n].std(1, ddof=1) for n in counts[2:]]).T
+    crossed = (means[:, 2:] / (spread / np.sqrt(counts[2:])) > limits).any(1).mean()
+    assert 0.042 <= crossed <= 0.053  # three standard errors of 0.0011 above
+
+
+def test_decisions_at_the_margin_are_rarely_wrong_and_far_from_it_nearly_always_right():
+    at = shares(-1.0, 0.5, 1.0)
+    assert at["passed"] <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 800)
+    assert at["failed"] <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 800)
+    assert shares(0.0, 0.5, 1.0)["passed"] >= 0.96
+    assert shares(-2.0, 0.5, 1.0)["passed"] <= 0.002
+
+
+def test_a_single_look_is_students_test():
+    (limit,) = critical_values(5, 5, 0.05)
+    assert limit == pytest.approx(t_quantile(0.95, 4), rel=0.05)
+
+
+def test_limits_are_strictest_at_the_first_looks():
+    limits = critical_values(3, 12, 0.05)
+    assert list(limits) == sorted(limits, reverse=True)
+    assert limits[-1] > t_quantile(0.95, 11)
+
+
+def test_a_decision_that_was_reached_stands():
+    test = SequentialTest(margin=1.0, most=12)
+    early = [0.1, 0.11, 0.09, 0.1, 0.1]
+    assert race(test, early).state == "passed"
+    later = test.look([*early, -9.0, -9.0, -9.0])
+    assert later.state == "passed"
+    assert later.pairs == race(test, early).pairs
+
+
+def test_bounds_are_infinite_before_the_first_look_and_pairs_beyond_the_last_do_not_count():
+    test = SequentialTest(margin=1.0, most=4)
+    look = test.look([0.1, 0.2])
+    assert (look.state, look.difference.low, look.difference.high) == ("open", -math.inf, math.inf)
+    assert test.look([]).state == "open"
+    undecided = [3.0, -3.0, 2.9, -2.9]
+    assert test.look(undecided).state in ("exhausted", "futile")
+    assert test.look([*undecided, 5.0]) == test.look(undecided)
+
+
+def test_a_run_that_diverged_fails():
+    assert SequentialTest(margin=1.0).look([0.1, math.nan, 0.1]).state == "failed"
+    assert SequentialTest(margin=1.0).look([-math.inf]).state == "failed"
+
+
+def test_equal_runs_pass():
+    assert SequentialTest(margin=0.5).look([0.0] * 4).state == "passed"
+
+
+def test_three_equal_differences_are_not_taken_as_certain():
+    test = SequentialTest(margin=0.5)
+    assert test.look([0.0] * 3).state == "open"
+    assert test.look([-0.4] * 8).state == "open"
+    assert test.look([-0.4] * 12).state in ("passed", "exhausted")
+
+
+def test_the_detectable_drop_is_what_is_found_four_times_in_five():
+    spread, most = 1.0, 10
+    test = SequentialTest(margin=0.0, most=most)
+    drawn = np.random.default_rng(0).normal(0, spread, (300, most))
+    typical = float(np.median([test.look(list(row)).detectable for row in drawn if test.look(list(row)).pairs == most]))
+    passed = shares(typical, spread, 0.0, most=most, runs=500)["passed"]
+    assert 0.7 <= passed <= 0.92
+
+
+def alarms(mean: float, *, error: float, runs: int = 1500, length: int = 300, seed: int = 0) -> tuple[float, float]:
+    """Return the share of runs with an alarm at any look, and the median number of values until then."""
+    drawn = np.random.default_rng(seed).normal(mean, 1.0, (runs, length))
+    firsts = []
+    for row in drawn:
+        test = AnytimeTest(error)
+        firsts.append(next((place for place, value in enumerate(row, 1) if test.add(float(value))), length + 1))
+    found = np.array(firsts)
+    return float((found <= length).mean()), float(np.median(found))
+
+
+def test_false_alarms_at_all_looks_together_are_rare():
+    share, _ = alarms(0.0, error=0.1, runs=600)
+    assert share <= 0.1 + 3 * (0.1 * 0.9 / 600) ** 0.5
+    assert alarms(-0.5, error=0.1, runs=600)[0] <= 0.002
+
+
+def test_effects_are_found():
+    share, after = alarms(1.0, error=0.01, runs=600)
+    assert share == 1.0
+    assert after <= 25
+
+
+def test_the_scale_does_not_matter():
+    values = np.random.default_rng(3).normal(0.8, 1, 40)
+    small, large = AnytimeTest(), AnytimeTest()
+    for value in values:
+        small.add(1e-6 * value)
+        large.add(1e6 * value)
+    assert small.evidence == pytest.approx(large.evidence, rel=1e-6)
+    assert small.evidence > 100
+
+
+def test_equal_values_and_few_values():
+    test = AnytimeTest()
+    assert not test.add(5.0)
+    assert test.evidence == 0.0
+    for _ in range(30):
+        test.add(-1.0)
+    assert test.evidence == 0.0
+    certain = AnytimeTest()
+    assert any(certain.add(1.0) for _ in range(20))
+
+
+def test_values_that_are_too_large_or_too_small_to_be_squared_are_no_evidence():
+    for size in (1e160, 1e308, 1e-200):
+        test = AnytimeTest()
+        assert not any(test.add(size) for _ in range(50))
+        assert test.evidence == 0.0
+
+
+def test_tests_that_begin_later_share_the_error():
+    error, runs, alarms = 0.1, 150, 0
+    for row in np.random.default_rng(1).normal(0, 1, (runs, 500)):
+        test = ChangeTest(error, every=5)
+        alarms += any(test.add(float(value)) for value in row)
+    assert alarms / runs <= error + 3 * (error * (1 - error) / runs) ** 0.5
+    assert sum(1 / (k * (k + 1)) for k in range(1, 10_000)) <= 1
+
+
+def test_a_late_change_is_found():
+    for before in (100, 1000, 10_000):
+        draw, test = np.random.default_rng(2), ChangeTest(0.01)
+        assert not any(test.add(float(value)) for value in draw.normal(-1, 1, before))
+        after = next(place for place, value in enumerate(draw.normal(1, 1, before), 1) if test.add(float(value)))
+        assert after <= 60 + before // 8
+        assert test.leading.count <= 60 + before // 8
+        assert test.evidence >= 100
+
+
+def test_few_tests_run_at_a_time():
+    test = ChangeTest(5e-324)
+    for count in range(1, 5000):
+        test.add(-1.0)
+        assert len(test.tests) <= 16
+        assert test.tests[0].count == count
+        assert test.tests[-1].count <= max(25, count // 8)
+    assert test.begun < 100
+
+
+def test_it_survives_a_checkpoint():
+    test = ChangeTest(0.05, every=3)
+    for value in np.random.default_rng(3).normal(0, 1, 40):
+        test.add(float(value))
+    again = ChangeTest.of(test.state_dict())
+    assert again == test
+    again.add(1.0)
+    assert again != test

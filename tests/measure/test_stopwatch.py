@@ -53,13 +53,13 @@ def test_a_against_a_contains_one_about_as_often_as_it_says(monkeypatch: pytest.
     monkeypatch.setattr(gc, "collect", lambda generation=2: 0)  # nearly all of the time of these hundred comparisons
     quiet = Warmup(least=0, limit=0)
     hits = 0
-    for trial in range(100):
+    for trial in range(60):
         fake = FakeTime(trial, drift=1e-3, jitter=0.05, bursts=0.1)
         pair = {"a": fake.step("a", 1.0), "b": fake.step("b", 1.0)}
         result = compare(pair, baselines=["a"], pairs=20, warmup=quiet, seed=trial, clock=fake.clock)
         interval = result.ratio("b", "a").interval
         hits += interval.low <= 1.0 <= interval.high
-    assert hits >= 89
+    assert hits >= 52
 
 
 def test_a_real_gain_above_the_detectable_one_is_seen() -> None:
@@ -210,18 +210,15 @@ def test_stopwatch_adds_up_only_what_is_inside() -> None:
     assert watch.seconds == 6.0
 
 
-def test_real_clock_moves_forward() -> None:
-    clock = Clock.of("cpu")
-    assert clock() <= clock()
-
-
-@pytest.mark.parametrize("name", ["cuda", "mps", "xpu:1"])
-def test_a_clock_waits_for_any_accelerator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_waits_for_any_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[object] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    clock = Clock.of(name)
-    assert clock() <= clock()
-    assert waited == [torch.device(name)] * 2
+    for name in ("cuda", "mps", "xpu:1"):
+        clock = Clock.of(name)
+        assert clock() <= clock()
+        assert waited[-2:] == [torch.device(name)] * 2
+    assert Clock.of("cpu")() <= Clock.of("cpu")()
+    assert len(waited) == 6
 
 
 @pytest.mark.gpu

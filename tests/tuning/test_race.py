@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from torchboost.measure.evidence import Interval
-from torchboost.measure.sequential import SequentialTest
+from torchboost.measure.statistics import SequentialTest
 from torchboost.tuning.evidence import STOCK, Candidate, Finding, Run
 from torchboost.tuning.race import FRESH_SEED, Race, _attempts, _share_for, combined
 

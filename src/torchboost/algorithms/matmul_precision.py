@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
-from torchboost.core.kernels import matmul_backends
+from torchboost.core.hardware import matmul_backends
 from torchboost.errors import NoEffectWarning
 
 __all__ = ["MatmulPrecision", "lower_matmul_precision"]

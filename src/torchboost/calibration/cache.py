@@ -5,29 +5,26 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
-import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchboost.calibration.choice import Choice, Machine
 from torchboost.core.algorithm import Algorithm
-from torchboost.core.kept import default_folder, keep, read_kept
-from torchboost.core.kernels import kernel_switches
+from torchboost.core.files import Record, load_record, record_folder, store_record
+from torchboost.core.hardware import kernel_switches
 from torchboost.core.torch_private import buffer_slots, child_slots, compiled_call, parameter_slots
 from torchboost.core.wrapping import hookable
 
 __all__ = ["ChoiceCache", "key_of"]
 
-_LOG = logging.getLogger(__name__)
 _MOST_ENTRIES, _DEEPEST = 64, 8
 """Longest container that is described entry by entry, and the deepest nesting."""
 _ADDRESSES = 1 << 40
@@ -203,21 +200,14 @@ def _kind(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
-
-    format: Literal[1] = 1
-    key: str
+class _Entry(Record):
     choice: Choice
 
 
 class ChoiceCache:
     """Measured choices on disk, one JSON file for each key. No fault of the disk reaches the training.
 
-    The folder is private (mode 0700), and so are its files (0600). Files that other users own or may write are not
-    read. Files are written completely or not at all, so several processes may use one folder, and it may be deleted at
-    any time. A damaged file, or one that is not an entry of this key, counts as absent and is replaced. The 256 newest
-    entries are kept. If the folder cannot be written, nothing is stored; the log says so at level DEBUG.
+    See :func:`~torchboost.core.files.store_record` and :func:`~torchboost.core.files.load_record`.
 
     Args:
         folder: The folder of the entries. By default ``choices`` in the folder that the environment variable
@@ -234,34 +224,13 @@ class ChoiceCache:
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        self.folder: Path | None = default_folder("choices") if folder is None else Path(folder).absolute()
+        self.folder: Path | None = record_folder("choices") if folder is None else Path(folder).absolute()
 
     def load(self, key: str) -> Choice | None:
         """Return the choice stored under what :func:`key_of` returned, with ``"cache"`` as its source; None without."""
-        if self.folder is None:
-            return None
-        file = self._file(key)
-        try:
-            entry = _Entry.model_validate_json(read_kept(file))
-            if entry.key != key:
-                raise ValueError(f"it is the entry of {entry.key}")
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            _LOG.debug("The cached choice %s is not used: %s", file, error)
-            return None
-        return entry.choice.model_copy(update={"source": "cache"})
+        entry = load_record(self.folder, key, _Entry)
+        return None if entry is None else entry.choice.model_copy(update={"source": "cache"})
 
     def store(self, key: str, choice: Choice) -> None:
-        """Keep a measured choice, instead of an earlier one of the same key. If this is not possible, do nothing."""
-        if self.folder is None:
-            return
-        file = self._file(key)
-        try:
-            keep(file, _Entry(key=key, choice=choice).model_dump_json().encode() + b"\n")
-        except OSError as error:
-            _LOG.debug("The choice is not kept in %s: %s", file, error)
-
-    def _file(self, key: str) -> Path:
-        assert self.folder is not None
-        return self.folder / f"{key}.json"
+        """Keep a measured choice."""
+        store_record(self.folder, _Entry(key=key, choice=choice))

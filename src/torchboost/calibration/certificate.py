@@ -9,15 +9,17 @@ numbers before each pass, so that kernels that read what they have not written s
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchboost.calibration.dirty_memory import dirty_memory, fill_freed_memory
 from torchboost.calibration.passes import Noise, Pass, Passes, numbers_of
 from torchboost.calibration.snapshot import Snapshot
 from torchboost.core.algorithm import Algorithm, Target, attach_all
@@ -31,6 +33,13 @@ fails, plain passes with changes of so many roundings show how much, so many tim
 _LARGE = 1e-3
 """If rounding changes that much, relative to an output or the gradient, one more pass shows whether passes repeat."""
 _WIDE_SHARE = 3 / _STEPS_OF_ROUNDING
+_GARBAGE = 1e30
+_LARGEST_BLOCK = 2**22
+"""Entries of the largest block that is filled; what is larger, the system hands out as zeros."""
+_SMALL, _SMALL_BLOCKS, _LARGE_BLOCKS = 4096, 16, 4
+"""Entries of a small block, and how many blocks of each size are filled. A pass allocates many small ones."""
+_PERTURB, _BYTE = -6, 0x8E
+"""``M_PERTURB`` of glibc, and a byte whose complement, four times, is 1.2e30 as float32 and as bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +219,7 @@ class Certificate:
         self._passes.prepare(noise)
         try:
             if device.type == "cpu":
-                with dirty_memory():
+                with _dirty_memory():
                     return self._passes.run()
             self._fill(device)
             return self._passes.run(lambda: self._fill(device))
@@ -218,7 +227,7 @@ class Certificate:
             self._passes.finish()
 
     def _fill(self, device: torch.device) -> None:
-        fill_freed_memory({tensor.numel() for tensor in self._sized}, device)
+        _fill_freed_memory({tensor.numel() for tensor in self._sized}, device)
 
     def _excess(self, found: _Distances, bounds: Sequence[tuple[Bound, float]]) -> str:
         """Return which tensor is too far away from all bounds, each with its scale, in words; empty if none is."""
@@ -294,3 +303,42 @@ def _norm(values: Sequence[float]) -> float:
         if all(map(math.isfinite, values))
         else math.inf
     )
+
+
+@contextmanager
+def _dirty_memory() -> Iterator[None]:
+    """Run the block with an allocator that fills all memory that it hands out with large numbers.
+
+    This is ``mallopt(M_PERTURB)`` of glibc, which holds for all threads of the process. Programs that read only what
+    they have written do not see it. Elsewhere, and for other allocators, nothing happens.
+    """
+    mallopt = _mallopt()
+    if mallopt is None:
+        yield
+        return
+    mallopt(_PERTURB, _BYTE)
+    try:
+        yield
+    finally:
+        mallopt(_PERTURB, 0)
+
+
+def _fill_freed_memory(sizes: Iterable[int], device: torch.device) -> None:
+    """Fill blocks of memory with large numbers and free them, so that the next allocations find those.
+
+    Args:
+        sizes: Entries of float32 of tensors that the next pass allocates; powers of two are added.
+        device: Where.
+    """
+    filled = [size for size in sizes if 0 < size <= _LARGEST_BLOCK] + [2**power for power in range(4, 21)]
+    counted = [(size, _SMALL_BLOCKS if size <= _SMALL else _LARGE_BLOCKS) for size in filled]
+    blocks = [torch.full((size,), _GARBAGE, device=device) for size, count in counted for _ in range(count)]
+    blocks.clear()
+
+
+def _mallopt() -> Any:
+    """Return the function of glibc that sets options of its allocator; None elsewhere."""
+    if not sys.platform.startswith("linux"):
+        return None
+    library = ctypes.CDLL(None)
+    return library.mallopt if hasattr(library, "gnu_get_libc_version") else None

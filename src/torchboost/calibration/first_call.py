@@ -27,8 +27,7 @@ from torchboost.core.torch_private import (
     step_pre_hook_keys,
 )
 from torchboost.core.wrapping import unwrap
-from torchboost.distributed.agreement import Agreement
-from torchboost.distributed.shared import ranks_of_shards
+from torchboost.distributed.agreement import Agreement, ranks_of_shards
 from torchboost.graph.recording import tensors_in
 
 __all__ = ["FirstCall", "OtherShapes", "attach_levers", "check_again"]

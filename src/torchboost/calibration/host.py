@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from torchboost.distributed.shared import from_first_rank
+from torchboost.distributed.agreement import from_first_rank
 from torchboost.registry import Facts, Loop
 
 __all__ = ["Host"]

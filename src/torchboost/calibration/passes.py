@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextvars
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from torchboost.calibration.snapshot import Snapshot, Streams
-from torchboost.calibration.without_dropout import WithoutDropout
 from torchboost.core.containers import with_tensors
 from torchboost.core.torch_private import end_pass, is_reentrant_checkpoint, version
 from torchboost.core.wrapping import sharded_units
-from torchboost.distributed.shared import ranks_of_shards
+from torchboost.distributed.agreement import ranks_of_shards
 from torchboost.errors import IncompatibleError
 from torchboost.graph.recording import tensors_in
 
@@ -26,9 +27,22 @@ __all__ = ["Call", "Noise", "Pass", "Passes", "reshard"]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named arguments of a training call."""
 
-
 _EQUAL = 1e-3
 _MOVES = "the model keeps something that cannot be restored, such as an iterator or a file"
+_DROPOUTS = (
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.dropout_, torch.feature_dropout, torch.alpha_dropout),
+)
+_POSITIONS: Mapping[Any, int] = {
+    F.scaled_dot_product_attention: 4,
+    F.multi_head_attention_forward: 10,
+    torch.lstm: 5,
+    torch.gru: 5,
+    torch.rnn_tanh: 5,
+    torch.rnn_relu: 5,
+}
+"""Function -> position of its probability."""
+_LIKE = (torch.rand_like, torch.randn_like, torch.bernoulli)
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +99,6 @@ class Passes:
         self._leaves: list[Tensor] = []
         self._copies: list[tuple[Tensor, int]] = []
         self._written: list[int] | None = None
-        self._around: Snapshot | None = None
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self.without_dropout = False
         self.unequal = 0.0
@@ -100,7 +113,6 @@ class Passes:
         Args:
             noise: Changes the inputs.
         """
-        self._around = Snapshot(self.model, self._call) if self._snapshot.needs_one_around else None
         self._leaves = []
         made: dict[int, Tensor] = {}
 
@@ -131,7 +143,7 @@ class Passes:
 
     def _pass(self, between: Callable[[], None] | None) -> Pass:
         args, kwargs = self._inputs
-        with self._forward(), WithoutDropout() if self.without_dropout else nullcontext():
+        with self._forward(), _WithoutDropout() if self.without_dropout else nullcontext():
             outputs = self.model(*args, **kwargs)
         found = [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point() or tensor.is_complex()]
         ends = _differentiable(found)
@@ -187,8 +199,8 @@ class Passes:
             parameter.grad = gradient
         self._gradients = []
         _clear_casts()
-        self._snapshot.after_a_pass(self._around)
-        self._around, self._inputs, self._copies = None, ((), {}), []
+        self._snapshot.after_a_pass()
+        self._inputs, self._copies = ((), {}), []
 
     def _copied(self, tensor: Tensor, noise: Noise | None) -> Tensor:
         copy = tensor.detach().clone(memory_format=torch.preserve_format)
@@ -248,6 +260,29 @@ class Noise:
         factors = factors.mul_(self._size).add_(1).to(tensor.device)
         whole = tensor == tensor.round()  # a number of a row or of a step would become another one
         tensor.copy_(torch.where(whole, tensor, tensor * factors))
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Inside of it the probability of every dropout is 0, in modules, in functions and inside attention.
+
+    Compiled and eager code draw the masks of dropout differently, and so do tensors in different memory formats. The
+    compiler traces through this mode, into a graph of its own.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer a call of a function of torch."""
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func in _LIKE and args:  # the order in which numbers are drawn follows the memory
+            args = (args[0].contiguous(), *args[1:])
+        place = _POSITIONS.get(func)
+        if place is not None:
+            if len(args) > place and isinstance(args[place], float):
+                args = (*args[:place], 0.0, *args[place + 1 :])
+            if "dropout_p" in kwargs:
+                kwargs = {**kwargs, "dropout_p": 0.0}
+        return func(*args, **kwargs)
 
 
 def _differentiable(found: Sequence[Tensor]) -> list[Tensor]:

@@ -65,26 +65,23 @@ class Price:
 
 
 class Bench(Protocol):
-    """Builds two contestants and times them in turns. With several ranks, every number is that of the slowest rank.
+    """Builds two contestants and times them in turns, as :class:`~torchboost.calibration.trial.Trial` does.
 
-    Whatever takes longer than ``within`` seconds is interrupted.
+    With several ranks, every number is that of the slowest rank. What takes longer than ``within`` seconds is
+    interrupted. If building raises, the incumbent stays as it is; it raises ``TimeoutError`` if it takes too long, and
+    otherwise what the levers raise.
     """
 
     def build(self, levers: Sequence[str], *, within: float) -> float:
-        """Make the challenger and warm it up. Return the seconds that this cost more than the same number of steps.
-
-        Raises:
-            TimeoutError: It takes too long. The incumbent stays as it is.
-            Exception: Whatever the levers raise. The incumbent stays as it is.
-        """
+        """Warm the challenger up. Return the seconds above those of as many steps."""
         ...
 
     def build_plain(self, *, within: float) -> None:
-        """Make the challenger the loop as it was before boost. Errors are those of :meth:`build`."""
+        """Make the challenger the loop as it was before boost."""
         ...
 
     def sample(self, *, within: float) -> tuple[float, float]:
-        """Return the seconds of one step of the incumbent and of the challenger; infinity for one without an end."""
+        """Return the seconds of a step of each, incumbent first; infinity for one without an end."""
         ...
 
     def promote(self) -> None:

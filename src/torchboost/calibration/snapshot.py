@@ -1,4 +1,4 @@
-"""What a pass may change, kept, so that a trial can run the user's own model and leave it as it was."""
+"""A snapshot of what a pass may change, so that a trial can run the user's own model and leave it as it was."""
 
 from __future__ import annotations
 
@@ -10,36 +10,14 @@ import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, MutableSet
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchboost.calibration.held import (
-    CACHED,
-    SEQUENCES,
-    dict_items,
-    read_cached,
-    read_cell,
-    read_class,
-    read_names,
-    read_sequence,
-    read_set,
-    read_slots,
-    stored_globals,
-    write_array,
-    write_cached,
-    write_cell,
-    write_class,
-    write_dict,
-    write_names,
-    write_sequence,
-    write_set,
-    write_slots,
-)
 from torchboost.core.covering import uncovered
 from torchboost.core.torch_private import (
     global_step_post_hooks,
@@ -86,6 +64,12 @@ class _Tensor:
 
     def restore(self) -> str | None:
         """Make the tensor what it was. Return what was different; empty if it could not be undone."""
+        try:
+            return self._restore()
+        except Exception:  # of a kind that torch cannot compare or write
+            return ""
+
+    def _restore(self) -> str | None:
         moved: str | None = None
         if self.tensor.is_leaf and self.tensor.grad is not self.grad:
             self.tensor.grad, moved = self.grad, "a gradient"
@@ -119,52 +103,59 @@ class _Tensor:
         return (now.data_ptr(), now.shape, now.stride()) != (before.data_ptr(), before.shape, before.stride())
 
 
-def _restored(tensor: _Tensor) -> str | None:
-    try:
-        return tensor.restore()
-    except Exception:  # of a kind that torch cannot compare or write
-        return ""
+_ABSENT = object()
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """Something that Python code may change: how to read it, and how to write what was read."""
+    """Something that Python code may change: how to read it, and how to write what was read.
+
+    Attributes:
+        moved: Names whose values the first pass has changed, if the entries are named. Later passes may run with levers
+            that have set other names, which are left alone.
+    """
 
     owner: Any
     entries: Any
     read: Callable[[Any], Any]
     write: Callable[[Any, Any], None]
+    moved: list[Any] | None = None
 
     def restore(self) -> str | None:
         """Write the entries back if they differ. Return what was different; empty if it could not be undone."""
         try:
-            if _same(self.read(self.owner), self.entries):
+            now = self.read(self.owner)
+            if _same(now, self.entries):
                 return None
+            if type(self.entries) is dict:
+                names = [*self.entries, *(name for name in now if name not in self.entries)]
+                values = [(name, now.get(name, _ABSENT), self.entries.get(name, _ABSENT)) for name in names]
+                self.moved = [name for name, after, before in values if not _same(after, before)]
             self.write(self.owner, self.entries)
             return "attributes"
         except Exception:  # objects of the user may raise anything
             return ""
 
-
-@dataclass(slots=True)
-class _Found:
-    tensors: dict[int, _Tensor] = field(default_factory=dict)
-    held: list[_Held] = field(default_factory=list)
-    generators: list[_Held] = field(default_factory=list)
-    seen: dict[int, Any] = field(default_factory=dict)
-    copied_bytes: int = 0
-    history: bool = False
-    iterator: bool = False
+    def put_back(self) -> None:
+        """Write back what the first pass has changed, without a comparison."""
+        entries = self.entries
+        with suppress(Exception):
+            if self.moved is not None:
+                entries = self.read(self.owner)
+                for name in self.moved:
+                    entries.pop(name, None)
+                entries |= {name: self.entries[name] for name in self.moved if name in self.entries}
+            self.write(self.owner, entries)
 
 
 class Snapshot:
     """All that a forward and backward pass of a model may change, as far as it can be reached from the model.
 
     These are parameters, buffers, gradients, flags, plain attributes of modules and of objects that they hold, nested
-    containers, variables of closures and of the classes of modules, default arguments, and generators of random
-    numbers; what methods name in their Python module: containers, tensors, modules, and objects, functions and classes
-    of the same package; of the inputs, what is not a tensor. What other functions and objects keep, iterators in
-    objects, files and other processes cannot be restored. Objects that raise when they are looked at are left alone.
+    containers, variables of closures, default arguments, caches of functions, and generators of random numbers; what
+    methods name in their Python module: containers, tensors, modules, and functions of the same package; of the inputs,
+    what is not a tensor. Rebound variables of classes and of Python modules, slots, iterators in objects,
+    files and other processes are not restored. Objects that raise when they are looked at are left alone.
 
     Args:
         model: The model.
@@ -172,35 +163,34 @@ class Snapshot:
         tensors: Parameters from outside the model, such as those of the optimizer.
         elsewhere: Keep the copies of parameters on the CPU, because their device has too little memory.
 
+    Attributes:
+        has_history: Whether a graph of an earlier pass hangs at something that was reached, so that it must not be
+            freed.
+        has_iterator: Whether there is something that can be read only once, such as a generator.
+
     Cost: memory for one copy of parameters and buffers.
     """
 
     def __init__(
         self, model: nn.Module, others: Any = (), tensors: Iterable[Tensor] = (), *, elsewhere: bool = False
     ) -> None:
-        self._found, self._elsewhere = _Found(), elsewhere
+        self.has_history = self.has_iterator = False
+        self._tensors: dict[int, _Tensor] = {}
+        self._held: list[_Held] = []
+        self._generators: list[_Held] = []
+        self._moving: list[_Tensor | _Held] | None = None
+        self._seen: dict[int, Any] = {}
+        self._copied_bytes, self._elsewhere = 0, elsewhere
         self._own = {id(t) for t in [*model.parameters(), *model.buffers()]}
-        self._waiting: list[deque[Any]] = [deque() for _ in range(_HOPS + 1)]
         for tensor in tensors:
             self._own.add(id(tensor))
             self._add_tensor(tensor)
+        self._waiting: list[deque[Any]] = [deque() for _ in range(_HOPS + 1)]
         self._waiting[0] += (model, others)
         while any(self._waiting):  # what is near comes first, because it is followed further
             hops = next(hops for hops, waiting in enumerate(self._waiting) if waiting)
             with suppress(Exception):  # objects of the user may raise anything when they are looked at
                 self._look(self._waiting[hops].popleft(), hops)
-        self._moving: list[_Tensor] | None = None
-        self._python_moves = True
-
-    @property
-    def has_history(self) -> bool:
-        """Whether a graph of an earlier pass hangs at something that was found, so that it must not be freed."""
-        return self._found.history
-
-    @property
-    def has_iterator(self) -> bool:
-        """Whether there is something that can be read only once, such as a generator."""
-        return self._found.iterator
 
     def restore(self) -> str | None:
         """Make everything what it was.
@@ -208,43 +198,26 @@ class Snapshot:
         Returns:
             What had changed in words, for a message; empty if something could not be undone; None if nothing had.
         """
-        self._restore_generators()
-        moved = [_restored(one) for one in self._found.tensors.values()]
-        python = [held.restore() for held in self._found.held]
+        for one in self._generators:
+            one.write(one.owner, one.entries)
+        rows: list[_Tensor | _Held] = [*self._tensors.values(), *self._held]
+        moved = [one.restore() for one in rows]
         if self._moving is None:
-            self._moving = [
-                t for t, m in zip(self._found.tensors.values(), moved, strict=True) if m is not None or t.swapped
-            ]
-            self._python_moves = any(text is not None for text in python)
-        said = [text for text in [*moved, *python] if text is not None]
-        return "" if "" in said else next(iter(said), None)
+            changed = zip(rows, moved, strict=True)
+            self._moving = [r for r, m in changed if m is not None or (isinstance(r, _Tensor) and r.swapped)]
+        texts = [text for text in moved if text is not None]
+        return "" if "" in texts else next(iter(texts), None)
 
-    def after_a_pass(self, around: Snapshot | None) -> None:
-        """Restore what passes were seen to change, quickly. Levers that are attached stay attached.
+    def after_a_pass(self) -> None:
+        """Restore what the first pass was seen to change, quickly. Levers that are attached stay attached.
 
         The first pass must be one without levers, because everything is restored after it.
-
-        Args:
-            around: A snapshot from before the pass, if :attr:`needs_one_around`.
         """
-        if self._moving is None:  # the first pass shows what passes change
+        if self._moving is None:
             self.restore()
             return
-        self._restore_generators()
-        for one in self._moving:
+        for one in (*self._generators, *self._moving):
             one.put_back()
-        if around is not None:
-            for held in around._found.held:
-                held.restore()
-
-    def _restore_generators(self) -> None:
-        for one in self._found.generators:
-            one.write(one.owner, one.entries)
-
-    @property
-    def needs_one_around(self) -> bool:
-        """Whether passes change more than tensors."""
-        return self._python_moves
 
     @contextmanager
     def changed(self, change: Callable[[Tensor], None]) -> Iterator[None]:
@@ -255,9 +228,9 @@ class Snapshot:
         Args:
             change: Changes a tensor in place.
         """
-        rows = [one for key, one in self._found.tensors.items() if key in self._own and one.tensor.is_floating_point()]
+        rows = [one for key, one in self._tensors.items() if key in self._own and one.tensor.is_floating_point()]
         copied = [(one, one.numbers) for one in rows if one.numbers is not None]
-        written = {id(one) for one in self._moving or ()}
+        written = set(map(id, self._moving or ()))
         try:
             for one, numbers in copied:
                 if one.requires_grad or id(one) in written or numbers.device != one.memory.device:
@@ -274,31 +247,29 @@ class Snapshot:
                 else:
                     one.memory.copy_(numbers)
 
-    def _follow(self, value: Any, hops: int) -> None:
-        if type(value) not in _PLAIN and value is not None and id(value) not in self._found.seen:
-            self._waiting[hops].append(value)
+    def _follow(self, values: Iterable[Any], hops: int) -> None:
+        for value in list(itertools.islice(values, _LONGEST)):
+            if type(value) not in _PLAIN and value is not None and id(value) not in self._seen:
+                self._waiting[hops].append(value)
 
     def _look(self, value: Any, hops: int) -> None:
-        found = self._found
-        if value is None or isinstance(value, _PLAIN) or id(value) in found.seen:
+        if value is None or isinstance(value, _PLAIN) or id(value) in self._seen:
             return
-        if type(value) in weakref.ProxyTypes or len(found.seen) > _MOST_OBJECTS:
+        if type(value) in weakref.ProxyTypes or len(self._seen) > _MOST_OBJECTS:
             return
-        found.seen[id(value)] = value
+        self._seen[id(value)] = value
         if isinstance(value, Tensor):
             self._add_tensor(value)
         elif type(value) in _CODE:
             if not is_of_interceptor(value):
                 self._follow_code(value, hops)
-        elif isinstance(value, weakref.ref):
-            self._follow(value(), hops)
         elif (state := _generator_state(value)) is not None:
-            found.generators.append(_Held(value, state[0](value), *state))
+            self._generators.append(_Held(value, state[0](value), *state))
         elif isinstance(value, nn.Module):
             self._follow_attributes(value, 0)
             self._follow_classes(type(value))
         elif not type(value).__module__.startswith("torch.distributed"):  # FSDP2 ends a pass where it began
-            found.iterator |= hops == 0 and isinstance(value, Iterator)  # objects may hold the loop itself
+            self.has_iterator |= hops == 0 and isinstance(value, Iterator)  # objects may hold the loop itself
             self._follow_entries(value, hops)
             if hops < _HOPS:
                 self._follow_attributes(value, hops + 1)
@@ -306,135 +277,157 @@ class Snapshot:
     def _follow_classes(self, kind: type) -> None:
         """Follow what the methods of a module use besides their arguments, and the variables of its own classes."""
         for each in kind.__mro__:
-            if id(each) in self._found.seen:
+            if id(each) in self._seen:
                 continue
-            self._found.seen[id(each)] = each
-            for entry in list(vars(each).values()):
-                entry = entry.__func__ if isinstance(entry, (staticmethod, classmethod)) else entry
-                if isinstance(entry, _FUNCTIONS):
-                    self._follow(entry, 0)
-            if _home(each) not in _NOT_OF_USERS:
-                self._hold(each, read_class, write_class)
-                for entry in read_class(each).values():
-                    self._follow(entry, 0)
+            self._seen[id(each)] = each
+            entries = [e.__func__ if isinstance(e, (staticmethod, classmethod)) else e for e in vars(each).values()]
+            containers = () if _home(each) in _NOT_OF_USERS else tuple(_WAYS)
+            self._follow([entry for entry in entries if isinstance(entry, (*_FUNCTIONS, *containers))], 0)
 
     def _follow_attributes(self, value: Any, hops: int) -> None:
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is dict:
-            self._follow_entries(attributes, hops)
-        kinds = [kind for kind in type(value).__mro__ if "__slots__" in vars(kind)]
-        slots = [each for kind in kinds for each in vars(kind).values() if type(each) is types.MemberDescriptorType]
-        if slots:
-            self._hold(value, functools.partial(read_slots, slots=slots), functools.partial(write_slots, slots=slots))
-            for entry in read_slots(value, slots).values():
-                self._follow(entry, hops)
+            self._hold(attributes, dict, _write_dict, hops)
 
     def _follow_entries(self, value: Any, hops: int) -> None:
-        entries: Iterable[Any]
-        if isinstance(value, SEQUENCES):
-            self._hold(value, read_sequence, write_sequence)
-            entries = () if isinstance(value, (bytearray, array.array)) else read_sequence(value)
-        elif isinstance(value, dict):
-            self._hold(value, dict_items, write_dict)
-            entries = dict.values(value)
-        elif isinstance(value, (set, MutableSet)):
-            self._hold(value, read_set, write_set)
-            entries = ()
+        kind = next((kind for kind in _WAYS if isinstance(value, kind)), None)
+        if kind is not None:
+            read, write = _WAYS[kind]
+            self._hold(value, read, write, hops)
         elif isinstance(value, tuple):
-            entries = tuple.__iter__(value)
+            self._follow(tuple.__iter__(value), hops)
         elif isinstance(value, frozenset):
-            entries = frozenset.__iter__(value)
+            self._follow(frozenset.__iter__(value), hops)
         elif _is_array(value):
-            self._hold_array(value)
-            entries = value.ravel().tolist() if value.dtype.hasobject else ()
-        else:
-            return
-        for entry in list(itertools.islice(entries, _LONGEST)):
-            self._follow(entry, hops)
+            if value.flags.writeable and self._copied_bytes + value.nbytes <= _MOST_BYTES:
+                self._copied_bytes += value.nbytes
+                self._hold(value, lambda each: each.copy(), _write_array)
+            self._follow(value.ravel().tolist() if value.dtype.hasobject else (), hops)
 
     def _follow_code(self, value: Any, hops: int) -> None:
         if isinstance(value, types.MethodType):
-            self._follow(value.__func__, hops)
-            self._follow(value.__self__, hops)
+            self._follow([value.__func__, value.__self__], hops)
         elif isinstance(value, functools.partial):
-            for part in (value.func, value.args, value.keywords):
-                self._follow(part, hops)
-        elif isinstance(value, CACHED):
-            self._hold(value, read_cached, write_cached)
-            self._follow(value.__wrapped__, hops)
+            self._follow([value.func, value.args, value.keywords], hops)
+        elif isinstance(value, _CACHED):
+            # The results of a pass with levers may be of another format or precision.
+            self._hold(value, lambda cached: cached.cache_info().misses, lambda cached, _: cached.cache_clear())
+            self._follow([value.__wrapped__], hops)
         else:
-            self._follow_entries(vars(value), hops)
-            for defaults in (value.__defaults__, value.__kwdefaults__):
-                self._follow(defaults, hops)
+            self._follow([*vars(value).values(), value.__defaults__, value.__kwdefaults__], hops)
             for cell in value.__closure__ or ():
-                self._hold(cell, read_cell, write_cell)
-                self._follow(read_cell(cell), hops)
+                self._hold(cell, _read_cell, _write_cell, hops)
             self._follow_globals(value.__code__, value.__globals__, hops)
 
-    def _follow_globals(self, code: types.CodeType, held: dict[str, Any], hops: int) -> None:
-        """Follow what code names in its Python module, and the variables that it declares global."""
-        stored = stored_globals(code)
-        if stored:
-            read = functools.partial(read_names, names=stored)
-            self._hold(held, read, functools.partial(write_names, names=stored))
+    def _follow_globals(self, code: types.CodeType, variables: dict[str, Any], hops: int) -> None:
+        """Follow what code names in its Python module."""
         for name in code.co_names:
-            self._follow_global(held.get(name), str(held.get("__name__", "")).split(".")[0], hops)
+            self._follow_global(variables.get(name), str(variables.get("__name__", "")).split(".")[0], hops)
         for inner in code.co_consts:
             if isinstance(inner, types.CodeType):
-                self._follow_globals(inner, held, hops)
+                self._follow_globals(inner, variables, hops)
 
     def _follow_global(self, value: Any, home: str, hops: int) -> None:
-        """Follow containers, autograd functions and generators. Of the package of the user also functions and objects.
+        """Follow containers, autograd functions and generators. Of the package of the user also functions and tensors.
 
-        Objects are followed one step only, because other threads may use what lies behind them.
+        What lies behind other objects may be used by other threads.
         """
         if type(value) in _CONTAINERS or _generator_state(value) is not None:
-            self._follow(value, hops)
+            self._follow([value], hops)
         elif isinstance(value, type):
-            if issubclass(value, torch.autograd.Function) or (home not in _NOT_OF_USERS and _home(value) == home):
+            if issubclass(value, torch.autograd.Function):
                 self._follow_classes(value)
-        elif home in _NOT_OF_USERS or value is None or isinstance(value, _PLAIN):
-            return
-        elif isinstance(value, (Tensor, nn.Module)):
-            self._follow(value, hops)
-        elif isinstance(value, _FUNCTIONS):
-            if _home(value) == home:
-                self._follow(value, hops)
-        elif _home(type(value)) == home:
-            self._follow(value, max(hops, _HOPS - 1))
+        elif isinstance(value, (Tensor, nn.Module)) or (isinstance(value, _FUNCTIONS) and _home(value) == home):
+            self._follow([value] if home not in _NOT_OF_USERS else [], hops)
 
-    def _hold(self, owner: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> None:
-        self._found.held.append(_Held(owner, read(owner), read, write))
-
-    def _hold_array(self, held: Any) -> None:
-        if held.flags.writeable and self._found.copied_bytes + held.nbytes <= _MOST_BYTES:
-            self._found.copied_bytes += held.nbytes
-            self._hold(held, lambda each: each.copy(), write_array)
+    def _hold(
+        self, owner: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], None], hops: int | None = None
+    ) -> None:
+        """Keep the entries of an owner, and follow them if ``hops`` says from how far away."""
+        entries = read(owner)
+        self._held.append(_Held(owner, entries, read, write))
+        if hops is not None and isinstance(entries, (dict, list)):
+            self._follow(entries.values() if isinstance(entries, dict) else entries, hops)
 
     def _add_tensor(self, tensor: Tensor) -> None:
         if hasattr(tensor, "device_mesh"):
             shard = local_shard(tensor)
             self._own |= {id(shard)} if id(tensor) in self._own else set()
             tensor = shard
-        if id(tensor) in self._found.tensors or not _is_plain(tensor):
+        if id(tensor) in self._tensors or not _has_memory(tensor):
             return
-        self._found.history |= tensor.grad_fn is not None
+        self.has_history |= tensor.grad_fn is not None
         size = tensor.numel() * tensor.element_size()
         own = id(tensor) in self._own
-        copied = (own or self._found.copied_bytes + size <= _MOST_BYTES) and not _overlaps(tensor)
-        self._found.copied_bytes += 0 if own or not copied else size
+        copied = (own or self._copied_bytes + size <= _MOST_BYTES) and not _overlaps(tensor)
+        self._copied_bytes += 0 if own or not copied else size
         kept = _Tensor.of(tensor, copied=copied)
         if self._elsewhere and kept.numbers is not None:
             kept.numbers = kept.numbers.cpu()
-        self._found.tensors[id(tensor)] = kept
+        self._tensors[id(tensor)] = kept
 
 
+def _write_dict(owner: dict[Any, Any], entries: dict[Any, Any]) -> None:
+    kind: Any = OrderedDict if isinstance(owner, OrderedDict) else dict  # subclasses may refuse to be updated
+    kind.clear(owner)
+    for key, value in entries.items():
+        kind.__setitem__(owner, key, value)
+
+
+def _read_ordered(owner: OrderedDict[Any, Any]) -> list[tuple[Any, Any]]:
+    return [(key, dict.__getitem__(owner, key)) for key in OrderedDict.__iter__(owner)]  # its order is its own
+
+
+def _write_set(owner: set[Any], entries: set[Any]) -> None:
+    set.clear(owner)
+    set.update(owner, entries)
+
+
+def _write_deque(owner: deque[Any], entries: list[Any]) -> None:
+    deque.clear(owner)
+    deque.extend(owner, entries)
+
+
+def _write_array(owner: Any, entries: Any) -> None:
+    owner[...] = entries
+
+
+def _sliced(kind: Any) -> _Way:
+    return lambda owner: kind.__getitem__(owner, slice(None)), lambda o, new: kind.__setitem__(o, slice(None), new)
+
+
+_Way = tuple[Callable[[Any], Any], Callable[[Any, Any], None]]
+_WAYS: dict[type, _Way] = {
+    OrderedDict: (_read_ordered, lambda owner, entries: _write_dict(owner, dict(entries))),
+    dict: (lambda owner: dict(dict.items(owner)), _write_dict),
+    set: (lambda owner: set(set.__iter__(owner)), _write_set),
+    deque: (lambda owner: list(deque.__iter__(owner)), _write_deque),
+    **{kind: _sliced(kind) for kind in (list, bytearray, array.array)},
+}
+"""Container -> how it is read and written, past what subclasses have made of it."""
+
+
+def _read_cell(cell: types.CellType) -> list[Any]:
+    with suppress(ValueError):
+        return [cell.cell_contents]
+    return []
+
+
+def _write_cell(cell: types.CellType, entries: list[Any]) -> None:
+    if entries:
+        cell.cell_contents = entries[0]
+    else:
+        del cell.cell_contents
+
+
+_CACHED = type(functools.lru_cache(len))
+"""Functions that ``functools.cache`` or ``functools.lru_cache`` has made."""
 _PLAIN = (str, bytes, int, float, complex, bool, type, types.ModuleType, torch.dtype, torch.device, torch.Size)
-_FUNCTIONS = (types.FunctionType, CACHED)
+_FUNCTIONS = (types.FunctionType, _CACHED)
 _CODE = (*_FUNCTIONS, types.MethodType, functools.partial)
-_CONTAINERS = (*SEQUENCES, dict, OrderedDict, defaultdict, Counter, set, tuple, frozenset)
+_CONTAINERS = (*_WAYS, defaultdict, Counter, tuple, frozenset)
 _NOT_OF_USERS = frozenset({"torch", "torchboost", "builtins"})
-"""Packages whose classes and functions keep nothing from one pass to the next that a pass could change."""
+"""Packages whose classes and functions keep nothing that a pass could change."""
 
 
 def _home(thing: Any) -> str:
@@ -442,7 +435,7 @@ def _home(thing: Any) -> str:
     return str(getattr(thing, "__module__", None)).split(".")[0]
 
 
-def _generator_state(value: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]] | None:
+def _generator_state(value: Any) -> _Way | None:
     """Return how the state of a generator of random numbers is read and written; None for other objects."""
     if isinstance(value, torch.Generator):
         return (lambda g: g.get_state()), (lambda g, state: g.set_state(state))
@@ -461,11 +454,10 @@ def _is_array(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _has_memory(tensor: Tensor) -> bool:
     """Whether a tensor has memory of its own kind that a pass could write to."""
-    if overrides_dispatch(tensor) or tensor.is_inference() or tensor.is_nested:
-        return False
-    return tensor.layout is torch.strided and not tensor.is_meta
+    odd = overrides_dispatch(tensor) or tensor.is_inference() or tensor.is_nested
+    return not odd and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _overlaps(tensor: Tensor) -> bool:
@@ -475,9 +467,7 @@ def _overlaps(tensor: Tensor) -> bool:
 
 def _equal(left: Tensor, right: Tensor) -> bool:
     right = right.to(left.device)
-    if torch.equal(left, right):
-        return True
-    return bool(((left == right) | ((left != left) & (right != right))).all())
+    return torch.equal(left, right) or bool(((left == right) | ((left != left) & (right != right))).all())
 
 
 def _same(left: Any, right: Any) -> bool:
@@ -486,9 +476,7 @@ def _same(left: Any, right: Any) -> bool:
         return True
     if type(left) is not type(right):
         return False
-    if _is_array(left):
-        if left.dtype.hasobject:
-            return left.shape == right.shape and all(a is b for a, b in zip(left.flat, right.flat, strict=True))
+    if _is_array(left):  # of objects: by identity, too
         return left.shape == right.shape and left.dtype == right.dtype and left.tobytes() == right.tobytes()
     if isinstance(left, dict):
         return len(left) == len(right) and all(
@@ -496,38 +484,26 @@ def _same(left: Any, right: Any) -> bool:
         )
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(_same, left, right))
-    if isinstance(left, set):
-        return left == right
-    return isinstance(left, _PLAIN) and left == right
+    return isinstance(left, (*_PLAIN, set, bytearray, array.array)) and left == right
 
 
 @contextmanager
 def plain(model: nn.Module) -> Iterator[None]:
-    """Run the block with the model as its code has it: without hooks of users and without what this package attached.
-
-    Hooks that users have set on all optimizers do not see the steps of copies either.
-    Hooks of torch that compute a part of the model, as those of the old ``weight_norm``, stay.
-    """
+    """Run the block with the model as its code has it: without hooks of users, also on all optimizers, and covers."""
     taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    registries = [hooks for module in model.modules() for hooks in module_hooks(module)]
+    registries += [hooks for parameter in model.parameters() for hooks in gradient_hooks(parameter)]
     try:
-        for hooks in _hooks(model):
+        for hooks in (*registries, global_step_pre_hooks, global_step_post_hooks):
             kept = {key: hook for key, hook in hooks.items() if belongs_to_torch(hook)}
             if len(kept) < len(hooks):
                 taken.append((hooks, dict(hooks)))
-                write_dict(hooks, kept)
+                _write_dict(hooks, kept)
         with uncovered(model):
             yield
     finally:
         for hooks, entries in taken:
-            write_dict(hooks, entries)
-
-
-def _hooks(model: nn.Module) -> Iterator[dict[Any, Any]]:
-    for module in model.modules():
-        yield from module_hooks(module)
-    for parameter in model.parameters():
-        yield from gradient_hooks(parameter)
-    yield from (global_step_pre_hooks, global_step_post_hooks)
+            _write_dict(hooks, entries)
 
 
 def belongs_to_torch(hook: Any) -> bool:
@@ -541,17 +517,16 @@ class Streams:
 
     def __init__(self, model: nn.Module) -> None:
         self._devices = accelerators(model.parameters())
-        self._torch = generator_states(self._devices)
-        self._python, numpy = random.getstate(), sys.modules.get("numpy")
-        self._numpy = numpy.random.get_state() if numpy is not None else None
+        self._torch, self._python = generator_states(self._devices), random.getstate()
+        self._module: Any = sys.modules.get("numpy")
+        self._numpy = None if self._module is None else self._module.random.get_state()
 
     def restore(self) -> None:
         """Set them to what they were."""
         set_generator_states(self._torch, self._devices)
         random.setstate(self._python)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and self._numpy is not None:
-            numpy.random.set_state(self._numpy)
+        if self._module is not None:
+            self._module.random.set_state(self._numpy)
 
     def drawn(self) -> bool:
         """Whether those of torch were used since."""
@@ -560,7 +535,7 @@ class Streams:
 
 @contextmanager
 def streams_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the random generators of torch, Python and NumPy at the end. Other threads must not draw meanwhile."""
+    """Restore the :class:`Streams` at the end of the block."""
     streams = Streams(model)
     try:
         yield

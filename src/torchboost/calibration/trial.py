@@ -174,21 +174,20 @@ class Trial:
         return made, spent, steady
 
     def _contestant(self, levers: Sequence[str], before: bool) -> _Contestant:
-        """Make a contestant. If ranks exchange something in a pass, all attach its levers before one begins a pass."""
-        made, failure = None, None
+        """Make a contestant and attach its levers, on all ranks before one of them begins a pass."""
+        contestant, failure = None, None
         try:
             algorithms = [*self._base, *(self._levers[name] for name in levers)]
             for algorithm in algorithms:
                 algorithm.load()
             made = _Contestant(*(self._before if before and self._before else self._now), algorithms, self._scaler)
-            if self._interrupt:
-                return made
             self._activate(made)
-        except Exception as error:
-            made, failure = None, error
-        if not self._interrupt and not self._reduce([float(made is None)])[0] and made is not None:
-            return made
-        raise failure or IncompatibleError(_ELSEWHERE)
+            contestant = made
+        except Exception as error:  # levers may raise anything; the other ranks are told before it is raised here
+            failure = error
+        if self._reduce([float(contestant is None)])[0] or contestant is None:
+            raise failure or IncompatibleError(_ELSEWHERE)
+        return contestant
 
     def _safe_seconds(self, contestant: _Contestant, within: float) -> float:
         try:

@@ -16,8 +16,7 @@ from torchboost.cli.output import fail, print_json, print_table, user_errors
 from torchboost.cli.progress import display
 from torchboost.cli.small_compile import small_compile
 from torchboost.core.hardware import half_precision
-from torchboost.measure.machine import Kind, Products, copy_bandwidth, products
-from torchboost.measure.step_parts import LOADING, StepParts, time_step_parts
+from torchboost.measure.machine import LOADING, Kind, Products, StepParts, copy_bandwidth, products, time_step_parts
 from torchboost.measure.stopwatch import Clock, Progress
 
 __all__ = ["doctor", "measure_machine", "measure_step", "verdict"]

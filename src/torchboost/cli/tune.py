@@ -20,7 +20,7 @@ from torchboost.cli.factory import is_factory
 from torchboost.cli.output import fail, json_only, print_json, print_tuning, summary_of, user_errors
 from torchboost.cli.progress import display
 from torchboost.core.arguments import seconds_of
-from torchboost.distributed.shared import is_first_rank
+from torchboost.distributed.agreement import is_first_rank
 from torchboost.distributed.teardown import shutdown
 from torchboost.errors import FactoryError
 from torchboost.tuning.evidence import TuneReport

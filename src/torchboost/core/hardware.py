@@ -1,27 +1,37 @@
-"""Properties of the hardware that algorithms depend on."""
+"""Properties of the machine that algorithms depend on: the speed of bfloat16, and what decides which kernels run."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-import logging
-import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 
-from torchboost.core.kept import default_folder, keep, read_kept
-from torchboost.core.kernels import kernel_switches
+from torchboost.core.files import Record, load_record, record_folder, store_record
+from torchboost.core.torch_versions import cpu_capabilities
 from torchboost.measure.machine import PAYS, STAYS, Kind, Products, half_speed
 from torchboost.measure.stopwatch import device_name, processor_name
 
-__all__ = ["HalfPrecision", "device_fault", "half_precision", "half_precision_is_fast"]
+__all__ = [
+    "HalfPrecision",
+    "device_fault",
+    "half_precision",
+    "half_precision_is_fast",
+    "kernel_switches",
+    "matmul_backends",
+]
 
-_LOG = logging.getLogger(__name__)
+_VARIABLES = (
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "ATEN_CPU_CAPABILITY"),
+    "MKL_ENABLE_INSTRUCTIONS",
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "LD_PRELOAD"),
+)
+"""Environment variables that change which kernels run, and on which cores."""
 
 
 def device_fault(device: torch.device | str) -> str | None:
@@ -55,8 +65,8 @@ def half_precision(device: torch.device | str, convolutions: int | None = None) 
     such as MPS, are not measured and count as slow.
 
     The decision is made once per machine: it is kept in the folder ``bfloat16`` of
-    :func:`~torchboost.core.kept.default_folder`, for the processor, the number of threads, the device, torch's version
-    and what else changes kernels (:func:`~torchboost.core.kernels.kernel_switches`). If other programs used the machine
+    :func:`~torchboost.core.files.record_folder`, for the processor, the number of threads, the device, torch's version
+    and what else changes kernels (:func:`kernel_switches`). If other programs used the machine
     meanwhile, so that the measurement exceeded its time limit, later processes measure again, until one has finished
     in time. Its result then replaces the earlier one; what counted as fast stays so from 1.1 times on. To measure
     again, delete the folder.
@@ -81,15 +91,15 @@ def half_precision(device: torch.device | str, convolutions: int | None = None) 
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     kinds: tuple[Kind, ...] = ("matrix product",) if convolutions == 0 else ("matrix product", "convolution")
-    said: list[str] = []
+    reasons: list[str] = []
     for kind in kinds:
-        found = _decision(kind, device, _key(kind, device), default_folder("bfloat16"))
-        if found is None:
+        decision = _decision(kind, device, _key(kind, device), record_folder("bfloat16"))
+        if decision is None:
             return _by_capability(device)
-        if not found.fast:
-            return found
-        said.append(found.reason)
-    return HalfPrecision(True, ", and ".join(said))
+        if not decision.fast:
+            return decision
+        reasons.append(decision.reason)
+    return HalfPrecision(True, ", and ".join(reasons))
 
 
 def half_precision_is_fast(device: torch.device | str, convolutions: int | None = None) -> bool:
@@ -105,48 +115,34 @@ def _by_capability(device: torch.device) -> HalfPrecision:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept:
-    """What is kept of a measurement.
+class _Decision(Record):
+    """What is kept on disk of a measurement."""
 
-    Attributes:
-        key: What it holds for.
-        fast: The decision.
-        found: The measurement.
-        format: Version of the file.
-    """
-
-    key: str
     fast: bool
     found: Products
-    format: Literal[1] = 1
 
-
-_FILE = TypeAdapter(_Kept)
+    def in_words(self, *, earlier: bool = False) -> HalfPrecision:
+        when = ", as measured earlier on this machine" if earlier else ""
+        limit = "" if self.fast else f" (autocast pays from {1 / PAYS:.2f} times on down)"
+        return HalfPrecision(self.fast, f"{self.found}{when}{limit}")
 
 
 @functools.cache
 def _decision(kind: Kind, device: torch.device, key: str, folder: Path | None) -> HalfPrecision | None:
     """Decide about one kind of product, as before on this machine; None if a GPU could not be measured."""
-    file = None if folder is None else folder / f"{key}.json"
-    before = _load(file)
+    before = load_record(folder, key, _Decision)
+    before = before if before is not None and before.found.is_judged else None
     if before is not None and before.found.in_time:
-        return _said(before, earlier=True)
-    found = half_speed(kind, device)
-    if before is not None and not (found.is_judged and found.in_time):
-        return _said(before, earlier=True)
-    if not found.is_judged:
-        return None if found.ratio is None and device.type == "cuda" else HalfPrecision(False, str(found))
-    stays = before is not None and before.fast and found.ratio is not None and found.ratio >= STAYS
-    now = _Kept(key=key, fast=found.half_pays or stays, found=found)
-    _store(file, now)
-    return _said(now)
-
-
-def _said(kept: _Kept, *, earlier: bool = False) -> HalfPrecision:
-    when = ", as measured earlier on this machine" if earlier else ""
-    limit = "" if kept.fast else f" (autocast pays from {1 / PAYS:.2f} times on down)"
-    return HalfPrecision(kept.fast, f"{kept.found}{when}{limit}")
+        return before.in_words(earlier=True)
+    products = half_speed(kind, device)
+    if before is not None and not (products.is_judged and products.in_time):
+        return before.in_words(earlier=True)
+    if not products.is_judged:
+        return None if products.ratio is None and device.type == "cuda" else HalfPrecision(False, str(products))
+    stays = before is not None and before.fast and products.ratio is not None and products.ratio >= STAYS
+    decision = _Decision(key=key, fast=products.half_pays or stays, found=products)
+    store_record(folder, decision)
+    return decision.in_words()
 
 
 def _key(kind: Kind, device: torch.device) -> str:
@@ -154,27 +150,32 @@ def _key(kind: Kind, device: torch.device) -> str:
     return hashlib.sha256(json.dumps([kind, *machine, *kernel_switches()]).encode()).hexdigest()
 
 
-def _load(file: Path | None) -> _Kept | None:
-    if file is None:
-        return None
+def kernel_switches() -> list[Any]:
+    """Return the environment variables and the flags of torch that change kernels, and what the processor can do.
+
+    Plain values, for a key. If they differ between two processes, what was measured in one does not count in the other.
+    """
+    mkldnn, cudnn, cuda = torch.backends.mkldnn, torch.backends.cudnn, torch.backends.cuda
+    precisions: list[Any] = [torch.backends, mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn]
+    precisions += [cudnn, cudnn.conv, cudnn.rnn, cuda.matmul]
     try:
-        kept = _FILE.validate_json(read_kept(file))
-        if kept.key != file.stem:
-            raise ValueError(f"it is the entry of {kept.key}")
-        if not kept.found.is_judged or not 0.0 < (kept.found.ratio or 0.0) < math.inf:
-            raise ValueError(f"it holds a ratio of {kept.found.ratio} from {kept.found.pairs} pairs")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        _LOG.debug("The kept decision about bfloat16 %s is not used: %s", file, error)
-        return None
-    return kept
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the program has set the precisions of single backends, which are described too
+        precision = "by backend"
+    return [
+        [[name, os.environ.get(name)] for name in _VARIABLES],
+        [[name, str(value)] for name, value in sorted(cpu_capabilities().items())],
+        torch.backends.cpu.get_cpu_capability(),
+        bool(mkldnn.enabled),
+        bool(cudnn.enabled),
+        bool(cudnn.benchmark),
+        precision,
+        [str(each.fp32_precision) for each in precisions],
+        torch.are_deterministic_algorithms_enabled(),
+    ]
 
 
-def _store(file: Path | None, kept: _Kept) -> None:
-    if file is None:
-        return
-    try:
-        keep(file, _FILE.dump_json(kept) + b"\n")
-    except OSError as error:
-        _LOG.debug("The decision about bfloat16 is not kept in %s: %s", file, error)
+def matmul_backends() -> dict[str, Any]:
+    """Return what holds the precision of float32 matrix products, by its name in ``torch.backends``."""
+    mkldnn: Any = torch.backends.mkldnn
+    return {"cuda.matmul": torch.backends.cuda.matmul, "mkldnn.matmul": mkldnn.matmul}

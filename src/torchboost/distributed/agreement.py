@@ -1,24 +1,36 @@
-"""Check that ranks which train one model together are at the same step, and name those that are not."""
+"""What ranks that train one model together agree on: shared values, equal steps, equal states."""
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchboost.core.torch_private import lazy_gloo
-from torchboost.distributed.store import own_store
 from torchboost.distributed.teardown import part
 from torchboost.errors import RankDisagreementError
 
-__all__ = ["Agreement"]
+__all__ = [
+    "Agreement",
+    "bit_sum",
+    "first_holder",
+    "from_first_rank",
+    "is_first_rank",
+    "mean_over_ranks",
+    "own_store",
+    "ranks_of_shards",
+    "several",
+]
+
+T = TypeVar("T")
 
 _POLL = 0.02
 """Seconds before the second look at which ranks arrived; each later one waits twice as long."""
@@ -26,6 +38,7 @@ _PACKET = 16
 """Numbers of the first message of an exchange; two of them say what is exchanged."""
 _WORD = 62
 """Ranks that one number in the store tells of."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class Agreement:
@@ -197,6 +210,115 @@ class Agreement:
 
     def _here(self, bit: int, word: int) -> int:
         return self._store.add(f"{self._calls}/{word}", bit)
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    """Return the mean of a number over the ranks; without a group, the number.
+
+    Args:
+        value: Of shape ``()``, on a device that the group's backend serves; not changed.
+
+    Cost: one all-reduce of a number, and one synchronisation.
+    """
+    if not several():
+        return float(value)
+    shared = value.detach().double().clone()
+    dist.all_reduce(shared)
+    return float(shared) / dist.get_world_size()
+
+
+def from_first_rank(value: T) -> T:
+    """Return the value of the first rank, which can be pickled; without a group, the value itself."""
+    if not several():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is the first rank, or the only one."""
+    return not several() or dist.get_rank() == 0
+
+
+def ranks_of_shards(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the ranks over which FSDP2 shards any of these tensors, in order; empty if it shards none."""
+    meshes = {id(mesh): mesh.mesh for t in tensors if (mesh := getattr(t, "device_mesh", None)) is not None}
+    return sorted({rank for mesh in meshes.values() for rank in mesh.flatten().tolist()})
+
+
+def several() -> bool:
+    """Return whether the process is a rank of a group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def own_store(purpose: str, ranks: Sequence[int]) -> Any:
+    """Return a store for a single use by these ranks; the other ranks of the job need not take part.
+
+    The prefix counts how often each rank has called this. ``dist.new_group`` does not serve here: all ranks of the job
+    must call it, or it reuses the name of a destroyed group of the same ranks, whose members then find the old
+    addresses in the store.
+
+    Args:
+        purpose: Keeps uses apart.
+        ranks: Global ranks, this one included; each of them must call this in the same order.
+    """
+    assert dist.group.WORLD is not None
+    named = hashlib.sha256(".".join(map(str, ranks)).encode()).hexdigest()[:16]  # a short key for any number of ranks
+    within = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+    store = within(f"torchboost/{purpose}/{named}", dist.group.WORLD.get_group_store())
+    return within(str(store.add(str(dist.get_rank()), 1)), store)
+
+
+def first_holder(state: Any, shards: Sequence[int]) -> int:
+    """Return the lowest rank that holds the same state as this one; all ranks must call this.
+
+    Args:
+        state: Nested dicts and sequences of tensors and numbers.
+        shards: The ranks over which one such state is sharded, in order; without sharding, only this rank.
+
+    Cost: one read of the state, and an all-gather of about 130 bytes per rank. Tensors are compared by the sum of their
+    bits.
+    """
+    mine = hashlib.sha256()
+    for entry in _portrait(state):
+        mine.update(entry.encode() + b"\0")
+    figures: list[Any] = [None] * dist.get_world_size()
+    step = shards[1] - shards[0] if len(shards) > 1 else 1
+    short = range(shards[0], shards[-1] + 1, step)  # of any length in a few bytes
+    dist.all_gather_object(figures, (mine.hexdigest(), short if list(short) == list(shards) else tuple(shards)))
+    whole = {ranks: [figures[rank][0] for rank in ranks] for _, ranks in set(figures)}
+    own = whole[figures[dist.get_rank()][1]]
+    return next(rank for rank, (_, ranks) in enumerate(figures) if whole[ranks] == own)
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """Return the sum of the bits of a tensor (of this rank's shard, if sharded) as int64 on its device.
+
+    Integer addition is associative, so the sum does not depend on threads or on the kind of device.
+    """
+    numbers = _local(tensor).detach().contiguous().reshape(-1)
+    if not numbers.numel():
+        return torch.zeros((), dtype=torch.int64, device=numbers.device)
+    return numbers.view(_BITS[numbers.element_size()]).sum(dtype=torch.int64)
+
+
+def _portrait(value: Any) -> list[str]:
+    """Describe a state, with tensors given by their shape and the sum of their bits."""
+    if isinstance(value, Tensor):
+        local = _local(value)
+        return [f"{local.dtype} {tuple(local.shape)} {int(bit_sum(local))}"]
+    if isinstance(value, Mapping):
+        keys = sorted(value, key=str)
+        return [f"dict {keys}", *(part for key in keys for part in _portrait(value[key]))]
+    if isinstance(value, (list, tuple)):
+        return [f"list {len(value)}", *(part for each in value for part in _portrait(each))]
+    plain = value is None or isinstance(value, (bool, int, float, str))
+    return [repr(value) if plain else type(value).__name__]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore
 
 
 def _listed(ranks: Sequence[int], noun: str = "") -> str:

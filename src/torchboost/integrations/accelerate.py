@@ -19,7 +19,7 @@ from torchboost.config import ConfigSource
 from torchboost.core.arguments import check_module, check_optimizer
 from torchboost.core.torch_private import place_of_optimizer
 from torchboost.core.wrapping import hookable
-from torchboost.distributed.checkpoint.checkpoint import load_optimizer
+from torchboost.distributed.checkpoint import load_optimizer
 from torchboost.errors import IncompatibleError
 from torchboost.front import Host, attach, warn_of_missing_length
 from torchboost.graph.plain_state import plain_states

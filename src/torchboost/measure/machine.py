@@ -1,28 +1,36 @@
-"""How fast this machine multiplies in float32 and bfloat16, and how fast it copies: short measurements."""
+"""What this machine does: the speed of its products and copies, the peak memory of a piece of work, parts of a step."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Literal, get_args
+from types import TracebackType
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from torchboost.errors import IncompatibleError
+from torchboost.measure.stopwatch import Clock, Progress
+
 __all__ = [
+    "LOADING",
     "PAYS",
-    "PRIOR_SECONDS",
     "STAYS",
     "Kind",
+    "PeakMemory",
     "Products",
-    "Rung",
-    "climb",
+    "StepParts",
     "copy_bandwidth",
     "half_speed",
     "products",
+    "time_step_parts",
 ]
 
 Kind = Literal["matrix product", "convolution"]
@@ -42,10 +50,6 @@ PAYS = 1.25
 """Least ratio at which bfloat16 counts as fast. Far enough from 1 that the noise of a measurement does not decide."""
 STAYS = 1.1
 """Least ratio at which it stays so if it counted as fast in an earlier measurement."""
-FAR = 5.0
-"""If one precision is that many times as fast as the other, larger sizes do not change which one is faster."""
-FAR_SECONDS = 0.002
-"""Least time of the slower call for that conclusion: a shorter one may be mostly the overhead of a call."""
 
 MATRIX_SIZES = {"cpu": (128, 256, 512), "cuda": (512, 2048, 4096)}
 IMAGES = {"cpu": ((2, 32), (8, 32), (8, 64)), "cuda": ((64, 64), (256, 64), (256, 128))}
@@ -135,7 +139,7 @@ def products(kind: Kind, device: torch.device | str = "cpu", *, seconds: float =
 
     A matrix product multiplies square matrices. A convolution is 3 x 3 on channels-last images of 16 x 16 pixels. The
     sizes grow as long as the next one fits in the time limit (see :func:`climb`). No random numbers are drawn and no
-    graph is recorded. Autocast is off meanwhile. The CPU is timed with the wall clock, a CUDA device with events.
+    graph is recorded. Autocast is off meanwhile. The device is waited for after each call.
 
     Args:
         kind: ``"matrix product"`` or ``"convolution"``.
@@ -172,11 +176,10 @@ def climb(
     timer: Timer,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Products:
-    """Time growing products in both precisions until the answer is clear or the time is used up.
+    """Time growing products in both precisions until the time is used up.
 
     A next size is tried if its warm-up and three pairs are expected to fit, judged by the last size and the number of
-    operations. It is not tried if one precision is already five times as fast as the other and the slower call takes
-    2 ms or more. The result is that of the last size with at least three pairs. If no size has three, it is that of the
+    operations. The result is that of the last size with at least three pairs. If no size has three, it is that of the
     first one, whose pairs may take up to five times the limit, on a machine that other programs use. A call that has
     begun is finished.
 
@@ -184,36 +187,30 @@ def climb(
         kind: For the result.
         rungs: The sizes, in growing order.
         seconds: Time limit.
-        pairs: Maximum number of pairs of one size.
+        pairs: Maximum number of pairs of the largest size.
         timer: Runs a call and returns its seconds.
         clock: Seconds, monotonically, for the time limit.
     """
-    start = clock()
-    found: Products | None = None
-    cost, far = 0.0, False
+    start, result, cost = clock(), None, 0.0
     for position, rung in enumerate(rungs):
-        last = position == len(rungs) - 1
-        if found is not None:
-            expected = cost * rung.work / rungs[position - 1].work
-            if far or clock() - start + (1 + LEAST_PAIRS) * expected > seconds:
-                break
+        if position and clock() - start + (1 + LEAST_PAIRS) * cost * rung.work / rungs[position - 1].work > seconds:
+            break
         calls = {dtype: rung.build(dtype) for dtype in (torch.float32, torch.bfloat16)}
         for call in calls.values():
             timer(call)
         times: list[tuple[float, float]] = []
-        while len(times) < (pairs if last else LEAST_PAIRS):
+        while len(times) < (LEAST_PAIRS if position < len(rungs) - 1 else pairs):
             limit = seconds * (BUSY if len(times) < LEAST_PAIRS and position == 0 else 1.0)
             if times and clock() - start + sum(times[-1]) > limit:
                 break
             order = list(calls) if len(times) % 2 == 0 else list(reversed(calls))
             taken = {dtype: timer(calls[dtype]) for dtype in order}
             times.append((taken[torch.float32], taken[torch.bfloat16]))
-        if found is None or len(times) >= LEAST_PAIRS:
-            found = _summary(kind, rung, times, clock() - start)
-        far = _are_far(times)
+        if result is None or len(times) >= LEAST_PAIRS:
+            result = _summary(kind, rung, times, clock() - start)
         cost = sum(map(median, zip(*times, strict=True)))
-    assert found is not None
-    return replace(found, in_time=clock() - start <= seconds)
+    assert result is not None
+    return replace(result, in_time=clock() - start <= seconds)
 
 
 def copy_bandwidth(device: torch.device | str = "cpu", *, copies: int = 7) -> float:
@@ -236,24 +233,12 @@ def copy_bandwidth(device: torch.device | str = "cpu", *, copies: int = 7) -> fl
     return 2 * COPIED[device.type] / fastest
 
 
-def _are_far(times: Sequence[tuple[float, float]]) -> bool:
-    ratios = _ratios(times)
-    slower = max(map(min, zip(*times, strict=True)))
-    return (min(ratios) >= FAR or max(ratios) <= 1 / FAR) and slower >= FAR_SECONDS
-
-
-def _ratios(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return how many times as fast bfloat16 is: the median over the pairs, and the ratio of the fastest times."""
-    full, half = map(min, zip(*times, strict=True))
-    return median(a / max(b, 1e-12) for a, b in times), full / max(half, 1e-12)
-
-
 def _summary(kind: Kind, rung: Rung, times: Sequence[tuple[float, float]], seconds: float) -> Products:
     full, half = (max(min(column), 1e-12) for column in zip(*times, strict=True))
     return Products(
         kind=kind,
         size=rung.size,
-        ratio=min(_ratios(times)),
+        ratio=min(median(a / max(b, 1e-12) for a, b in times), full / half),
         float32=rung.work / full,
         bfloat16=rung.work / half,
         pairs=len(times),
@@ -262,25 +247,14 @@ def _summary(kind: Kind, rung: Rung, times: Sequence[tuple[float, float]], secon
 
 
 def _timer(device: torch.device) -> Timer:
-    if device.type != "cuda":
+    clock = Clock.of(device)
 
-        def by_clock(call: Call) -> float:
-            start = time.perf_counter()
-            call()
-            return time.perf_counter() - start
+    def timed(call: Call) -> float:
+        start = clock()
+        call()
+        return clock() - start
 
-        return by_clock
-
-    def by_events(call: Call) -> float:
-        with torch.cuda.device(device):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            return begin.elapsed_time(end) / 1000
-
-    return by_events
+    return timed
 
 
 def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -330,3 +304,169 @@ def _convolutions(device: torch.device) -> list[Rung]:
         )
         for batch, channels in IMAGES[device.type]
     ]
+
+
+class PeakMemory:
+    """Measures how far the memory of a ``with`` block rises above what was held before it.
+
+    On CUDA and XPU that is what torch allocates on the device. On CPUs under Linux it is the resident memory of the
+    whole process, libraries and threads included, whose record of the peak is reset. Elsewhere ``bytes`` is None.
+
+    Cost: a garbage collection.
+
+    Args:
+        device: Where the work is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+        self._device = device
+        self._counts: Any = module if hasattr(module, "max_memory_allocated") else None
+        self._before: int | None = None
+        self.bytes: int | None = None
+
+    def __enter__(self) -> PeakMemory:
+        gc.collect()
+        if self._counts is not None:
+            self._counts.reset_peak_memory_stats(self._device)
+            self._before = self._counts.memory_allocated(self._device)
+        elif self._device.type == "cpu":
+            _return_free_memory()
+            self._before = _resident("VmRSS") if _reset() else None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before is None:
+            return
+        counts = self._counts
+        peak = _resident("VmHWM") if counts is None else counts.max_memory_allocated(self._device)
+        self.bytes = None if peak is None else max(0, peak - self._before)
+
+
+def _return_free_memory() -> None:
+    """Let the C library return freed memory, which would hide a later use of it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _reset() -> bool:
+    """Reset the peak of the resident memory, and return whether that is possible here."""
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")
+    except OSError:
+        return False
+    return True
+
+
+def _resident(name: str) -> int | None:
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            found = next(line for line in file if line.startswith(name))
+    except (OSError, StopIteration):
+        return None
+    return 1024 * int(found.split()[1])
+
+
+LOADING = "data loading"
+PARTS = (LOADING, "forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """The times of the parts of several steps.
+
+    Attributes:
+        seconds: Part -> seconds, one entry per step. The parts are data loading, forward, backward and optimizer.
+    """
+
+    seconds: Mapping[str, list[float]]
+
+    @property
+    def steps(self) -> int:
+        """Number of measured steps."""
+        return len(self.seconds[LOADING])
+
+    def median(self, part: str) -> float:
+        """Return the median seconds of a part."""
+        return median(self.seconds[part])
+
+    def share(self, part: str) -> float:
+        """Return the share of a part in the total time of all steps, between 0 and 1.
+
+        Totals are compared and not medians: a loader with workers delivers several batches at once, and then lets the
+        loop wait for the next ones.
+        """
+        total = sum(map(sum, self.seconds.values()))
+        return sum(self.seconds[part]) / total if total > 0 else 0.0
+
+
+def time_step_parts(
+    batches: Iterable[Any],
+    *,
+    load: Callable[[Any], Any],
+    forward: Callable[[Any], Tensor],
+    update: Callable[[], object],
+    steps: int = 20,
+    warmup: int = 3,
+    clock: Clock | None = None,
+    progress: Progress | None = None,
+) -> StepParts:
+    """Train some steps and time their parts. The device is waited for after each part.
+
+    If the batches end, they are iterated again, and the start of the new iterator counts as loading. If they can be
+    iterated only once, the steps end with them.
+
+    Args:
+        batches: One epoch.
+        load: Moves a batch to the device; counts as loading.
+        forward: Maps a batch to its loss.
+        update: Updates the weights and clears the gradients.
+        steps: Maximum number of measured steps.
+        warmup: Number of steps before them, which are not measured.
+        clock: By default the wall clock. Pass ``Clock.of(device)`` for a GPU.
+        progress: Called after every step.
+
+    Raises:
+        ValueError: ``steps`` is below 1, or ``warmup`` is negative.
+        IncompatibleError: There are not more batches than steps of the warm-up.
+    """
+    if steps < 1 or warmup < 0:
+        raise ValueError(f"found steps={steps}, warmup={warmup}; needed: steps >= 1, warmup >= 0.")
+    clock = clock if clock is not None else Clock()
+    seconds: dict[str, list[float]] = {part: [] for part in PARTS}
+    endless = _again(batches)
+    for done in range(warmup + steps):
+        marks = [clock()]
+        batch = next(endless, None)
+        if batch is None:
+            break
+        batch = load(batch[0])
+        marks.append(clock())
+        loss = forward(batch)
+        marks.append(clock())
+        loss.backward()
+        marks.append(clock())
+        update()
+        marks.append(clock())
+        if done >= warmup:
+            for part, start, end in zip(PARTS, marks, marks[1:], strict=False):
+                seconds[part].append(end - start)
+        if progress is not None:
+            progress("steps", done + 1, warmup + steps)
+    if not seconds[LOADING]:
+        raise IncompatibleError(f"the batches ended in the warm-up; needed: more than {warmup} of them.")
+    return StepParts(seconds)
+
+
+def _again(batches: Iterable[Any]) -> Iterator[tuple[Any]]:
+    """Yield each batch in a tuple, so that None can be one. Start again at the end, unless there is nothing left."""
+    while True:
+        empty = True
+        for batch in batches:
+            empty = False
+            yield (batch,)
+        if empty or iter(batches) is batches:
+            return

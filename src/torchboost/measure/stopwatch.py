@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -200,7 +200,13 @@ def compare(
         ValueError: There are no contestants, a baseline is unknown, or ``pairs`` or ``calls`` is below 1. Nothing is
             called.
     """
-    _check(contestants, baselines, pairs, calls)
+    if not contestants:
+        raise ValueError("found no contestants; give at least one.")
+    unknown = [name for name in baselines if name not in contestants]
+    if unknown:
+        raise ValueError(f"baselines: found {unknown}; allowed are the contestants {list(contestants)}.")
+    if pairs < 1 or calls < 1:
+        raise ValueError(f"found pairs={pairs}, calls={calls}; both must be at least 1.")
     clock = clock if clock is not None else Clock()
     tell = progress if progress is not None else _silent
     warm, unsettled = {}, []
@@ -213,7 +219,12 @@ def compare(
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     gc.collect()
     with collector_off():
-        for done, order in enumerate(_orders(list(contestants), pairs, seed)):
+        shuffler, order = random.Random(seed), list(contestants)
+        for done in range(pairs):
+            if done % 2:
+                order.reverse()
+            else:
+                shuffler.shuffle(order)
             tell("timing", done, pairs)
             gc.collect(0)
             for name in order:
@@ -284,43 +295,22 @@ def device_name(device: torch.device | str) -> str:
     return module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
 
 
-def _check(contestants: Mapping[str, object], baselines: Sequence[str], pairs: int, calls: int) -> None:
-    if not contestants:
-        raise ValueError("found no contestants; give at least one.")
-    unknown = [name for name in baselines if name not in contestants]
-    if unknown:
-        raise ValueError(f"baselines: found {unknown}; allowed are the contestants {list(contestants)}.")
-    if pairs < 1 or calls < 1:
-        raise ValueError(f"found pairs={pairs}, calls={calls}; both must be at least 1.")
-
-
 def _silent(phase: str, done: int, total: int, note: str = "") -> None:
     return None
 
 
-@dataclass(slots=True)
-class _History:
-    times: list[float] = field(default_factory=list)
-    graphs: list[int] = field(default_factory=list)
-
-    def settled(self, rule: Warmup) -> bool:
-        if len(self.times) < max(rule.least, 2 * rule.window) or len(set(self.graphs[-rule.window - 1 :])) > 1:
-            return False
-        last, before = self.times[-rule.window :], self.times[-2 * rule.window : -rule.window]
-        return abs(median(last) - median(before)) <= rule.tolerance * median(before)
-
-
 def _warm_up(call: Callable[[], object], rule: Warmup, clock: Clock) -> tuple[float, bool]:
     """Return the seconds of the warm-up and whether the time settled."""
-    history = _History()
-    while len(history.times) < rule.limit:
-        if len(history.times) >= rule.least and sum(history.times) >= rule.seconds:
-            break
-        history.times.append(_sample(call, 1, clock))
-        history.graphs.append(compiled_graphs())
-        if history.settled(rule):
-            return sum(history.times), True
-    return sum(history.times), rule.limit == 0
+    times: list[float] = []
+    graphs: list[int] = []
+    while len(times) < rule.limit and (len(times) < rule.least or sum(times) < rule.seconds):
+        times.append(_sample(call, 1, clock))
+        graphs.append(compiled_graphs())
+        if len(times) >= max(rule.least, 2 * rule.window) and len(set(graphs[-rule.window - 1 :])) == 1:
+            last, before = median(times[-rule.window :]), median(times[-2 * rule.window : -rule.window])
+            if abs(last - before) <= rule.tolerance * before:
+                return sum(times), True
+    return sum(times), rule.limit == 0
 
 
 def _sample(call: Callable[[], object], calls: int, clock: Clock) -> float:
@@ -328,17 +318,6 @@ def _sample(call: Callable[[], object], calls: int, clock: Clock) -> float:
     for _ in range(calls):
         call()
     return (clock() - start) / calls
-
-
-def _orders(names: list[str], rounds: int, seed: int) -> Iterator[list[str]]:
-    shuffler = random.Random(seed)
-    order = list(names)
-    for index in range(rounds):
-        if index % 2:
-            order.reverse()
-        else:
-            shuffler.shuffle(order)
-        yield list(order)
 
 
 @contextmanager

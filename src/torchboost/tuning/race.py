@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 from torchboost.bench.workloads.factory import ignored_seed
 from torchboost.errors import FactoryError
-from torchboost.measure.sequential import Look, SequentialTest
-from torchboost.measure.statistics import paired_ratio
+from torchboost.measure.statistics import Look, SequentialTest, paired_ratio
 from torchboost.tuning.evidence import STOCK, Candidate, Finding, Outcome, Run
 
 __all__ = ["FRESH_SEED", "LEAST_GAIN", "OverBudgetError", "Race", "combined"]

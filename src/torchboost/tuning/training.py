@@ -25,9 +25,9 @@ from torchboost.bench.workloads.factory import (
     scheduled,
 )
 from torchboost.core.torch_private import compiled_graphs, forget_compiled
-from torchboost.distributed.shared import mean_over_ranks, several
+from torchboost.distributed.agreement import mean_over_ranks, several
 from torchboost.front import Boosted, boost
-from torchboost.measure.memory import PeakMemory
+from torchboost.measure.machine import PeakMemory
 from torchboost.measure.stopwatch import Clock, Stopwatch
 from torchboost.tuning.evidence import BLOCK, Candidate, Run
 

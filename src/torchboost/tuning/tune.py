@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from torchboost.bench.workloads.factory import Parts, made_by, source_of
 from torchboost.core.arguments import check_count, check_number, is_number, seconds_of
-from torchboost.distributed.agreement import Agreement
-from torchboost.distributed.shared import from_first_rank, is_first_rank
+from torchboost.distributed.agreement import Agreement, from_first_rank, is_first_rank
 from torchboost.errors import FactoryError
 from torchboost.measure.stopwatch import Progress, environment
 from torchboost.plan import Plan

@@ -15,7 +15,7 @@ from torchboost.bench.workloads.bench import run_bench
 from torchboost.bench.workloads.contestants import plan_for
 from torchboost.errors import FactoryError
 from torchboost.measure.evidence import BenchReport, Contestant, Curve
-from torchboost.measure.sequential import SequentialTest
+from torchboost.measure.statistics import SequentialTest
 from torchboost.measure.stopwatch import Clock, Warmup
 from torchboost.plan import Plan
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchboost.algorithms.adaptive_sum.rule import adasum_, hierarchical_adasum_
-from torchboost.distributed.checkpoint.copies import bit_sum
+from torchboost.distributed.agreement import bit_sum
 from torchboost.distributed.topology import NodeGroups
 from torchboost.errors import IncompatibleError, NoEffectWarning
 

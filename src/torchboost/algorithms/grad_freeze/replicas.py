@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchboost.core.algorithm import Attachment
 from torchboost.core.covering import plain_hook
 from torchboost.core.torch_private import active_ddp, build_again, built_in_comm_hook, comm_hooks
-from torchboost.distributed.agreement import Agreement
-from torchboost.distributed.shared import ranks_of_shards
+from torchboost.distributed.agreement import Agreement, ranks_of_shards
 from torchboost.errors import IncompatibleError
 
 __all__ = ["Replicas", "check_reducer", "rebuild_reducer", "several_ranks"]

@@ -18,9 +18,8 @@ from torchboost.bench.workloads.data import Data
 from torchboost.bench.workloads.factory import ignored_seed
 from torchboost.bench.workloads.jobs import Job
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Curve, Quality
-from torchboost.measure.memory import PeakMemory
-from torchboost.measure.sequential import Look, SequentialTest
-from torchboost.measure.statistics import noninferiority
+from torchboost.measure.machine import PeakMemory
+from torchboost.measure.statistics import Look, SequentialTest, noninferiority
 from torchboost.measure.stopwatch import Clock, Progress, Stopwatch, Warmup, compare, environment
 
 __all__ = ["CONTESTANTS", "run_bench"]

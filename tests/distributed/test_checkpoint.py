@@ -18,7 +18,7 @@ from torchboost.algorithms.fused_optimizer import FusedOptimizer
 from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.core.step import TrainStep
-from torchboost.distributed import checkpoint
+from torchboost.distributed import checkpoint, folders
 from torchboost.optim.rules.adam import Adam
 
 
@@ -122,6 +122,8 @@ def test_numbers_that_make_no_sense_are_refused(tmp_path):
     path = run.save(tmp_path, 1)
     with pytest.raises(FileExistsError, match="give a larger number"):
         run.save(tmp_path, 1)
+    with pytest.raises(FileExistsError, match=r"00000001 already exists, .* 0 would be older.* another folder"):
+        run.save(tmp_path, 0)
     with pytest.raises(FileNotFoundError, match=r"no '\.metadata'"):
         run.load(tmp_path / "2")
     assert list(tmp_path.iterdir()) == [path]
@@ -166,18 +168,6 @@ def test_what_lies_in_the_place_of_a_checkpoint_is_named(tmp_path):
     with pytest.raises(FileExistsError, match="00000005 is not a folder"):
         run.save(tmp_path / "00000005", 1)
     assert run.save(tmp_path, 6, keep=1) == checkpoint.latest(tmp_path)
-
-
-def test_a_number_below_the_newest_is_refused_and_nothing_is_removed(tmp_path):
-    run = Run()
-    there = [run.save(tmp_path, number) for number in (50, 60)]
-    with pytest.raises(FileExistsError, match=r"00000060 already exists, .* 10 would be older.* another folder"):
-        run.save(tmp_path, 10)
-    with pytest.raises(FileExistsError, match="checkpoint 55 would be older"):
-        run.save(tmp_path, 55)
-    assert sorted(tmp_path.iterdir()) == there
-    for path in there:
-        Run().load(path)
 
 
 def test_groups_in_another_order_get_their_own_moments(tmp_path):
@@ -250,3 +240,60 @@ def test_the_saved_optimizer_is_that_of_a_plain_run(tmp_path):
     assert optimizer.param_groups[0]["fused"]
     assert all(optimizer.state[p]["exp_avg"].stride() == p.stride() for p in model.parameters())
     attached.remove()
+
+
+def written(folder: Path, number: int, keep: int) -> Path:
+    path, unfinished = folders.places(folder, number)
+    folders.clear(folder)
+    unfinished.mkdir()
+    (unfinished / "content").write_text(str(number))
+    (unfinished / folders.METADATA).touch()
+    assert path not in folders.complete(folder)
+    folders.finish(unfinished, path, keep)
+    return path
+
+
+def test_what_an_interrupted_job_left_is_cleared_and_never_counts(tmp_path):
+    path = written(tmp_path, 1, keep=1)
+    _, unfinished = folders.places(tmp_path, 2)
+    unfinished.mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    assert folders.complete(tmp_path) == [path]
+    folders.clear(tmp_path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["00000001", "notes.txt"]
+
+
+def test_what_is_no_checkpoint_of_ours_neither_counts_nor_goes(tmp_path):
+    (tmp_path / "2024").write_text("notes")
+    (tmp_path / "00002024").write_text("notes")
+    foreign = [tmp_path / name for name in ("7", "00000008", "\N{ARABIC-INDIC DIGIT THREE}" * 8)]
+    for folder in foreign:
+        folder.mkdir()
+    path = written(tmp_path, 9, keep=1)
+    assert folders.complete(tmp_path) == [path]
+    assert all(folder.is_dir() for folder in foreign)
+
+
+def test_a_link_to_a_checkpoint_counts_and_is_never_removed(tmp_path):
+    moved = written(tmp_path / "a", 1, keep=1)
+    run = tmp_path / "run"
+    run.mkdir()
+    link = run / "00000001"
+    link.symlink_to(moved)
+    assert folders.complete(run) == [link]
+    path = written(run, 2, keep=1)
+    path = written(run, 3, keep=1)
+    assert folders.complete(run) == [link, path]
+    assert (moved / "content").read_text() == "1"
+
+
+def test_links_and_files_that_lie_in_the_way_are_removed_and_not_followed(tmp_path):
+    outside, run = tmp_path / "outside", tmp_path / "run"
+    outside.mkdir()
+    (outside / "precious").touch()
+    run.mkdir()
+    (run / ".unfinished-00000009").symlink_to(outside)
+    (run / ".unfinished-00000010").touch()
+    folders.clear(run)
+    assert list(run.iterdir()) == []
+    assert (outside / "precious").exists()

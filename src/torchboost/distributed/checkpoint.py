@@ -33,12 +33,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torchboost.distributed.checkpoint import folders
-from torchboost.distributed.checkpoint.copies import first_holder
-from torchboost.distributed.checkpoint.generators import generator_states, set_generator_states
-from torchboost.distributed.shared import ranks_of_shards
+from torchboost.distributed import folders
+from torchboost.distributed.agreement import first_holder, ranks_of_shards
 
-__all__ = ["Part", "latest", "load", "load_optimizer", "save"]
+__all__ = ["Part", "latest", "load", "save"]
 
 OPTIMIZER = "torchboost.optimizer"
 """Part with the entries that hooks added to the optimizer's state dict."""
@@ -103,7 +101,7 @@ def save(
         raise ValueError(f"the part name {sorted(taken)[0]!r} is reserved; give another name.")
     folder = Path(folder)
     path, unfinished = folders.places(folder, number)
-    _check_newest(folder, number)
+    _by_first(lambda: _check_place(folder, path))
     names = _names(model, _params(optimizer))
     state = dict(optimizer.state_dict())
     held = {names[position]: entry for position, entry in state.pop("state").items()}
@@ -113,7 +111,7 @@ def save(
     buffers = _buffers(weights, model)
     holder, source = _holder(whole, _shards(_params(optimizer))), _holder(buffers, [_source(model)])
     own = {name: part.state_dict() for name, part in parts.items()}
-    own |= {OPTIMIZER: state, COPY: holder, BUFFERS: source, GENERATORS: generator_states(model)}
+    own |= {OPTIMIZER: state, COPY: holder, BUFFERS: source, GENERATORS: _generator_states(model)}
     content = {
         "model": weights,
         _key("optimizer", holder): whole,
@@ -181,7 +179,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
     _read(path, content)
     set_model_state_dict(model, {**weights, **content.get(key, {})})
     if len(writers) == _world_size():
-        set_generator_states(own[GENERATORS], model)
+        _set_generator_states(own[GENERATORS], model)
 
 
 def load_optimizer(path: str | os.PathLike[str], key: str, model: nn.Module, optimizer: Optimizer) -> None:
@@ -240,22 +238,16 @@ def _in_short(error: CheckpointException) -> str:
     return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in sorted(causes.items()))
 
 
-def _check_newest(folder: Path, number: int) -> None:
+def _check_place(folder: Path, path: Path) -> None:
     """Refuse a number that is not the largest in the folder, because only the largest are kept."""
-    newest = latest(folder)
-    if newest is None or int(newest.name) < number:
-        _by_first(lambda: _check_place(folder, number))
-        return
-    if int(newest.name) == number:
+    newest, number = next(reversed(folders.complete(folder)), None), int(path.name)
+    if newest is not None and int(newest.name) == number:
         raise FileExistsError(f"{newest} already exists; give a larger number, or remove it.")
-    raise FileExistsError(
-        f"{newest} already exists, and checkpoint {number} would be older, so it would be removed first; save into "
-        "another folder, or remove the newer checkpoints."
-    )
-
-
-def _check_place(folder: Path, number: int) -> None:
-    path, _ = folders.places(folder, number)
+    if newest is not None and int(newest.name) > number:
+        raise FileExistsError(
+            f"{newest} already exists, and checkpoint {number} would be older, so it would be removed first; save into "
+            "another folder, or remove the newer checkpoints."
+        )
     if os.path.lexists(path):
         raise FileExistsError(f"{path} already exists and is not a checkpoint; move it, or give another number.")
     if os.path.lexists(folder) and not folder.is_dir():
@@ -455,3 +447,32 @@ def _rank() -> int:
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _generator_states(model: nn.Module) -> list[Tensor]:
+    """Return the states of torch's generators: the CPU's, then those of the accelerators that hold the model."""
+    states = [torch.get_rng_state()]
+    for device in _accelerators(model):
+        with torch.accelerator.device_index(device.index):
+            states.append(torch.get_device_module(device).get_rng_state())
+    return states
+
+
+def _set_generator_states(states: Sequence[Tensor], model: nn.Module) -> None:
+    """Restore the states from :func:`_generator_states`, for as many accelerators as this process has.
+
+    A state of another kind of device, which has another size, is skipped.
+    """
+    torch.set_rng_state(states[0])
+    for device, state in zip(_accelerators(model), states[1:], strict=False):
+        with torch.accelerator.device_index(device.index):
+            module = torch.get_device_module(device)
+            if module.get_rng_state().shape == state.shape:
+                module.set_rng_state(state)
+
+
+def _accelerators(model: nn.Module) -> list[torch.device]:
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return []
+    return sorted({param.device for param in model.parameters() if param.device.type == kind.type}, key=str)
