@@ -328,7 +328,7 @@ def test_senseless_options_are_refused():
 def test_resuming_at_any_step_is_bit_identical(exact, way):
     ids = batches(9)
     lr = [0.1 / (1 + step) for step in range(9)]
-    for stop in range(1, 9):
+    for stop in (1, 2, 5, 8):
         module = embedding()
         optimizer = LazyAdam(module.parameters(), lr=lr, exact=exact, amsgrad=True)
         with optimizer.attach(module):

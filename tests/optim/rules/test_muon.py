@@ -51,7 +51,7 @@ def by_hand(weights: list[Tensor], steps: int, options: dict[str, Any]) -> list[
     return weights
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(shapes=SHAPES, options=OPTIONS)
 def test_equals_its_definition_in_float64(shapes, options):
     params = parameters(shapes)
@@ -61,7 +61,7 @@ def test_equals_its_definition_in_float64(shapes, options):
         assert float((ours.detach().double() - theirs).norm()) < 1e-5 * (3 + float(theirs.norm()))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(shapes=SHAPES, options=OPTIONS)
 def test_equals_torchs_muon_up_to_the_rounding_of_bfloat16(shapes, options):
     """Each step of torch's form is off by up to a few percent, and of small singular values by more."""
