@@ -1,7 +1,7 @@
 """Replay the steps of dense Adam that rows without a gradient have missed, for all rows at once.
 
 In such a step momentum still moves the weight, both moments shrink, and weight decay applies. The moments after any
-number of steps are products, so the moves are a sum in which each step has its own factors. Epsilon stands beside the
+number of steps are products, so the moves are a sum in which each step has its own factors. Epsilon is added to the
 root of the second moment, so the sum has no closed form; its terms shrink, and those that can no longer change the
 weight are not computed. With coupled (L2) weight decay the moments depend on the weight, and steps are made in turn.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,12 +74,15 @@ def replay(rows: Mapping[str, Tensor], last: Tensor, step: int, past: Mapping[st
     """
     if not len(last):
         return
+    begun = last.cpu().double()  # a device is waited for once here, and once for the number of steps that count
     flat = {key: value.view(len(last), -1) for key, value in rows.items()}
-    history = _History.of(past, int(last.min()), step, rows["weight"])
-    if history.coupled:
-        _make_steps(history, flat, last.double())
+    form: dict[str, bool] = dict(zip(FORM, past["form"], strict=True))
+    start = max(bisect_right(past["options"], (int(begun.min()) + 1, math.inf)) - 1, 0)
+    options = past["options"][start:]
+    if not form["decoupled_weight_decay"] and any(decay for _, _, decay, *_ in options):
+        _make_steps(options, form, flat, begun, step)
     else:
-        _sum_steps(history, flat, last.double())
+        _sum_steps(_History.of(options, form, step, rows["weight"]), flat, begun)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,7 @@ class _History:
         before: Sums of ``logs`` over all steps before each set.
         end: The last step.
         form: Options that choose the formula, by name.
+        most: Largest learning rate, first beta, and size of a move in units of the one before; the smallest epsilon.
     """
 
     first: Tensor
@@ -100,16 +104,15 @@ class _History:
     logs: Tensor
     before: Tensor
     end: int
-    form: dict[str, bool]
+    form: Mapping[str, bool]
+    most: tuple[float, float, float, float]
 
     @classmethod
-    def of(cls, past: Mapping[str, Any], begin: int, end: int, like: Tensor) -> _History:
-        options = past["options"]
-        form: dict[str, bool] = dict(zip(FORM, past["form"], strict=True))
-        start = max(bisect_right(options, (begin + 1, math.inf)) - 1, 0)
-        table = torch.tensor(options[start:], dtype=torch.float64, device="cpu")
-        first, values = table[:, 0].contiguous(), table[:, 1:]
-        lr, decay, beta1, beta2, _ = values.unbind(1)
+    def of(cls, options: Sequence[Any], form: Mapping[str, bool], end: int, like: Tensor) -> _History:
+        table = torch.tensor(options, dtype=torch.float64, device="cpu")
+        first, values = table[:, 0].contiguous(), table[:, 1:].contiguous()
+        lr, decay, beta1, beta2, eps = values.unbind(1)
+        most = (float(lr.max()), float(beta1.max()), float((beta1 / beta2.sqrt()).max()), float(eps.min()))
         left = 1 - lr * decay if form["decoupled_weight_decay"] else torch.ones_like(lr)
         # Dense Adam multiplies by factors that are rounded to the precision of the rows.
         beta1, beta2, left = (factor.to(like.dtype).double() for factor in (1 - beta1, beta2, left))
@@ -117,16 +120,7 @@ class _History:
         sums = (first.diff(append=first.new_full((1,), end + 1))[:, None] * logs).cumsum(0)
         before = torch.cat([sums.new_zeros(1, 3), sums[:-1]])
         near = like.device
-        return cls(first.to(near), values.contiguous().to(near), logs.to(near), before.to(near), end, form)
-
-    @property
-    def coupled(self) -> bool:
-        """Whether weights are added to gradients."""
-        return not self.form["decoupled_weight_decay"] and bool(self.values[:, 1].any())
-
-    def at(self, steps: Tensor) -> tuple[Tensor, ...]:
-        """Return the options of steps."""
-        return self.values[self._index(steps)].unbind(-1)
+        return cls(first.to(near), values.to(near), logs.to(near), before.to(near), end, form, most)
 
     def until(self, steps: Tensor) -> Tensor:
         """Return the sums of ``logs`` over all steps until these, which are included."""
@@ -137,20 +131,22 @@ class _History:
         """Return what the steps after ``begin`` leave of both moments and of a weight."""
         return (self.until(torch.full_like(begin, self.end)) - self.until(begin)).exp_()
 
-    def corrections(self, steps: Tensor, beta1: Tensor, beta2: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the corrections of the first moment and of the root of the second one."""
-        if not self.form["bias_correction"]:
-            return torch.ones_like(steps), torch.ones_like(steps)
-        return 1 - beta1**steps, (1 - beta2**steps).sqrt()
-
-    def terms(self, steps: Tensor, begin: Tensor) -> tuple[Tensor, Tensor]:
+    def terms(self, begin: Tensor, low: int, high: int, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Return ``a``, ``e`` of the moves ``a m / (sqrt(v) + e)``, with the decay of the steps after them.
 
         Args:
-            steps: Shape ``(rows, steps)``.
-            begin: The last step that each row has made.
+            begin: The last step that each row has made, from ``low`` to ``high``.
+            low: See above.
+            high: See above.
+            first: The first move of a row is that of the step ``begin + first``.
+            count: Number of moves.
+
+        Returns:
+            Shape ``(rows, count)``.
         """
-        low, high = int(steps.min()), int(steps.max())
+        number = torch.arange(first, first + count, dtype=torch.float64, device=begin.device)
+        steps = (number + begin[:, None]).clamp_(max=self.end)
+        low, high = low + first, min(high + first + count, self.end)
         if high - low < steps.numel():
             table = self._factors(torch.arange(low, high + 1, dtype=steps.dtype, device=steps.device))
             size, scale, eps, mean, square = (column[(steps - low).long()] for column in table)
@@ -165,28 +161,33 @@ class _History:
         return size / scale, eps / scale
 
     def _factors(self, steps: Tensor) -> tuple[Tensor, ...]:
-        lr, _, beta1, beta2, eps = self.at(steps)
-        first, second = self.corrections(steps, beta1, beta2)
+        lr, _, beta1, beta2, eps = self.values[self._index(steps)].unbind(-1)
+        first, second = torch.ones_like(steps), torch.ones_like(steps)
+        if self.form["bias_correction"]:
+            first, second = 1 - beta1**steps, (1 - beta2**steps).sqrt()
         mean, square, fade = self.until(steps).unbind(-1)
-        size = -lr / first * (self.until(steps.new_tensor([float(self.end)]))[:, 2] - fade).exp_()
+        size = -lr / first * (self.until(torch.full_like(lr.flatten()[:1], self.end))[:, 2] - fade).exp_()
         if self.form["nesterov"]:
             size *= beta1
         if self.form["eps_uncorrected"]:
             return size * second, torch.ones_like(size), eps, mean, square
         return size, 1 / second, eps, mean, square
 
+    def next_square(self, square: Tensor, begin: Tensor) -> Tensor:
+        """Return the second moments after one more step."""
+        return square * self.values[self._index(begin + 1), 3].to(square.dtype)[:, None]
+
     def reach(self, weight: Tensor, mean: Tensor, root: Tensor, begin: Tensor) -> Tensor:
         """Return the number of steps after which all further ones move a row by less than rounding."""
         missing = self.end - begin
-        lr, _, beta1, beta2, eps = self.values.unbind(1)
-        shrink = float((beta1 / beta2.sqrt()).max())  # of a move in units of the one before, at most
+        lr, beta1, shrink, eps = self.most
         if not shrink < 1:
             return missing
         # A first step moves at most lr / (1 - beta1**n) * |m| / max(sqrt(v), eps); the sum of all further ones counts.
-        first = 1 - beta1.max() ** (begin + 1) if self.form["bias_correction"] else torch.ones_like(begin)
-        farthest = lr.max() / (1 - shrink) / first
+        first = 1 - beta1 ** (begin + 1) if self.form["bias_correction"] else torch.ones_like(begin)
+        farthest = lr / (1 - shrink) / first
         info = torch.finfo(weight.dtype)
-        travel = farthest.to(weight.dtype)[:, None] * mean.abs() / root.clamp(min=float(eps.min()))
+        travel = farthest.to(weight.dtype)[:, None] * mean.abs() / root.clamp(min=eps)
         limit = weight.abs() * self.left(begin)[:, 2:].to(weight.dtype) * (info.eps / 8) + info.tiny
         needed = (limit / travel.clamp_(min=info.tiny)).amin(1).double().log_() / math.log(max(shrink, SMALLEST))
         return torch.minimum(needed.ceil_().nan_to_num_(math.inf, math.inf).clamp_(min=0), missing)
@@ -195,23 +196,24 @@ class _History:
         return (torch.searchsorted(self.first, steps, right=True) - 1).clamp_(min=0)
 
 
-def _sum_steps(history: _History, rows: Mapping[str, Tensor], begin: Tensor) -> None:
+def _sum_steps(history: _History, rows: Mapping[str, Tensor], begun: Tensor) -> None:
     weight, mean, square = (rows[key] for key in ("weight", "exp_avg", "exp_avg_sq"))
-    largest = rows.get("max_exp_avg_sq")
+    begin, largest = begun.to(weight.device), rows.get("max_exp_avg_sq")
     if largest is not None:  # of the second moments from here on, the next one is the largest
-        torch.maximum(largest, square * history.at(begin + 1)[3].to(square.dtype)[:, None], out=largest)
+        torch.maximum(largest, history.next_square(square, begin), out=largest)
     root = (square if largest is None else largest).sqrt()
     reach = history.reach(weight, mean, root, begin)
-    # The rows that still have steps to make are always the first ones. A copy on the host tells how many they are.
-    order = reach.argsort(descending=True)
-    reach, begun, root = reach[order], begin[order], root[order]
-    counts, total = (-reach).cpu(), torch.zeros_like(root)
+    # The rows that still have steps to make are always the first ones.
+    counts, order = reach.cpu().sort(descending=True)
+    begun, order = begun[order], order.to(weight.device)
+    reach, ordered, root = reach[order], begin[order], root[order]
+    total = torch.zeros_like(root)
     space = root.new_empty(len(root), CHUNK, root.shape[1])  # for the terms of a chunk, again and again
-    for start in range(0, -int(counts[0]), CHUNK):
-        count = min(CHUNK, -int(counts[0]) - start)
-        active = int(torch.searchsorted(counts, float(-start)))
-        number = torch.arange(start + 1, start + count + 1, dtype=torch.float64, device=begin.device)
-        size, eps = history.terms((number + begun[:active, None]).clamp_(max=history.end), begun[:active])
+    for start in range(0, int(counts[0]), CHUNK):
+        count, active = min(CHUNK, int(counts[0]) - start), int(torch.count_nonzero(counts > start))
+        low, high = int(begun[:active].min()), int(begun[:active].max())
+        size, eps = history.terms(ordered[:active], low, high, start + 1, count)
+        number = torch.arange(start + 1, start + count + 1, device=size.device)
         size = size.masked_fill_(number > reach[:active, None], 0.0).to(root.dtype)
         terms = torch.add(root[:active, None], eps.to(root.dtype)[..., None], out=space[:active, :count])
         total[:active] += torch.bmm(size[:, None], terms.reciprocal_())[:, 0]
@@ -222,27 +224,27 @@ def _sum_steps(history: _History, rows: Mapping[str, Tensor], begin: Tensor) -> 
     square.mul_(left2)
 
 
-def _make_steps(history: _History, rows: Mapping[str, Tensor], begin: Tensor) -> None:
+def _make_steps(
+    options: Sequence[Any], form: Mapping[str, bool], rows: Mapping[str, Tensor], begun: Tensor, end: int
+) -> None:
     """Make the steps one by one, as the moments depend on the weights."""
-    order = begin.argsort()
-    live, begin = {key: value[order] for key, value in rows.items()}, begin[order]
-    begun, earliest = begin.cpu(), int(begin[0])
-    for step in range(earliest + 1, history.end + 1):
+    begun, order = begun.sort()
+    order = order.to(rows["weight"].device)
+    live = {key: value[order] for key, value in rows.items()}
+    for step in range(int(begun[0]) + 1, end + 1):
         active = int(torch.searchsorted(begun, float(step)))
         weight, mean, square = (live[key][:active] for key in ("weight", "exp_avg", "exp_avg_sq"))
-        number = torch.full((), step, dtype=torch.float64, device=begin.device)
-        lr, decay, beta1, beta2, eps = history.at(number)
-        first, second = history.corrections(number, beta1, beta2)
-        grad = weight * float(decay)
-        mean.lerp_(grad, float(1 - beta1))
-        square.mul_(float(beta2)).addcmul_(grad, grad, value=float(1 - beta2))
+        _, lr, decay, beta1, beta2, eps = options[max(bisect_right(options, (step, math.inf)) - 1, 0)]
+        first, second = (1 - beta1**step, (1 - beta2**step) ** 0.5) if form["bias_correction"] else (1.0, 1.0)
+        grad = weight * decay
+        mean.lerp_(grad, 1 - beta1)
+        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         if "max_exp_avg_sq" in live:
             largest = live["max_exp_avg_sq"][:active]
             square = torch.maximum(largest, square, out=largest)
-        ahead = mean.lerp(grad, float(1 - beta1)) if history.form["nesterov"] else mean
-        uncorrected = history.form["eps_uncorrected"]
-        root = square.sqrt() if uncorrected else square.sqrt().div_(float(second))
-        size = lr * second / first if uncorrected else lr / first
-        weight.addcdiv_(ahead, root.add_(float(eps)), value=-float(size))
+        ahead = mean.lerp(grad, 1 - beta1) if form["nesterov"] else mean
+        root = square.sqrt() if form["eps_uncorrected"] else square.sqrt().div_(second)
+        size = lr * second / first if form["eps_uncorrected"] else lr / first
+        weight.addcdiv_(ahead, root.add_(eps), value=-size)
     for key, value in live.items():
         rows[key].index_copy_(0, order, value)
