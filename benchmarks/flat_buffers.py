@@ -57,10 +57,9 @@ def filled(shapes: list[tuple[int, ...]], *, flat: bool) -> list[nn.Parameter]:
     return params
 
 
-def step_of(params: list[nn.Parameter], *, native: bool) -> Step:
-    """Return a step of the update alone (native: AdamW's own kernel), behind clipping."""
-    form = {"native": True} if native else {"fused": True}
-    optimizer = AdamWeightDecay(params, eps=1e-8, bias_correction=True, **form, **SETTINGS)
+def step_of(params: list[nn.Parameter]) -> Step:
+    """Return a step of the update alone, behind clipping."""
+    optimizer = AdamWeightDecay(params, eps=1e-8, bias_correction=True, fused=True, **SETTINGS)
 
     def step() -> None:
         clip_grad_norm_(params, NORM)
@@ -84,13 +83,13 @@ def with_filling(params: list[nn.Parameter], fresh: list[Tensor], step: Step) ->
     return whole
 
 
-def updates(shapes: list[tuple[int, ...]], *, native: bool) -> dict[str, Step]:
+def updates(shapes: list[tuple[int, ...]]) -> dict[str, Step]:
     apart, flat, filling = filled(shapes, flat=False), filled(shapes, flat=True), filled(shapes, flat=True)
     fresh = [torch.randn(math.prod(shape)) for shape in shapes]
     return {
-        LIST: step_of(apart, native=native),
-        FLAT: step_of(flat, native=native),
-        FILLED: with_filling(filling, fresh, step_of(filling, native=native)),
+        LIST: step_of(apart),
+        FLAT: step_of(flat),
+        FILLED: with_filling(filling, fresh, step_of(filling)),
     }
 
 
@@ -144,10 +143,8 @@ def contestants(case: str, found: Comparison, base: str) -> list[Contestant]:
 def measure(options: Options) -> list[Path]:
     made: list[Contestant] = []
     for case, shapes in cases(options.smoke).items():
-        for form in ("fused", "native"):
-            ways = updates(shapes, native=form == "native")
-            found = compare(ways, baselines=[LIST], pairs=3 if options.smoke else 40, progress=options.progress)
-            made += contestants(f"{case}, {form}", found, LIST)
+        found = compare(updates(shapes), baselines=[LIST], pairs=3 if options.smoke else 40, progress=options.progress)
+        made += contestants(f"{case}, fused", found, LIST)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_main, args=(folder, options.smoke), nprocs=2)
         exchanged = json.loads(Path(folder, "found.json").read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ from torchboost.measure.memory import PeakMemory
 from torchboost.measure.stopwatch import Clock, compare
 
 OURS = "torchboost"
-ON_THE_CPU = ("Adam, native", "AdamOffload, on the CPU")
+ON_THE_CPU = ("AdamOffload, on the CPU",)
 CALLS = 5
 FIRST_STEPS = 3
 Params = list[nn.Parameter]

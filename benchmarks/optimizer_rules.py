@@ -102,7 +102,6 @@ def cases() -> dict[str, Case]:
         made[f"RMSprop, {form}"] = Case(
             ours=of(optim.RMSprop, **moving, **FORMS[form]), peers=torch_forms(torch.optim.RMSprop, (form,), **moving)
         )
-    made["Adam, native"] = Case(ours=of(optim.Adam, **decay, native=True), peers=torch_forms(adam, **decay))
     made["Adam, nesterov"] = Case(
         ours=of(optim.Adam, **decay, nesterov=True), peers=torch_forms(torch.optim.NAdam, two, **decay)
     )

@@ -1,4 +1,4 @@
-"""Claim: centralise, clip, decay and update cost little more than the update alone; by hand it is twice as much.
+"""Claim: centralise, clip, decay and update in a pipeline cost as much as by hand, twice as much as the update alone.
 
 The shares of the memory bound are those of the bytes an update must move: weights and both moments read and written,
 gradients read; a pipeline with clipping reads the gradients once more.
@@ -122,12 +122,6 @@ def inside(params: list[nn.Parameter]) -> Step:
     return AdamWeightDecay(params, eps=1e-8, bias_correction=True, fused=True, transforms=transforms, **SETTINGS).step
 
 
-def native(params: list[nn.Parameter]) -> Step:
-    transforms = (Centralize(), ClipNorm(NORM))
-    optimizer = AdamWeightDecay(params, eps=1e-8, bias_correction=True, native=True, transforms=transforms, **SETTINGS)
-    return optimizer.step
-
-
 def peer(params: list[nn.Parameter]) -> Step:
     centralize = importlib.import_module("pytorch_optimizer.optimizer.gradient_centralization").centralize_gradient
     optimizer = fused(params)
@@ -149,7 +143,6 @@ WAYS: dict[str, Callable[[list[nn.Parameter]], Step]] = {
     "pipeline by hand, torch fused": by_hand,
     "GradientPipeline, torch fused": hooked,
     "transforms of torchboost's fused AdamW": inside,
-    "native": native,
 }
 SGD = {"torch fused SGD, nothing before it": bare_sgd, "GradientPipeline, torch fused SGD": hooked_sgd}
 BARE_SGD = next(iter(SGD))

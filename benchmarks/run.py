@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import accuracy
 import adasum_time
-import catch_up
 import dim_reduce
 import fewer_steps_time
 import fine_tune
@@ -38,7 +37,6 @@ CLAIMS = {
     "optimizer_step": optimizer_step.measure,
     "optimizer_rules": optimizer_rules.measure,
     "less_memory_time": less_memory_time.measure,
-    "catch_up": catch_up.measure,
     "adasum_time": adasum_time.measure,
     "accuracy": accuracy.measure,
     "zoo": zoo.measure,

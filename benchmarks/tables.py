@@ -329,7 +329,6 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "fine_tune": fine_tuned,
     "adasum_time": beside_all_reduce,
     "less_memory_time": times,
-    "catch_up": times,
     "adasum_convergence": steps_to_target,
 }
 

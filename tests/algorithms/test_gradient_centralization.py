@@ -85,13 +85,13 @@ class Scaled(nn.Module):
         return self.head(image.mean((2, 3)) + self.place.t())
 
 
-@pytest.mark.parametrize("by", ["algorithm", "function", "groups", "native"])
+@pytest.mark.parametrize("by", ["algorithm", "function", "groups"])
 def test_parameters_with_one_entry_per_row_train_as_without_centralisation(by):
     torch.manual_seed(0)
     model = Scaled()
     groups = [{"params": list(model.parameters()), "grad_centralization": True}]
-    if by in ("groups", "native"):
-        optimizer = Adam(groups, native=by == "native")
+    if by == "groups":
+        optimizer = Adam(groups)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         attach = {"algorithm": lambda: GradientCentralization().attach(Target(model, optimizer))}
@@ -102,7 +102,7 @@ def test_parameters_with_one_entry_per_row_train_as_without_centralisation(by):
     optimizer.step()
     assert all(not torch.equal(param, before[name]) for name, param in model.named_parameters())
     left = {name for name, param in model.named_parameters() if torch.equal(param.grad, grads[name])}
-    assert left == set(grads) - ({"head.weight"} if by != "native" else set())
+    assert left == set(grads) - {"head.weight"}
 
 
 class Gated(nn.Module):

@@ -23,7 +23,8 @@ FILES = sorted(FOLDER.glob("*.pt"))
 def test_an_old_file_goes_on_to_the_same_numbers(file):
     kept = torch.load(file, weights_only=True)
     params = [nn.Parameter(weight.clone()) for weight in kept["weights"]]
-    optimizer = CASES[file.stem](params, lr=rate_for(file.stem, rate))
+    name = file.stem.replace("native", "loop")  # written when Adam had a kernel of its own
+    optimizer = CASES[name](params, lr=rate_for(name, rate))
     optimizer.load_state_dict(kept["optimizer"])
     assert optimizer.param_groups[0].get("updates", STEPS) == STEPS
     for got, want in zip(go_on(optimizer, params, range(STEPS, 2 * STEPS)), kept["expected"], strict=True):
@@ -33,7 +34,7 @@ def test_an_old_file_goes_on_to_the_same_numbers(file):
 
 
 def test_every_rule_has_a_small_file():
-    assert {file.stem for file in FILES} == set(NAMES)
+    assert {file.stem for file in FILES} == {*NAMES, "Adam-native"}
     assert {file.stem.split("-")[0] for file in FILES} == set(RULES)
     assert all(file.stat().st_size < 8192 for file in FILES)
 

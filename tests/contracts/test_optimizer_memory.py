@@ -58,7 +58,6 @@ SIZE = 4 * (256 * 256 + 64 * 64)
     ("name", "shares"),
     [
         ("Adam-fused", 0.01),
-        ("Adam-native", 0.01),
         ("AdamWeightDecay-fused", 0.01),
         ("SGD-fused", 0.01),
         ("Momentum-fused", 0.01),

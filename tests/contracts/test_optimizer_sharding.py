@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.models import mlp
 from tests.support.ranks import run_ranks
 from tests.support.wrapped import all_weights, train_share
-from torchboost import IncompatibleError
 from torchboost.core.algorithm import Target
 from torchboost.optim.rules.adam import Adam, AdamWeightDecay
 from torchboost.optim.rules.lamb import Lamb
@@ -89,18 +88,6 @@ def _local(value: Any) -> torch.Tensor:
     return value.to_local() if hasattr(value, "to_local") else torch.as_tensor(value)
 
 
-def _native_on_shards() -> str:
-    model = mlp()
-    fully_shard(model)
-    optimizer = Adam(model.parameters(), native=True)
-    before = all_weights(model)
-    with pytest.raises(IncompatibleError, match="found a DTensor") as caught:
-        train_share(Target(model, optimizer), model, steps=1)
-    assert all_weights(model) == before
-    dist.barrier()
-    return str(caught.value)
-
-
 def _rounded(wrapping: str) -> tuple[list[float], list[float]]:
     """Return the weights of a run with stochastic rounding, and those of the same run with masters."""
     found = []
@@ -147,8 +134,3 @@ def test_fsdp_equals_one_process_and_its_state_survives_a_checkpoint():
     for name, ours, theirs in zip(names, first, second, strict=True):
         assert ours == theirs, name
         assert ours == pytest.approx(_alone(name), abs=2e-6), name
-
-
-@pytest.mark.dist
-def test_the_native_form_refuses_shards_before_anything_is_changed():
-    assert all("Leave native out" in message for message in run_ranks(_native_on_shards, 2))

@@ -95,7 +95,7 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=list(CHAINS))
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("LARS") and "native" not in name])
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("LARS")])
 def test_transforms_inside_equal_a_pipeline_in_front(name, chain):
     inner, outer = parameters(shapes_of(name)), parameters(shapes_of(name))
     inside, behind = CASES[name](inner, transforms=chain), CASES[name](outer)

@@ -62,3 +62,15 @@ def test_the_folder_is_the_users_unless_switched_off(tmp_path: Path, monkeypatch
     for off in ("", "off"):
         monkeypatch.setenv("TORCHBOOST_CACHE", off)
         assert default_folder("choices") is None
+    monkeypatch.delenv("TORCHBOOST_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder("choices") == tmp_path / "torchboost" / "choices"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_folder("choices") == tmp_path / ".cache" / "torchboost" / "choices"
+
+    def homeless() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert default_folder("choices") is None

@@ -27,7 +27,6 @@ RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "finite": (SGD, {"lr": 0.5, "transforms": (ClipNorm(0.1),), "nonfinite": "raise"}),
     "fused": (Adam, {"lr": 0.01, "fused": True, "eps": 0.1, "transforms": (ClipNorm(0.1),)}),
 }
-NATIVE = {"native": (Adam, {"lr": 0.01, "native": True, "eps": 0.1, "transforms": (ClipNorm(0.1),)})}
 
 
 def test_one_process_shares_with_nobody():
@@ -54,7 +53,7 @@ def test_a_stand_in_takes_no_memory():
 def _alone(name: str) -> list[float]:
     torch.manual_seed(0)
     model = mlp()
-    rule, options = (RULES | NATIVE)[name]
+    rule, options = RULES[name]
     train_share(Target(model, rule(model.parameters(), **options)), model, steps=4)
     return all_weights(model)
 
@@ -63,7 +62,7 @@ def _zero() -> dict[str, list[float]]:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns about parts of itself
 
     found = {}
-    for name, (rule, options) in (RULES | NATIVE).items():
+    for name, (rule, options) in RULES.items():
         torch.manual_seed(0)
         model = mlp()
         wrapped = DistributedDataParallel(model)
@@ -109,7 +108,6 @@ REFUSING: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "before the norm": (SGD, {"lr": 0.1, "transforms": (Decay(0.01), ClipNorm(0.1))}),
     "after the first look": (SGD, {"lr": 0.1, "transforms": (ClipNorm(0.1, error_if_nonfinite=True), Decay(0.01))}),
     "without transforms": (Adam, {"lr": 0.1, "nonfinite": "raise"}),
-    "native": (Adam, {"lr": 0.1, "native": True, "transforms": (ClipNorm(0.1),)}),
 }
 
 

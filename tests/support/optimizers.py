@@ -77,7 +77,6 @@ def _cases() -> dict[str, Callable[..., UpdateRule]]:
     cases["SGD-plain"] = partial(SGD, lr=0.01)
     cases["Adam-nesterov"] = partial(Adam, lr=0.01, weight_decay=0.1, nesterov=True, amsgrad=True)
     cases["Adam-eps_uncorrected"] = partial(Adam, lr=0.01, weight_decay=0.1, eps_uncorrected=True)
-    cases["Adam-native"] = partial(Adam, lr=0.01, weight_decay=0.1, native=True)
     cases["LazyAdam"] = partial(LazyAdam, lr=0.01, weight_decay=0.1)
     cases["LazyAdam-exact"] = partial(LazyAdam, lr=0.01, weight_decay=0.1, exact=True)
     cases["AdamOffload"] = partial(AdamOffload, lr=0.01, weight_decay=0.1)

@@ -55,7 +55,7 @@ def half_precision(device: torch.device | str, convolutions: int | None = None) 
     such as MPS, are not measured and count as slow.
 
     The decision is made once per machine: it is kept in the folder ``bfloat16`` of
-    :func:`~torchboost.core.native.cache_folder`, for the processor, the number of threads, the device, torch's version
+    :func:`~torchboost.core.kept.default_folder`, for the processor, the number of threads, the device, torch's version
     and what else changes kernels (:func:`~torchboost.core.kernels.kernel_switches`). If other programs used the machine
     meanwhile, so that the measurement exceeded its time limit, later processes measure again, until one has finished
     in time. Its result then replaces the earlier one; what counted as fast stays so from 1.1 times on. To measure

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchboost.core.files import PARTIAL, only_mine, write_whole
-from torchboost.core.native import NO_FOLDER, cache_folder
-from torchboost.errors import IncompatibleError
 
 __all__ = ["default_folder", "keep", "read_kept"]
 
@@ -26,16 +24,25 @@ _ABANDONED = 3600.0
 
 
 def default_folder(kind: str) -> Path | None:
-    """Return the folder for one kind of results; None if nothing is kept: as the user said, or without a home folder.
+    """Return the folder for one kind of results: in ``TORCHBOOST_CACHE``, or in ``torchboost`` in the user's caches.
 
     Args:
-        kind: Name of a folder in :func:`~torchboost.core.native.cache_folder`.
+        kind: Name of the folder.
+
+    Returns:
+        None if nothing is kept: ``TORCHBOOST_CACHE`` is empty or ``off``, or there is no home folder.
     """
-    if os.environ.get("TORCHBOOST_CACHE", "unset") in NO_FOLDER:
+    setting = os.environ.get("TORCHBOOST_CACHE")
+    if setting in ("", "off"):
         return None
+    if setting is not None:
+        return Path(setting).absolute() / kind
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if caches.is_absolute():  # the XDG rules: an empty or relative path is ignored
+        return caches / "torchboost" / kind
     try:
-        return cache_folder() / kind
-    except IncompatibleError:
+        return Path.home() / ".cache" / "torchboost" / kind
+    except RuntimeError:
         return None
 
 

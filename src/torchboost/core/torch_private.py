@@ -120,7 +120,6 @@ __all__ = [
     "step_pre_hooks",
     "tree_flatten",
     "tree_unflatten",
-    "unscales_in_kernel",
     "version",
     "versions",
     "without_hooks",
@@ -426,11 +425,6 @@ def without_hooks(attributes: Mapping[str, Any]) -> dict[str, Any]:
 def has_fused_mark(optimizer: Optimizer) -> bool:
     """Whether a fused step has looked at its parameters, or will: ``Optimizer._need_device_dtype_check_for_fused``."""
     return "_need_device_dtype_check_for_fused" in vars(optimizer)
-
-
-def unscales_in_kernel(optimizer: Optimizer) -> bool:
-    """Whether a step divides by the loss scale in its kernel: ``Optimizer._step_supports_amp_scaling``."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def forget_fused_mark(optimizer: Optimizer) -> None:

@@ -79,20 +79,6 @@ def test_trains_from_checkpoints_of_an_earlier_run(tmp_path: Path) -> None:
     assert run.subspace.accepted > 20
 
 
-def test_the_native_form_reaches_the_basis(tmp_path: Path) -> None:
-    checkpoints(tmp_path, 4)
-    ends = []
-    for native in (False, True):
-        settings = SubspaceDescent(n_components=4, weight_load_dir=str(tmp_path), native=native)
-        model, step, run = start(settings)
-        assert run.subspace is not None
-        assert run.subspace.basis.native is native
-        for number in range(5):
-            step(*batch(number))
-        ends.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
-    torch.testing.assert_close(ends[1], ends[0], rtol=1e-4, atol=1e-6)
-
-
 def test_collects_then_starts_again_in_the_subspace_then_hands_back() -> None:
     settings = SubspaceDescent(n_components=3, snapshots=4, snapshot_every=2, restart=True, patience=3, tolerance=1.0)
     model, step, run = start(settings)
@@ -290,8 +276,6 @@ def test_what_it_cannot_work_with() -> None:
     mixed = network()
     mixed[0].bfloat16()
     refused(settings, IncompatibleError, "torch.bfloat16 on cpu, torch.float32 on cpu", mixed)
-    native = SubspaceDescent(n_components=2, native=True)
-    refused(native, IncompatibleError, "native=True: found torch.float64 on cpu", network().double())
     part = network()
     target = Target(part, torch.optim.SGD(part[0].parameters(), lr=0.1))
     with pytest.raises(IncompatibleError, match="4 of 6 parameters of the model"):

@@ -15,10 +15,9 @@ def orthonormal(k: int, n: int, seed: int = 0) -> torch.Tensor:
     return torch.linalg.qr(a)[0].T.float().contiguous()
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_projects_and_lifts_as_the_matrix_does(native: bool) -> None:
+def test_projects_and_lifts_as_the_matrix_does() -> None:
     matrix, v = orthonormal(5, 200_000), torch.randn(200_000)
-    basis = SubspaceBasis.of(matrix).to(matrix.device, matrix.dtype, native=native)
+    basis = SubspaceBasis.of(matrix).to(matrix.device, matrix.dtype)
     assert (basis.components, basis.length) == (5, 200_000)
     torch.testing.assert_close(basis.project(v), matrix.double() @ v.double(), rtol=0, atol=3e-5)
     coordinates = torch.randn(2, 5, dtype=torch.float64)
@@ -63,11 +62,10 @@ def test_as_many_directions_as_weights_at_most(components: int) -> None:
         blocks_within(10, components)
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_blocks_project_their_own_weights_only(native: bool) -> None:
+def test_blocks_project_their_own_weights_only() -> None:
     blocks = (Block(0, 6, 2), Block(6, 10, 1))
     rows = [orthonormal(2, 6), orthonormal(1, 4)]
-    basis = SubspaceBasis(blocks, rows).to(rows[0].device, rows[0].dtype, native=native)
+    basis = SubspaceBasis(blocks, rows)
     dense = torch.block_diag(*rows)
     v, c = torch.randn(10), torch.randn(1, 3, dtype=torch.float64)
     torch.testing.assert_close(basis.project(v), (dense @ v).double())
@@ -97,21 +95,19 @@ def test_rows_must_be_those_of_the_blocks() -> None:
         SubspaceBasis((Block(0, 4, 2),), [torch.eye(1, 4)])
 
 
-def _on_ranks(k: int, native: bool) -> tuple[list[float], list[float], int]:
+def _on_ranks(k: int) -> tuple[list[float], list[float], int]:
     matrix = orthonormal(k, 300)
     block = Block(0, 300, k)
     (mine,) = rows_of((block,), dist.get_rank(), dist.get_world_size())
     basis = SubspaceBasis((block,), [matrix[mine.start : mine.stop]], dist.group.WORLD)
-    basis = basis.to(matrix.device, matrix.dtype, native=native)
     v = torch.arange(300.0) / 300
     return basis.project(v).tolist(), basis.lift(torch.ones(1, k, dtype=torch.float64))[0].tolist(), len(mine)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize(("ranks", "k"), [(2, 32), (4, 30), (3, 2)])
-def test_ranks_that_share_the_rows_project_alike(ranks: int, k: int, native: bool) -> None:
-    found = run_ranks(_on_ranks, ranks, k, native)
+def test_ranks_that_share_the_rows_project_alike(ranks: int, k: int) -> None:
+    found = run_ranks(_on_ranks, ranks, k)
     assert all(one[:2] == found[0][:2] for one in found)
     assert sum(rows for _, _, rows in found) == k
     matrix, v = orthonormal(k, 300), torch.arange(300.0) / 300

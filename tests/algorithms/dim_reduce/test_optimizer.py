@@ -123,7 +123,7 @@ def train(model: nn.Module, optimizer: SubspaceOptimizer, numbers: range) -> Non
         optimizer.step(lambda x=x, y=y: F.cross_entropy(model(x), y))
 
 
-@pytest.mark.parametrize("settings", [{"line_search": "backtracking"}, {"line_search": "parabola"}, {"native": True}])
+@pytest.mark.parametrize("settings", [{"line_search": "backtracking"}, {"line_search": "parabola"}])
 def test_resumes_bit_for_bit_after_every_step(settings: dict[str, Any]) -> None:
     model, optimizer = start(**settings)
     saved = []
@@ -137,25 +137,6 @@ def test_resumes_bit_for_bit_after_every_step(settings: dict[str, Any]) -> None:
         train(again, resumed, range(number, 6))
         for name, value in model.state_dict().items():
             assert torch.equal(again.state_dict()[name], value), f"{name} after resuming at {number}"
-
-
-def test_the_native_form_is_the_same_but_for_rounding() -> None:
-    (ours, native), (theirs, plain) = start(native=True), start()
-    assert native.basis.native
-    train(ours, native, range(5))
-    train(theirs, plain, range(5))
-    assert native.accepted == plain.accepted > 0
-    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
-    plain.load_state_dict(native.state_dict())  # a checkpoint of one is one of the other
-    theirs.load_state_dict(ours.state_dict())
-    train(theirs, plain, range(5, 6))
-
-
-def test_the_native_form_is_refused_in_other_precisions() -> None:
-    model = network().double()
-    with pytest.raises(IncompatibleError, match=r"native=True: found torch\.float64 on cpu"):
-        SubspaceOptimizer(model.parameters(), basis(2, weights_of(model)), native=True)
 
 
 def test_gradients_that_are_there_are_used() -> None:

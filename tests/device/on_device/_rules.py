@@ -23,11 +23,7 @@ OPTIONS: dict[str, Callable[..., Optimizer]] = {
     "AdamW-8bit": partial(AdamW, moments_8bit=True),
     "AdamWeightDecay-8bit": partial(AdamWeightDecay, moments_8bit=True),
 }
-RULES: dict[str, Callable[..., Optimizer]] = {
-    name: make
-    for name, make in {**CASES, **OPTIONS}.items()
-    if name != "Adam-native"  # kernels of the processor
-}
+RULES: dict[str, Callable[..., Optimizer]] = {**CASES, **OPTIONS}
 LARGE = (64, 65)
 """Enough entries for moments in 8 bits."""
 

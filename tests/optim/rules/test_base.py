@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from tests.support.optimizers import CASES, frozen, give_grads, parameters, same, shapes_of, train, values
 from torchboost.errors import IncompatibleError
-from torchboost.optim.pipeline import Gradients
-from torchboost.optim.pipeline import GradientPipeline
+from torchboost.optim.pipeline import GradientPipeline, Gradients
 from torchboost.optim.rules.adam import Adam, AdamW, AdamWeightDecay
 from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.checkpoints import RULE_KEYS

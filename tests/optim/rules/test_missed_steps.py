@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from torchboost.errors import IncompatibleError
-from torchboost.optim.rules import missed_steps
 from torchboost.optim.rules.adam import Adam
 from torchboost.optim.rules.lazy_adam import LazyAdam
-from torchboost.optim.rules.missed_steps import form_of, new_past, record, replay
+from torchboost.optim.rules.missed_steps import form_of, new_past, record
 
 ROWS, WIDTH = 7, 2
 FORMS: list[dict[str, Any]] = [
@@ -77,14 +76,6 @@ class Pair:
             self.near(state[key], value)
 
 
-@pytest.fixture(params=["kernel", "tensor operations"])
-def way(request, monkeypatch):
-    """Replay in C, or as on machines without a C compiler."""
-    if request.param != "kernel":
-        monkeypatch.setattr(missed_steps, "_kernel", lambda: None)
-    return request.param
-
-
 touched = st.lists(st.lists(st.integers(0, ROWS - 1), max_size=4), min_size=1, max_size=25)
 rates = st.lists(st.sampled_from([0.1, 0.03, 0.01, 0.0]), min_size=1, max_size=6)
 
@@ -101,7 +92,6 @@ def test_any_order_of_rows_and_rates_gives_dense_adam(ids, lr, options):
 
 @pytest.mark.parametrize("options", FORMS, ids=lambda options: ",".join(options) or "plain")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.usefixtures("way")
 def test_long_absence(options, dtype):
     pair = Pair(dtype, **{"lr": 0.01} | options)
     for step in range(450):
@@ -137,7 +127,6 @@ def test_it_is_torchs_own_adam_under_a_scheduler(stock, decoupled):
         {"eps_uncorrected": True},
     ],
 )
-@pytest.mark.usefixtures("way")
 def test_missed_steps_use_the_options_of_their_time(change):
     pair = Pair(lr=0.1, weight_decay=0.1)
     for step in range(30):
@@ -182,7 +171,6 @@ def test_a_dense_gradient_between_moves_every_row():
     pair.finish()
 
 
-@pytest.mark.usefixtures("way")
 def test_rows_become_nan_where_dense_adam_makes_them_nan():
     pair = Pair(lr=0.1, eps=0.0)
     pair.step([0])
@@ -192,7 +180,6 @@ def test_rows_become_nan_where_dense_adam_makes_them_nan():
     assert pair.lazy.weight[3].isnan().all()
 
 
-@pytest.mark.usefixtures("way")
 def test_tables_of_other_shapes():
     generator = torch.Generator().manual_seed(0)
     for shape in ((6,), (6, 2, 3)):
@@ -321,40 +308,10 @@ def test_a_record_holds_plain_numbers():
     assert form_of(group) == past["form"]
 
 
-@pytest.mark.parametrize("options", FORMS, ids=lambda options: ",".join(options) or "plain")
-@pytest.mark.parametrize("width", [1, 3, 64])
-def test_the_kernel_equals_tensor_operations(options, width, monkeypatch):
-    group = {"lr": 0.01, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "nesterov": False, "amsgrad": False}
-    group |= {"decoupled_weight_decay": False, "bias_correction": True, "eps_uncorrected": False, **options}
-    past = new_past(group)
-    for step in range(1, 400):
-        record(past, step, group | {"lr": 0.01 * (1 + step % 5)})
-    draw = torch.Generator().manual_seed(width)
-    rows = {key: torch.randn(50, width, generator=draw) for key in ("weight", "exp_avg", "exp_avg_sq")}
-    rows["exp_avg_sq"].square_().mul_(0.1)
-    rows["exp_avg"][::3] *= 1e-12  # some rest at once
-    if group["amsgrad"]:
-        rows["max_exp_avg_sq"] = rows["exp_avg_sq"] * 2 * torch.rand(50, width, generator=draw)
-    last = torch.randint(1, 400, (50,), generator=draw)
-    found = []
-    for threads in (1, 2, None):
-        if threads is None:
-            monkeypatch.setattr(missed_steps, "_kernel", lambda: None)
-        else:
-            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        found.append({key: value.clone() for key, value in rows.items()})
-        replay(found[-1], last, 399, past)
-    for key, value in found[2].items():
-        assert torch.equal(found[0][key], found[1][key])
-        torch.testing.assert_close(found[0][key], value, rtol=2e-5, atol=2e-6)
-    assert not torch.equal(found[0]["exp_avg_sq"], rows["exp_avg_sq"])
-
-
 def test_work_does_not_grow_once_a_row_rests(monkeypatch):
-    monkeypatch.setattr(missed_steps, "_kernel", lambda: None)
     made: list[int] = []
-    lerp = Tensor.lerp_
-    monkeypatch.setattr(Tensor, "lerp_", lambda *args: made.append(len(args[0])) or lerp(*args))
+    reciprocal = Tensor.reciprocal_
+    monkeypatch.setattr(Tensor, "reciprocal_", lambda terms: made.append(len(terms)) or reciprocal(terms))
     counts = []
     for steps in (1000, 2000):
         pair = Pair(lr=0.01, weight_decay=0.01, decoupled_weight_decay=True)
@@ -365,5 +322,5 @@ def test_work_does_not_grow_once_a_row_rests(monkeypatch):
             pair.optimizer.step()
         made.clear()
         pair.optimizer.catch_up()
-        counts.append(len(made))
-    assert 0 < counts[0] == counts[1] <= 320
+        counts.append(sum(made))
+    assert 0 < counts[0] <= counts[1] <= counts[0] + 2 <= 320

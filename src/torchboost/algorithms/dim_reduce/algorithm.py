@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.dim_reduce import native_basis
 from torchboost.algorithms.dim_reduce.basis import Block, SubspaceBasis, blocks_within
 from torchboost.algorithms.dim_reduce.basis_sources import MatrixFile, shared_basis, write_matrix
 from torchboost.algorithms.dim_reduce.loss_windows import LossWindows
@@ -71,7 +70,6 @@ class SubspaceDescent(Algorithm):
         tolerance: See ``patience``.
         memory_mebibytes: Budget of the basis on each rank; above it every direction covers one block of weights only.
         timeout: Seconds that ranks wait for the one that makes the basis.
-        native: See :class:`~torchboost.algorithms.SubspaceOptimizer`.
     """
 
     name: ClassVar[str] = "dim_reduce"
@@ -94,7 +92,6 @@ class SubspaceDescent(Algorithm):
     tolerance: float = 0.01
     memory_mebibytes: int | None = None
     timeout: int = 1800
-    native: bool = False
 
     def __post_init__(self) -> None:
         for name in ("n_components", "snapshot_every", "trials", "timeout"):
@@ -136,17 +133,15 @@ class SubspaceDescent(Algorithm):
                 f"dim_reduce: the model is wrapped by {wrapper}, but the steps need whole parameters on every rank; "
                 "use DistributedDataParallel."
             )
-        weights = _parameters(target.model, target.optimizer)
+        _parameters(target.model, target.optimizer)
         self._blocks(target.model)
-        if self.native:
-            native_basis.check(weights[0].device, weights[0].dtype)
 
     def attach(self, target: Target) -> Attachment:
         """Replace the optimizer of the target by a :class:`SubspaceRun`.
 
         Raises:
             IncompatibleError: FSDP, accumulation, several precisions or devices, parameters that the optimizer does
-                not train; ``native`` other than in float32 on a CPU with a C compiler.
+                not train.
             ValueError: The basis does not fit the model; too few checkpoints, or of another model; NaN in one.
             FileNotFoundError: The file or folder is missing.
             TimeoutError: A rank did not arrive.
@@ -287,7 +282,6 @@ class SubspaceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repor
             trials=s.trials,
             line_search=s.line_search,
             buffers=self._model.buffers(),
-            native=s.native,
         )
 
     def _judge(self, loss: float) -> None:

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchboost.algorithms.dim_reduce import native_basis
-
 __all__ = ["Block", "SubspaceBasis", "blocks_within", "check_products", "rows_of"]
 
 _CHUNK = 1 << 16  # columns at a time, so that a product of few rows finds them in the cache
@@ -117,7 +115,6 @@ class SubspaceBasis:
         self.blocks = tuple(blocks)
         self.rows = tuple(rows)
         self.group = group
-        self.native = False
         self.rank = 0 if group is None else dist.get_rank(group)
         self.ranks = 1 if group is None else dist.get_world_size(group)
         self._mine = rows_of(self.blocks, self.rank, self.ranks)
@@ -151,27 +148,16 @@ class SubspaceBasis:
         """Number of weights, n."""
         return self.blocks[-1].stop
 
-    def to(self, device: torch.device, dtype: torch.dtype, *, native: bool = False) -> SubspaceBasis:
+    def to(self, device: torch.device, dtype: torch.dtype) -> SubspaceBasis:
         """Return the basis on a device and in a precision.
 
         Args:
             device: For the rows.
             dtype: Of the rows, and so of the vectors.
-            native: Multiply with a C kernel of this package, compiled at first use: both products at the speed at
-                which the rows are read. float32 on the CPU only.
-
-        Raises:
-            IncompatibleError: ``native`` elsewhere, or without a C compiler.
         """
-        if native:
-            native_basis.check(device, dtype)
         rows = tuple(rows.to(device, dtype) for rows in self.rows)
         moved = SubspaceBasis.__new__(SubspaceBasis)
-        moved.__dict__ = {
-            **self.__dict__,
-            "rows": tuple(row.contiguous() for row in rows) if native else rows,
-            "native": native,
-        }
+        moved.__dict__ = {**self.__dict__, "rows": rows}
         return moved
 
     def project(self, vector: Tensor) -> Tensor:
@@ -191,7 +177,7 @@ class SubspaceBasis:
         with torch.autocast(vector.device.type, enabled=False):
             for block, rows, place in self._placed():
                 part = vector[block.start : block.stop]
-                found[place] = native_basis.project(rows, part.contiguous()) if self.native else rows @ part
+                found[place] = rows @ part
         return found
 
     def lift(self, coordinates: Tensor, out: Tensor | None = None) -> Tensor:
@@ -217,9 +203,6 @@ class SubspaceBasis:
         coordinates = coordinates.to(kind.device, kind.dtype)
         for block, rows, place in self._placed():
             whole = found[:, block.start : block.stop]
-            if self.native:
-                native_basis.lift(rows, coordinates[:, place], whole)
-                continue
             for part, piece in zip(rows.split(_CHUNK, dim=1), whole.split(_CHUNK, dim=1), strict=True):
                 torch.mm(coordinates[:, place], part, out=piece)
         return found

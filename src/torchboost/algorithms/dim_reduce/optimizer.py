@@ -47,7 +47,6 @@ class SubspaceOptimizer(ClosureOptimizer):
             parabola through the first, takes the better of both, and so is exact on a quadratic function.
         buffers: Restored after trial passes: pass ``model.buffers()`` if a model has BatchNorms, whose statistics a
             trial in training mode would change.
-        native: Multiply with the basis in a C kernel, see :meth:`SubspaceBasis.to`; the results are equal to rounding.
 
     Attributes:
         accepted: Updates so far in which a trial was accepted.
@@ -56,9 +55,8 @@ class SubspaceOptimizer(ClosureOptimizer):
 
     Raises:
         ValueError: A setting out of range, or the basis spans another number of weights.
-        IncompatibleError: Parameters in other precisions, on several devices, or sharded; ``native`` other than in
-            float32 on a CPU with a C compiler; from the first step: the ranks that share the basis have different
-            gradients.
+        IncompatibleError: Parameters in other precisions, on several devices, or sharded; from
+            the first step: the ranks that share the basis have different gradients.
 
     Cost: an update reads the rows of the basis twice and does one forward pass per trial. Memory besides the basis: six
     vectors of the size of the weights (gradient, two lifted vectors, residual, weights before and in a trial).
@@ -84,7 +82,6 @@ class SubspaceOptimizer(ClosureOptimizer):
         trials: int = 2,
         line_search: LineSearch = "backtracking",
         buffers: Iterable[Tensor] = (),
-        native: bool = False,
     ) -> None:
         _check_settings(lr, rho, gamma, sigma, trials, line_search)
         super().__init__(params, {"lr": lr})
@@ -93,7 +90,7 @@ class SubspaceOptimizer(ClosureOptimizer):
         self.rho, self.gamma, self.sigma = rho, gamma, sigma
         self.trials, self.line_search = trials, line_search
         first = self._checked_parameters(basis)
-        self.basis = basis.to(first.device, first.dtype, native=native)
+        self.basis = basis.to(first.device, first.dtype)
         self.inverse_hessian = InverseHessian(basis.components)
         self.accepted = self.trial = 0
         self.loss = math.nan

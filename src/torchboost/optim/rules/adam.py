@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,7 @@ from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.adam_direction import moved
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.eight_bit import check_packable, is_packed, packed_state, packs, unpacked_pieces
-from torchboost.optim.rules.masters import IN_CACHE, MasterWeights, pieces, stochastic
-from torchboost.optim.rules.native_adam import Pipeline, check_walkable, load, prepared
+from torchboost.optim.rules.masters import IN_CACHE, MasterWeights, pieces
 from torchboost.optim.rules.options import check_capturable, check_fused
 from torchboost.optim.updates import UpdateTransform, check_update_transforms
 
@@ -52,10 +51,6 @@ class Adam(UpdateRule):
         foreach: Update lists of tensors; None chooses as torch does.
         fused: Use torch's fused kernel.
         capturable: Safe in a CUDA graph.
-        native: Apply transforms and update in two passes over memory, in a C kernel of this package that is compiled
-            at first use (under a second, once per machine). For float32 on the CPU and transforms in the order
-            ``Unscale``, ``Decay``, ``Centralize``, ``ClipNorm``, ``ClipValue``. Equal to the other forms up to
-            rounding; the gradients are not changed.
         master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their moments in float32.
             ``"stochastic"``, for bfloat16: compute in float32 and keep the moments in it, but no copy: the new weights
             are rounded to one of their two neighbours at random. The noise depends on the count of updates only, so
@@ -63,10 +58,10 @@ class Adam(UpdateRule):
         moments_8bit: Keep the moments of tensors with 4,096 entries or more in 8 bits each, in blocks of 256 entries
             with a scale (after T. Dettmers et al., arXiv 2110.02861): 2 bytes per weight in place of 8. The update
             works in float32, so bfloat16 and float16 need ``master_weights``, and float64 is refused. The moments are
-            rounded at random as with ``"stochastic"``. Not with ``native`` and ``capturable``. ``torch.optim`` cannot
+            rounded at random as with ``"stochastic"``. Not with ``capturable``. ``torch.optim`` cannot
             read such a checkpoint: set ``moments_8bit`` to False in the groups and make a step before it is saved.
         update_transforms: Change the updates between the rule and the weights, in order, such as
-            :class:`~torchboost.optim.Cautious`. Not with ``fused``, ``capturable`` and ``native``.
+            :class:`~torchboost.optim.Cautious`. Not with ``fused`` and ``capturable``.
         transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
         nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
 
@@ -98,14 +93,12 @@ class Adam(UpdateRule):
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
-        native: bool = False,
         master_weights: MasterWeights = False,
         moments_8bit: bool = False,
         update_transforms: Sequence[UpdateTransform] = (),
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:
-        self.native = Pipeline.of(transforms) if native else None
         check_update_transforms(update_transforms)
         self.update_transforms = tuple(update_transforms)
         defaults = {
@@ -127,16 +120,13 @@ class Adam(UpdateRule):
             "moments_8bit": moments_8bit,
         }
         super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
-        if native:
-            load()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "native": self.native, "update_transforms": self.update_transforms}
+        return {**super().__getstate__(), "update_transforms": self.update_transforms}
 
     def constructor_options(self) -> dict[str, Any]:
         """Return the constructor's arguments that the param groups do not hold, by name."""
-        own = {"native": self.native is not None, "update_transforms": self.update_transforms}
-        return {**super().constructor_options(), **own}
+        return {**super().constructor_options(), "update_transforms": self.update_transforms}
 
     def adopted(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a saved group with bias correction if it does not say: torch, whose files do not, always corrects."""
@@ -144,25 +134,15 @@ class Adam(UpdateRule):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse forms for which torch has no kernel."""
-        other = [name for name in ("fused", "foreach", "capturable") if group.get(name)]
-        if self.native is not None and other:
-            raise ValueError(f"native and {other[0]} exclude each other; set one of them.")
-        if self.native is not None and stochastic(group):
-            raise ValueError("native and master_weights='stochastic' exclude each other; set one of them.")
-        if group["moments_8bit"] and (self.native is not None or group["capturable"]):
-            other = "capturable" if self.native is None else "native"
-            raise ValueError(f"moments_8bit and {other} exclude each other; set one of them.")
+        if group["moments_8bit"] and group["capturable"]:
+            raise ValueError("moments_8bit and capturable exclude each other; set one of them.")
         own = [name for name in ("nesterov", "eps_uncorrected") if group.get(name)]
-        if self.update_transforms and self.native is not None:
-            raise ValueError("native and update_transforms exclude each other; set one of them.")
         own += ["update_transforms"] if self.update_transforms else []
         if own and (group.get("fused") or group.get("capturable")):
             raise ValueError(f"{own[0]}: torch has no kernel for it; leave out fused and capturable.")
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
         """Refuse what torch's kernels would refuse, before anything is changed."""
-        if self.native is not None:
-            check_walkable(param)
         super().check_grad(param, grad, group)
         check_fused(param, group, torch.optim.Adam)
         check_capturable(param, group)
@@ -183,31 +163,8 @@ class Adam(UpdateRule):
 
     @property
     def packs_moments(self) -> bool:
-        """Whether the rule can keep moments in 8 bits; the native form cannot."""
-        return self.native is None
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        return self.native is not None or super()._step_supports_amp_scaling
-
-    def prepare(self, work: Sequence[Batch]) -> Callable[[], None] | None:
-        """Do everything that can fail and return a function that does the update; None if it must be skipped."""
-        if self.native is None:
-            return super().prepare(work)
-        self.widen(work)
-        self._check_grads(work, [grad for batch in work for grad in batch.grads])
-        found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if found is not None and bool(found):
-            return None
-        scale = 1.0 if scale is None else float(scale)
-        native = Pipeline.of(self.chain)
-        return prepared(
-            self.param_groups, work, native, grad_scale=scale, nonfinite=self.nonfinite, share=self._shared()
-        )
-
-    def collectives(self) -> int:
-        """Return the number of collectives of :meth:`prepare` among the ranks of a share."""
-        return super().collectives() if self.native is None else min(1, super().collectives())
+        """True: moments may be kept in 8 bits."""
+        return True
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
@@ -279,7 +236,6 @@ class AdamW(Adam):
         foreach: See :class:`Adam`.
         fused: See :class:`Adam`.
         capturable: See :class:`Adam`.
-        native: See :class:`Adam`.
         master_weights: See :class:`Adam`.
         moments_8bit: See :class:`Adam`.
         update_transforms: See :class:`Adam`.
@@ -309,7 +265,6 @@ class AdamW(Adam):
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
-        native: bool = False,
         master_weights: MasterWeights = False,
         moments_8bit: bool = False,
         update_transforms: Sequence[UpdateTransform] = (),
@@ -330,7 +285,6 @@ class AdamW(Adam):
             foreach=foreach,
             fused=fused,
             capturable=capturable,
-            native=native,
             master_weights=master_weights,
             moments_8bit=moments_8bit,
             update_transforms=update_transforms,
@@ -366,7 +320,6 @@ class AdamWeightDecay(Adam):
         foreach: See :class:`Adam`.
         fused: See :class:`Adam`.
         capturable: See :class:`Adam`.
-        native: See :class:`Adam`.
         master_weights: See :class:`Adam`.
         moments_8bit: See :class:`Adam`.
         update_transforms: See :class:`Adam`.
@@ -393,7 +346,6 @@ class AdamWeightDecay(Adam):
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
-        native: bool = False,
         master_weights: MasterWeights = False,
         moments_8bit: bool = False,
         update_transforms: Sequence[UpdateTransform] = (),
@@ -415,7 +367,6 @@ class AdamWeightDecay(Adam):
             foreach=foreach,
             fused=fused,
             capturable=capturable,
-            native=native,
             master_weights=master_weights,
             moments_8bit=moments_8bit,
             update_transforms=update_transforms,

@@ -21,7 +21,7 @@ __all__ = ["LazyAdam"]
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
-BLOCK = 1 << 19
+BLOCK = 1 << 18
 """Weights that are caught up at a time; limits the memory for a whole table."""
 
 
@@ -42,7 +42,7 @@ class LazyAdam(Adam):
 
     Cost of a sparse step: proportional to the rows of the gradient; nothing is as large as the table. Exact mode adds 4
     bytes per row, and until the next ``catch_up()`` 150 bytes per step in which a numeric option changed (such as a
-    scheduled learning rate). Catching up takes one pass over a row per missed step until it rests, after about 250
+    scheduled learning rate). Catching up takes one pass over a row per missed step until it rests, after about 200
     steps with the default betas; with coupled (L2) ``weight_decay`` rows never rest, so all missed steps are replayed.
 
     State: that of :class:`Adam`. In exact mode also ``last_step``, the last step of each row, and ``past``, the options

@@ -1,29 +1,21 @@
 """Replay the steps of dense Adam that rows without a gradient have missed, for all rows at once.
 
-In such a step momentum still moves the weight, both moments shrink, and weight decay applies. Because of epsilon the
-sum of the moves has no closed form, so the steps are replayed one by one. A row leaves the loop once no further move
-can change its weight; the rest of its moments and of decoupled weight decay is a product, computed in one operation.
-
-Float32 on the CPU is replayed by a C kernel, row by row in the cache; anything else, and if there is no C compiler, by
-tensor operations on all rows at once.
+In such a step momentum still moves the weight, both moments shrink, and weight decay applies. The moments after any
+number of steps are products, so the moves are a sum in which each step has its own factors. Epsilon stands beside the
+root of the second moment, so the sum has no closed form; its terms shrink, and those that can no longer change the
+weight are not computed. With coupled (L2) weight decay the moments depend on the weight, and steps are made in turn.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from torchboost.core.native import compiled
-from torchboost.errors import IncompatibleError
 
 __all__ = ["FORM", "form_of", "new_past", "record", "replay"]
 
@@ -31,11 +23,13 @@ FORM = ("nesterov", "amsgrad", "decoupled_weight_decay", "bias_correction", "eps
 """Options that choose the formula."""
 
 CHUNK = 32
-"""Missed steps between two checks for rows that have come to rest."""
+"""Steps whose terms are summed together."""
 
+LEAST = 1e-30
+"""Shares of a second moment's root that are told apart from none."""
 
-MOST = 2**17
-"""Missed steps whose factors are kept in one table for the C kernel: 5 MiB."""
+SMALLEST = 1e-300
+"""Factors below are counted as this, so that their logarithms are finite; a power of it is 0."""
 
 
 def form_of(group: Mapping[str, Any]) -> tuple[bool, ...]:
@@ -67,229 +61,187 @@ def record(past: dict[str, Any], step: int, group: Mapping[str, Any]) -> None:
 def replay(rows: Mapping[str, Tensor], last: Tensor, step: int, past: Mapping[str, Any]) -> None:
     """Bring rows up to a step, in place, as dense Adam with a gradient of zero would.
 
-    Equal to dense Adam up to rounding. Cost: one pass over the rows per missed step until a row rests, about 250 steps
-    with ``betas=(0.9, 0.999)``. Rows never rest with coupled (L2) weight decay, with ``beta1 >= sqrt(beta2)``, or if
-    the betas changed meanwhile.
+    Equal to dense Adam up to rounding. Cost: one pass over a row per missed step until no further one can change it,
+    about 200 steps with ``betas=(0.9, 0.999)``. All missed steps count with coupled (L2) weight decay, and with
+    ``beta1 >= sqrt(beta2)``.
 
     Args:
         rows: ``"weight"``, ``"exp_avg"``, ``"exp_avg_sq"`` and with ``amsgrad`` ``"max_exp_avg_sq"``: contiguous, in
             float32 or float64, the first axis counts rows.
-        last: The last step of every row.
+        last: The last step of every row, below ``step``.
         step: The step that all rows must reach.
         past: The options of all steps after the earliest of ``last``.
     """
-    # Oldest first: the rows that still have steps to make are then always the first ones. The copies on the host tell
-    # which ones these are, so that a GPU is waited for once in a chunk.
-    order = torch.argsort(last, stable=True)
-    begin = last[order].double()
-    begun = begin.cpu()
-    late = int(torch.count_nonzero(begun < step))
-    if not late:
+    if not len(last):
         return
-    order, begin, begun = order[:late], begin[:late], begun[:late]
-    steps = _Steps.window(past, int(begun[0]), step, rows["weight"])
-    live = {key: value.flatten(1)[order] if value.ndim > 1 else value[order, None] for key, value in rows.items()}
-    if steps.fits_kernel(live["weight"], int(begun[0])):
-        steps.run_kernel(live, begin)
-        for key, value in live.items():
-            rows[key].index_copy_(0, order, value.view(-1, *rows[key].shape[1:]))
-        return
-    while len(order):
-        rest = steps.at_rest(live, begin).cpu()
-        if bool(rest.any()):
-            ended, going = (mask.nonzero().flatten().to(order.device) for mask in (rest, ~rest))
-            done = {key: value[ended] for key, value in live.items()}
-            steps.finish(done, begin[ended])
-            for key, value in done.items():
-                rows[key].index_copy_(0, order[ended], value.view(-1, *rows[key].shape[1:]))
-            live = {key: value[going] for key, value in live.items()}
-            order, begin, begun = order[going], begin[going], begun[~rest]
-        steps.advance(live, begin, begun)
-        begin, begun = ((numbers + CHUNK).clamp_(max=step) for numbers in (begin, begun))
+    flat = {key: value.view(len(last), -1) for key, value in rows.items()}
+    history = _History.of(past, int(last.min()), step, rows["weight"])
+    if history.coupled:
+        _make_steps(history, flat, last.double())
+    else:
+        _sum_steps(history, flat, last.double())
 
 
 @dataclass(frozen=True, slots=True)
-class _Steps:
+class _History:
     """The options of a range of steps, for lookup by step.
 
     Args:
         first: The first step of each set of options.
         values: The sets, one per line: learning rate, weight decay, betas, epsilon.
-        faded: Logarithm of the fraction of a weight that one step of decoupled decay leaves, per set.
+        logs: Logarithms of what a step leaves of both moments and, with decoupled decay, of a weight, per set.
+        before: Sums of ``logs`` over all steps before each set.
         end: The last step.
-        dtype: That of the rows; factors are rounded to it.
-        form: As returned by :func:`form_of`.
-        decays: Whether a step has weight decay.
-        least: The smallest epsilon.
-        shrink: Size of a move in units of the one before.
-        can_rest: Whether the moves shrink from step to step.
+        form: Options that choose the formula, by name.
     """
 
     first: Tensor
     values: Tensor
-    faded: Tensor
+    logs: Tensor
+    before: Tensor
     end: int
-    dtype: torch.dtype
-    form: tuple[bool, ...]
-    decays: bool
-    least: float
-    shrink: float
-    can_rest: bool
+    form: dict[str, bool]
 
     @classmethod
-    def window(cls, past: Mapping[str, Any], begin: int, end: int, like: Tensor) -> _Steps:
-        options, form = past["options"], tuple(past["form"])
+    def of(cls, past: Mapping[str, Any], begin: int, end: int, like: Tensor) -> _History:
+        options, form = past["options"], dict(zip(FORM, past["form"], strict=True))
         start = max(bisect_right(options, (begin + 1, math.inf)) - 1, 0)
         table = torch.tensor(options[start:], dtype=torch.float64, device="cpu")
-        _, _, decay, beta1, beta2, eps = table.unbind(1)
-        shrink = float(beta1[0]) / math.sqrt(float(beta2[0])) if beta2[0] else math.inf
-        varied, decays = bool((beta1 != beta1[0]).any() or (beta2 != beta2[0]).any()), bool(decay.any())
-        can_rest = not (varied or shrink >= 1 or (decays and not form[2]))
-        least, table = float(eps.min()), table.to(like.device)
-        values = table[:, 1:].contiguous()
-        faded = (1 - values[:, 0] * values[:, 1]).to(like.dtype).double().log()
-        first = table[:, 0].contiguous()
-        return cls(first, values, faded, end, like.dtype, form, decays, least, shrink, can_rest)
+        first, values = table[:, 0].contiguous(), table[:, 1:]
+        lr, decay, beta1, beta2, _ = values.unbind(1)
+        left = 1 - lr * decay if form["decoupled_weight_decay"] else torch.ones_like(lr)
+        # Dense Adam multiplies by factors that are rounded to the precision of the rows.
+        beta1, beta2, left = (factor.to(like.dtype).double() for factor in (1 - beta1, beta2, left))
+        logs = torch.stack([1 - beta1, beta2, left], 1).clamp_(min=SMALLEST).log_()
+        sums = (first.diff(append=first.new_full((1,), end + 1))[:, None] * logs).cumsum(0)
+        before = torch.cat([sums.new_zeros(1, 3), sums[:-1]])
+        near = like.device
+        return cls(first.to(near), values.contiguous().to(near), logs.to(near), before.to(near), end, form)
 
-    def at_rest(self, rows: Mapping[str, Tensor], begin: Tensor) -> Tensor:
-        """Return a mask of the rows that further steps move by less than rounding."""
+    @property
+    def coupled(self) -> bool:
+        """Whether weights are added to gradients."""
+        return not self.form["decoupled_weight_decay"] and bool(self.values[:, 1].any())
+
+    def at(self, steps: Tensor) -> tuple[Tensor, ...]:
+        """Return the options of steps."""
+        return self.values[self._index(steps)].unbind(-1)
+
+    def until(self, steps: Tensor) -> Tensor:
+        """Return the sums of ``logs`` over all steps until these, which are included."""
+        index = self._index(steps)
+        return self.before[index] + (steps - self.first[index] + 1)[..., None] * self.logs[index]
+
+    def left(self, begin: Tensor) -> Tensor:
+        """Return what the steps after ``begin`` leave of both moments and of a weight."""
+        return (self.until(torch.full_like(begin, self.end)) - self.until(begin)).exp_()
+
+    def corrections(self, steps: Tensor, beta1: Tensor, beta2: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the corrections of the first moment and of the root of the second one."""
+        if not self.form["bias_correction"]:
+            return torch.ones_like(steps), torch.ones_like(steps)
+        return 1 - beta1**steps, (1 - beta2**steps).sqrt()
+
+    def terms(self, steps: Tensor, begin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``a``, ``e`` of the moves ``a m / (sqrt(v) + e)``, with the decay of the steps after them.
+
+        Args:
+            steps: Shape ``(rows, steps)``.
+            begin: The last step that each row has made.
+        """
+        low, high = int(steps.min()), int(steps.max())
+        if high - low < steps.numel():
+            table = self._factors(torch.arange(low, high + 1, dtype=steps.dtype, device=steps.device))
+            size, scale, eps, mean, square = (column[(steps - low).long()] for column in table)
+        else:
+            size, scale, eps, mean, square = self._factors(steps)
+        before = self.until(begin)
+        # A step leaves shares of both moments. Below the least share the root is nothing next to epsilon.
+        size = size * (mean - before[:, :1]).exp_()
+        if not self.form["amsgrad"]:
+            scale = scale * (square - before[:, 1:2]).div_(2).exp_()
+        scale = scale.clamp(min=LEAST)
+        return size / scale, eps / scale
+
+    def _factors(self, steps: Tensor) -> tuple[Tensor, ...]:
+        lr, _, beta1, beta2, eps = self.at(steps)
+        first, second = self.corrections(steps, beta1, beta2)
+        mean, square, fade = self.until(steps).unbind(-1)
+        size = -lr / first * (self.until(steps.new_tensor([float(self.end)]))[:, 2] - fade).exp_()
+        if self.form["nesterov"]:
+            size *= beta1
+        if self.form["eps_uncorrected"]:
+            return size * second, torch.ones_like(size), eps, mean, square
+        return size, 1 / second, eps, mean, square
+
+    def reach(self, weight: Tensor, mean: Tensor, root: Tensor, begin: Tensor) -> Tensor:
+        """Return the number of steps after which all further ones move a row by less than rounding."""
         missing = self.end - begin
-        if not self.can_rest:
-            return missing <= 0
-        square = rows["exp_avg_sq"]
-        if "max_exp_avg_sq" in rows:
-            square = torch.maximum(square, rows["max_exp_avg_sq"])
-        reach, left = self._reach(begin)
-        travel = reach[:, None] * rows["exp_avg"].abs() / square.sqrt().clamp_(min=self.least)
-        info = torch.finfo(self.dtype)
-        limit = rows["weight"].abs() * (left[:, None] * (info.eps / 8)) + info.tiny
-        return (missing <= 0) | (travel <= limit).all(1)
-
-    def _reach(self, begin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a bound of all moves after a step in units of ``|m| / sqrt(v)``, and what decay leaves of a weight."""
-        # The first step moves at most lr / (1 - beta1**n) * |m| / max(sqrt(v), eps), every later one at most
-        # beta1 / sqrt(beta2) times the one before; what counts is their sum.
-        _, _, decoupled, corrected, _ = self.form
-        beta1 = self.values[0, 2]
-        reach = self.values[:, 0].max() * self.shrink / (1 - self.shrink)
-        reach = (reach / (1 - beta1 ** (begin + 1)) if corrected else reach.expand_as(begin)).to(self.dtype)
-        return reach, self._left(begin).to(self.dtype) if decoupled else torch.ones_like(reach)
-
-    def finish(self, rows: Mapping[str, Tensor], begin: Tensor) -> None:
-        """Take resting rows to the end."""
-        missing = (self.end - begin)[:, None]
-        _, _, decoupled, _, _ = self.form
-        beta1, beta2 = self.values[0, 2], self.values[0, 3]
-        # The loop multiplies by factors rounded to the precision of the rows.
-        kept1 = 1 - (1 - beta1).to(self.dtype).double()
-        kept2 = beta2.to(self.dtype).double()
-        if decoupled:
-            rows["weight"].mul_(torch.where(missing > 0, self._left(begin)[:, None], 1.0).to(self.dtype))
-        if "max_exp_avg_sq" in rows:
-            next_square = rows["exp_avg_sq"] * torch.where(missing > 0, kept2, 0.0).to(self.dtype)
-            torch.maximum(rows["max_exp_avg_sq"], next_square, out=rows["max_exp_avg_sq"])
-        rows["exp_avg"].mul_((kept1**missing).to(self.dtype))
-        rows["exp_avg_sq"].mul_((kept2**missing).to(self.dtype))
-
-    def advance(self, rows: Mapping[str, Tensor], begin: Tensor, begun: Tensor) -> None:
-        """Make the next steps, at most ``CHUNK``. ``begun`` is ``begin``, in ascending order, on the host."""
-        if not len(begin):
-            return
-        nesterov, _, decoupled, _, uncorrected = self.form
-        count = min(CHUNK, self.end - int(begun[0]))
-        numbers = torch.arange(1, count + 1, dtype=torch.float64, device=begin.device)[:, None] + begin
-        latest = self.end - torch.arange(1, count + 1, dtype=torch.float64, device="cpu")
-        active = torch.searchsorted(begun, latest, right=True).tolist()
-        factors = self._factors(numbers)
-        by_step = zip(*(factor[..., None] for factor in factors), strict=True)
-        nothing = torch.zeros_like(rows["weight"])
-        for n, (new1, kept2, new2, floor, root2, scale, fade, pull) in zip(active, by_step, strict=True):
-            weight, mean, square, grad = (t[:n] for t in (rows["weight"], rows["exp_avg"], rows["exp_avg_sq"], nothing))
-            if self.decays and decoupled:
-                weight.mul_(fade[:n])
-            elif self.decays:
-                grad = weight * pull[:n]
-            mean.lerp_(grad, new1[:n])
-            square.mul_(kept2[:n])
-            if self.decays and not decoupled:
-                square.addcmul_(grad, grad * new2[:n])
-            if "max_exp_avg_sq" in rows:
-                largest = rows["max_exp_avg_sq"][:n]
-                square = torch.maximum(largest, square, out=largest)
-            ahead = mean.lerp(grad, new1[:n]) if nesterov else mean
-            root = square.sqrt() + floor[:n] if uncorrected else square.sqrt().div_(root2[:n]).add_(floor[:n])
-            weight.addcdiv_(ahead * scale[:n], root)
-
-    def _factors(self, numbers: Tensor) -> list[Tensor]:
-        """Return the eight factors of steps, rounded to the precision of the rows."""
-        _, _, _, corrected, uncorrected = self.form
-        lr, decay, beta1, beta2, eps = self.values[self._index(numbers)].unbind(-1)
-        first = 1 - beta1**numbers if corrected else torch.ones_like(numbers)
-        second = (1 - beta2**numbers).sqrt() if corrected else torch.ones_like(numbers)
-        size = -lr * second / first if uncorrected else -lr / first
-        factors = (1 - beta1, beta2, 1 - beta2, eps, second, size, 1 - lr * decay, decay)
-        return [factor.to(self.dtype) for factor in factors]
-
-    def fits_kernel(self, weight: Tensor, begin: int) -> bool:
-        """Whether the C kernel takes these rows; False without a C compiler."""
-        usual = weight.dtype is torch.float32 and weight.device.type == "cpu" and self.end - begin <= MOST
-        return usual and not torch.compiler.is_compiling() and _kernel() is not None
-
-    def run_kernel(self, rows: Mapping[str, Tensor], begin: Tensor) -> None:
-        """Take all rows to the end, in place."""
-        kernel = _kernel()
-        if kernel is None:
-            return
-        first = int(begin[0])
-        numbers = torch.arange(first, self.end + 1, dtype=torch.float64, device="cpu")
-        rests = self.can_rest
-        after = self._reach(numbers) if rests else [torch.zeros_like(numbers).float()] * 2
-        table = torch.stack([*self._factors(numbers), *after], dim=1)
-        starts, stops = begin.long(), torch.empty(len(begin), dtype=torch.int64, device="cpu")
-        nesterov, amsgrad, decoupled, _, uncorrected = self.form
-        decays, info = self.decays, torch.finfo(torch.float32)
-        pointers = [rows[name].data_ptr() for name in ("weight", "exp_avg", "exp_avg_sq")]
-        pointers.append(rows["max_exp_avg_sq"].data_ptr() if amsgrad else 0)
-        job = _Job(
-            *pointers,
-            *(tensor.data_ptr() for tensor in (starts, stops, table)),
-            *(len(starts), rows["weight"].shape[1], first, self.end),
-            *(nesterov, decays and decoupled, decays and not decoupled, uncorrected, rests),
-            *(self.least, info.eps / 8, info.tiny),
-        )
-        kernel.replay(ctypes.byref(job), torch.get_num_threads())
-        self.finish(dict(rows), stops.double())
+        lr, _, beta1, beta2, eps = self.values.unbind(1)
+        shrink = float((beta1 / beta2.sqrt()).max())  # of a move in units of the one before, at most
+        if not shrink < 1:
+            return missing
+        # A first step moves at most lr / (1 - beta1**n) * |m| / max(sqrt(v), eps); the sum of all further ones counts.
+        first = 1 - beta1.max() ** (begin + 1) if self.form["bias_correction"] else torch.ones_like(begin)
+        farthest = lr.max() / (1 - shrink) / first
+        info = torch.finfo(weight.dtype)
+        travel = farthest.to(weight.dtype)[:, None] * mean.abs() / root.clamp(min=float(eps.min()))
+        limit = weight.abs() * self.left(begin)[:, 2:].to(weight.dtype) * (info.eps / 8) + info.tiny
+        needed = (limit / travel.clamp_(min=info.tiny)).amin(1).double().log_() / math.log(max(shrink, SMALLEST))
+        return torch.minimum(needed.ceil_().nan_to_num_(math.inf, math.inf).clamp_(min=0), missing)
 
     def _index(self, steps: Tensor) -> Tensor:
         return (torch.searchsorted(self.first, steps, right=True) - 1).clamp_(min=0)
 
-    def _left(self, begin: Tensor) -> Tensor:
-        """Return the fraction of a weight that decoupled decay leaves between a step and the end."""
-        lengths = self.first.diff(append=self.first.new_full((1,), self.end + 1))
-        before = (lengths * self.faded).cumsum(0) - lengths * self.faded
-        index = self._index(begin)
-        until_begin = before[index] + (begin - self.first[index] + 1) * self.faded[index]
-        return ((lengths * self.faded).sum() - until_begin).exp()
+
+def _sum_steps(history: _History, rows: Mapping[str, Tensor], begin: Tensor) -> None:
+    weight, mean, square = (rows[key] for key in ("weight", "exp_avg", "exp_avg_sq"))
+    largest = rows.get("max_exp_avg_sq")
+    if largest is not None:  # of the second moments from here on, the next one is the largest
+        torch.maximum(largest, square * history.at(begin + 1)[3].to(square.dtype)[:, None], out=largest)
+    root = (square if largest is None else largest).sqrt()
+    reach = history.reach(weight, mean, root, begin)
+    # The rows that still have steps to make are always the first ones. A copy on the host tells how many they are.
+    order = reach.argsort(descending=True)
+    reach, begun, root = reach[order], begin[order], root[order]
+    counts, total = (-reach).cpu(), torch.zeros_like(root)
+    space = root.new_empty(len(root), CHUNK, root.shape[1])  # for the terms of a chunk, again and again
+    for start in range(0, -int(counts[0]), CHUNK):
+        count = min(CHUNK, -int(counts[0]) - start)
+        active = int(torch.searchsorted(counts, float(-start)))
+        number = torch.arange(start + 1, start + count + 1, dtype=torch.float64, device=begin.device)
+        size, eps = history.terms((number + begun[:active, None]).clamp_(max=history.end), begun[:active])
+        size = size.masked_fill_(number > reach[:active, None], 0.0).to(root.dtype)
+        terms = torch.add(root[:active, None], eps.to(root.dtype)[..., None], out=space[:active, :count])
+        total[:active] += torch.bmm(size[:, None], terms.reciprocal_())[:, 0]
+    left1, left2, left = history.left(begin).to(weight.dtype)[..., None].unbind(1)
+    moves = torch.empty_like(total).index_copy_(0, order, total).mul_(mean)
+    weight.mul_(left).add_(moves)
+    mean.mul_(left1)
+    square.mul_(left2)
 
 
-class _Job(ctypes.Structure):
-    """The argument of the kernel."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "mean", "square", "largest", "begin", "stop", "steps")),
-        *((name, ctypes.c_int64) for name in ("rows", "columns", "first", "end")),
-        *((name, ctypes.c_int64) for name in ("nesterov", "fades", "pulls", "uncorrected", "rests")),
-        *((name, ctypes.c_float) for name in ("least", "fraction", "tiny")),
-    )
-
-
-@cache
-def _kernel() -> ctypes.CDLL | None:
-    """Compile and load the kernel; None if that is not possible here."""
-    try:
-        kernel = compiled(Path(__file__).with_name("missed_steps_kernel.c"))
-    except IncompatibleError:
-        return None
-    kernel.replay.argtypes = [ctypes.c_void_p, ctypes.c_int]
-    kernel.replay.restype = None
-    return kernel
+def _make_steps(history: _History, rows: Mapping[str, Tensor], begin: Tensor) -> None:
+    """Make the steps one by one, as the moments depend on the weights."""
+    order = begin.argsort()
+    live, begin = {key: value[order] for key, value in rows.items()}, begin[order]
+    begun, earliest = begin.cpu(), int(begin[0])
+    for step in range(earliest + 1, history.end + 1):
+        active = int(torch.searchsorted(begun, float(step)))
+        weight, mean, square = (live[key][:active] for key in ("weight", "exp_avg", "exp_avg_sq"))
+        number = torch.full((), step, dtype=torch.float64, device=begin.device)
+        lr, decay, beta1, beta2, eps = history.at(number)
+        first, second = history.corrections(number, beta1, beta2)
+        grad = weight * float(decay)
+        mean.lerp_(grad, float(1 - beta1))
+        square.mul_(float(beta2)).addcmul_(grad, grad, value=float(1 - beta2))
+        if "max_exp_avg_sq" in live:
+            largest = live["max_exp_avg_sq"][:active]
+            square = torch.maximum(largest, square, out=largest)
+        ahead = mean.lerp(grad, float(1 - beta1)) if history.form["nesterov"] else mean
+        uncorrected = history.form["eps_uncorrected"]
+        root = square.sqrt() if uncorrected else square.sqrt().div_(float(second))
+        size = lr * second / first if uncorrected else lr / first
+        weight.addcdiv_(ahead, root.add_(float(eps)), value=-float(size))
+    for key, value in live.items():
+        rows[key].index_copy_(0, order, value)
