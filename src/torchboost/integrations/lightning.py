@@ -14,10 +14,8 @@ from torch.optim import Optimizer
 
 from torchboost.calibration.calibration import Calibrate, check_calibrate
 from torchboost.config import ConfigSource
-from torchboost.core.algorithm import Attachment
 from torchboost.errors import IncompatibleError
 from torchboost.front import Boosted, Host, attach
-from torchboost.graph.plain_state import plain_states, to_plain_
 from torchboost.integrations.saved_state import figures_of, warn_of_missing_state
 from torchboost.plan import Plan
 from torchboost.registry import REGISTRY
@@ -35,8 +33,6 @@ class Boost(Callback):
     attached in ``on_fit_start``. The number of updates comes from the trainer. What was attached is removed when
     ``fit`` ends, also by an error. Checkpoints hold the weights of the original architecture, which
     ``load_from_checkpoint`` loads without this callback, and its state, from which a resumed run continues exactly.
-    Under ``ModelParallelStrategy`` (FSDP2) the weights stay as the changed network has them;
-    :func:`torchboost.plain_state_dict` returns those of the original architecture.
 
     Gradient accumulation, clipping, loss scaling and mixed precision stay those of the trainer.
 
@@ -78,7 +74,6 @@ class Boost(Callback):
         self.calibrate: Calibrate = calibrate
         self.verify = verify
         self.boosted: Boosted | None = None
-        self._plain = Attachment()
         self._loaded: Mapping[str, Any] | None = None
         self._said = False
 
@@ -100,11 +95,6 @@ class Boost(Callback):
             if _sharded(trainer):  # FSDP2 takes contiguous kernels only
                 levers = {name: "" for name, entry in REGISTRY.items() if entry.lever}
             (plan if isinstance(trainer.strategy, DDPStrategy) else plan.without(levers)).transform(network)
-        elif self.boosted is None:
-            return
-        self._plain.remove()
-        self._plain = Attachment() if _sharded(trainer) else plain_states(self._network(pl_module))
-        if stage == "fit":
             self._refresh_averages(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -153,13 +143,6 @@ class Boost(Callback):
         """Remove what was attached."""
         self._remove()
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save the weights for the original architecture also after ``fit``."""
-        if self.boosted is not None and not _sharded(trainer):
-            network = self._network(pl_module)
-            name = next(name for name, module in pl_module.named_modules() if module is network)
-            to_plain_(network, checkpoint["state_dict"], f"{name}.")
-
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs."""
         return {} if self.boosted is None else self.boosted.state_dict()
@@ -169,7 +152,6 @@ class Boost(Callback):
         self._loaded = state_dict or None
 
     def _remove(self) -> None:
-        self._plain.remove()
         if self.boosted is not None:
             self.boosted.remove()
 
@@ -213,10 +195,7 @@ class Boost(Callback):
             )
 
     def _refresh_averages(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let averages of the weights that were listed before this callback copy the changed network.
-
-        The copies have the hooks of ``plain_states`` too, so both kinds of weights are saved in the same form.
-        """
+        """Let averages of the weights that were listed before this callback copy the changed network."""
         for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if callback is self:
                 return

@@ -14,7 +14,6 @@ from torchboost.calibration.calibration import Calibrate, check_calibrate
 from torchboost.config import ConfigSource
 from torchboost.errors import IncompatibleError
 from torchboost.front import Boosted, Host, attach
-from torchboost.graph.plain_state import plain_states
 from torchboost.integrations.saved_state import figures_of, load_state, save_state
 from torchboost.plan import Plan
 
@@ -140,7 +139,6 @@ class BoostMixin(_Base):
             verify=self._verify,
             caller="trainer.train",
         )
-        self.boosted.attached.with_undo(plain_states(self.boosted.model).remove)
         self.optimizer, self._stage = self.boosted.optimizer, "boosted"
         _LOG.info("%s\n%s", self._level, self.boosted.explain())
         if self._awaited is not None:
@@ -162,10 +160,6 @@ class BoostMixin(_Base):
 
     # What the trainer saves and loads
 
-    def _save(self, *args: Any, **kwargs: Any) -> None:
-        with plain_states(cast(torch.nn.Module, self.model)):
-            super()._save(*args, **kwargs)
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights of a checkpoint; before the pair is boosted, remember to.
 
@@ -174,8 +168,7 @@ class BoostMixin(_Base):
         if self._stage == "plain":
             self._awaited = resume_from_checkpoint
             return
-        with plain_states(cast(torch.nn.Module, self.model if model is None else model)):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
