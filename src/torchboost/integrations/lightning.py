@@ -75,7 +75,7 @@ class Boost(Callback):
         self.verify = verify
         self.boosted: Boosted | None = None
         self._loaded: Mapping[str, Any] | None = None
-        self._said = False
+        self._logged = False
 
     @property
     def plan(self) -> Plan | None:
@@ -84,18 +84,18 @@ class Boost(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Change the modules of the network, before its weights are restored and it is wrapped."""
-        if stage == "fit":
-            self._check_strategy(trainer)
-            network = self._network(pl_module)
-            self._said, self._loaded = False, None
-            plan = Plan.of(
-                self.level, self.config, _host(trainer).facts(network), total_steps=_length_before_data(trainer)
-            )
-            levers = {lever.name: "" for lever in plan.levers}  # on one device the first call tries them
-            if _sharded(trainer):  # FSDP2 takes contiguous kernels only
-                levers = {name: "" for name, entry in REGISTRY.items() if entry.lever}
-            (plan if isinstance(trainer.strategy, DDPStrategy) else plan.without(levers)).transform(network)
-            self._refresh_averages(trainer, pl_module)
+        if stage != "fit":
+            return
+        self._check_strategy(trainer)
+        network = self._network(pl_module)
+        self._logged, self._loaded = False, None
+        length = _length_before_data(trainer)
+        plan = Plan.of(self.level, self.config, _host(trainer).facts(network), total_steps=length)
+        levers = {lever.name: "" for lever in plan.levers}  # on one device the first call tries them
+        if _sharded(trainer):  # FSDP2 takes contiguous kernels only
+            levers = {name: "" for name, entry in REGISTRY.items() if entry.lever}
+        (plan if isinstance(trainer.strategy, DDPStrategy) else plan.without(levers)).transform(network)
+        self._refresh_averages(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the algorithms to the network and its optimizer."""
@@ -129,9 +129,9 @@ class Boost(Callback):
     ) -> None:
         """Tell the trainer's loggers once what the trial chose and gained."""
         choice = None if self.boosted is None else self.boosted.choice
-        if self._said or choice is None:
+        if self._logged or choice is None:
             return
-        self._said = True
+        self._logged = True
         for logger in trainer.loggers:
             logger.log_metrics(figures_of(choice), step=trainer.global_step)
 
@@ -172,13 +172,13 @@ class Boost(Callback):
             ) from None
 
     def _optimizer(self, trainer: Trainer, network: nn.Module) -> Optimizer:
-        own = {id(p) for p in network.parameters()}
-        found = [o for o in trainer.optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
-        if len(found) != 1:
+        weights = set(network.parameters())
+        optimizers = [o for o in trainer.optimizers if any(p in weights for g in o.param_groups for p in g["params"])]
+        if len(optimizers) != 1:
             raise IncompatibleError(
-                f"found {len(found)} optimizers for the network {self.module or ''!r}; Boost needs exactly one."
+                f"found {len(optimizers)} optimizers for the network {self.module or ''!r}; Boost needs exactly one."
             )
-        return found[0]
+        return optimizers[0]
 
     def _check_strategy(self, trainer: Trainer) -> None:
         strategy = trainer.strategy

@@ -67,7 +67,7 @@ class BoostMixin(_Base):
     _verify: bool
     _stage: Stage
     _awaited: str | None
-    _said: bool
+    _logged: bool
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class BoostMixin(_Base):
         check_calibrate(calibrate)
         Plan.of(level, config, loop="transformers")
         self._level, self._config, self._calibrate, self._verify = level, config, calibrate, verify
-        self.boosted, self._stage, self._awaited, self._said = None, "outside", None, False
+        self.boosted, self._stage, self._awaited, self._logged = None, "outside", None, False
 
     @property
     def plan(self) -> Plan | None:
@@ -95,7 +95,7 @@ class BoostMixin(_Base):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the trainer does. See its documentation for arguments and result."""
         self._check_unsharded()
-        self._stage, self._said = "plain", False
+        self._stage, self._logged = "plain", False
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -113,8 +113,8 @@ class BoostMixin(_Base):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run one forward and backward pass as the trainer does."""
         loss = super().training_step(*args, **kwargs)
-        if not self._said and self.boosted is not None and self.boosted.choice is not None:
-            self._said = True
+        if not self._logged and self.boosted is not None and self.boosted.choice is not None:
+            self._logged = True
             # An entry of this step. The log of a subclass may also end its averages, as those of trl do.
             Trainer.log(self, figures_of(self.boosted.choice))
         return loss
