@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -232,6 +232,7 @@ RULES = st.builds(
 )
 
 
+@settings(max_examples=40)
 @given(st.sampled_from(MODELS), st.lists(RULES, max_size=5), st.data())
 def test_any_rules_put_every_trainable_parameter_into_exactly_one_group(model, rules, data):
     flags = data.draw(st.lists(st.booleans(), min_size=60, max_size=60))
