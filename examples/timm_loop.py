@@ -37,7 +37,7 @@ def main(epochs: int = 4) -> float:
     boosted.remove()
 
     plain = timm.create_model("resnet10t", in_chans=1, num_classes=10)
-    plain.load_state_dict(torchboost.plain_state_dict(average.module))
+    plain.load_state_dict(average.module.state_dict())
     plain.eval()
     with torch.no_grad():
         right = sum(int((plain(x).argmax(1) == y).sum()) for x, y in data.test(100)) / len(data.test_labels)

@@ -46,9 +46,6 @@ from .errors import ScaleCollapseWarning as ScaleCollapseWarning
 from .front import Boosted as Boosted
 from .front import boost as boost
 from .graph.folding import fold_batch_norms as fold_batch_norms
-from .graph.plain_state import load_plain_state_dict as load_plain_state_dict
-from .graph.plain_state import plain_state_dict as plain_state_dict
-from .graph.plain_state import plain_states as plain_states
 from .guard import Guard as Guard
 from .optim.pipeline import GradientPipeline as GradientPipeline
 from .plan import Plan as Plan

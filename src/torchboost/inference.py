@@ -21,7 +21,7 @@ from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.dataflow import evaluate
 from torchboost.graph.folding import fold_batch_norms, largest_difference
 from torchboost.graph.recording import Arguments, call
-from torchboost.graph.removed_norm import RemovedNorm
+from torchboost.graph.removed_norm import RemovedNorm, show_bias
 from torchboost.graph.surgery import replace_module
 from torchboost.graph.twin import twin
 from torchboost.graph.untouched import ReachesOriginal, copies_of
@@ -104,11 +104,13 @@ def _fast_copy(bare: nn.Module, sample: Any, pick: Pick | None) -> nn.Module:
 def _as_torch(model: nn.Module) -> nn.Module:
     """Put modules of torch in place of removed BatchNorms, with the attributes of the removed ones."""
     for removed in [module for module in model.modules() if isinstance(module, RemovedNorm)]:
+        if removed.layer is not None and not removed.copies:
+            show_bias(removed.layer)
         if removed is model or removed.copies:
             continue  # torch has no module that returns a copy
         tail = OrderedDict((name, removed.get_submodule(name)) for name in removed.tail)
         stand_in = nn.Sequential(tail) if tail else nn.Identity()
-        internal = {*vars(nn.Module()), "copies", "tail", "adds_bias", "_layer"}
+        internal = {*vars(nn.Module()), "copies", "tail", "adds_bias", "loads_first", "_layer", "_near"}
         vars(stand_in).update({name: value for name, value in vars(removed).items() if name not in internal})
         replace_module(model, removed, stand_in)
     return model

@@ -17,7 +17,6 @@ from tests.support.removal_nets import NormAct, preact_net, repvgg_net
 from torchboost.algorithms.less_bn import remove_batch_norms
 from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.errors import NoEffectWarning
-from torchboost.graph.plain_state import load_plain_state_dict, plain_state_dict
 
 
 def unit(inside: int, outside: int, kernel: int = 3, groups: int = 1) -> list[nn.Module]:
@@ -179,14 +178,14 @@ def test_the_first_step_is_finite_and_the_weights_go_home(name, folded):
     assert loss.isfinite()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
     optimizer.step()
-    state = plain_state_dict(model)
+    state = model.state_dict()
     plain.load_state_dict(state)
     expected = evaluated(model, x)
     assert (evaluated(plain, x) - expected).abs().max() <= 1e-5 * expected.abs().max()
     again = copy.deepcopy(model)
     for parameter in again.parameters():
         nn.init.zeros_(parameter)
-    load_plain_state_dict(again, state)
+    again.load_state_dict(state)
     assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
 
 
@@ -194,7 +193,7 @@ def test_a_network_that_cannot_be_traced_goes_home_too():
     model = RefusesTracing()
     plain = copy.deepcopy(model)
     assert remove_batch_norms(model).traced == "structure"
-    plain.load_state_dict(plain_state_dict(model))
+    plain.load_state_dict(model.state_dict())
     inputs = (torch.randn(2, 3, 8, 8), torch.tensor(1.0))
     with torch.no_grad():
         assert torch.equal(plain.eval()(*inputs), model.eval()(*inputs))

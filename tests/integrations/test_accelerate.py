@@ -111,7 +111,7 @@ def test_level_o0_trains_as_accelerate_alone():
     assert trained_alike(boosted, alone)
 
 
-def test_weights_are_those_of_the_original_architecture_until_boost_is_removed(tmp_path: Path):
+def test_weights_are_those_of_the_original_architecture(tmp_path: Path):
     model, boosted = train("resnet", str(tmp_path))
     plain = KINDS["resnet"].build()
     assert list(model.state_dict()) == list(plain.state_dict())

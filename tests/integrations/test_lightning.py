@@ -152,15 +152,6 @@ def test_checkpoints_need_no_torchboost(tmp_path: Path):
             assert torch.equal(loaded.net.eval()(**batch).logits, module.net.eval()(**batch).logits)
 
 
-def test_a_short_run_keeps_its_batch_norms_as_the_plan_says(tmp_path: Path):
-    kind = KINDS["resnet"]
-    module, boost = Lit(kind.seeded()), Boost("O1", module="net", calibrate=False)
-    trainer_of(tmp_path, boost).fit(module, loader(kind))
-    assert not any(isinstance(m, RemovedNorm) for m in module.modules())
-    assert boost.plan is not None
-    assert f"this one has {STEPS}" in {one.name: one.reason for one in boost.plan.dropped}["less_bn"]
-
-
 def test_validation_loads_a_checkpoint_into_the_boosted_network(tmp_path: Path):
     class Validated(Lit):
         def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
@@ -198,8 +189,7 @@ def test_nothing_is_left_after_fit(fails: bool, tmp_path: Path):
     assert "forward" not in vars(module.net)
 
 
-@pytest.mark.parametrize("boost_first", [False, True])
-@pytest.mark.parametrize("average", ["swa", "ema"])
+@pytest.mark.parametrize(("average", "boost_first"), [("swa", False), ("swa", True), ("ema", False)])
 def test_averages_of_the_weights_in_either_order(average: str, boost_first: bool, tmp_path: Path):
     kind = KINDS["resnet"]
     module, boost = Lit(kind.seeded()), Boost("O1", config=kind.config)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -84,38 +84,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     F.cross_entropy(model(inputs), labels).backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("build", [cnn, TinyGPT])
-def test_adamw_steps_every_group_with_its_own_options(build):
-    model = build()
-    rules = [GroupRule({"lr": 0.0}, modules=(nn.Conv2d, nn.Embedding)), *no_decay()]
-    optimizer = torch.optim.AdamW(param_groups(model, rules, defaults={"lr": 0.01, "weight_decay": 0.5}))
-    reference = copy.deepcopy(model)
-    held: dict[str, tuple[float, float]] = {}
-    for path, module in reference.named_modules():
-        for name, p in module.named_parameters(path, recurse=False):
-            still = isinstance(module, (nn.Conv2d, nn.Embedding))
-            held[name] = (0.0 if still else 0.01, 0.0 if p.ndim == 1 else 0.5)
-    expected = torch.optim.AdamW(
-        [{"params": [reference.get_parameter(name)], "lr": lr, "weight_decay": wd} for name, (lr, wd) in held.items()]
-    )
-    for _ in range(2):
-        step(model, optimizer)
-        step(reference, expected)
-    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, msg=name)
-
-
-def test_the_saved_state_carries_the_names():
-    model = mlp()
-    optimizer = torch.optim.AdamW(param_groups(model, no_decay()))
-    step(model, optimizer)
-    saved = optimizer.state_dict()["param_groups"]
-    assert names(saved) == [["0.bias", "2.bias", "4.bias"], ["0.weight", "2.weight", "4.weight"]]
-    again = torch.optim.AdamW(param_groups(mlp(), no_decay()))
-    again.load_state_dict(optimizer.state_dict())
-    assert names(again.param_groups) == names(saved)
 
 
 class ScaleNorm(nn.Module):
@@ -264,6 +232,7 @@ RULES = st.builds(
 )
 
 
+@settings(max_examples=40)
 @given(st.sampled_from(MODELS), st.lists(RULES, max_size=5), st.data())
 def test_any_rules_put_every_trainable_parameter_into_exactly_one_group(model, rules, data):
     flags = data.draw(st.lists(st.booleans(), min_size=60, max_size=60))

@@ -32,21 +32,6 @@ def test_a_gpt():
     MixedOptimizer(groups)
 
 
-def test_the_same_optimizer_trains():
-    torch.manual_seed(0)
-    model = GPT(20, context=8, layers=1, heads=2, width=8)
-    optimizer = MixedOptimizer(muon_groups(model, muon={"lr": 0.05}, adamw={"lr": 0.02}))
-    tokens = torch.randint(0, 20, (8, 9))
-    losses = []
-    for _ in range(30):
-        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.5 * losses[0]
-
-
 def test_filters_stems_heads_and_depthwise_filters():
     model = ResNet(BasicBlock, (1,), width=4)
     model.stages[0].append(nn.Conv2d(4, 4, 3, padding=1, groups=4))  # pyright: ignore

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, SequentialLR
@@ -112,10 +112,10 @@ def test_a_staircase_repeats_the_rate_of_the_last_whole_period(kind, decay_steps
 
 @given(COUNTS, st.floats(0, 2), st.integers(0, 100), st.booleans())
 def test_natural_exponential_divides_unless_told_otherwise(decay_steps, rate, step, stairs):
-    settings: dict[str, Any] = {"decay_rate": rate, "decay_steps": decay_steps, "staircase": stairs}
+    options: dict[str, Any] = {"decay_rate": rate, "decay_steps": decay_steps, "staircase": stairs}
     at = step // decay_steps * decay_steps if stairs else step
-    published = NaturalExponentialDecay(0.3, **settings)(step)
-    undivided = NaturalExponentialDecay(0.3, **settings, per_step=True)(step)
+    published = NaturalExponentialDecay(0.3, **options)(step)
+    undivided = NaturalExponentialDecay(0.3, **options, per_step=True)(step)
     assert math.isclose(published, 0.3 * math.exp(-rate * at / decay_steps), rel_tol=1e-12)
     assert math.isclose(undivided, 0.3 * math.exp(-rate * at), rel_tol=1e-12, abs_tol=1e-300)
 
@@ -237,6 +237,7 @@ def test_groups_may_have_their_own_schedules_and_a_tensor_is_filled_in_place(ten
         assert not COPIES_LAST_RATES or all(last is not rate for _, rate, last in pairs)
 
 
+@settings(max_examples=40)
 @given(
     st.sampled_from([*itertools.product((torch.optim.SGD, torch.optim.Adam), (False, True), (False, True))]),
     st.integers(0, 9),

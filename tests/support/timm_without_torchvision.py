@@ -79,7 +79,7 @@ def boosted(name: str) -> dict[str, float]:
         optimizer.zero_grad()
     copy, plain = made.eval_model(), timm.create_model(name, num_classes=4)
     made.remove()
-    plain.load_state_dict(torchboost.plain_state_dict(model))
+    plain.load_state_dict(model.state_dict())
     with torch.no_grad():
         expected = model.eval()(images)
         far = {"plain": plain.eval()(images), "copy": copy(images)}

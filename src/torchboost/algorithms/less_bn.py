@@ -23,7 +23,7 @@ from torchboost.graph.flow import Dataflow
 from torchboost.graph.folding import Fold, fold_pairs, plan_folds, shared_weights
 from torchboost.graph.norm_roles import WEIGHTED, Block, Keep, reasons_to_stay, residual_blocks, was_trained
 from torchboost.graph.normalized_linear import NormalizedLinear
-from torchboost.graph.removed_norm import RemovedNorm
+from torchboost.graph.removed_norm import RemovedNorm, put_removed_norm
 from torchboost.graph.structure import is_customised, norm_tail
 from torchboost.graph.surgery import (
     averages_of,
@@ -466,7 +466,7 @@ def _drop(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, settings: 
     for norm in plan.removed:
         front = _only_layer_before(flow, flow.calls(norm)[0], shared)
         layer = None if front is None else flow.nodes[front].module
-        replace_module(model, norm, RemovedNorm(norm, copies=norm in plan.copies, layer=layer))
+        put_removed_norm(model, norm, copies=norm in plan.copies, layer=layer)
     if optimizer is not None:
         rebind_optimizer(optimizer, removed=before - set(model.parameters()))
     return rescaled

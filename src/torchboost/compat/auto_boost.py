@@ -108,7 +108,7 @@ class AutoBoost:
             IncompatibleError: The network is already wrapped and the plan is not empty, or an algorithm cannot work on
                 this pair. Nothing is changed, except that an earlier boost of this network is removed.
         """
-        made = front.attach(
+        boosted = front.attach(
             network,
             optimizer,
             level=self.level,
@@ -121,8 +121,8 @@ class AutoBoost:
             name="network",
             caller="network_auto_process_train",
         )
-        self._boosted, self.attached, self.scaler = made, made.attached, made.scaler
-        return made.model, made.optimizer
+        self._boosted, self.attached, self.scaler = boosted, boosted.attached, boosted.scaler
+        return boosted.model, boosted.optimizer
 
     def ddp_options(self, network: nn.Module) -> dict[str, Any]:
         """Return the ``DistributedDataParallel`` arguments for the configured ``common.gradient_split_groups``.

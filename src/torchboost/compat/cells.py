@@ -22,7 +22,7 @@ from torchboost.core.wrapping import unwrap
 from torchboost.errors import IncompatibleError
 from torchboost.front import boosted_of
 
-__all__ = ["BoostTrainOneStepCell", "WithLoss", "found_by"]
+__all__ = ["BoostTrainOneStepCell", "WithLoss", "optimizer_and_scaler"]
 
 
 class WithLoss(nn.Module):
@@ -115,7 +115,7 @@ class BoostTrainOneStepCell:
     def __init__(self, network: nn.Module, optimizer: Optimizer, sens: float = 1.0) -> None:
         check_pair(network, optimizer, name="network")
         check_sens(sens)
-        optimizer, scaler = found_by(optimizer)
+        optimizer, scaler = optimizer_and_scaler(optimizer)
         self.sens = float(sens)
         if self.sens != 1.0:
             if scaler is not None:
@@ -142,7 +142,7 @@ class BoostTrainOneStepCell:
             optimizer.accumulator.model = network  # it may have been wrapped after AutoBoost
             window = optimizer.accumulator.steps
         self._step = TrainStep(target, network)
-        self._given = GradientAccumulation(window, target.optimizer)
+        self._window = GradientAccumulation(window, target.optimizer)
         self._at_once = GradientAccumulation(1, target.optimizer)
 
     def __call__(self, *inputs: Any) -> StepOutput:
@@ -163,18 +163,18 @@ class BoostTrainOneStepCell:
     def flush(self) -> bool:
         """Update with a partial accumulation window. Return whether it held any gradients."""
         with self._stepping():
-            given, called = self._given.flush(), self._step.flush()
-        self.updated = given or self._step.updated
-        return given or called is not None
+            handed_over, called = self._window.flush(), self._step.flush()
+        self.updated = handed_over or self._step.updated
+        return handed_over or called is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs in addition to the network, the optimizer and ``AutoBoost.attached``."""
-        return {"step": self._step.state_dict(), "given": self._given.state_dict()}
+        return {"step": self._step.state_dict(), "given": self._window.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned."""
         self._step.load_state_dict(state["step"])
-        self._given.load_state_dict(state["given"])
+        self._window.load_state_dict(state["given"])
 
     def check_adasum_enable(self) -> bool:
         """Whether AdaSum combines the updates of this cell: it is configured, and there are several nodes."""
@@ -220,8 +220,8 @@ class BoostTrainOneStepCell:
             ValueError: The number or the shapes of the gradients are not those of the parameters.
         """
         with self._stepping():
-            loss = self._given(loss, grads)
-        self.updated = self._given.updated
+            loss = self._window(loss, grads)
+        self.updated = self._window.updated
         return loss
 
     def gradient_freeze_process(self, *inputs: Any) -> Tensor:
@@ -233,7 +233,7 @@ class BoostTrainOneStepCell:
         return self(*inputs).loss
 
 
-def found_by(optimizer: Optimizer) -> tuple[Optimizer, Scaler | None]:
+def optimizer_and_scaler(optimizer: Optimizer) -> tuple[Optimizer, Scaler | None]:
     """Return the optimizer to step instead of a boosted one, and the scaler that boosting added.
 
     MindSpore's API passes only the network and the optimizer from ``AutoBoost`` to the training cell.

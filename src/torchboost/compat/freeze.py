@@ -254,19 +254,19 @@ class _GroupStep:
     ) -> None:
         self._network, self._optimizer, self._index = network, optimizer, index
         self._sens, self._window, self._reduced, self._divisor = sens, window, reduced, divisor
-        self._held: dict[nn.Parameter, Tensor] = {}
+        self._gradients: dict[nn.Parameter, Tensor] = {}
         self._calls = 0
 
     def __call__(self, *inputs: Any) -> Tensor:
         self._optimizer.freezing.freeze(self._index)
         group = self._optimizer.groups[self._index]
         for parameter in group:
-            parameter.grad = self._held.pop(parameter, None)
+            parameter.grad = self._gradients.pop(parameter, None)
         loss = self._network(*inputs)
         (loss * (self._sens / self._window)).backward()
         self._calls += 1
         if self._calls % self._window:
-            self._held = {p: p.grad for p in group if p.grad is not None}
+            self._gradients = {p: p.grad for p in group if p.grad is not None}
             for parameter in group:
                 parameter.grad = None
             return loss.detach()

@@ -14,7 +14,7 @@ from torchboost.algorithms.loss_scale_group.borders import Ratios, change_scale
 from torchboost.algorithms.loss_scale_group.group_scale import GROUP_RULE, GroupScaler, Scales, checked_scales
 from torchboost.algorithms.loss_scale_group.rule import ScaleRule, ScaleState, check_scale
 from torchboost.algorithms.loss_scale_group.scalers import FixedLossScale, LossScaler
-from torchboost.compat.cells import BoostTrainOneStepCell, found_by
+from torchboost.compat.cells import BoostTrainOneStepCell, optimizer_and_scaler
 from torchboost.core.algorithm import Scaler
 from torchboost.core.arguments import check_number, check_pair, check_scaler, is_integer
 from torchboost.errors import IncompatibleError
@@ -59,11 +59,11 @@ class BoostTrainOneStepWithLossScaleCell(BoostTrainOneStepCell):
 
     def __init__(self, network: nn.Module, optimizer: Optimizer, scale_sense: Any) -> None:
         check_pair(network, optimizer, name="network")
-        optimizer, brought = found_by(optimizer)
+        optimizer, added = optimizer_and_scaler(optimizer)
         scaler = _scaler(scale_sense)
-        if brought is not None and brought is not scaler:
+        if added is not None and added is not scaler:
             raise IncompatibleError(
-                f"scale_sense: found a {type(scale_sense).__name__}, but AutoBoost added a {type(brought).__name__} "
+                f"scale_sense: found a {type(scale_sense).__name__}, but AutoBoost added a {type(added).__name__} "
                 "for this optimizer; give booster.scaler, or leave loss_scale_group out."
             )
         self.scaler: Scaler = scaler

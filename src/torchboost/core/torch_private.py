@@ -115,6 +115,7 @@ __all__ = [
     "share_attributes",
     "sparse_rows",
     "sparse_values",
+    "state_dict_hooks",
     "state_without_hooks",
     "step_pre_hook_keys",
     "step_pre_hooks",
@@ -203,6 +204,15 @@ def module_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any], dic
     Reads ``Module._forward_pre_hooks``, ``_forward_hooks``, ``_backward_pre_hooks`` and ``_backward_hooks``.
     """
     return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+
+
+def state_dict_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the hooks that change the state dicts of a module, those after it is made and those before it is loaded.
+
+    Reads ``Module._state_dict_hooks`` and ``_load_state_dict_pre_hooks``, to read and to write. A hook of the second
+    kind is inside an object that holds it as ``hook``.
+    """
+    return module._state_dict_hooks, module._load_state_dict_pre_hooks
 
 
 def state_without_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> Any:

@@ -154,7 +154,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
     path = Path(path)
     metadata = _metadata(path)
     names = _names(model, _params(optimizer))
-    weights = get_model_state_dict(model)
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    weights = _weights_of(metadata, bare)
     _check_model(metadata, weights)
     writers = _writers(metadata)
     # On another number of ranks all read the parts of all, to compare them.
@@ -177,7 +178,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
     if own[BUFFERS]:
         content[key] = copy.deepcopy(_buffers(weights, model))
     _read(path, content)
-    set_model_state_dict(model, {**weights, **content.get(key, {})})
+    set_model_state_dict(bare, {**weights, **content.get(key, {})})
     if len(writers) == _world_size():
         _set_generator_states(own[GENERATORS], model)
 
@@ -270,6 +271,20 @@ def _names(model: nn.Module, params: list[Tensor]) -> list[str]:
         ) from error
 
 
+def _weights_of(metadata: Metadata, model: nn.Module) -> dict[str, Any]:
+    """Return what is read into a model: its state dict, or under the names of the version before.
+
+    That wrote no entries for BatchNorms that were removed: it wrote the parameters and buffers as they are.
+    """
+    weights = get_model_state_dict(model)
+    names = _names(model, list(model.parameters()))
+    plain = dict(zip(names, (p.detach() for p in model.parameters()), strict=True))
+    buffers = {name for name, _ in model.named_buffers()}
+    plain |= {name: value for name, value in weights.items() if name in buffers or name in names}
+    saved = {key.removeprefix("model.") for key in metadata.state_dict_metadata if key.startswith("model.")}
+    return plain if plain.keys() != weights.keys() and plain.keys() == saved else weights
+
+
 def _check_model(metadata: Metadata, weights: Mapping[str, Any]) -> None:
     saved = {
         key.removeprefix("model."): tuple(entry.size)
@@ -289,7 +304,7 @@ def _check_model(metadata: Metadata, weights: Mapping[str, Any]) -> None:
 def _buffers(weights: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Return what a model's state dict holds besides parameters."""
     named = set(_names(model, list(model.parameters())))
-    return {name: value for name, value in weights.items() if name not in named}
+    return {name: value for name, value in weights.items() if name not in named and not isinstance(value, DTensor)}
 
 
 def _source(model: nn.Module) -> int:

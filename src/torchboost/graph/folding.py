@@ -30,16 +30,15 @@ from torchboost.graph.aliasing import may_collide
 from torchboost.graph.dataflow import evaluate, runnable, trace, trace_all_paths, trace_run
 from torchboost.graph.flow import Dataflow
 from torchboost.graph.norm_roles import WEIGHTED
-from torchboost.graph.removed_norm import RemovedNorm
+from torchboost.graph.removed_norm import Statistics, fused_weights, hide_biases, put_removed_norm
 from torchboost.graph.structure import is_customised, norm_tail
-from torchboost.graph.surgery import held_elsewhere, rebind_optimizer, replace_module, undone_on_error
+from torchboost.graph.surgery import held_elsewhere, rebind_optimizer, undone_on_error
 from torchboost.graph.untouched import ReachesOriginal
 
 __all__ = [
     "Fold",
     "FoldReport",
     "fold_batch_norms",
-    "fold_into_layer",
     "fold_obstacle",
     "fold_pairs",
     "is_plain_norm",
@@ -379,11 +378,12 @@ def fold_pairs(
     held = [(layer, parameter_slots(layer)["weight"], parameter_slots(layer)["bias"]) for layer in layers]
     inside = set(model.parameters())
     written = [parameter for _, *parameters in held for parameter in parameters if parameter is not None]
-    stand_ins = [RemovedNorm(fold.norm, copies=fold.copies, layer=fold.layer, behind=fold.behind) for fold in folds]
     with undone_on_error(model, optimizer, written=written):
-        for fold, stand_in in zip(folds, stand_ins, strict=True):
+        for fold in folds:  # before a layer gets a bias
+            put_removed_norm(model, fold.norm, copies=fold.copies, layer=fold.layer, behind=fold.behind)
+        for fold in folds:
             _fold_into_next(fold) if fold.behind else _fold_into_previous(fold)
-            replace_module(model, fold.norm, stand_in)
+        hide_biases(model)
         difference = largest_difference(before, evaluate(*run)) if run is not None else None
         if difference is not None and not difference <= _tolerance(model):
             raise IncompatibleError(
@@ -400,40 +400,21 @@ def fold_pairs(
     return difference
 
 
-def _scale_and_shift(norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return scale and shift of a BatchNorm in eval mode, in float64 and with shape ``(channels,)``."""
+@torch.no_grad()
+def _fold_into_previous(fold: Fold) -> None:
+    _set(fold.layer, *fused_weights(fold.layer, parameter_slots(fold.layer)["bias"], _statistics(fold.norm)))
+
+
+def _statistics(norm: nn.Module) -> Statistics:
     assert isinstance(norm, AnyBatchNorm)
     assert norm.running_mean is not None
     assert norm.running_var is not None
-    scale = (norm.running_var.double() + norm.eps).rsqrt()
-    if norm.weight is not None:
-        scale = scale * norm.weight.double()
-    shift = -norm.running_mean.double() * scale
-    return scale, shift if norm.bias is None else shift + norm.bias.double()
-
-
-def fold_into_layer(norm: nn.Module, layer: nn.Module) -> None:
-    """Fold a BatchNorm in eval mode into the layer before it, in place; the layer gets a bias if it has none."""
-    _fold_into_previous(Fold(norm, layer))
-
-
-@torch.no_grad()
-def _fold_into_previous(fold: Fold) -> None:
-    layer, (scale, shift) = fold.layer, _scale_and_shift(fold.norm)
-    weight, bias = parameter_slots(layer)["weight"], parameter_slots(layer)["bias"]
-    assert weight is not None
-    if isinstance(layer, AnyTransposedConv):  # (in, out / groups, ...), channels of a group are adjacent
-        grouped = weight.double().unflatten(0, (layer.groups, -1))
-        factor = scale.view(layer.groups, 1, -1, *[1] * (weight.ndim - 2))
-        scaled = (grouped * factor).flatten(0, 1)
-    else:
-        scaled = weight.double() * scale.view(-1, *[1] * (weight.ndim - 1))
-    _set(layer, scaled, shift if bias is None else bias.double() * scale + shift)
+    return Statistics(norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
 
 
 @torch.no_grad()
 def _fold_into_next(fold: Fold) -> None:
-    layer, (scale, shift) = fold.layer, _scale_and_shift(fold.norm)
+    layer, (scale, shift) = fold.layer, _statistics(fold.norm).scale_and_shift
     weight, bias = parameter_slots(layer)["weight"], parameter_slots(layer)["bias"]
     assert weight is not None
     groups = layer.groups if isinstance(layer, AnyConv) else 1

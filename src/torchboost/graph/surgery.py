@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from torchboost.core.living import living
-from torchboost.core.torch_private import child_slots, parameter_slots
+from torchboost.core.torch_private import child_slots, parameter_slots, state_dict_hooks
 
 __all__ = [
     "Rebinding",
@@ -88,9 +88,9 @@ def undone_on_error(
 ) -> Iterator[None]:
     """Restore everything if the block raises or is interrupted.
 
-    This covers the places of modules and parameters, training flags, the parameters and the state of the optimizer,
-    and the values in ``written``. Objects keep their identity. Buffers, other attributes and the effects of optimizer
-    steps are not restored.
+    This covers the places of modules and parameters, training flags, hooks of state dicts, the parameters and the state
+    of the optimizer, and the values in ``written``. Objects keep their identity. Buffers, other attributes and the
+    effects of optimizer steps are not restored.
 
     Args:
         model: Changed in the block.
@@ -99,17 +99,22 @@ def undone_on_error(
 
     Cost: a copy of ``written``.
     """
-    modules = [(m, dict(child_slots(m)), dict(parameter_slots(m)), m.training) for m in model.modules()]
+    registries = [
+        (slots, dict(slots))
+        for module in model.modules()
+        for slots in (child_slots(module), parameter_slots(module), *state_dict_hooks(module))
+    ]
+    modes = [(module, module.training) for module in model.modules()]
     groups = [] if optimizer is None else [(group, _lists(group)) for group in optimizer.param_groups]
     state = {} if optimizer is None else dict(optimizer.state)
     numbers = [(tensor, tensor.detach().clone()) for tensor in written]
     try:
         yield
     except BaseException:
-        for module, children, parameters, training in modules:
-            for registered, before in ((child_slots(module), children), (parameter_slots(module), parameters)):
-                registered.clear()
-                registered.update(before)  # pyright: ignore[reportArgumentType,reportCallIssue]
+        for slots, before in registries:
+            slots.clear()
+            slots.update(before)  # pyright: ignore[reportArgumentType,reportCallIssue]
+        for module, training in modes:
             module.training = training
         with torch.no_grad():
             for tensor, before in numbers:

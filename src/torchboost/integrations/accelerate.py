@@ -22,7 +22,6 @@ from torchboost.core.wrapping import hookable
 from torchboost.distributed.checkpoint import load_optimizer
 from torchboost.errors import IncompatibleError
 from torchboost.front import Host, attach, warn_of_missing_length
-from torchboost.graph.plain_state import plain_states
 from torchboost.plan import Plan
 from torchboost.registry import REGISTRY
 
@@ -50,8 +49,7 @@ def prepare(
     precision stay those of the accelerator.
 
     If the accelerator shards the model with FSDP2, its modules are changed before and the algorithms are attached
-    after. Weights are then saved as the changed model has them; :func:`torchboost.plain_state_dict` returns those of
-    the original architecture.
+    after.
 
     Args:
         accelerator: Of one process, or of several with ``DistributedDataParallel`` or FSDP2
@@ -114,7 +112,6 @@ def prepare(
         moments = _FrozenMoments(accelerator, *prepared[:2])
         boosted.attached.with_undo(accelerator.register_load_state_pre_hook(moments).remove)
     else:
-        boosted.attached.with_undo(plain_states(model).remove)
         prepared = accelerator.prepare(model, boosted.optimizer, *others)
     accelerator.register_for_checkpointing(boosted)
     return *prepared, boosted

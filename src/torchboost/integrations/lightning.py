@@ -14,10 +14,8 @@ from torch.optim import Optimizer
 
 from torchboost.calibration.calibration import Calibrate, check_calibrate
 from torchboost.config import ConfigSource
-from torchboost.core.algorithm import Attachment
 from torchboost.errors import IncompatibleError
 from torchboost.front import Boosted, Host, attach
-from torchboost.graph.plain_state import plain_states, to_plain_
 from torchboost.integrations.saved_state import figures_of, warn_of_missing_state
 from torchboost.plan import Plan
 from torchboost.registry import REGISTRY
@@ -35,8 +33,6 @@ class Boost(Callback):
     attached in ``on_fit_start``. The number of updates comes from the trainer. What was attached is removed when
     ``fit`` ends, also by an error. Checkpoints hold the weights of the original architecture, which
     ``load_from_checkpoint`` loads without this callback, and its state, from which a resumed run continues exactly.
-    Under ``ModelParallelStrategy`` (FSDP2) the weights stay as the changed network has them;
-    :func:`torchboost.plain_state_dict` returns those of the original architecture.
 
     Gradient accumulation, clipping, loss scaling and mixed precision stay those of the trainer.
 
@@ -78,9 +74,8 @@ class Boost(Callback):
         self.calibrate: Calibrate = calibrate
         self.verify = verify
         self.boosted: Boosted | None = None
-        self._plain = Attachment()
         self._loaded: Mapping[str, Any] | None = None
-        self._said = False
+        self._logged = False
 
     @property
     def plan(self) -> Plan | None:
@@ -89,23 +84,18 @@ class Boost(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Change the modules of the network, before its weights are restored and it is wrapped."""
-        if stage == "fit":
-            self._check_strategy(trainer)
-            network = self._network(pl_module)
-            self._said, self._loaded = False, None
-            plan = Plan.of(
-                self.level, self.config, _host(trainer).facts(network), total_steps=_length_before_data(trainer)
-            )
-            levers = {lever.name: "" for lever in plan.levers}  # on one device the first call tries them
-            if _sharded(trainer):  # FSDP2 takes contiguous kernels only
-                levers = {name: "" for name, entry in REGISTRY.items() if entry.lever}
-            (plan if isinstance(trainer.strategy, DDPStrategy) else plan.without(levers)).transform(network)
-        elif self.boosted is None:
+        if stage != "fit":
             return
-        self._plain.remove()
-        self._plain = Attachment() if _sharded(trainer) else plain_states(self._network(pl_module))
-        if stage == "fit":
-            self._refresh_averages(trainer, pl_module)
+        self._check_strategy(trainer)
+        network = self._network(pl_module)
+        self._logged, self._loaded = False, None
+        length = _length_before_data(trainer)
+        plan = Plan.of(self.level, self.config, _host(trainer).facts(network), total_steps=length)
+        levers = {lever.name: "" for lever in plan.levers}  # on one device the first call tries them
+        if _sharded(trainer):  # FSDP2 takes contiguous kernels only
+            levers = {name: "" for name, entry in REGISTRY.items() if entry.lever}
+        (plan if isinstance(trainer.strategy, DDPStrategy) else plan.without(levers)).transform(network)
+        self._refresh_averages(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the algorithms to the network and its optimizer."""
@@ -139,9 +129,9 @@ class Boost(Callback):
     ) -> None:
         """Tell the trainer's loggers once what the trial chose and gained."""
         choice = None if self.boosted is None else self.boosted.choice
-        if self._said or choice is None:
+        if self._logged or choice is None:
             return
-        self._said = True
+        self._logged = True
         for logger in trainer.loggers:
             logger.log_metrics(figures_of(choice), step=trainer.global_step)
 
@@ -153,13 +143,6 @@ class Boost(Callback):
         """Remove what was attached."""
         self._remove()
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save the weights for the original architecture also after ``fit``."""
-        if self.boosted is not None and not _sharded(trainer):
-            network = self._network(pl_module)
-            name = next(name for name, module in pl_module.named_modules() if module is network)
-            to_plain_(network, checkpoint["state_dict"], f"{name}.")
-
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs."""
         return {} if self.boosted is None else self.boosted.state_dict()
@@ -169,7 +152,6 @@ class Boost(Callback):
         self._loaded = state_dict or None
 
     def _remove(self) -> None:
-        self._plain.remove()
         if self.boosted is not None:
             self.boosted.remove()
 
@@ -190,13 +172,13 @@ class Boost(Callback):
             ) from None
 
     def _optimizer(self, trainer: Trainer, network: nn.Module) -> Optimizer:
-        own = {id(p) for p in network.parameters()}
-        found = [o for o in trainer.optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
-        if len(found) != 1:
+        weights = set(network.parameters())
+        optimizers = [o for o in trainer.optimizers if any(p in weights for g in o.param_groups for p in g["params"])]
+        if len(optimizers) != 1:
             raise IncompatibleError(
-                f"found {len(found)} optimizers for the network {self.module or ''!r}; Boost needs exactly one."
+                f"found {len(optimizers)} optimizers for the network {self.module or ''!r}; Boost needs exactly one."
             )
-        return found[0]
+        return optimizers[0]
 
     def _check_strategy(self, trainer: Trainer) -> None:
         strategy = trainer.strategy
@@ -213,10 +195,7 @@ class Boost(Callback):
             )
 
     def _refresh_averages(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let averages of the weights that were listed before this callback copy the changed network.
-
-        The copies have the hooks of ``plain_states`` too, so both kinds of weights are saved in the same form.
-        """
+        """Let averages of the weights that were listed before this callback copy the changed network."""
         for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if callback is self:
                 return

@@ -14,7 +14,6 @@ from torchboost.calibration.calibration import Calibrate, check_calibrate
 from torchboost.config import ConfigSource
 from torchboost.errors import IncompatibleError
 from torchboost.front import Boosted, Host, attach
-from torchboost.graph.plain_state import plain_states
 from torchboost.integrations.saved_state import figures_of, load_state, save_state
 from torchboost.plan import Plan
 
@@ -68,7 +67,7 @@ class BoostMixin(_Base):
     _verify: bool
     _stage: Stage
     _awaited: str | None
-    _said: bool
+    _logged: bool
 
     def __init__(
         self,
@@ -86,7 +85,7 @@ class BoostMixin(_Base):
         check_calibrate(calibrate)
         Plan.of(level, config, loop="transformers")
         self._level, self._config, self._calibrate, self._verify = level, config, calibrate, verify
-        self.boosted, self._stage, self._awaited, self._said = None, "outside", None, False
+        self.boosted, self._stage, self._awaited, self._logged = None, "outside", None, False
 
     @property
     def plan(self) -> Plan | None:
@@ -96,7 +95,7 @@ class BoostMixin(_Base):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the trainer does. See its documentation for arguments and result."""
         self._check_unsharded()
-        self._stage, self._said = "plain", False
+        self._stage, self._logged = "plain", False
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -114,8 +113,8 @@ class BoostMixin(_Base):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run one forward and backward pass as the trainer does."""
         loss = super().training_step(*args, **kwargs)
-        if not self._said and self.boosted is not None and self.boosted.choice is not None:
-            self._said = True
+        if not self._logged and self.boosted is not None and self.boosted.choice is not None:
+            self._logged = True
             # An entry of this step. The log of a subclass may also end its averages, as those of trl do.
             Trainer.log(self, figures_of(self.boosted.choice))
         return loss
@@ -140,7 +139,6 @@ class BoostMixin(_Base):
             verify=self._verify,
             caller="trainer.train",
         )
-        self.boosted.attached.with_undo(plain_states(self.boosted.model).remove)
         self.optimizer, self._stage = self.boosted.optimizer, "boosted"
         _LOG.info("%s\n%s", self._level, self.boosted.explain())
         if self._awaited is not None:
@@ -162,10 +160,6 @@ class BoostMixin(_Base):
 
     # What the trainer saves and loads
 
-    def _save(self, *args: Any, **kwargs: Any) -> None:
-        with plain_states(cast(torch.nn.Module, self.model)):
-            super()._save(*args, **kwargs)
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights of a checkpoint; before the pair is boosted, remember to.
 
@@ -174,8 +168,7 @@ class BoostMixin(_Base):
         if self._stage == "plain":
             self._awaited = resume_from_checkpoint
             return
-        with plain_states(cast(torch.nn.Module, self.model if model is None else model)):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
