@@ -127,16 +127,6 @@ def test_two_optimizers_share_one_scale_and_only_the_bad_one_is_skipped():
     assert scaler.overflowed
 
 
-def test_a_fixed_scale_stays_and_reports_the_overflow():
-    scaler = FixedLossScale(32.0)
-    model, optimizer, step, poison = setup("sgd", scaler)
-    poison["value"] = math.inf
-    before = frozen(model, optimizer)
-    out = step(*batch(0))
-    assert (bool(out.overflow), float(out.loss_scale), step.updated) == (True, 32.0, False)
-    assert frozen(model, optimizer) == before
-
-
 def test_a_fixed_scale_set_inside_a_window_waits_for_the_next():
     scaler = FixedLossScale(32.0)
     plain, _, plain_step, _ = setup("sgd", None, window=2)
