@@ -1,4 +1,4 @@
-"""Claim: AdaSum sends as many bytes as an all-reduce; the time that its halving and its dot products add.
+"""Claim: AdaSum sends as many bytes as an all-reduce; the time that its exchanges and its dot products add.
 
 The ranks are gloo processes of this machine, so that all of them share its cores and the loopback device. The bound is
 an all-reduce of one flat vector: it sends as many bytes per rank, ``2 (1 - 1/n)`` times the vector.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from multiprocessing import get_context
@@ -75,11 +75,11 @@ class Counts:
     def broadcast_object_list(self, found: list[Any], *_: Any, **__: Any) -> None:
         self.note(len(pickle.dumps(found)))
 
-    def batch_isend_irecv(self, operations: Sequence[dist.P2POp]) -> list[Any]:
-        for each in operations:
-            if each.op is dist.isend:
-                self.note(each.tensor.nbytes)
-        return []
+    def all_to_all_single(
+        self, into: torch.Tensor, out_of: torch.Tensor, received: list[int], sent: list[int], **_: Any
+    ) -> None:
+        self.note(sum(sent) - sent[0])
+        into.zero_()
 
     def new_group(self, *_: Any, **__: Any) -> Any:
         self.note(0)
@@ -126,7 +126,7 @@ def faked(ranks: int) -> Iterator[Counts]:
     """Be rank 0 of so many."""
     counts = Counts()
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    names = "all_reduce all_gather all_gather_object broadcast_object_list batch_isend_irecv new_group"
+    names = "all_reduce all_gather all_gather_object broadcast_object_list all_to_all_single new_group"
     with ExitStack() as patched:
         for name in names.split():
             patched.enter_context(patch.object(dist, name, getattr(counts, name)))

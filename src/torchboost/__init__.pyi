@@ -12,9 +12,9 @@ from .algorithms import remove_batch_norms as remove_batch_norms
 from .algorithms import to_channels_last as to_channels_last
 from .algorithms.grad_accumulation import Accumulator as Accumulator
 from .algorithms.loss_scale_group import GroupGradScaler as GroupGradScaler
-from .algorithms.loss_scale_group.rule import ScaleRule as ScaleRule
 from .algorithms.loss_scale_group.scalers import DynamicLossScale as DynamicLossScale
 from .algorithms.loss_scale_group.scalers import FixedLossScale as FixedLossScale
+from .algorithms.loss_scale_group.scalers import ScaleRule as ScaleRule
 from .compat import AdaSum as AdaSum
 from .compat import AutoBoost as AutoBoost
 from .compat import BoostTrainOneStepCell as BoostTrainOneStepCell

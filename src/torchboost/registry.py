@@ -19,7 +19,7 @@ from torchboost.algorithms.grad_accumulation.algorithm import AccumulationSteps
 from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze, Pattern
 from torchboost.algorithms.gradient_centralization import GradientCentralization
 from torchboost.algorithms.less_bn import BatchNormRemoval
-from torchboost.algorithms.loss_scale_group.algorithm import LossScaleGroups
+from torchboost.algorithms.loss_scale_group.algorithm import LossScaleGroup
 from torchboost.algorithms.matmul_precision import MatmulPrecision
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import check_count, check_module
@@ -410,7 +410,7 @@ _ENTRIES = (
         in_no_level="it is not proven that it pays on today's recipes",
     ),
     Entry(
-        algorithm=LossScaleGroups,
+        algorithm=LossScaleGroup,
         summary="scales the gradients of each group of modules separately, for float16",
         unusable=_scaled_by_the_trainer,
     ),

@@ -9,20 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn import functional as F
 
 from tests.support.models import cnn, mlp
 from tests.support.nodes import batch_of, fresh, node_wrapped, simulated, tensors, train
 from tests.support.ranks import run_ranks
-from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSum, adasum
-from torchboost.algorithms.autocast import Autocast
-from torchboost.algorithms.grad_accumulation.algorithm import AccumulationSteps, Accumulator
-from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze
-from torchboost.algorithms.gradient_centralization import GradientCentralization
-from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale
-from torchboost.core.algorithm import Target, attach_all
-from torchboost.core.step import TrainStep
+from torchboost import DynamicLossScale, Target, TrainStep, adasum
+from torchboost.algorithms import AccumulationSteps, AdaptiveSum, Autocast, BlockFreeze, GradientCentralization
+from torchboost.algorithms.grad_accumulation import Accumulator
+from torchboost.core import attach_all
 
 pytestmark = pytest.mark.dist
 
@@ -60,15 +55,21 @@ def trained(how: str, on: Any, per_node: int, optimizer_of: Any, make: Any = mlp
     return tensors(model)
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), (4, 2)])
-@pytest.mark.parametrize("make", [mlp, cnn])
-def test_gradients_under_ddp_follow_the_formula_per_parameter(ranks, per_node, make):
-    found = run_ranks(trained, ranks, "ddp", "gradient", per_node, sgd, make)
+def under_ddp_on_gradients() -> list[list[list[float]]]:
+    per_node = dist.get_world_size() // 2
+    return [trained("ddp", "gradient", per_node, sgd, make) for make in (mlp, cnn)]
+
+
+def check_under_ddp_on_gradients(found: list[Any], ranks: int) -> None:
     assert all(other == found[0] for other in found)
-    wanted = simulated("gradient", ranks // per_node, per_node, STEPS, sgd, make=make)
-    assert close(found[0], wanted)
-    mean = simulated("gradient", 1, ranks, STEPS, sgd, make=make)
-    assert not close(found[0], mean, 1e-4)
+    for weights, make in zip(found[0], (mlp, cnn), strict=True):
+        assert close(weights, simulated("gradient", 2, ranks // 2, STEPS, sgd, make=make))
+        assert not close(weights, simulated("gradient", 1, ranks, STEPS, sgd, make=make), 1e-4)
+
+
+def test_gradients_under_ddp_follow_the_formula_per_parameter(two, four):
+    check_under_ddp_on_gradients(two["under_ddp_on_gradients"], 2)
+    check_under_ddp_on_gradients(four["under_ddp_on_gradients"], 4)
 
 
 def every_bucket_size() -> list[list[list[float]]]:
@@ -81,30 +82,37 @@ def every_bucket_size() -> list[list[list[float]]]:
     return found
 
 
-def test_the_buckets_of_ddp_do_not_matter():
-    for found in run_ranks(every_bucket_size, 4):
+def test_the_buckets_of_ddp_do_not_matter(four):
+    for found in four["every_bucket_size"]:
         assert all(weights == found[0] for weights in found)
 
 
-def on_updates(optimizer_of: Any) -> dict[tuple[str, int], list[list[float]]]:
+def on_updates() -> dict[tuple[str, str, int], list[list[float]]]:
     ways = [("bare", 1), ("bare", 2), ("ddp", 2), ("fsdp", 2)]
-    return {(how, per_node): trained(how, "delta", per_node, optimizer_of) for how, per_node in ways}
+    makers = {"sgd": sgd, "adam": adam}
+    return {
+        (name, how, per_node): trained(how, "delta", per_node, make)
+        for name, make in makers.items()
+        for how, per_node in ways
+    }
 
 
-@pytest.mark.parametrize("optimizer_of", [sgd, adam])
-def test_updates_follow_the_formula_per_parameter(optimizer_of):
-    found = run_ranks(on_updates, 4, optimizer_of)
+def test_updates_follow_the_formula_per_parameter(four):
+    found = four["on_updates"]
     assert all(other == found[0] for other in found)
-    for (how, per_node), weights in found[0].items():
-        if (how, per_node) == ("bare", 2) and optimizer_of is adam:
-            continue  # the mean of two updates of Adam is not the update of the mean
-        assert close(weights, simulated("delta", 4 // per_node, per_node, STEPS, optimizer_of), 1e-5), how
-    if optimizer_of is sgd:
-        assert close(found[0]["ddp", 2], simulated("gradient", 2, 2, STEPS, sgd)), "for SGD both forms are one"
+    for (name, how, per_node), weights in found[0].items():
+        if (name, how, per_node) != ("adam", "bare", 2):  # the mean of two updates of Adam is not that of the mean
+            make = {"sgd": sgd, "adam": adam}[name]
+            assert close(weights, simulated("delta", 4 // per_node, per_node, STEPS, make), 1e-5), (name, how)
+    assert close(found[0]["sgd", "ddp", 2], simulated("gradient", 2, 2, STEPS, sgd)), "for SGD both forms are one"
 
 
-def test_gradients_under_fsdp_follow_the_formula_per_unit():
-    found = run_ranks(trained, 4, "fsdp", "gradient", 2, sgd)
+def under_fsdp_on_gradients() -> list[list[float]]:
+    return trained("fsdp", "gradient", 2, sgd)
+
+
+def test_gradients_under_fsdp_follow_the_formula_per_unit(four):
+    found = four["under_fsdp_on_gradients"]
     assert all(other == found[0] for other in found)
     assert close(found[0], simulated("gradient", 2, 2, STEPS, sgd, units=UNITS))
     assert not close(found[0], simulated("gradient", 2, 2, STEPS, sgd), 1e-4)
@@ -120,8 +128,8 @@ def accumulated(how: str, on: Any) -> list[list[float]]:
     return tensors(model)
 
 
-def test_windows_of_accumulation_are_combined_once():
-    for (how, on), weights in run_ranks(in_every_way, 4, accumulated)[0].items():
+def test_windows_of_accumulation_are_combined_once(four):
+    for (how, on), weights in four["accumulated"][0].items():
         units = UNITS if (how, on) == ("fsdp", "gradient") else None
         assert close(weights, simulated(on, 2, 2, STEPS, sgd, micro=2, units=units)), (how, on)
 
@@ -143,8 +151,8 @@ def with_overflow(how: str, on: Any) -> tuple[list[bool], list[float], bool, lis
     return overflow, scales, kept, tensors(model)
 
 
-def test_an_overflow_on_one_rank_skips_the_update_everywhere():
-    found = run_ranks(in_every_way, 4, with_overflow)
+def test_an_overflow_on_one_rank_skips_the_update_everywhere(four):
+    found = four["with_overflow"]
     assert all(other == found[0] for other in found)
     for way, (overflow, scales, kept, weights) in found[0].items():
         assert overflow == [False, False, True, False, False], way
@@ -171,14 +179,14 @@ def gradients_overflow_under_torchs_scaler() -> tuple[list[float], list[list[flo
     return scales, tensors(model)
 
 
-def test_torchs_scaler_works_on_gradients():
-    found = run_ranks(gradients_overflow_under_torchs_scaler, 4)
+def test_torchs_scaler_works_on_gradients(four):
+    found = four["gradients_overflow_under_torchs_scaler"]
     assert all(other == found[0] for other in found)
     assert found[0][0] == [64.0, 32.0, 32.0, 32.0]
     assert all(math.isfinite(weight) for param in found[0][1] for weight in param)
 
 
-def frozen(on: Any) -> tuple[list[list[float]], list[list[float]], list[int]]:
+def frozen_in_one_form(on: Any) -> tuple[list[list[float]], list[list[float]], list[int]]:
     model = node_wrapped(fresh(), "ddp", on, 2, find_unused_parameters=True)
     target = Target(model, torch.optim.Adam(model.parameters(), lr=0.01))
     freezing = BlockFreeze(groups=3, full_share=0.4, total_steps=8)
@@ -193,17 +201,20 @@ def frozen(on: Any) -> tuple[list[list[float]], list[list[float]], list[int]]:
     return middle, tensors(model), travelled
 
 
-@pytest.mark.parametrize("on", ["delta", "gradient"])
-def test_freezing_composes(on):
-    found = run_ranks(frozen, 4, on)
+def frozen() -> dict[str, Any]:
+    return {on: frozen_in_one_form(on) for on in ("delta", "gradient")}
+
+
+def test_freezing_composes(four):
+    found = four["frozen"]
     assert all(other == found[0] for other in found)
-    middle, last, travelled = found[0]
-    still = [a == b for a, b in zip(middle, last, strict=True)]
-    assert any(still), "frozen parameters keep their bytes"
-    assert not all(still)
-    if on == "delta":
-        assert travelled[0] == 6
-        assert travelled[-1] == still.count(False), "what is frozen does not travel"
+    for on, (middle, last, travelled) in found[0].items():
+        still = [a == b for a, b in zip(middle, last, strict=True)]
+        assert any(still), "frozen parameters keep their bytes"
+        assert not all(still)
+        if on == "delta":
+            assert travelled[0] == 6
+            assert travelled[-1] == still.count(False), "what is frozen does not travel"
 
 
 def composed() -> list[list[float]]:
@@ -224,15 +235,19 @@ def composed() -> list[list[float]]:
     return tensors(model)
 
 
-def test_autocast_centralisation_and_a_scheduler_compose():
-    first, second = run_ranks(composed, 2)
+def test_autocast_centralisation_and_a_scheduler_compose(two):
+    first, second = two["composed"]
     assert first == second
     assert all(math.isfinite(weight) for param in first for weight in param)
     torch.manual_seed(0)
     assert first != tensors(cnn())
 
 
-def compiled(on: Any) -> tuple[list[list[float]], list[list[float]]]:
+def compiled() -> list[tuple[Any, Any]]:
+    return [compiled_in_one_form("delta"), compiled_in_one_form("gradient")]
+
+
+def compiled_in_one_form(on: Any) -> tuple[list[list[float]], list[list[float]]]:
     found = []
     for backend in (None, "eager"):
         model = node_wrapped(fresh(), "ddp", on, 1)
@@ -245,10 +260,9 @@ def compiled(on: Any) -> tuple[list[list[float]], list[list[float]]]:
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("on", ["delta", "gradient"])
-def test_a_compiled_model_trains_alike(on):
-    for plain, other in run_ranks(compiled, 2, on):
-        assert close(plain, other)
+def test_a_compiled_model_trains_alike(two):
+    for forms in two["compiled"]:
+        assert all(close(plain, other) for plain, other in forms)
 
 
 def removed(how: str, on: Any) -> tuple[list[list[float]], list[list[float]], list[list[float]]]:
@@ -270,35 +284,12 @@ def removed(how: str, on: Any) -> tuple[list[list[float]], list[list[float]], li
     return found[0], found[1], found[2]
 
 
-def test_removal_leaves_plain_training_and_it_can_come_back():
-    for found in run_ranks(in_every_way, 4, removed):
+def test_removal_leaves_plain_training_and_it_can_come_back(four):
+    for found in four["removed"]:
         for (how, on), (plain, without, again) in found.items():
             units = UNITS if (how, on) == ("fsdp", "gradient") else None
             assert without == plain, (how, on)
             assert close(again, simulated(on, 2, 2, STEPS, sgd, units=units)), (how, on)
-
-
-def resumed(how: str, on: Any) -> tuple[list[list[float]], list[list[float]]]:
-    def started() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        model = node_wrapped(fresh(), how, on, 2)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        return model, optimizer, attach_all(Target(model, optimizer), [AdaptiveSum(on=on, devices_per_node=2)])
-
-    model, optimizer, attached = started()
-    train(model, optimizer, 3)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), attached.state_dict()))
-    train(model, optimizer, 3, first=3)
-    again, other, reattached = started()
-    again.load_state_dict(saved[0])
-    other.load_state_dict(saved[1])
-    reattached.load_state_dict(saved[2])
-    train(again, other, 3, first=3)
-    return tensors(model), tensors(again)
-
-
-def test_resumes_bit_for_bit():
-    for found in run_ranks(in_every_way, 4, resumed):
-        assert all(straight == again for straight, again in found.values())
 
 
 def a_short_window_on_updates() -> list[list[float]]:
@@ -315,5 +306,30 @@ def a_short_window_on_updates() -> list[list[float]]:
     return tensors(model)
 
 
-def test_a_short_window_is_flushed_inside_the_node():
-    assert close(run_ranks(a_short_window_on_updates, 4)[0], simulated("delta", 2, 2, 1, sgd, micro=2))
+def test_a_short_window_is_flushed_inside_the_node(four):
+    assert close(four["a_short_window_on_updates"][0], simulated("delta", 2, 2, 1, sgd, micro=2))
+
+
+def on_two() -> dict[str, Any]:
+    return {fn.__name__: fn() for fn in (under_ddp_on_gradients, composed, compiled)}
+
+
+def on_four() -> dict[str, Any]:
+    plain = (every_bucket_size, on_updates, under_ddp_on_gradients, under_fsdp_on_gradients, frozen)
+    plain += (gradients_overflow_under_torchs_scaler, a_short_window_on_updates)
+    found = {fn.__name__: fn() for fn in plain}
+    return found | {fn.__name__: in_every_way(fn) for fn in (accumulated, with_overflow, removed)}
+
+
+def by_name(answers: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [answer[name] for answer in answers] for name in answers[0]}
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, list[Any]]:
+    return by_name(run_ranks(on_two, 2))
+
+
+@pytest.fixture(scope="module")
+def four() -> dict[str, list[Any]]:
+    return by_name(run_ranks(on_four, 4, timeout=240))

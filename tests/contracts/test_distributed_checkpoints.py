@@ -28,7 +28,7 @@ from tests.support.wrapped import Kind, all_weights, wrap
 from torchboost.algorithms.grad_accumulation.algorithm import AccumulationSteps
 from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze
 from torchboost.algorithms.gradient_centralization import GradientCentralization
-from torchboost.algorithms.loss_scale_group.algorithm import LossScaleGroups
+from torchboost.algorithms.loss_scale_group.algorithm import LossScaleGroup
 from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale
 from torchboost.core.algorithm import Algorithm, Attachment, Target, attach_all
 from torchboost.core.step import TrainStep
@@ -64,7 +64,7 @@ CASES = {
     "accumulation": Case(
         algorithms=(AccumulationSteps(steps=2),), scaler=lambda: DynamicLossScale(64.0, window=2), steps=2
     ),
-    "loss scale per group": Case(algorithms=(LossScaleGroups(groups=3, init_scale=64.0),)),
+    "loss scale per group": Case(algorithms=(LossScaleGroup(groups=3, init_scale=64.0),)),
     "freezing for good": Case(
         algorithms=(BlockFreeze(pattern="progressive", groups=3, full_share=0.2, total_steps=UPDATES),)
     ),

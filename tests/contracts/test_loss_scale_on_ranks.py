@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from tests.support.models import batch_for, mlp
 from tests.support.ranks import run_ranks
 from tests.support.wrapped import Kind, all_weights, wrap
+from torchboost import DynamicLossScale, GroupGradScaler
 from torchboost.algorithms.grad_accumulation.algorithm import Accumulator
-from torchboost.algorithms.loss_scale_group.algorithm import GroupGradScaler
-from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale
 from torchboost.core.algorithm import Target
 from torchboost.core.step import TrainStep
 

@@ -21,6 +21,6 @@ from .gradient_centralization import centralize_gradients as centralize_gradient
 from .less_bn import BatchNormRemoval as BatchNormRemoval
 from .less_bn import remove_batch_norms as remove_batch_norms
 from .loss_scale_group import GroupGradScaler as GroupGradScaler
-from .loss_scale_group import LossScaleGroups as LossScaleGroups
+from .loss_scale_group import LossScaleGroup as LossScaleGroup
 from .matmul_precision import MatmulPrecision as MatmulPrecision
 from .matmul_precision import lower_matmul_precision as lower_matmul_precision

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchboost.algorithms.loss_scale_group.algorithm import GROUP_RULE, GroupScaler, Scales, checked_scales
 from torchboost.algorithms.loss_scale_group.borders import Ratios, change_scale
-from torchboost.algorithms.loss_scale_group.group_scale import GROUP_RULE, GroupScaler, Scales, checked_scales
-from torchboost.algorithms.loss_scale_group.rule import ScaleRule, ScaleState, check_scale
-from torchboost.algorithms.loss_scale_group.scalers import FixedLossScale, LossScaler
+from torchboost.algorithms.loss_scale_group.scalers import FixedLossScale, LossScaler, ScaleRule, check_scale
 from torchboost.compat.cells import BoostTrainOneStepCell, optimizer_and_scaler
 from torchboost.core.algorithm import Scaler
 from torchboost.core.arguments import check_number, check_pair, check_scaler, is_integer
@@ -262,9 +261,9 @@ class _HandScaler(GroupScaler):
         self._restart([1.0, *scales])
 
     def multiply(self, group: int, ratio: float) -> float:
-        state = self._states[group]
-        scale = min(max(state.scale * ratio, self.rule.floor), self.rule.ceiling)
-        self._states[group] = ScaleState(scale, state.clean, state.patience)
+        moving = self._moving[group]
+        scale = min(max(moving.state.scale * ratio, self.rule.floor), self.rule.ceiling)
+        moving.state = moving.state._replace(scale=scale)
         self._settle()
         return scale
 

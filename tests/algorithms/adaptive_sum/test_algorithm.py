@@ -1,4 +1,4 @@
-"""AdaptiveSum: settings, what it refuses and why, one node, packs, agreement."""
+"""AdaptiveSum: settings, what it refuses and why, one node, what is combined, DDP's hook."""
 
 from __future__ import annotations
 
@@ -16,17 +16,24 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.models import mlp
-from tests.support.nodes import batch_of, fresh, node_wrapped, tensors, train
+from tests.support.memory import live_tensors
+from tests.support.models import cnn, mlp
+from tests.support.nodes import batch_of, formula, fresh, node_wrapped, tensors, train
 from tests.support.ranks import run_ranks
-from torchboost import optim
-from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSum, adasum
-from torchboost.algorithms.loss_scale_group.algorithm import GroupGradScaler
-from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale, FixedLossScale
-from torchboost.compat.loss_scale import GroupLossScaleManager
-from torchboost.core.algorithm import Target, attach_all
-from torchboost.core.step import TrainStep
-from torchboost.distributed.topology import NodeGroups, Topology
+from torchboost import (
+    DynamicLossScale,
+    FixedLossScale,
+    GroupGradScaler,
+    GroupLossScaleManager,
+    NodeGroups,
+    Target,
+    Topology,
+    TrainStep,
+    adasum,
+    optim,
+)
+from torchboost.algorithms import AdaptiveSum
+from torchboost.core import attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
 
@@ -34,9 +41,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.2)
 
 
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
+def test_settings_that_make_no_sense():
+    bad: list[tuple[dict[str, Any], type[Exception]]] = [
         ({"on": "weights"}, ValueError),
         ({"split_groups": 0}, ValueError),
         ({"split_groups": []}, ValueError),
@@ -45,11 +51,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
         ({"split_groups": "12"}, TypeError),
         ({"devices_per_node": 0}, ValueError),
         ({"devices_per_node": True}, ValueError),
-    ],
-)
-def test_settings_that_make_no_sense(settings, error):
-    with pytest.raises(error, match=rf"{next(iter(settings))}: found .*; pass"):
-        AdaptiveSum(**settings)
+    ]
+    for settings, error in bad:
+        with pytest.raises(error, match=rf"{next(iter(settings))}: found .*; pass"):
+            AdaptiveSum(**settings)
 
 
 def test_split_groups_are_a_value_however_they_are_written():
@@ -71,7 +76,12 @@ def test_one_process_is_told_and_left_alone():
     summing.remove()
 
 
-def one_node(on: Any) -> tuple[list[str], bool]:
+def one_node() -> tuple[list[str], bool]:
+    said, same = zip(*(one_node_in_one_form(on) for on in ("delta", "gradient")), strict=True)
+    return [text for texts in said for text in texts], all(same)
+
+
+def one_node_in_one_form(on: Any) -> tuple[list[str], bool]:
     found = []
     for attached in (False, True):
         model = DistributedDataParallel(fresh())
@@ -86,9 +96,8 @@ def one_node(on: Any) -> tuple[list[str], bool]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("on", ["delta", "gradient"])
-def test_one_node_of_two_ranks_trains_bit_for_bit_as_before(on):
-    for said, same in run_ranks(one_node, 2, on):
+def test_one_node_of_two_ranks_trains_bit_for_bit_as_before(two):
+    for said, same in two["one_node"]:
         assert same
         assert any("one node of 2 ranks" in message for message in said)
 
@@ -156,14 +165,14 @@ def refusals() -> dict[str, str]:
 
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore")
-def test_what_cannot_work_is_refused_with_what_to_do():
-    found = run_ranks(refusals, 4)
-    said = found[0]
+def test_what_cannot_work_is_refused_with_what_to_do_on_every_rank():
+    found = run_ranks(on_four, 4)
+    said = found[0]["refusals"]
     fine = {"an agreeing scaler", "of all ranks", "a second time"}
     assert {case for case, message in said.items() if message == "attached"} == fine
     for case, message in said.items():
         assert case in fine or "; " in message, "an error says what to do"
-    assert all(other == said for other in found)
+    assert all(other == found[0] for other in found)
     assert "process_group=torchboost.NodeGroups.of" in said["averages over all"]
     assert "over 2 ranks; on='gradient'" in said["averages over the node"]
     assert "already has a communication hook" in said["another hook"]
@@ -187,22 +196,21 @@ def test_what_cannot_work_is_refused_with_what_to_do():
     assert "lie on cpu, meta" in said["two devices"]
     assert "found 4 ranks in nodes of 3" in said["nodes of 3"]
 
+    for uneven in found[0]["nodes"]:
+        assert uneven.startswith("found nodes of 1 and 3 ranks")
+    for text, kept in found[0]["different"]:
+        assert "differ between the ranks" in text
+        assert "; start all ranks from the same seed" in text
+        assert kept
 
-def on_nodes_of(sizes: list[int], form: Any) -> str:
+
+def uneven_nodes(on: Any) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_WORLD_SIZE", str(sizes[dist.get_rank()]))
-        model = fresh() if form == "delta" else DistributedDataParallel(fresh())
+        patch.setenv("LOCAL_WORLD_SIZE", str([3, 3, 3, 1][dist.get_rank()]))
+        model = fresh() if on == "delta" else DistributedDataParallel(fresh())
         with pytest.raises(IncompatibleError) as error:
-            adasum(model, sgd(model), on=form)
+            adasum(model, sgd(model), on=on)
     return str(error.value)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("form", ["delta", "gradient"])
-@pytest.mark.parametrize("sizes", [[3, 3, 3, 1], [4, 4, 4, 4, 2, 2, 2, 2]])
-def test_nodes_of_different_size_are_refused_on_every_rank(sizes, form):
-    for said in run_ranks(on_nodes_of, len(sizes), sizes, form, timeout=20.0):
-        assert said.startswith(f"found nodes of {min(sizes)} and {max(sizes)} ranks")
 
 
 def different_weights(how: str, on: Any) -> tuple[str, bool]:
@@ -220,13 +228,13 @@ def different_weights(how: str, on: Any) -> tuple[str, bool]:
     return "stepped", False
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize(("how", "on"), [("bare", "delta"), ("ddp", "delta"), ("fsdp", "delta"), ("fsdp", "gradient")])
-def test_nodes_that_begin_differently_are_refused_at_the_first_step(how, on):
-    for said, kept in run_ranks(different_weights, 4, how, on):
-        assert "differ between the ranks" in said
-        assert "; start all ranks from the same seed" in said
-        assert kept
+def on_four() -> dict[str, Any]:
+    ways = [("bare", "delta"), ("ddp", "delta"), ("fsdp", "delta"), ("fsdp", "gradient")]
+    return {
+        "refusals": refusals(),
+        "nodes": [uneven_nodes(on) for on in ("delta", "gradient")],
+        "different": [different_weights(how, on) for how, on in ways],
+    }
 
 
 def same_update_everywhere() -> list[str]:
@@ -240,8 +248,8 @@ def same_update_everywhere() -> list[str]:
 
 
 @pytest.mark.dist
-def test_equal_updates_are_told_once():
-    for said in run_ranks(same_update_everywhere, 2):
+def test_equal_updates_are_told_once(two):
+    for said in two["same_update_everywhere"]:
         assert len(said) == 1
         assert "all nodes made the same update" in said[0]
 
@@ -259,8 +267,8 @@ def agreement(on: Any) -> tuple[float, dict[str, float], list[list[float]]]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("on", ["delta", "gradient"])
-def test_agreement_is_the_cosine_between_the_nodes(on):
-    first, second = run_ranks(agreement, 2, on)
+def test_agreement_is_the_cosine_between_the_nodes(on, two):
+    first, second = (found[on] for found in two["agreement"])
     assert first[:2] == second[:2]
     mean, cosines, _ = first
     assert list(cosines) == [name for name, _ in mlp().named_parameters()]
@@ -285,16 +293,15 @@ def collectives(how: str, on: Any) -> dict[str, int]:
         optimizer = sgd(model)
         adasum(model, optimizer, on=on, split_groups=points, devices_per_node=1)
         train(model, optimizer, 2)
-        with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as exchange:
+        with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
             train(model, optimizer, 1, first=2)
         counts[name] = exchange.call_count
     return counts
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("how", "on"), [("bare", "delta"), ("ddp", "gradient")])
-def test_split_groups_decide_the_number_of_collectives(how, on):
-    for found in run_ranks(collectives, 2, how, on):
+def test_split_groups_decide_the_number_of_collectives(two):
+    for found in (form for forms in two["collectives"] for form in forms):
         assert found == {"one": 2, "two": 4, "three": 6, "three of small buckets": 6, "behind the end": 2}
 
 
@@ -316,9 +323,8 @@ def train_step_and_own_loop(on: Any) -> bool:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("on", ["delta", "gradient"])
-def test_an_own_loop_equals_the_train_step(on):
-    assert run_ranks(train_step_and_own_loop, 2, on) == [True, True]
+def test_an_own_loop_equals_the_train_step(two):
+    assert two["train_step_and_own_loop"] == [{"delta": True, "gradient": True}] * 2
 
 
 def sizes_asked() -> list[int]:
@@ -335,5 +341,167 @@ def sizes_asked() -> list[int]:
 
 
 @pytest.mark.dist
-def test_ranks_ask_once_for_the_size_of_nodes():
-    assert run_ranks(sizes_asked, 2) == [[1, 1], [1, 1]]
+def test_ranks_ask_once_for_the_size_of_nodes(two):
+    assert two["sizes_asked"] == [[1, 1], [1, 1]]
+
+
+def a_step() -> tuple[list[float], list[float]]:
+    """What this rank's step alone would make of a weight, and what came of it."""
+    weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    optimizer = torch.optim.Adam([weight], lr=0.5)
+    adasum(Held(weight), optimizer, devices_per_node=1)
+    weight.grad = torch.tensor([1.0, -1.0, 2.0]) if dist.get_rank() else torch.tensor([1.0, 1.0, 0.0])
+    alone = nn.Parameter(weight.detach().clone())
+    alone.grad = weight.grad.clone()
+    torch.optim.Adam([alone], lr=0.5).step()
+    optimizer.step()
+    return alone.tolist(), weight.tolist()
+
+
+class Held(nn.Module):
+    """A module that holds parameters."""
+
+    def __init__(self, *weights: nn.Parameter) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(weights)
+
+
+@pytest.mark.dist
+def test_weights_are_the_old_ones_less_the_combined_updates(two):
+    (a, found), (b, other) = two["a_step"]
+    start = torch.tensor([1.0, 2.0, 3.0]).double()
+    deltas = [start - torch.tensor(alone).double() for alone in (a, b)]
+    assert found == other
+    assert torch.allclose(torch.tensor(found).double(), start - formula(deltas), atol=1e-6)
+
+
+def memory_and_buffers() -> tuple[bool, bool, bool]:
+    model = fresh(cnn)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    summing = adasum(model, optimizer, devices_per_node=1)
+    alive = []
+    for number in range(4):
+        x, y = batch_of(dist.get_rank(), number, model)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        alive.append(live_tensors()[1])
+    mean = dict(model.named_buffers())["1.running_mean"]
+    means = [torch.empty_like(mean) for _ in range(2)]
+    dist.all_gather(means, mean)
+    summing.remove()
+    copies = sum(p.nbytes for p in model.parameters())
+    return alive[3] <= alive[1], live_tensors()[1] <= alive[1] - copies // 2, torch.equal(*means)
+
+
+@pytest.mark.dist
+def test_the_copy_of_the_weights_stays_one_and_every_node_keeps_its_buffers(two):
+    assert two["memory_and_buffers"] == [(True, True, False)] * 2
+
+
+def groups_and_freezing() -> tuple[list[list[str]], bool]:
+    first, second, third = (nn.Parameter(torch.ones(4)) for _ in range(3))
+    optimizer = torch.optim.SGD([first, second], lr=0.1)
+    summing = adasum(Held(first, second), optimizer, devices_per_node=1)
+    travelled = []
+
+    def step(*params: torch.Tensor) -> None:
+        for param in params:
+            param.grad = torch.arange(4.0) * (dist.get_rank() + 1) + dist.get_rank()
+        optimizer.step()
+        optimizer.zero_grad()
+        travelled.append(list(summing.cosines))
+
+    step(first, second)
+    first.requires_grad_(False)
+    before = first.detach().clone()
+    step(second)
+    optimizer.add_param_group({"params": [third]})
+    step(second, third)
+    second.requires_grad_(False)
+    third.requires_grad_(False)
+    step()
+    return travelled, torch.equal(before, first)
+
+
+@pytest.mark.dist
+def test_frozen_parameters_do_not_travel_and_groups_may_be_added(two):
+    names = ["weights.0", "weights.1"]
+    assert two["groups_and_freezing"] == [([names, names[1:], [names[1], "parameter 2"], []], True)] * 2
+
+
+def first_steps() -> dict[str, str]:
+    """Return what the first step says to weights that are equal, or that differ in one number."""
+    torch.set_num_threads(1 + 3 * dist.get_rank())  # machines that add in another order
+    found = {}
+    for case in ("equal", "NaN on both", "one bit", "NaN on one rank", "NaN and one bit"):
+        weight = nn.Parameter(torch.randn(1_000_003, generator=torch.Generator().manual_seed(0)))
+        if case in ("NaN on both", "NaN and one bit"):
+            weight.data[5] = torch.nan
+        if case in ("one bit", "NaN and one bit"):
+            weight.data.view(torch.int32)[7] += dist.get_rank()
+        elif case == "NaN on one rank":
+            weight.data[7] = torch.nan if dist.get_rank() else 0.0
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        adasum(Held(weight), optimizer, devices_per_node=1)
+        weight.grad = torch.ones_like(weight)
+        try:
+            optimizer.step()
+        except IncompatibleError as error:
+            found[case] = str(error)
+        else:
+            found[case] = "stepped"
+    return found
+
+
+@pytest.mark.dist
+def test_weights_that_differ_in_a_bit_are_refused_at_the_first_step(two):
+    first, second = two["first_steps"]
+    assert first == second
+    assert first.pop("equal") == first.pop("NaN on both") == "stepped"
+    for said in first.values():
+        assert said.startswith("1 of 1 parameters differ between the ranks before the first update")
+
+
+def ddp_hooks() -> tuple[bool, bool, int]:
+    """Removed, the hook is DDP's mean and is used again; what a failed pass left does not reach the next one."""
+    found = []
+    hooks = 0
+    for attached in (False, True):
+        ddp = DistributedDataParallel(fresh(), bucket_cap_mb=1e-6)
+        optimizer = sgd(ddp)
+        if attached:
+            for _ in range(2):
+                adasum(ddp, optimizer, on="gradient", devices_per_node=1).remove()
+            hooks = len(ddp._comm_hooks)
+        train(ddp, optimizer, 3)
+        found.append(tensors(ddp))
+    gradients = []
+    for failing in (False, True):
+        ddp = DistributedDataParallel(fresh(), bucket_cap_mb=1e-6)
+        adasum(ddp, sgd(ddp), on="gradient", devices_per_node=1)
+        if failing:
+            ddp._comm_hooks[0][1]._gradients = [(0, torch.ones(3))]
+        x, y = batch_of(dist.get_rank(), 0)
+        F.cross_entropy(ddp(x), y).backward()
+        gradients.append([p.grad.tolist() for p in ddp.parameters()])  # pyright: ignore
+    return found[0] == found[1], gradients[0] == gradients[1], hooks
+
+
+@pytest.mark.dist
+def test_the_hook_of_ddp_averages_once_it_is_removed_and_begins_anew_with_each_pass(two):
+    assert two["ddp_hooks"] == [(True, True, 1)] * 2
+
+
+def on_two() -> dict[str, Any]:
+    forms: list[Any] = ["delta", "gradient"]
+    plain = (one_node, same_update_everywhere, sizes_asked, a_step, memory_and_buffers, groups_and_freezing)
+    found: dict[str, Any] = {fn.__name__: fn() for fn in (*plain, ddp_hooks, first_steps)}
+    found |= {fn.__name__: {on: fn(on) for on in forms} for fn in (agreement, train_step_and_own_loop)}
+    return found | {"collectives": [collectives("bare", "delta"), collectives("ddp", "gradient")]}
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, list[Any]]:
+    answers = run_ranks(on_two, 2)
+    return {name: [answer[name] for answer in answers] for name in answers[0]}

@@ -13,16 +13,13 @@ from torch.nn import functional as F
 
 from torchboost import Target, TrainStep
 from torchboost.algorithms import (
-    AccumulationSteps,
-    BlockFreeze,
     DimReduceOptimizer,
     DimReduction,
-    GradientCentralization,
 )
 from torchboost.algorithms.dim_reduce import algorithm as dim_reduce
 from torchboost.algorithms.dim_reduce.algorithm import DimReduceRun
 from torchboost.algorithms.grad_accumulation.algorithm import Accumulator
-from torchboost.core import Algorithm, attach_all
+from torchboost.core import attach_all
 from torchboost.errors import IncompatibleError
 
 
@@ -113,18 +110,6 @@ def test_continues_from_the_last_snapshot() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_a_loop_of_its_own_equals_the_training_step() -> None:
-    settings = DimReduction(n_components=2, snapshot_every=1, patience=2, tolerance=1.0)
-    model, step, _ = start(settings)
-    other, _, run = start(settings)
-    for number in range(9):
-        x, y = batch(number)
-        out = step(x, y)
-        loss = run.step(lambda x=x, y=y: F.cross_entropy(other(x), y))
-        assert torch.equal(out.loss, loss)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
-
-
 def test_resumes_bit_for_bit_after_every_step_of_every_phase(tmp_path: Path) -> None:
     checkpoints(tmp_path, 3)
     own = DimReduction(n_components=2, snapshots=3, snapshot_every=2, restart=True, patience=2, tolerance=1.0)
@@ -165,24 +150,6 @@ def test_a_file_to_come_is_written_from_the_checkpoints_and_read_the_next_time(t
     path.unlink()
     refused(both, ValueError, "found no checkpoints")
     refused(dataclasses.replace(both, weight_load_dir=None), FileNotFoundError, "weight_load_dir")
-
-
-def test_schedulers_drive_the_optimizer_in_front() -> None:
-    _, step, run = start(DimReduction(n_components=2, snapshot_every=10))
-    scheduler = torch.optim.lr_scheduler.StepLR(run, 1, gamma=0.5)
-    step(*batch(0))
-    scheduler.step()
-    assert run.opt.param_groups[0]["lr"] == 0.05
-
-
-def test_removal_gives_the_optimizer_back() -> None:
-    model = network()
-    given = torch.optim.SGD(model.parameters(), lr=0.1)
-    target = Target(model, given)
-    attached = attach_all(target, [DimReduction(n_components=2)])
-    assert target.optimizer is not given
-    attached.remove()
-    assert target.optimizer is given
 
 
 def test_bad_settings() -> None:
@@ -264,15 +231,6 @@ def test_what_it_cannot_work_with() -> None:
         attach_all(target, [settings])
 
 
-@pytest.mark.parametrize("other", [BlockFreeze(groups=2), AccumulationSteps(steps=2), GradientCentralization()])
-def test_nothing_works_beside_it(other: Algorithm) -> None:
-    model = network()
-    target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for chosen in ([DimReduction(n_components=2), other], [other, DimReduction(n_components=2)]):
-        with pytest.raises(IncompatibleError, match=f"'dim_reduce' cannot work together with {other.name}"):
-            attach_all(target, chosen)
-
-
 def test_the_optimizer_behind_is_not_stepped_by_others() -> None:
     model = network()
     given = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -290,12 +248,6 @@ def test_a_parameter_that_is_frozen_later_is_not_moved_in_silence(tmp_path: Path
     model[0].weight.requires_grad_(False)
     with pytest.raises(IncompatibleError, match="was frozen"):
         step(*batch(1))
-
-
-def test_step_without_a_closure_says_how() -> None:
-    _, _, run = start(DimReduction(n_components=2))
-    with pytest.raises(TypeError, match=r"optimizer\.step\(lambda"):
-        run.step()
 
 
 def test_begins_again_where_training_began_not_where_it_was_attached() -> None:

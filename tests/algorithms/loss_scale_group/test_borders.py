@@ -82,50 +82,48 @@ class Returns(nn.Module):
         return self.make(x * self.weight)
 
 
-@pytest.mark.parametrize(
-    ("make", "read"),
-    [
-        (lambda t: t, lambda o: o),
-        (lambda t: [t, None], lambda o: o[0]),
-        (lambda t: (t, 3), lambda o: o[0]),
-        (lambda t: {"a": (t,)}, lambda o: o["a"][0]),
-        (lambda t: Pair(t, 1), lambda o: o.a),
-        (lambda t: Output(t), lambda o: o.a),
-        (lambda t: Own(t), lambda o: o[0]),
-        (lambda t: Keyed("n", t), lambda o: o["a"]),
-        (lambda t: defaultdict(list, a=t), lambda o: o["a"]),
-        (lambda t: Derived(t), lambda o: o.a * o.built),
-        (lambda t: Derived(t), lambda o: o.twice / 2),
-        (lambda t: torch.max(t[None], 0), lambda o: o.values),
-    ],
-)
-def test_outputs_of_every_kind(make, read):
-    module = Returns(make)
-    ratios = Ratios(2)
-    borders = ScaleBorders([{"m": module}], ratios)
-    x = torch.ones(2, requires_grad=True)
-    out = module(x)
-    assert type(out) is type(make(torch.ones(2)))
-    ratios.set([1.0, 8.0])
-    read(out).sum().backward()
-    assert module.weight.grad.tolist() == [8.0, 8.0]
-    assert x.grad.tolist() == [1.0, 1.0]
-    borders.remove()
-    module.weight.grad = None
-    read(module(x)).sum().backward()
-    assert module.weight.grad.tolist() == [1.0, 1.0]
+KINDS = [
+    (lambda t: t, lambda o: o),
+    (lambda t: [t, None], lambda o: o[0]),
+    (lambda t: (t, 3), lambda o: o[0]),
+    (lambda t: {"a": (t,)}, lambda o: o["a"][0]),
+    (lambda t: Pair(t, 1), lambda o: o.a),
+    (lambda t: Output(t), lambda o: o.a),
+    (lambda t: Own(t), lambda o: o[0]),
+    (lambda t: Keyed("n", t), lambda o: o["a"]),
+    (lambda t: defaultdict(list, a=t), lambda o: o["a"]),
+    (lambda t: Derived(t), lambda o: o.a * o.built),
+    (lambda t: Derived(t), lambda o: o.twice / 2),
+    (lambda t: torch.max(t[None], 0), lambda o: o.values),
+]
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [(Opaque, "Opaque"), (lambda t: MappingProxyType({"a": t}), "mappingproxy"), (lambda t: {t}, "set")],
-)
-def test_an_object_that_hides_tensors_is_refused(make, name):
-    module = Returns(make)
-    borders = ScaleBorders([{"m": module}], Ratios(2))
-    with pytest.raises(IncompatibleError, match=rf"'m' takes or returns a {name}.*into one group"):
-        module(torch.ones(2))
-    borders.remove()
+def test_outputs_of_every_kind():
+    for make, read in KINDS:
+        module = Returns(make)
+        ratios = Ratios(2)
+        borders = ScaleBorders([{"m": module}], ratios)
+        x = torch.ones(2, requires_grad=True)
+        out = module(x)
+        assert type(out) is type(make(torch.ones(2)))
+        ratios.set([1.0, 8.0])
+        read(out).sum().backward()
+        assert module.weight.grad.tolist() == [8.0, 8.0]
+        assert x.grad.tolist() == [1.0, 1.0]
+        borders.remove()
+        module.weight.grad = None
+        read(module(x)).sum().backward()
+        assert module.weight.grad.tolist() == [1.0, 1.0]
+
+
+def test_an_object_that_hides_tensors_is_refused():
+    hiding = (Opaque, "Opaque"), (lambda t: MappingProxyType({"a": t}), "mappingproxy"), (lambda t: {t}, "set")
+    for make, name in hiding:
+        module = Returns(make)
+        borders = ScaleBorders([{"m": module}], Ratios(2))
+        with pytest.raises(IncompatibleError, match=rf"'m' takes or returns a {name}.*into one group"):
+            module(torch.ones(2))
+        borders.remove()
 
 
 def test_one_border_between_two_groups_in_half_precision():

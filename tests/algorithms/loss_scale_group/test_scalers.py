@@ -1,25 +1,24 @@
-"""Fixed and dynamic loss scales in loops, step for step, with overflows put in by hand."""
+"""The rule of a scale, and fixed, dynamic and grouped loss scales in loops, with overflows put in by hand."""
 
 from __future__ import annotations
 
 import copy
 import io
 import math
+import warnings
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 from tests.support.models import batch_for, mlp
-from torchboost import optim
-from torchboost.algorithms.grad_accumulation.algorithm import Accumulator
-from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale, FixedLossScale
-from torchboost.core.algorithm import Target
-from torchboost.core.step import TrainStep
+from torchboost import DynamicLossScale, FixedLossScale, GroupLossScaleManager, ScaleRule, Target, TrainStep, optim
+from torchboost.algorithms.grad_accumulation import Accumulator
 from torchboost.errors import IncompatibleError, ScaleCollapseWarning
-from torchboost.optim.pipeline import GradientPipeline
-from torchboost.optim.transforms import Centralize, ClipNorm
+from torchboost.optim import Centralize, ClipNorm, GradientPipeline
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -49,8 +48,7 @@ def setup(name: str = "sgd", scaler=None, window: int = 0):
     return model, optimizer, step, poison
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize(("name", "value"), [*zip(OPTIMIZERS, [math.inf, math.nan, -math.inf, math.nan], strict=True)])
 def test_an_overflow_changes_nothing_but_the_scale(name, value):
     scaler = DynamicLossScale(1024.0, window=2)
     model, optimizer, step, poison = setup(name, scaler)
@@ -65,8 +63,11 @@ def test_an_overflow_changes_nothing_but_the_scale(name, value):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_without_overflow_the_weights_are_those_without_a_scale(name):
-    plain, _, plain_step, _ = setup(name)
-    scaled, _, step, _ = setup(name, DynamicLossScale(2.0**16, window=2))
+    plain, optimizer, plain_step, _ = setup(name)
+    scaled, other, step, _ = setup(name, DynamicLossScale(2.0**16, window=2))
+    if name == "adamw fused":  # clipping sees true gradients
+        for each in (optimizer, other):
+            GradientPipeline(Centralize(), ClipNorm(0.05)).attach(each)
     for number in range(5):
         plain_step(*batch(number))
         step(*batch(number))
@@ -110,17 +111,6 @@ def test_resume_in_a_growth_window_and_in_a_window_of_accumulation_is_bit_identi
     assert step.state_dict()["scaler"] == again_step.state_dict()["scaler"]
 
 
-def test_clipping_sees_true_gradients_with_a_fused_optimizer():
-    def run(scaler):
-        model, optimizer, step, _ = setup("adamw fused", scaler)
-        GradientPipeline(Centralize(), ClipNorm(0.05)).attach(optimizer)
-        for number in range(3):
-            step(*batch(number))
-        return list(model.parameters())
-
-    assert all(torch.equal(a, b) for a, b in zip(run(None), run(DynamicLossScale()), strict=True))
-
-
 def test_two_optimizers_share_one_scale_and_only_the_bad_one_is_skipped():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
@@ -135,16 +125,6 @@ def test_two_optimizers_share_one_scale_and_only_the_bad_one_is_skipped():
     assert (frozen(first) == before[0], frozen(second) == before[1]) == (True, False)
     assert scaler.get_scale() == 2.0
     assert scaler.overflowed
-
-
-def test_a_fixed_scale_stays_and_reports_the_overflow():
-    scaler = FixedLossScale(32.0)
-    model, optimizer, step, poison = setup("sgd", scaler)
-    poison["value"] = math.inf
-    before = frozen(model, optimizer)
-    out = step(*batch(0))
-    assert (bool(out.overflow), float(out.loss_scale), step.updated) == (True, 32.0, False)
-    assert frozen(model, optimizer) == before
 
 
 def test_a_fixed_scale_set_inside_a_window_waits_for_the_next():
@@ -186,15 +166,6 @@ def test_a_closure_is_refused():
         scaler.step(torch.optim.LBFGS(model.parameters()), lambda: 0.0)
 
 
-def test_gradients_in_float16_are_refused():
-    model = nn.Linear(2, 2).half()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = DynamicLossScale(4.0)
-    scaler.scale(model(torch.ones(1, 2, dtype=torch.float16)).sum()).backward()
-    with pytest.raises(IncompatibleError, match="keep the parameters in float32"):
-        scaler.step(optimizer)
-
-
 def test_a_collapsing_scale_warns_and_names_the_gradient():
     model, _, step, poison = setup("sgd", DynamicLossScale(2.0**16))
     poison["value"] = math.inf
@@ -203,24 +174,197 @@ def test_a_collapsing_scale_warns_and_names_the_gradient():
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: DynamicLossScale(factor=1.0), "factor: found 1.0"),
-        (lambda: DynamicLossScale(0.5), "init_scale: found 0.5"),
-        (lambda: DynamicLossScale(window=0), "window: found 0"),
-        (lambda: FixedLossScale(0.0), "scale: found 0.0"),
-        (lambda: FixedLossScale(math.inf), "scale: found inf"),
-        (lambda: FixedLossScale(2.0**101), r"allowed are 2\*\*-100 to 2\*\*100"),
-    ],
-)
-def test_bad_settings(make, text):
-    with pytest.raises(ValueError, match=text):
-        make()
-
-
 def test_a_checkpoint_of_another_scaler_is_refused_unchanged():
     scaler = DynamicLossScale(64.0)
     with pytest.raises(ValueError, match="load it into the kind of scaler that saved it"):
         scaler.load_state_dict(FixedLossScale(2.0).state_dict())
     assert scaler.get_scale() == 64.0
+
+
+RULES = st.builds(
+    dict,
+    growth=st.sampled_from([1.0, 2.0, 4.0, 2 ** (1 / 1000)]),
+    shrink=st.sampled_from([0.5, 0.25, 2**-0.5]),
+    window=st.integers(1, 5),
+    floor=st.sampled_from([2.0**-20, 1.0]),
+    ceiling=st.sampled_from([2.0**16, 2.0**30]),
+    hysteresis=st.integers(1, 3),
+)
+
+
+def reference(rule: dict, scale: float, script: list[bool]) -> list[float]:
+    """The history of overflows looked at anew at each step, without any state but the scale."""
+    scales = []
+    for now in range(len(script)):
+        if script[now]:
+            # Overflows since the last clean window are forgiven up to the hysteresis.
+            past, run = 0, 0
+            for overflow in script[: now + 1]:
+                past, run = (past + 1, 0) if overflow else (past, run + 1)
+                if run == rule["window"]:
+                    past, run = 0, 0
+            if past >= rule["hysteresis"]:
+                scale = max(scale * rule["shrink"], rule["floor"])
+        else:
+            run = 0
+            while run <= now and not script[now - run]:
+                run += 1
+            if run % rule["window"] == 0:
+                scale = min(scale * rule["growth"], rule["ceiling"])
+        scales.append(scale)
+    return scales
+
+
+SCRIPTS = (RULES, st.sampled_from([1.0, 1024.0, 2.0**16]), st.lists(st.booleans(), min_size=1, max_size=25))
+
+
+def check_script(options: dict, scale: float, script: list[bool]) -> None:
+    rule = ScaleRule(**options)
+    state, found = rule.start(scale), []
+    for overflow in script:
+        state = rule.after(state, overflow)
+        found.append(state.scale)
+    assert found == reference(options, scale, script)
+    assert all(rule.floor <= s <= rule.ceiling for s in found)
+
+
+@settings(max_examples=500)
+@given(*SCRIPTS)
+def test_random_scripts_equal_the_reference_and_stay_within_bounds(options, scale, script):
+    check_script(options, scale, script)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000)
+@given(*SCRIPTS)
+def test_ten_thousand_random_scripts(options, scale, script):
+    check_script(options, scale, script)
+
+
+def test_settings_that_make_no_sense():
+    for make, text in (
+        (lambda: ScaleRule(growth=0.5), "give 1 or more"),
+        (lambda: ScaleRule(shrink=1.0), "give less than 1"),
+        (lambda: ScaleRule(shrink=0.0), "above 0"),
+        (lambda: ScaleRule(window=0), "window: found 0; give an integer of 1 or more"),
+        (lambda: ScaleRule(hysteresis=True), "hysteresis: found True"),
+        (lambda: ScaleRule(floor=8.0, ceiling=4.0), "the floor must not be above the ceiling"),
+        (lambda: ScaleRule(ceiling=2.0**101), r"between 2\*\*-100 and 2\*\*100"),
+        (lambda: DynamicLossScale(factor=1.0), "factor: found 1.0"),
+        (lambda: DynamicLossScale(0.5), r"init_scale: found 0.5; allowed are 1.0 \(floor\)"),
+        (lambda: FixedLossScale(0.0), "scale: found 0.0"),
+        (lambda: FixedLossScale(math.inf), "scale: found inf"),
+        (lambda: FixedLossScale(2.0**101), r"allowed are 2\*\*-100 to 2\*\*100"),
+        (lambda: GroupLossScaleManager([1.0], [params(1), params(1)]), "1 scales for 2"),
+        (lambda: GroupLossScaleManager([1.0, -1.0], [params(1), params(1)]), "above 0"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            make()
+    with pytest.raises(TypeError, match="init_scale"):
+        ScaleRule().start("8")  # pyright: ignore[reportArgumentType]
+
+
+def outcomes(scaler: DynamicLossScale, optimizer: torch.optim.Optimizer, overflows: list[bool]) -> list[str]:
+    """Return the warnings of updates that overflow or do not."""
+    (param,) = optimizer.param_groups[0]["params"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for overflow in overflows:
+            scaler.scale(torch.ones(()))
+            param.grad = torch.full((1,), math.inf if overflow else 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    return [str(warning.message) for warning in caught]
+
+
+def test_the_alarm_warns_once_while_the_scale_collapses_and_again_after_it_recovered():
+    optimizer = torch.optim.SGD(params(1), lr=0.0)
+    scaler, other = DynamicLossScale(2.0**16, window=1), DynamicLossScale(2.0**16, window=1)
+    (text,) = outcomes(scaler, optimizer, [True] * 11)
+    assert text.startswith("the loss scale fell from 65536 to 256 (floor 1): 8 overflows in a row, 8 in all")
+    other.load_state_dict(scaler.state_dict())
+    for each in (scaler, other):
+        (again,) = outcomes(each, optimizer, [False] * 5 + [True] * 3)
+        assert "3 overflows in a row, 14 in all" in again
+    assert not outcomes(DynamicLossScale(2.0**16, window=1), optimizer, [True, False] * 50), "now and then is no alarm"
+
+
+def params(count: int, size: int = 1) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(size)) for _ in range(count)]
+
+
+def with_gradient(gradient: torch.Tensor) -> nn.Parameter:
+    param = nn.Parameter(torch.zeros_like(gradient))
+    param.grad = gradient
+    return param
+
+
+def unscaled(scale: float, *trained: nn.Parameter) -> bool:
+    """Unscale the gradients; return whether one is not finite."""
+    scaler = FixedLossScale(scale)
+    optimizer = torch.optim.SGD(trained, lr=0.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.overflowed
+
+
+def test_gradients_of_every_kind_are_divided_and_looked_at():
+    plain, lazy = with_gradient(torch.tensor([8 + 4j])), with_gradient(torch.tensor([4 + 2j]))
+    lazy.grad = torch.tensor([4 + 2j]).conj()
+    half = with_gradient(torch.tensor([2.0], dtype=torch.bfloat16))
+    assert not unscaled(2.0, plain, lazy, half, nn.Parameter(torch.zeros(2)))
+    assert [p.grad.tolist() for p in (plain, lazy, half)] == [[4 + 2j], [2 - 1j], [1.0]]
+    table = nn.Embedding(4, 2, sparse=True)
+    (table(torch.tensor([1, 1])).sum() * 8.0).backward()
+    assert not unscaled(8.0, table.weight)
+    assert table.weight.grad.to_dense()[1].tolist() == [2.0, 2.0]
+    for value in (math.inf, -math.inf, math.nan, complex(1.0, math.nan)):
+        assert unscaled(1.0, with_gradient(torch.tensor([1.0, value])))
+    refused = [with_gradient(torch.tensor([4.0])), with_gradient(torch.tensor([4.0], dtype=torch.float16))]
+    with pytest.raises(IncompatibleError, match=r"shape \(1,\) has its gradient in float16.*under torch.autocast"):
+        unscaled(2.0, *refused)
+    assert refused[0].grad.tolist() == [4.0], "nothing was divided"
+
+
+def play(manager: GroupLossScaleManager, optimizer: torch.optim.Optimizer, values: list[float]) -> None:
+    manager.scaler.scale(torch.ones(()))
+    for param, value in zip(optimizer.param_groups[0]["params"], values, strict=True):
+        param.grad = torch.full((2,), value)
+    manager.scaler.step(optimizer)
+    manager.scaler.update()
+
+
+def test_the_group_that_overflows_shrinks_and_the_others_grow():
+    a, b, rest = params(3, 2)
+    optimizer = torch.optim.SGD([a, b, rest], lr=1.0)
+    manager = GroupLossScaleManager(2.0**10, [[a], [b]])
+    play(manager, optimizer, [1024.0, math.inf, 1.0])
+    assert [p.tolist() for p in (a, b, rest)] == [[1.0, 1.0]] * 3
+    one, two = manager.scaler.report
+    assert (one.scale, two.scale) == pytest.approx((2.0**10 * 2 ** (1 / 1000), 2.0**9.5))
+    assert (one.overflows, two.overflows, two.in_a_row) == (0, 1, 1)
+    assert manager.scaler.get_scale() == two.scale
+    assert manager.scaler.overflowed
+    play(manager, optimizer, [one.scale, two.scale, 1.0])
+    assert torch.stack([a, b, rest]).abs().max() < 1e-6, "what is in no group is not scaled"
+    assert not manager.scaler.overflowed
+
+
+def test_a_checkpoint_of_groups_goes_on_and_another_is_refused():
+    a, b = params(2, 2)
+    optimizer = torch.optim.SGD([a, b], lr=0.0)
+    rule = ScaleRule(growth=2.0, shrink=0.5, window=3)
+    manager, again = (GroupLossScaleManager(2.0**10, [[a], [b]], rule=rule) for _ in range(2))
+    for values in ([1.0, 1.0], [1.0, math.nan], [1.0, 1.0]):
+        play(manager, optimizer, values)
+    manager.scaler.scale(torch.ones(()))
+    again.scaler.load_state_dict(copy.deepcopy(manager.scaler.state_dict()))
+    for each in (manager, again):
+        play(each, optimizer, [1.0, 1.0])
+        play(each, optimizer, [1.0, 1.0])
+    assert manager.scaler.state_dict() == again.scaler.state_dict()
+    other = GroupLossScaleManager(4.0, [[a]])
+    with pytest.raises(ValueError, match=r"holds the groups \['ends', '0', '1'\], but this scaler has \['ends', '0'\]"):
+        other.scaler.load_state_dict(manager.scaler.state_dict())

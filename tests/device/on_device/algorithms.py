@@ -23,7 +23,7 @@ from torchboost.algorithms import (
     DimReduction,
     FusedOptimizer,
     GradientCentralization,
-    LossScaleGroups,
+    LossScaleGroup,
     MatmulPrecision,
 )
 from torchboost.algorithms.grad_freeze.freezer import Freezing
@@ -39,7 +39,7 @@ ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "fused_optimizer": FusedOptimizer,
     "compile": lambda: Compile(backend="eager"),
     "grad_accumulation": lambda: AccumulationSteps(steps=2),
-    "loss_scale_group": lambda: LossScaleGroups(groups=2),
+    "loss_scale_group": lambda: LossScaleGroup(groups=2),
     "dim_reduce": lambda: DimReduction(n_components=2, snapshot_every=1),
 }
 ELSEWHERE = {"adasum"}

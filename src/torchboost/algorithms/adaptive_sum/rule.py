@@ -2,15 +2,15 @@
 
 Two vectors become ``(1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b``: orthogonal vectors are added, parallel ones
 averaged (Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021). More than two are combined
-along a binary tree of ranks, per tensor. The vectors are halved at each level and gathered at the end, so a rank sends
-``2 (1 - 1/n)`` times its vector for any number n of ranks, as in an all-reduce, and a few dot products.
+along a binary tree of ranks, per tensor. Each rank gets the same piece of all vectors, combines these along the whole
+tree, and sends the result to the others. Only the dot products are summed over the ranks, once per level. So a rank
+sends ``2 (1 - 1/n)`` times its vector for any number n of ranks, as in an all-reduce, and a few dot products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from torchboost.distributed.topology import NodeGroups
 
 __all__ = ["adasum_", "combined", "hierarchical_adasum_", "pair_weights"]
 
-_Bounds = tuple[int, tuple[int, int]]
 _CHUNK = 1 << 18  # numbers converted to float64 at a time: 2 MiB, which fits in the cache
 
 
@@ -59,13 +58,9 @@ def combined(vectors: Sequence[Tensor]) -> Tensor:
     """
     if not vectors:
         raise ValueError("found no vectors; pass one per rank.")
-    if len(vectors) == 1:
-        return vectors[0].detach().clone()
-    middle = _middle(len(vectors))
-    a, b = combined(vectors[:middle]), combined(vectors[middle:])
-    dots = _dots(a.flatten(), b.flatten(), _exact(a.device))
-    (alpha,), (beta,) = _weights(dots.view(1, 3), middle, len(vectors) - middle, a.dtype)
-    return _add_(a, b, alpha, beta)
+    rows = torch.stack([vector.detach().flatten() for vector in vectors])
+    _along_the_tree(rows, [(0, 0, rows.shape[1])], 1, lambda dots: None)
+    return rows[0].view(vectors[0].shape).clone()
 
 
 def adasum_(
@@ -86,21 +81,21 @@ def adasum_(
         TypeError: A tensor is not dense floating point.
         ValueError: The tensors lie on several devices.
 
-    Cost: each rank sends ``2 (1 - 1/n)`` times its bytes in ``2 log2 n`` exchanges, and takes part in ``log2 n``
+    Cost: each rank sends ``2 (1 - 1/n)`` times its bytes in two all-to-all exchanges, and takes part in ``log2 n``
     all-reduces, of ``24 n`` bytes per tensor together; all this for each dtype. Memory: a copy of the tensors, and
-    another one unless they are contiguous in memory, as in a DDP bucket. Half precision is added in
-    float32 and rounded at every level of the tree.
+    another one unless they are contiguous in memory, as in a DDP bucket. Half precision is added in float32 and rounded
+    at every level of the tree.
     """
     tensors = list(tensors)
     ranks = dist.get_world_size(group)
     cosines = _no_cosines(ranks, tensors)
     for chosen in _by_dtype(tensors):
-        own = [tensors[i] for i in chosen]
-        joined = _joined(own)
-        flat = _flattened(own) if joined is None else joined
-        cosines[:, chosen] = _combine(flat, [tensor.numel() for tensor in own], group, shards)
+        members = [tensors[i] for i in chosen]
+        joined = _joined(members)
+        flat = _flattened(members) if joined is None else joined
+        cosines[:, chosen] = _combine(flat, [tensor.numel() for tensor in members], group, shards)
         if joined is None:
-            _write_back(flat, own)
+            _write_back(flat, members)
     return cosines
 
 
@@ -130,69 +125,51 @@ def hierarchical_adasum_(tensors: Iterable[Tensor], groups: NodeGroups) -> Tenso
     cosines = _no_cosines(across, tensors)
     for chosen in _by_dtype(tensors):
         flat = _flattened([tensors[i] for i in chosen], inside * across).div_(inside)
-        bounds = [flat.numel() * i // inside for i in range(inside + 1)]
-        low, high = bounds[place : place + 2]
-        share = torch.empty_like(flat[low:high])
+        share = torch.empty_like(flat[: len(flat) // inside])
         dist.reduce_scatter(share, list(flat.chunk(inside)), group=groups.inside)
-        flat[low:high] = share
+        low, high = place * len(share), (place + 1) * len(share)
         ends = [min(max(end, low), high) for end in accumulate((tensors[i].numel() for i in chosen), initial=0)]
         sizes = [end - begin for begin, end in pairwise(ends)]
-        cosines[:, chosen] = _combine(flat[low:high], sizes, groups.across, groups.inside)
-        _gather(flat, dict(enumerate(pairwise(bounds))), groups.inside)
+        cosines[:, chosen] = _combine(share, sizes, groups.across, groups.inside)
+        dist.all_gather(list(flat.chunk(inside)), share, group=groups.inside)
         _write_back(flat, [tensors[i] for i in chosen])
     return cosines
 
 
-class _Side(NamedTuple):
-    """Consecutive ranks that have combined their vectors; each holds one piece of the result."""
-
-    first: int
-    ranks: int
-
-    def pieces(self, length: int) -> dict[int, tuple[int, int]]:
-        """Return the range of each rank's piece in the vector."""
-        bounds = [length * place // self.ranks for place in range(self.ranks + 1)]
-        return dict(zip([self.first + rank for rank in _places(self.ranks)], pairwise(bounds), strict=True))
-
-
-class _Part(NamedTuple):
-    """The part of one tensor that this rank combines: its own numbers and those of the other side."""
-
-    tensor: int
-    own: Tensor
-    other: Tensor
-
-
-def _middle(ranks: int) -> int:
-    return (ranks + 1) // 2
-
-
-def _places(ranks: int) -> list[int]:
-    """Return the ranks in the order of the pieces they hold; the two sides alternate.
-
-    Each piece then lies within the piece that its rank held before the sides were combined.
-    """
-    if ranks == 1:
-        return [0]
-    middle = _middle(ranks)
-    order = [0] * ranks
-    order[::2] = _places(middle)
-    order[1::2] = [middle + place for place in _places(ranks - middle)]
-    return order
-
-
-def _levels(ranks: int) -> list[list[tuple[_Side, _Side]]]:
-    """Return the pairs of the tree, leaves first; the pairs of one level are combined at the same time."""
-    levels, sides = [], [_Side(0, ranks)]
-    while any(side.ranks > 1 for side in sides):
-        split = [side for side in sides if side.ranks > 1]
-        pairs = []
-        for side in split:
-            middle = _middle(side.ranks)
-            pairs.append((_Side(side.first, middle), _Side(side.first + middle, side.ranks - middle)))
+def _levels(ranks: int) -> list[list[tuple[int, int, int]]]:
+    """Return the pairs of the tree, leaves first: the first rank of each side, and one past the last of both."""
+    levels, sides = [], [(0, ranks)]
+    while pairs := [(first, (first + end + 1) // 2, end) for first, end in sides if end - first > 1]:
         levels.insert(0, pairs)
-        sides = [half for pair in pairs for half in pair]
+        sides = [side for first, middle, end in pairs for side in ((first, middle), (middle, end))]
     return levels
+
+
+def _along_the_tree(
+    rows: Tensor, segments: Sequence[tuple[int, int, int]], tensors: int, add_up: Callable[[Tensor], object]
+) -> Tensor:
+    """Combine the rows, one per rank, into the first of them; return the cosines. All rows are overwritten.
+
+    Args:
+        rows: The same piece of the vector of each rank, shape ``(ranks, numbers)``.
+        segments: Which tensors lie in the piece: number, start and end.
+        tensors: Number of tensors in the whole vector.
+        add_up: Sums dot products over the pieces, in place.
+    """
+    exact = _exact(rows.device)
+    cosines = [torch.zeros(0, tensors, dtype=exact, device=rows.device)]
+    for pairs in _levels(len(rows)):
+        dots = torch.zeros(len(pairs), tensors, 3, dtype=exact, device=rows.device)
+        for place, (left, right, _) in enumerate(pairs):
+            for tensor, begin, end in segments:
+                dots[place, tensor] = _dots(rows[left, begin:end], rows[right, begin:end], exact)
+        add_up(dots)
+        for place, (left, right, last) in enumerate(pairs):
+            alpha, beta = _weights(dots[place], right - left, last - right, rows.dtype)
+            for tensor, begin, end in segments:
+                _add_(rows[left, begin:end], rows[right, begin:end], alpha[tensor], beta[tensor])
+        cosines.append(_cosines(dots))
+    return torch.cat(cosines)
 
 
 def _combine(
@@ -200,94 +177,36 @@ def _combine(
 ) -> Tensor:
     """Combine flat vectors in place and return the cosines; ``sizes`` are the lengths of the tensors in them."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    exact = _exact(flat.device)
-    if ranks & (ranks - 1):
-        # Some ranks skip the first exchange, but NCCL needs all of them in the first call of a group.
-        dist.all_reduce(torch.zeros(1, device=flat.device), group=group)
-    cosines = [torch.zeros(0, len(sizes), dtype=exact, device=flat.device)]
-    for pairs in _levels(ranks):
-        dots = torch.zeros(len(pairs), len(sizes), 3, dtype=exact, device=flat.device)
-        # A rank without a pair at this level only takes part in the sums.
-        mine = next((i for i, (left, right) in enumerate(pairs) if left.first <= rank < right.first + right.ranks), 0)
-        left, right = pairs[mine]
-        parts = _exchanged(flat, sizes, left, right, rank, group)
-        if parts:
-            found = torch.stack([_dots(part.own, part.other, exact) for part in parts])
-            dots[mine, [part.tensor for part in parts]] = found if rank < right.first else found.flip(-1)
-        dist.all_reduce(dots, group=group)
-        if shards is not None:
-            dist.all_reduce(dots, group=shards)
-        weights = _weights(dots[mine], left.ranks, right.ranks, flat.dtype)
-        if rank >= right.first:
-            weights.reverse()
-        for part in parts:
-            _add_(part.own, part.other, weights[0][part.tensor], weights[1][part.tensor])
-        cosines.append(_cosines(dots))
-    _gather(flat, _Side(0, ranks).pieces(flat.numel()), group)
-    return torch.cat(cosines)
+    pieces = [flat.numel() * (i + 1) // ranks - flat.numel() * i // ranks for i in range(ranks)]
+    low = sum(pieces[:rank])
+    rows = flat.new_empty(ranks, pieces[rank])
+
+    def add_up(dots: Tensor) -> None:
+        for ranks_of_pieces in (group, shards) if shards is not None else (group,):
+            dist.all_reduce(dots, group=ranks_of_pieces)
+
+    _exchange(rows.view(-1), flat, [pieces[rank]] * ranks, pieces, group)
+    cosines = _along_the_tree(rows, list(_segments(sizes, low, low + pieces[rank])), len(sizes), add_up)
+    rows[1:] = rows[:1]
+    _exchange(flat, rows.view(-1), pieces, [pieces[rank]] * ranks, group)
+    return cosines
 
 
-def _exchanged(
-    flat: Tensor, sizes: Sequence[int], left: _Side, right: _Side, rank: int, group: dist.ProcessGroup | None
-) -> list[_Part]:
-    """Swap pieces with the other side; return this rank's next part, empty if it belongs to neither."""
-    length = flat.numel()
-    both = _Side(left.first, left.ranks + right.ranks).pieces(length)
-    if rank not in both:
-        return []
-    ours, theirs = left.pieces(length), right.pieces(length)
-    if rank in theirs:
-        ours, theirs = theirs, ours
-    low, high = both[rank]
-    received = flat.new_empty(high - low)
-    given = [(peer, _overlap(ours[rank], both[peer])) for peer in theirs]
-    bounds = [(peer, _overlap(both[rank], piece)) for peer, piece in theirs.items()]
-    taken = [(peer, (begin - low, end - low)) for peer, (begin, end) in bounds]
-    _transfer((flat, given), (received, taken), group)
-    own = flat[low:high]
-    return [_Part(i, own[begin:end], received[begin:end]) for i, begin, end in _segments(sizes, low, high)]
-
-
-def _transfer(
-    source: tuple[Tensor, Iterable[_Bounds]], target: tuple[Tensor, Iterable[_Bounds]], group: dist.ProcessGroup | None
+def _exchange(
+    into: Tensor, out_of: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup | None
 ) -> None:
-    """Send parts of one vector and receive parts of another; each peer maps to their start and end."""
-    calls = [
-        dist.P2POp(way, vector[low:high], group=group, group_peer=peer)
-        for way, (vector, parts) in ((dist.isend, source), (dist.irecv, target))
-        for peer, (low, high) in parts
-        if low < high
-    ]
-    for work in dist.batch_isend_irecv(calls) if calls else ():
-        work.wait()
-
-
-def _gather(flat: Tensor, pieces: dict[int, tuple[int, int]], group: dist.ProcessGroup | None) -> None:
-    """Give every rank all pieces: the bytes of an all-gather. Each exchange doubles what a rank has."""
-    rank, ranks, has = dist.get_rank(group), len(pieces), 1
-    while has < ranks:
-        ours, theirs = (
-            [pieces[(first + i) % ranks] for i in range(min(has, ranks - has))] for first in (rank, rank + has)
-        )
-        given = torch.cat([flat[low:high] for low, high in ours])
-        taken = flat.new_empty(sum(high - low for low, high in theirs))
-        to, source = (rank - has) % ranks, (rank + has) % ranks
-        _transfer((given, [(to, (0, len(given)))]), (taken, [(source, (0, len(taken)))]), group)
-        for (low, high), part in zip(theirs, taken.split([high - low for low, high in theirs]), strict=True):
-            flat[low:high] = part
-        has += len(theirs)
-
-
-def _overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
-    return max(a[0], b[0]), min(a[1], b[1])
+    """Send consecutive parts of one vector to the ranks, and receive one from each. They travel as bytes."""
+    size = into.element_size()
+    parts = [[size * numbers for numbers in split] for split in (received, sent)]
+    dist.all_to_all_single(into.view(torch.uint8), out_of.view(torch.uint8), *parts, group=group)
 
 
 def _segments(sizes: Sequence[int], low: int, high: int) -> Iterator[tuple[int, int, int]]:
-    """Return which tensors lie in a piece and their range in it; the rest after the last one is padding."""
-    for i, (begin, end) in enumerate(pairwise(accumulate(sizes, initial=0))):
-        begin, end = _overlap((begin, end), (low, high))
+    """Yield which tensors lie in a piece and their range in it; the rest after the last one is padding."""
+    for tensor, (begin, end) in enumerate(pairwise(accumulate(sizes, initial=0))):
+        begin, end = max(begin, low), min(end, high)
         if begin < end:
-            yield i, begin - low, end - low
+            yield tensor, begin - low, end - low
 
 
 def _dots(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from torchboost.algorithms.loss_scale_group.algorithm import GroupGradScaler, LossScaleGroups
+from torchboost.algorithms.loss_scale_group.algorithm import GroupGradScaler, LossScaleGroup
 
-__all__ = ["GroupGradScaler", "LossScaleGroups"]
+__all__ = ["GroupGradScaler", "LossScaleGroup"]

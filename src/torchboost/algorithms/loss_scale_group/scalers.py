@@ -1,22 +1,191 @@
-"""Loss scalers: the common interface, a fixed scale and a dynamic scale."""
+"""Loss scalers: the rule that moves a scale, the common interface, a fixed scale and a dynamic scale."""
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchboost.algorithms.loss_scale_group.rule import Alarm, ScaleRule, ScaleState, check_scale
-from torchboost.algorithms.loss_scale_group.unscaling import Part, check_scaled, last_bad, overflow_anywhere, unscale_
-from torchboost.core.arguments import check_number, check_optimizer
-from torchboost.errors import IncompatibleError
+from torchboost.core.arguments import check_number, check_optimizer, is_integer
+from torchboost.core.torch_private import check_and_unscale_, sparse_values
+from torchboost.errors import IncompatibleError, ScaleCollapseWarning
 
-__all__ = ["DynamicLossScale", "FixedLossScale", "LossScaler"]
+__all__ = [
+    "DynamicLossScale",
+    "FixedLossScale",
+    "LossScaler",
+    "MovingScale",
+    "ScaleRule",
+    "ScaleState",
+    "bad_gradient",
+    "check_scale",
+]
 
 Scaled = TypeVar("Scaled", Tensor, list[Tensor], tuple[Tensor, ...])
+
+LARGEST = 2.0**100
+"""Scales stay within this and its inverse, so that float32 holds both."""
+
+
+class ScaleState(NamedTuple):
+    """The state of a scale.
+
+    Args:
+        scale: The scale.
+        clean: Updates without overflow since the scale last moved.
+        patience: Overflows that are skipped before the scale falls.
+    """
+
+    scale: float
+    clean: int = 0
+    patience: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleRule:
+    """The rule that adjusts a scale after overflows: MindSpore's, with bounds and hysteresis.
+
+    On overflow ``scale = max(scale * shrink, floor)`` and the window starts again; after every ``window`` updates
+    without one ``scale = min(scale * growth, ceiling)``.
+
+    Args:
+        growth: Factor after a clean window, at least 1.
+        shrink: Factor at an overflow, above 0 and below 1.
+        window: Clean updates per growth.
+        floor: Smallest scale.
+        ceiling: Largest scale.
+        hysteresis: Number of overflows before the scale shrinks; a clean window resets the count.
+
+    Raises:
+        TypeError, ValueError: A setting is not valid.
+
+    Example:
+        >>> import torchboost
+        >>> rule = torchboost.ScaleRule(growth=2.0, shrink=0.5, window=2)
+        >>> rule.after(rule.start(8.0), overflow=True).scale
+        4.0
+    """
+
+    growth: float = 2.0
+    shrink: float = 0.5
+    window: int = 1000
+    floor: float = 1.0
+    ceiling: float = 2.0**32
+    hysteresis: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("window", "hysteresis"):
+            value = getattr(self, name)
+            if not is_integer(value) or value < 1:
+                raise ValueError(f"{name}: found {value!r}; give an integer of 1 or more.")
+        for name in ("growth", "shrink", "floor", "ceiling"):
+            check_number(name, getattr(self, name), above=True)
+        if self.growth < 1:
+            raise ValueError(f"growth: found {self.growth}; a clean window multiplies the scale by it: give 1 or more.")
+        if self.shrink >= 1:
+            raise ValueError(f"shrink: found {self.shrink}; an overflow multiplies the scale by it: give less than 1.")
+        if not 1 / LARGEST <= self.floor <= self.ceiling <= LARGEST:
+            raise ValueError(
+                f"floor, ceiling: found {self.floor} and {self.ceiling}; the floor must not be above the ceiling, and "
+                "both lie between 2**-100 and 2**100."
+            )
+
+    def start(self, scale: float, name: str = "init_scale") -> ScaleState:
+        """Return the state at the beginning of a run; ``name`` is what the caller calls the scale.
+
+        Raises:
+            TypeError, ValueError: The scale is not a number, or outside floor and ceiling.
+        """
+        check_scale(name, scale)
+        if not self.floor <= scale <= self.ceiling:
+            raise ValueError(
+                f"{name}: found {scale}; allowed are {self.floor} (floor) to {self.ceiling} (ceiling): change the "
+                "scale or the bound."
+            )
+        return ScaleState(float(scale), 0, self.hysteresis - 1)
+
+    def after(self, state: ScaleState, overflow: bool) -> ScaleState:
+        """Return the state after an update; ``overflow`` says whether it overflowed."""
+        scale, clean, patience = state
+        if overflow and patience:
+            return ScaleState(scale, 0, patience - 1)
+        if overflow:
+            return ScaleState(max(scale * self.shrink, self.floor), 0, 0)
+        if clean + 1 < self.window:
+            return ScaleState(scale, clean + 1, patience)
+        return ScaleState(min(scale * self.growth, self.ceiling), 0, self.hysteresis - 1)
+
+
+class MovingScale:
+    """A scale that a rule moves. It counts its overflows, and warns once if it collapses.
+
+    It collapses when eight updates in a row overflow, or when it is nearer to its floor than to its start (on a
+    logarithmic scale).
+
+    Args:
+        rule: Moves the scale.
+        start: The state at the beginning.
+        title: The scale in words, such as ``"the loss scale of group 'stem'"``.
+
+    Attributes:
+        state: The scale, and where it is in its window.
+        overflows: Number of overflows so far.
+        in_a_row: Number of consecutive overflows up to the last update.
+    """
+
+    ROW = 8
+
+    def __init__(self, rule: ScaleRule, start: ScaleState, title: str) -> None:
+        self.state = start
+        self.overflows = self.in_a_row = 0
+        self._rule, self._start, self._title = rule, start.scale, title
+        self._warned = False
+
+    def move(self, overflow: bool) -> None:
+        """Move the scale after an update."""
+        self.state = self._rule.after(self.state, overflow)
+        self.in_a_row = self.in_a_row + 1 if overflow else 0
+        self.overflows += overflow
+
+    def warn(self, overflow: bool, where: str | None) -> None:
+        """Warn if the scale collapses; ``where`` names a gradient that was not finite."""
+        scale, floor = self.state.scale, self._rule.floor
+        low = scale < math.sqrt(self._start * floor)
+        falls = overflow and (low or self.in_a_row >= self.ROW)
+        if falls and not self._warned:
+            warnings.warn(
+                f"{self._title} fell from {self._start:g} to {scale:g} (floor {floor:g}): {self.in_a_row} overflows in "
+                f"a row, {self.overflows} in all; not finite: {where or 'a gradient of another rank'}. The run will "
+                "fail if this continues: lower the learning rate, clip the gradients, or compute this part in bfloat16 "
+                "or float32.",
+                ScaleCollapseWarning,
+                stacklevel=4,
+            )
+        self._warned = falls or (self._warned and (overflow or low))
+
+    def counts(self) -> list[int]:
+        """Return the counters for a checkpoint."""
+        return [self.overflows, self.in_a_row, int(self._warned)]
+
+    def load(self, state: Sequence[Any], counts: Sequence[int]) -> None:
+        """Resume from the state and the result of :meth:`counts`."""
+        self.state = ScaleState(*state)
+        self.overflows, self.in_a_row, warned = counts
+        self._warned = bool(warned)
+
+
+def check_scale(name: str, value: Any) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless ``value`` is a number that can scale gradients in float32."""
+    check_number(name, value, above=True)
+    if not 1 / LARGEST <= value <= LARGEST:
+        raise ValueError(f"{name}: found {value}; allowed are 2**-100 to 2**100.")
 
 
 class _Seen(NamedTuple):
@@ -81,11 +250,14 @@ class LossScaler:
         if self._in_use is None:
             raise RuntimeError("unscale_() before scale(): multiply the loss, scaler.scale(loss).backward(), first.")
         members = self._members(optimizer)
-        parts: list[Part] = list(zip(members, self._in_use, strict=True))
-        check_scaled(parts)
-        found = unscale_(parts)
+        _refuse_half([param for params in members for param in params])
         first = next(param for group in optimizer.param_groups for param in group["params"])
-        overflow = overflow_anywhere(found, len(parts), first.device, agree=self.agree, process_group=self._group)
+        total = torch.zeros(len(members), dtype=torch.float32, device=first.device)
+        for flags in _divided(members, self._in_use):
+            total += flags.to(total.device)
+        if self.ranks > 1:
+            dist.all_reduce(total, dist.ReduceOp.MAX, group=self._group)
+        overflow = [flag > 0 for flag in total.tolist()]
         where = [self._named(params) if bad else None for params, bad in zip(members, overflow, strict=True)]
         self._seen[id(optimizer)] = _Seen(optimizer, overflow, where, False)
 
@@ -128,16 +300,16 @@ class LossScaler:
         return {**self._own_state(), "in_use": None if self._in_use is None else list(self._in_use)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from what :meth:`state_dict` returned.
+        """Resume from the result of :meth:`state_dict`.
 
         Raises:
             ValueError: The checkpoint is of another scaler; nothing was loaded.
         """
-        own = self._own_state()
-        if set(state_dict) != {*own, "in_use"}:
+        entries = self._own_state()
+        if set(state_dict) != {*entries, "in_use"}:
             raise ValueError(
                 f"the checkpoint of the scaler holds {sorted(state_dict)}, a {type(self).__name__} needs "
-                f"{sorted([*own, 'in_use'])}; load it into the kind of scaler that saved it."
+                f"{sorted([*entries, 'in_use'])}; load it into the kind of scaler that saved it."
             )
         self._load_own_state(state_dict)
         self._seen = {}
@@ -162,7 +334,7 @@ class LossScaler:
 
     def _named(self, params: Sequence[Tensor]) -> str | None:
         """Name a gradient that is not finite."""
-        bad = last_bad(params)
+        bad = bad_gradient(params)
         return None if bad is None else f"the gradient of parameter {bad}, of shape {tuple(params[bad].shape)}"
 
     def _conclude(self, overflow: Sequence[bool], where: Sequence[str | None]) -> None:
@@ -263,24 +435,74 @@ class DynamicLossScale(LossScaler):
         self.rule = ScaleRule(
             growth=factor, shrink=1 / factor, window=window, floor=floor, ceiling=ceiling, hysteresis=hysteresis
         )
-        self._state = self.rule.start(init_scale)
-        self._alarm = Alarm("the loss scale", float(init_scale), floor)
+        self._moving = MovingScale(self.rule, self.rule.start(init_scale), "the loss scale")
 
     @property
     def overflows(self) -> int:
         """Number of updates that overflowed so far."""
-        return self._alarm.overflows
+        return self._moving.overflows
 
     def _applied(self) -> list[float]:
-        return [self._state.scale]
+        return [self._moving.state.scale]
 
     def _conclude(self, overflow: Sequence[bool], where: Sequence[str | None]) -> None:
-        self._state = self.rule.after(self._state, overflow[0])
-        self._alarm.observe(self._state.scale, overflow[0], where[0])
+        self._moving.move(overflow[0])
+        self._moving.warn(overflow[0], where[0])
 
     def _own_state(self) -> dict[str, Any]:
-        return {"state": list(self._state), "alarm": self._alarm.state()}
+        return {"state": list(self._moving.state), "alarm": self._moving.counts()}
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        self._state = ScaleState(*state["state"])
-        self._alarm.load(state["alarm"])
+        self._moving.load(state["state"], state["alarm"])
+
+
+def bad_gradient(params: Sequence[Tensor]) -> int | None:
+    """Return the last parameter whose gradient is not finite: the nearest to the loss in most models."""
+    for index in range(len(params) - 1, -1, -1):
+        grad = params[index].grad
+        if grad is not None and not bool(_numbers(grad).isfinite().all()):
+            return index
+    return None
+
+
+def _refuse_half(params: Sequence[Tensor]) -> None:
+    """Refuse gradients in float16: what the scale lifted out of the subnormal numbers would fall back."""
+    for param in params:
+        if param.grad is not None and param.grad.dtype is torch.float16:
+            raise IncompatibleError(
+                f"a parameter of shape {tuple(param.shape)} has its gradient in float16, which cannot hold it once it "
+                "is unscaled; keep the parameters in float32 and compute in float16 under torch.autocast."
+            )
+
+
+@torch.no_grad()
+def _divided(members: Sequence[Sequence[Tensor]], scales: Sequence[float]) -> list[Tensor]:
+    """Divide the gradients of each member by its scale, in place: dense, sparse or sharded, in one pass.
+
+    Returns:
+        For each device a tensor with one number per member (float32): 0 if all gradients there are finite.
+    """
+    flags: dict[torch.device, Tensor] = {}
+    for index, (params, scale) in enumerate(zip(members, scales, strict=True)):
+        batches: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for param in params:
+            if param.grad is not None:
+                numbers = _numbers(param.grad)
+                batches.setdefault((numbers.device, numbers.dtype), []).append(numbers)
+        for (device, _), grads in batches.items():
+            if device not in flags:
+                flags[device] = torch.zeros(len(members), dtype=torch.float32, device=device)
+            inverse = torch.full((), 1.0 / scale, dtype=torch.float32, device=device)
+            check_and_unscale_(grads, flags[device][index : index + 1], inverse)
+    return list(flags.values())
+
+
+def _numbers(grad: Any) -> Tensor:
+    """Return the stored numbers of a gradient; shards of this rank only."""
+    if hasattr(grad, "to_local"):
+        grad = grad.to_local()
+    values = sparse_values(grad) if grad.is_sparse else grad
+    if not values.is_complex():
+        return values
+    # The kernel knows real numbers only; a conjugate that is not worked out yet has the memory of the other one.
+    return torch.view_as_real(values.conj() if values.is_conj() else values)
