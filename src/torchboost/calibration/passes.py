@@ -15,12 +15,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from torchboost.calibration.snapshot import Snapshot, Streams
-from torchboost.core.containers import with_tensors
+from torchboost.core.containers import tensors_in, with_tensors
 from torchboost.core.torch_private import end_pass, is_reentrant_checkpoint, version
 from torchboost.core.wrapping import sharded_units
 from torchboost.distributed.agreement import ranks_of_shards
 from torchboost.errors import IncompatibleError
-from torchboost.graph.recording import tensors_in
 
 __all__ = ["Call", "Noise", "Pass", "Passes", "reshard"]
 

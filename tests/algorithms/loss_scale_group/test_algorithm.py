@@ -17,9 +17,9 @@ from torchboost import DynamicLossScale, GroupGradScaler, ScaleRule, Target, Tra
 from torchboost.algorithms import (
     AccumulationSteps,
     Autocast,
-    BatchNormRemoval,
     BlockFreeze,
     GradientCentralization,
+    LessBn,
     LossScaleGroup,
 )
 from torchboost.algorithms.loss_scale_group.borders import has_borders
@@ -152,7 +152,7 @@ WINDOWS = AccumulationSteps(steps=2)
 COMBINATIONS = {
     "freeze": [FREEZE],
     "accumulation": [WINDOWS],
-    "all": [FREEZE, WINDOWS, BatchNormRemoval(), GradientCentralization()],
+    "all": [FREEZE, WINDOWS, LessBn(), GradientCentralization()],
 }
 
 

@@ -16,13 +16,13 @@ from torchboost import REGISTRY, GroupGradScaler, Target
 from torchboost.algorithms import (
     AccumulationSteps,
     Autocast,
-    BatchNormRemoval,
     BlockFreeze,
     ChannelsLast,
     Compile,
     DimReduction,
     FusedOptimizer,
     GradientCentralization,
+    LessBn,
     LossScaleGroup,
     MatmulPrecision,
 )
@@ -30,7 +30,7 @@ from torchboost.algorithms.grad_freeze.freezer import Freezing
 from torchboost.core import Algorithm, attach_all
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
-    "less_bn": BatchNormRemoval,
+    "less_bn": LessBn,
     "gradient_centralization": GradientCentralization,
     "channels_last": ChannelsLast,
     "autocast": Autocast,

@@ -21,7 +21,7 @@ from torchboost.core.covering import cover_forward, own_forward
 from torchboost.core.torch_private import memory_stamp, versions
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError
-from torchboost.graph.drawing import accelerators, generators_kept
+from torchboost.graph.copies import accelerators, generators_kept
 
 __all__ = ["FastPrefix", "FastPrefixReport", "check_cacheable"]
 
