@@ -88,9 +88,9 @@ def test_a_harmful_setting_is_withdrawn_and_the_run_ends_where_stock_does():
 
 
 def test_clean_runs_raise_few_false_alarms():
-    """Eight runs that differ from theirs by rounding, which grows to other trajectories."""
+    """Five runs that differ from theirs by rounding, which grows to other trajectories."""
     alarms = 0
-    for seed in range(8):
+    for seed in range(5):
         stock, _ = train(seed, {}, steps=120)
         said: list[str] = []
         train(seed, {"autocast": True}, watch=lambda b, r=stock, s=said: Guard(b, r, log=s.append), steps=120)
@@ -200,7 +200,7 @@ def test_noise_raises_few_false_alarms():
     for kind, loss in HEALTHY.items():
         draw = np.random.default_rng(0)
         for against in ("trend", "reference"):
-            pairs = [(blocks(loss(draw)), blocks(loss(draw))) for _ in range(16)]
+            pairs = [(blocks(loss(draw)), blocks(loss(draw))) for _ in range(10)]
             found = [alarm(losses, against if against == "trend" else stock) for losses, stock in pairs]
             assert sum(block is not None for block in found) <= 1, (kind, against)
 

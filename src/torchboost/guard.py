@@ -67,8 +67,8 @@ class Guard:
     Args:
         boosted: What :func:`torchboost.boost` returned.
         reference: The loss of the stock loop at every step, from a run or a prefix of one with the same seed and data;
-            at least one block; after its end nothing is compared. :meth:`TuneReport.stock_losses` has those of a
-            tuning, whose runs must have been as long as this one. Or ``"trend"``: the lowest mean of five blocks in a
+            at least one block; after its end nothing is compared. :meth:`TuneReport.stock_losses` has the losses of
+            a tuning, whose runs must have been as long as this one. Or ``"trend"``: the lowest mean of five blocks in a
             row of this run so far. Two standard deviations of a block, estimated from the differences of the last 50,
             are accepted in addition to the tolerance. This finds runs that get worse by more than their noise, not
             runs that learn slowly, and not runs that were bad from the beginning.

@@ -382,3 +382,47 @@ def _plain_in_mid_window(root: Path) -> None:
 def test_torch_alone_saves_and_loads_between_windows_and_does_not_drop_one_silently(tmp_path):
     run_ranks(_plain, 2, tmp_path)
     run_ranks(_plain_in_mid_window, 2, tmp_path / "window")
+
+
+def _dropping() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, 4))
+
+
+def _with_dropout(root: Path, resume: bool) -> dict[str, list[float]]:
+    """Return the last weights and numbers drawn then, after a save on the way, or from that on."""
+    found = {}
+    for kind in KINDS:
+        run = Run(kind, Case(), model=_dropping)
+        torch.manual_seed(100 * (1 + resume) + dist.get_rank())
+        if resume:
+            run.load(root / kind / f"{SAVED_AT:08d}")
+        else:
+            run.train(0, SAVED_AT)
+            run.save(root / kind, SAVED_AT)
+        run.train(SAVED_AT, UPDATES)
+        found[kind] = all_weights(run.model) + torch.rand(3).tolist()
+    return found
+
+
+def _drawn_around_loading(root: Path) -> list[bool]:
+    """Return whether a seed draws the same with and without loading."""
+    same = []
+    for kind in KINDS:
+        run = Run(kind, Case(), model=_dropping)
+        torch.manual_seed(7)
+        wanted = torch.rand(3)
+        torch.manual_seed(7)
+        checkpoint.load(root / kind / f"{SAVED_AT:08d}", run.model, run.optimizer, **run.parts)
+        same.append(torch.equal(torch.rand(3), wanted))
+    return same
+
+
+@pytest.mark.dist
+def test_random_numbers_go_on_where_they_stood_on_as_many_ranks_and_are_left_alone_on_others(tmp_path):
+    wanted = run_ranks(_with_dropout, 2, tmp_path, False)
+    for kind in KINDS:
+        assert wanted[0][kind][:-3] == wanted[1][kind][:-3]
+        assert wanted[0][kind][-3:] != wanted[1][kind][-3:], "each rank draws its own"
+    assert run_ranks(_with_dropout, 2, tmp_path, True) == wanted
+    for ranks in (1, 4):
+        assert run_ranks(_drawn_around_loading, ranks, tmp_path) == [[True, True]] * ranks

@@ -46,7 +46,7 @@ def key_of(
 
     It is the SHA-256 checksum of a description in plain values:
 
-    - each module: its type, its plain attributes and those of its configuration, the instructions of its ``forward``,
+    - each module: its type, its plain attributes and its configuration, the instructions of its ``forward``,
       and shape, precision, memory format, device and ``requires_grad`` of each parameter and buffer;
     - each optimizer: its class, the options of its groups, and which parameters are in which group;
     - the inputs: containers and dataclasses of tensors, other objects by their type;

@@ -67,7 +67,7 @@ _COMPILE_SECONDS, _COMPILE_SECONDS_PER_MODULE = 8.0, 0.15
 """Expected price of a compilation, before it is measured."""
 _COMPILE_RATIO = 1.5
 _WORTH = 3.0
-"""On a GPU a trial takes as much longer as a price, if the run is expected to save so many times that price."""
+"""On a GPU a trial takes as much longer as a price, if the run is expected to save this multiple of the price."""
 _MOST_SHARE_WITH_PRICE = 0.05
 
 
@@ -277,7 +277,7 @@ class Calibration:
     def measure(
         self, target: Target, passes: Passes, reduce: Reduce | None = None, *, before: Pair | None = None
     ) -> Choice:
-        """Try the levers on the plain pair, which stays as it is.
+        """Try the levers on the plain pair, which does not change.
 
         Args:
             target: Model and optimizer without levers.
@@ -372,7 +372,7 @@ class Calibration:
     def check(
         self, choice: Choice, target: Target, passes: Passes, snapshot: Snapshot, reduce: Reduce | None = None
     ) -> Decision:
-        """Compare the plain step with that of the chosen levers, and leave out those with which it differs too much."""
+        """Compare the plain step with a step of the chosen levers, and drop levers with which it differs too much."""
         everything = {lever.name: lever for lever in (*self.levers, *self.asked)}
         asked = {lever.name for lever in self.asked}
         wanted = [lever for name, lever in everything.items() if name in choice.kept or name in asked]
@@ -511,7 +511,7 @@ def _forms_of(lever: Algorithm, device: torch.device, name: str = "") -> dict[st
 
 
 def _grants_price(device: torch.device) -> bool:
-    """Whether a trial may take longer to try compilation: on a GPU a step takes little time, and the price stays."""
+    """Whether a trial may take longer to try compilation: on a GPU a step takes less time, not the price."""
     return device.type in ("cuda", "xpu")
 
 

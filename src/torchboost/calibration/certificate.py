@@ -29,7 +29,7 @@ __all__ = ["Bound", "Certificate", "Finding"]
 _STEPS_OF_ROUNDING = 64
 _ATTEMPTS = 2
 """A rounding that moves a ReLU or a maximum to its other side changes gradients by more than its size. If a comparison
-fails, plain passes with changes of so many roundings show how much, so many times."""
+fails, this number of plain passes, with changes of this number of roundings, shows how much."""
 _LARGE = 1e-3
 """If rounding changes that much, relative to an output or the gradient, one more pass shows whether passes repeat."""
 _WIDE_SHARE = 3 / _STEPS_OF_ROUNDING
@@ -44,14 +44,14 @@ _PERTURB, _BYTE = -6, 0x8E
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """How far a tensor may be from that of the plain pass. The largest of the three counts.
+    """How far a tensor may be from the same tensor of the plain pass. The largest of the three counts.
 
     Args:
         rounding: Times the difference that rounding alone makes in this tensor.
         own: Relative to the norm of this tensor.
         whole: Relative to the norm of the whole gradient.
         small: Relative to the norm of a gradient, the most that ``whole`` may explain, unless rounding changes it by a
-            fifth of its norm, as it does that of a bias before BatchNorm.
+            fifth of its norm, as for a bias before BatchNorm.
         outputs: Like ``own``, for outputs.
         most: Relative to the norm of the tensor, the most that rounding may explain. Unrelated gradients of one size
             differ by 1.4 times their norm.
@@ -162,7 +162,7 @@ class Certificate:
 
         Args:
             levers: They are attached for the pass and removed after it.
-            rounding: Relative rounding of the lowest precision in which they compute; 0 for that of the plain pass.
+            rounding: Relative rounding of the lowest precision in which they compute; 0 if the plain pass has the same.
 
         Raises:
             Exception: Whatever the levers or the model raise with them.
@@ -170,15 +170,15 @@ class Certificate:
         bounds = [(EXACT, 1.0)]
         if rounding:  # the larger bound counts: convolutions on a GPU compute in TF32 in the plain pass already
             bounds.append((lower(rounding), rounding / self._size))
-        found = _distances(self._plain, self._with(levers))
-        if found.strange:
-            return Finding(reason=found.strange, gradient=math.inf, outputs=math.inf)
-        worst = self._excess(found, bounds)
-        while worst and not self._is_hopeless(found, bounds[-1][0]) and len(self._wide) < _ATTEMPTS:
+        distances = _distances(self._plain, self._with(levers))
+        if distances.strange:
+            return Finding(reason=distances.strange, gradient=math.inf, outputs=math.inf)
+        worst = self._excess(distances, bounds)
+        while worst and not self._is_hopeless(distances, bounds[-1][0]) and len(self._wide) < _ATTEMPTS:
             noise = Noise(_STEPS_OF_ROUNDING * self._size, 1 + len(self._wide))
             self._wide.append(_distances(self._plain, self._changed(noise)))
-            worst = self._excess(found, bounds)
-        return Finding(reason=worst, gradient=self._relative(found), outputs=self._of_outputs(found))
+            worst = self._excess(distances, bounds)
+        return Finding(reason=worst, gradient=self._relative(distances), outputs=self._of_outputs(distances))
 
     def _first(self) -> Pass:
         """Run the plain pass and see in which precision it computes."""
@@ -192,13 +192,13 @@ class Certificate:
         self._passes.prepare()
         try:
             with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
-                found = self._passes.run()
+                first = self._passes.run()
             self.is_random = self._passes.is_random
         finally:
             self._passes.finish()
         device = next((p.device for p in self._passes.parameters), torch.device("cpu"))
         self._size = max(torch.finfo(lowest[0]).eps, _rounding_of_products(device))
-        return found
+        return first
 
     def _changed(self, noise: Noise) -> Pass:
         """Run a plain pass with weights and inputs that are a little different."""
@@ -229,13 +229,13 @@ class Certificate:
     def _fill(self, device: torch.device) -> None:
         _fill_freed_memory({tensor.numel() for tensor in self._sized}, device)
 
-    def _excess(self, found: _Distances, bounds: Sequence[tuple[Bound, float]]) -> str:
+    def _excess(self, distances: _Distances, bounds: Sequence[tuple[Bound, float]]) -> str:
         """Return which tensor is too far away from all bounds, each with its scale, in words; empty if none is."""
-        for index, (distance, norm) in enumerate(zip(found.outputs, self._norms.outputs, strict=True)):
+        for index, (distance, norm) in enumerate(zip(distances.outputs, self._norms.outputs, strict=True)):
             response = max(self._responses(lambda d, i=index: d.outputs[i]))
             if distance > max(bound.of(scale * response, norm, None) for bound, scale in bounds):
                 return f"an output differs by {distance / norm if norm else math.inf:.1e} of its size"
-        for index, (distance, norm) in enumerate(zip(found.gradients, self._norms.gradients, strict=True)):
+        for index, (distance, norm) in enumerate(zip(distances.gradients, self._norms.gradients, strict=True)):
             response = max(self._responses(lambda d, i=index: d.gradients[i]))
             if distance > max(bound.of(scale * response, norm, self._whole) for bound, scale in bounds):
                 share = distance / norm if norm else math.inf
@@ -245,14 +245,14 @@ class Certificate:
     def _responses(self, read: Callable[[_Distances], float]) -> list[float]:
         return [read(self._response), *(_WIDE_SHARE * read(wide) for wide in self._wide)]
 
-    def _is_hopeless(self, found: _Distances, bound: Bound) -> bool:
-        return max(self._relative(found), self._of_outputs(found)) > bound.hopeless
+    def _is_hopeless(self, distances: _Distances, bound: Bound) -> bool:
+        return max(self._relative(distances), self._of_outputs(distances)) > bound.hopeless
 
-    def _relative(self, found: _Distances) -> float:
-        return _norm(found.gradients) / self._whole if self._whole else 0.0
+    def _relative(self, distances: _Distances) -> float:
+        return _norm(distances.gradients) / self._whole if self._whole else 0.0
 
-    def _of_outputs(self, found: _Distances) -> float:
-        pairs = zip(found.outputs, self._norms.outputs, strict=True)
+    def _of_outputs(self, distances: _Distances) -> float:
+        pairs = zip(distances.outputs, self._norms.outputs, strict=True)
         return max((distance / norm for distance, norm in pairs if norm), default=0.0)
 
     def _name(self, index: int) -> str:
@@ -269,7 +269,7 @@ def _rounding_of_products(device: torch.device) -> float:
 
 
 def _distances(plain: Pass, other: Pass | None) -> _Distances:
-    """Return the norms of the differences; those of the plain pass itself for None."""
+    """Return the norms of the differences, or of the plain pass itself for None."""
     if other is None:
         outputs, gradients = [None] * len(plain.outputs), [None] * len(plain.gradients)
     else:
@@ -290,10 +290,10 @@ def _distance(plain: Tensor, other: Tensor | None) -> float:
     if other is None:
         norm = float(torch.linalg.vector_norm(base))
         return norm if math.isfinite(norm) else 0.0
-    found = numbers_of(other)
+    numbers = numbers_of(other)
     if not bool(torch.isfinite(base).all()):  # the plain loss is NaN already
-        return 0.0 if torch.equal(torch.isfinite(base), torch.isfinite(found)) else math.inf
-    norm = float(torch.linalg.vector_norm(found - base))
+        return 0.0 if torch.equal(torch.isfinite(base), torch.isfinite(numbers)) else math.inf
+    norm = float(torch.linalg.vector_norm(numbers - base))
     return norm if math.isfinite(norm) else math.inf
 
 

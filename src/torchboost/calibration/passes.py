@@ -51,7 +51,7 @@ class Pass:
     Attributes:
         outputs: The tensors of floating point among the outputs, without history, then the inputs that the model has
             written to.
-        gradients: Those of the parameters, then those of the inputs that require one. None if it does not exist.
+        gradients: For each parameter, then for each input that requires one. None if it does not exist.
     """
 
     outputs: list[Tensor]
@@ -113,15 +113,15 @@ class Passes:
             noise: Changes the inputs.
         """
         self._leaves = []
-        made: dict[int, Tensor] = {}
+        copies: dict[int, Tensor] = {}
 
         def copied(tensor: Tensor) -> Tensor:
-            if id(tensor) not in made:  # a tensor that occurs twice does so in the copy: compiled graphs depend on it
-                made[id(tensor)] = self._copied(tensor, noise)
-            return made[id(tensor)]
+            if id(tensor) not in copies:  # a tensor that occurs twice does so in the copy: compiled graphs depend on it
+                copies[id(tensor)] = self._copied(tensor, noise)
+            return copies[id(tensor)]
 
         self._inputs = with_tensors(self._call, copied)
-        self._copies = [(copy, version(copy)) for copy in made.values()]
+        self._copies = [(copy, version(copy)) for copy in copies.values()]
         self._streams.restore()
         self._gradients = [(parameter, parameter.grad) for parameter in self.parameters]
         for parameter in self.parameters:  # a forward that calls backward would add to them
@@ -144,8 +144,8 @@ class Passes:
         args, kwargs = self._inputs
         with self._forward(), _WithoutDropout() if self.without_dropout else nullcontext():
             outputs = self.model(*args, **kwargs)
-        found = [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point() or tensor.is_complex()]
-        ends = _differentiable(found)
+        tensors = [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point() or tensor.is_complex()]
+        ends = _differentiable(tensors)
         if not ends:
             raise IncompatibleError("no output of the model depends on its parameters, so there is no backward pass")
         if self._seeds is None or [s.shape for s in self._seeds] != [e.shape for e in ends]:
@@ -158,11 +158,11 @@ class Passes:
         if self._written is None:
             moved = [copy.is_floating_point() and version(copy) != before for copy, before in self._copies]
             self._written = [index for index, changed in enumerate(moved) if changed]
-        found += [self._copies[index][0] for index in self._written]
+        tensors += [self._copies[index][0] for index in self._written]
         if between is not None:
             between()
         seeds = [seed.to(end.dtype) for seed, end in zip(self._seeds, ends, strict=True)]
-        return Pass([tensor.detach() for tensor in found], self._backward(ends, seeds))
+        return Pass([tensor.detach() for tensor in tensors], self._backward(ends, seeds))
 
     def compare(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
         """Compare the outputs of two equal passes.
@@ -211,12 +211,12 @@ class Passes:
         return copy.clone()  # a forward may write into its inputs, but not into leaves
 
     def _backward(self, ends: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor | None]:
-        wanted = [*self.parameters, *self._leaves]
+        leaves = [*self.parameters, *self._leaves]
         retained = True if self._snapshot.has_history else None
         if self._sharded:
             torch.autograd.backward(ends, seeds, retained)
-            return [tensor.grad for tensor in wanted]
-        return list(torch.autograd.grad(ends, wanted, seeds, retained, allow_unused=True))
+            return [tensor.grad for tensor in leaves]
+        return list(torch.autograd.grad(ends, leaves, seeds, retained, allow_unused=True))
 
 
 def reshard(model: nn.Module) -> None:
@@ -284,9 +284,9 @@ class _WithoutDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _differentiable(found: Sequence[Tensor]) -> list[Tensor]:
+def _differentiable(outputs: Sequence[Tensor]) -> list[Tensor]:
     """Return the loss if the model returns one, otherwise the outputs through which gradients flow back."""
-    ends = [tensor for tensor in found if tensor.requires_grad]
+    ends = [tensor for tensor in outputs if tensor.requires_grad]
     losses = [tensor for tensor in ends if tensor.numel() == 1]
     return losses[:1] if losses else ends
 

@@ -38,11 +38,11 @@ _LEAST_GAIN = 1.01
 _NEUTRAL = 0.97
 """A lever that was dropped with at least this ratio is tried together with one that has a price."""
 _AGAIN = 2.0
-"""An undecided lever is tried again if so many times the price of the kept levers is left. It pays that price again."""
+"""An undecided lever is tried again if this multiple of the price of the kept levers, which it pays again, is left."""
 _PATIENCE = 30
-"""A lever whose first steps take longer than so many steps of the incumbent is not tried again."""
+"""A lever whose first steps take longer than this number of steps of the incumbent is not tried again."""
 _FEW = 4.0
-"""If a lever had less time than so many steps, and was not timed, this says nothing about its speed."""
+"""If a lever had less time than this number of steps, and was not timed, this says nothing about its speed."""
 _OVERTIME = 0.5
 """Share of the time left that a lever may take to its first look after its own time is up."""
 SET_ASIDE = 0.75
@@ -67,13 +67,13 @@ class Price:
 class Bench(Protocol):
     """Builds two contestants and times them in turns, as :class:`~torchboost.calibration.trial.Trial` does.
 
-    With several ranks, every number is that of the slowest rank. What takes longer than ``within`` seconds is
-    interrupted. If building raises, the incumbent stays as it is; it raises ``TimeoutError`` if it takes too long, and
+    With several ranks, every number comes from the slowest rank. What takes longer than ``within`` seconds is
+    interrupted. If building raises, the incumbent is unchanged. It raises ``TimeoutError`` if it takes too long, and
     otherwise what the levers raise.
     """
 
     def build(self, levers: Sequence[str], *, within: float) -> float:
-        """Warm the challenger up. Return the seconds above those of as many steps."""
+        """Warm the challenger up. Return the seconds above what as many steps take."""
         ...
 
     def build_plain(self, *, within: float) -> None:
@@ -164,8 +164,8 @@ def search(
             whose few samples speak against it is dropped, and so is one that was not timed although it had time.
         instead_of: Lever -> another one. If that one was kept, this one is not tried.
         forms: Lever with a price, or one of its forms -> forms that may replace it. All of them have prices.
-        longer: Called with the seconds that were spent, those of a step, and the price of a form. Returns the budget
-            of a trial that tries it, if that is more.
+        longer: Called with the seconds that were spent, the seconds of a step, and the price of a form. Returns the
+            budget of a trial that tries it, if that is more.
         step_seconds: Time of a plain step; None if unknown.
         changed: Whether the loop before boost differs from the incumbent.
     """
@@ -224,8 +224,8 @@ class _Search:
     def _try_again(self, lever: str) -> None:
         first = self.verdicts[lever]
         self._try(lever, share=self._left())
-        found = self.verdicts[lever]
-        if not found.kept and not (lever in self.assumed and found.pairs):
+        verdict = self.verdicts[lever]
+        if not verdict.kept and not (lever in self.assumed and verdict.pairs):
             self.verdicts[lever] = first
 
     def _try_with_neutral(self, lever: str, free: Sequence[str]) -> None:
@@ -240,8 +240,8 @@ class _Search:
             return
         self.kept += neutral
         for other in neutral:
-            found = {"kept": True, "reason": f"only together with {lever}, where the two gain"}
-            self.verdicts[other] = self.verdicts[other].model_copy(update=found)
+            change = {"kept": True, "reason": f"only together with {lever}, where the two gain"}
+            self.verdicts[other] = self.verdicts[other].model_copy(update=change)
 
     def _try_forms(self, lever: str) -> None:
         """Try the forms of a lever that was kept in its place. Those of a form that is kept come next."""
@@ -262,13 +262,16 @@ class _Search:
         place = self.kept.index(current)
         self.kept.remove(current)
         self._try(form, share=self._left())
-        found = self.verdicts.pop(form)
-        if not found.kept:
+        verdict = self.verdicts.pop(form)
+        if not verdict.kept:
             self.kept.insert(place, current)
-        changes = {"reason": f"{before.reason}; {form}: {found.reason}", "price": before.price + found.price}
-        changes |= {"form": form if found.kept else before.form, "interrupted": before.interrupted or found.interrupted}
+        changes = {"reason": f"{before.reason}; {form}: {verdict.reason}", "price": before.price + verdict.price}
+        changes |= {
+            "form": form if verdict.kept else before.form,
+            "interrupted": before.interrupted or verdict.interrupted,
+        }
         self.verdicts[lever] = before.model_copy(update=changes)
-        return found.kept
+        return verdict.kept
 
     def _is_neutral(self, lever: str) -> bool:
         ratio = self.verdicts[lever].ratio
@@ -307,17 +310,17 @@ class _Search:
             text = (str(error).splitlines() or [""])[0]
             self._decide(lever, False, f"it raised {type(error).__name__}: {text}"[:300].rstrip(": "), None)
             return
-        found = self._measure(
+        sample = self._measure(
             min(self.bench.elapsed() + share, self.until),
             grace=_GRACE if lever in self.prices else 0.0,
             second=bool(also),
         )
-        found.price = price
-        if not found.ratios and self._is_few(self.bench.elapsed() - began):
+        sample.price = price
+        if not sample.ratios and self._is_few(self.bench.elapsed() - began):
             self._leave_open(lever, "the time for the trial was used up before its first pair of steps")
             return
-        self._judge(lever, found)
-        if len(found.ratios) < _EARLY:
+        self._judge(lever, sample)
+        if len(sample.ratios) < _EARLY:
             self._mark_interrupted(lever)
 
     def _is_few(self, seconds: float) -> bool:
@@ -333,32 +336,32 @@ class _Search:
         self.verdicts[lever] = Verdict(lever=lever, kept=usual, reason=reason)
 
     def _mark_interrupted(self, lever: str) -> None:
-        """Only a price becomes less at a later start; a lever that is far too slow stays so."""
+        """Only a price becomes less at a later start; a lever that is far too slow will be so again."""
         if lever not in self.prices:
             return
         self.verdicts[lever] = self.verdicts[lever].model_copy(update={"interrupted": True})
 
     def _measure(self, deadline: float, *, early: bool = True, grace: float = 0.0, second: bool = False) -> _Sample:
-        found, deadline = _Sample(second=second), deadline + grace * self.seconds
+        sample, deadline = _Sample(second=second), deadline + grace * self.seconds
         began = self.bench.elapsed()
         while True:
             left = self._left() + grace * self.seconds
             if left <= 0:
-                return found
-            base, own = self.bench.sample(within=left)
-            if math.isinf(base) or (math.isinf(own) and left < _FEW * base):
-                return found
-            found.incumbent.append(base)
-            found.ratios.append(base / own if own > 0 and math.isfinite(own) else 0.0)
-            done = len(found.ratios)
-            if early and _is_clearly_slower(found.ratios):
-                return found
-            if done in _LOOKS and found.is_decided:
-                return found
+                return sample
+            base, challenger = self.bench.sample(within=left)
+            if math.isinf(base) or (math.isinf(challenger) and left < _FEW * base):
+                return sample
+            sample.incumbent.append(base)
+            sample.ratios.append(base / challenger if challenger > 0 and math.isfinite(challenger) else 0.0)
+            done = len(sample.ratios)
+            if early and _is_clearly_slower(sample.ratios):
+                return sample
+            if done in _LOOKS and sample.is_decided:
+                return sample
             if done >= _LOOKS[-1]:
-                return found
+                return sample
             if self.bench.elapsed() >= deadline and not self._is_near_first_look(done, began):
-                return found
+                return sample
 
     def _is_near_first_look(self, done: int, began: float) -> bool:
         """Whether a lever whose time is up is decided soon, such as one that a pause of the machine kept from it."""
@@ -368,42 +371,42 @@ class _Search:
     def _left(self) -> float:
         return self.until - self.bench.elapsed()
 
-    def _judge(self, lever: str, found: _Sample) -> None:
-        if not found.ratios:
+    def _judge(self, lever: str, sample: _Sample) -> None:
+        if not sample.ratios:
             # Even if it was on without a trial: its steps may be what used up the time.
-            self._decide(lever, False, "the time for the trial was used up before its first pair of steps", found)
+            self._decide(lever, False, "the time for the trial was used up before its first pair of steps", sample)
             return
-        self.last_step = sorted(found.incumbent)[len(found.incumbent) // 2]
-        middle = sorted(found.ratios)[len(found.ratios) // 2]
-        if _is_clearly_slower(found.ratios) or max(found.ratios) < _SLOWER_BY_FAR:
+        self.last_step = sorted(sample.incumbent)[len(sample.incumbent) // 2]
+        middle = sorted(sample.ratios)[len(sample.ratios) // 2]
+        if _is_clearly_slower(sample.ratios) or max(sample.ratios) < _SLOWER_BY_FAR:
             text = f"a step takes {1 / middle:.2f} times as long" if middle else "a step did not end in the time left"
-            self._decide(lever, False, text, found)
-        elif found.interval is not None and found.interval.low > 1 and middle >= self._least_gain(lever):
-            saving, price = self._saving(found.interval.mid), self._in_all(lever, found.price)
+            self._decide(lever, False, text, sample)
+        elif sample.interval is not None and sample.interval.low > 1 and middle >= self._least_gain(lever):
+            saving, price = self._saving(sample.interval.mid), self._in_all(lever, sample.price)
             if lever in self.prices and saving is not None and saving <= price:
-                text = f"{found.interval.mid:.2f} times as fast, which saves {saving:.0f} s and costs {price:.0f} s"
-                self._decide(lever, False, text, found)
+                text = f"{sample.interval.mid:.2f} times as fast, which saves {saving:.0f} s and costs {price:.0f} s"
+                self._decide(lever, False, text, sample)
             else:
-                self._decide(lever, True, f"a step is {found.interval.mid:.2f} times as fast", found)
-        elif found.interval is not None and (found.is_decided or len(found.ratios) >= _LOOKS[-1]):
-            self._decide(lever, False, f"no gain was found: {found.interval.mid:.2f} times as fast", found)
+                self._decide(lever, True, f"a step is {sample.interval.mid:.2f} times as fast", sample)
+        elif sample.interval is not None and (sample.is_decided or len(sample.ratios) >= _LOOKS[-1]):
+            self._decide(lever, False, f"no gain was found: {sample.interval.mid:.2f} times as fast", sample)
         else:
             keep = self.undecided.get(lever, False) and middle > 1
             what = "kept as usual" if keep else "left out"
-            count = len(found.ratios)
+            count = len(sample.ratios)
             pairs = "1 pair" if count == 1 else f"{count} pairs"
             text = f"{pairs} of steps did not decide ({middle:.2f} times as fast); {what}"
-            self._decide(lever, keep, text, found)
+            self._decide(lever, keep, text, sample)
             if not keep:
                 self.open.add(lever)
 
     def _least_gain(self, lever: str) -> float:
         return _PROMISING if lever in self.prices else _LEAST_GAIN
 
-    def _decide(self, lever: str, kept: bool, reason: str, found: _Sample | None) -> None:
-        interval = None if found is None else found.interval
-        pairs = 0 if found is None else len(found.ratios)
-        price = 0.0 if found is None or lever not in self.prices else found.price
+    def _decide(self, lever: str, kept: bool, reason: str, sample: _Sample | None) -> None:
+        interval = None if sample is None else sample.interval
+        pairs = 0 if sample is None else len(sample.ratios)
+        price = 0.0 if sample is None or lever not in self.prices else sample.price
         self.verdicts[lever] = Verdict(lever=lever, kept=kept, reason=reason, ratio=interval, pairs=pairs, price=price)
         if kept:
             self.kept.append(lever)
@@ -460,7 +463,7 @@ class _Search:
             return None
         try:
             self.bench.build_plain(within=self._left())
-        except Exception:  # what was decided stands; only the gain of all together stays unknown
+        except Exception:  # what was decided stands; only the gain of all together is unknown
             return None
         plain = self._measure(self.seconds, early=False).interval
         if plain is None or plain.low <= 0:

@@ -160,7 +160,7 @@ class Snapshot:
     Args:
         model: The model.
         others: Objects that are followed like attributes of the model, such as the inputs of a call.
-        tensors: Parameters from outside the model, such as those of the optimizer.
+        tensors: Parameters from outside the model that the optimizer holds.
         elsewhere: Keep the copies of parameters on the CPU, because their device has too little memory.
 
     Attributes:
@@ -507,7 +507,7 @@ def plain(model: nn.Module) -> Iterator[None]:
 
 
 def belongs_to_torch(hook: Any) -> bool:
-    """Whether a hook computes a part of the model, as those of the old ``weight_norm`` do."""
+    """Whether a hook computes a part of the model, as the old ``weight_norm`` does."""
     home = getattr(hook, "__module__", None) or type(hook).__module__
     return home.split(".")[0] == "torch"
 
@@ -529,7 +529,7 @@ class Streams:
             self._module.random.set_state(self._numpy)
 
     def drawn(self) -> bool:
-        """Whether those of torch were used since."""
+        """Whether the generators of torch were used since."""
         return not all(map(torch.equal, generator_states(self._devices), self._torch))
 
 

@@ -1,4 +1,4 @@
-"""Training steps of the user's own model, with levers attached in turns and timed in pairs. It stays as it was."""
+"""Training steps of the user's own model, with levers attached in turns and timed in pairs. It does not change."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Reduce = Callable[[list[float]], list[float]]
 _ELSEWHERE = "another rank could not run it; see the log of that rank."
 _WARM_STEPS = 2
 _PART = 2**22
-"""Entries of parameters up to which a contestant steps a copy of the whole optimizer. Above, it steps about so many."""
+"""A contestant steps a copy of the whole optimizer up to this number of entries, and above it about as many."""
 
 
 class Trial:
@@ -52,7 +52,7 @@ class Trial:
         base: Algorithms that every contestant has.
         reduce: Combines numbers over the ranks; None for one rank.
         before: Passes and optimizers of a copy from before boost, if the level has changed the model.
-        others: More optimizers of the loop, whose copies are stepped after that of the first.
+        others: More optimizers of the loop, whose copies are stepped after the first copy.
         interrupt: Whether a step that takes longer than it may is interrupted. Ranks that exchange something in a step
             would wait for the one that is.
 
@@ -95,7 +95,7 @@ class Trial:
         self._challenger = self._incumbent
 
     def build(self, levers: Sequence[str], *, within: float) -> float:
-        """Attach levers and run the first steps; return the seconds above those of later steps."""
+        """Attach levers and run the first steps; return the seconds above what later steps take."""
         self.built |= {*levers}
         self._challenger = self._incumbent
         self._challenger, spent, steady = self._warmed(levers, within)
@@ -119,8 +119,8 @@ class Trial:
                 times[place] = self._safe_seconds(each, until - self._clock())
         if self._turn % 2:
             times.reverse()
-        base, own = self._reduce(times)
-        return base, own
+        base, challenger = self._reduce(times)
+        return base, challenger
 
     def promote(self) -> None:
         """Make the challenger the incumbent."""
@@ -147,9 +147,9 @@ class Trial:
     def _warmed(
         self, levers: Sequence[str], within: float, *, before: bool = False
     ) -> tuple[_Contestant, float, float]:
-        """Return a contestant after its first steps, the seconds that this took, and those of the last step."""
+        """Return a contestant after its first steps, the seconds that this took, and the seconds of the last step."""
         failure: Exception | None = None
-        made, steady, started = None, math.inf, self._clock()
+        warm, steady, started = None, math.inf, self._clock()
         try:
             until = started + within
             contestant = self._contestant(levers, before)
@@ -159,7 +159,7 @@ class Trial:
                 seconds.append(self._step_seconds(contestant, until - self._clock()))
             if not levers:
                 contestant.passes.compare(first, contestant.outputs)
-            made, steady = contestant, seconds[-1]
+            warm, steady = contestant, seconds[-1]
         except TimeUp:
             failure = TimeoutError(f"its first steps take longer than the {within:.1f} s that the trial had left")
         except Exception as error:  # levers may raise anything; the other ranks are told before it is raised here
@@ -169,9 +169,9 @@ class Trial:
         spent, steady = self._reduce([self._clock() - started, steady])
         if failure is not None:
             raise failure
-        if made is None or steady == math.inf:
+        if warm is None or steady == math.inf:
             raise IncompatibleError(_ELSEWHERE)
-        return made, spent, steady
+        return warm, spent, steady
 
     def _contestant(self, levers: Sequence[str], before: bool) -> _Contestant:
         """Make a contestant and attach its levers, on all ranks before one of them begins a pass."""
@@ -180,9 +180,9 @@ class Trial:
             algorithms = [*self._base, *(self._levers[name] for name in levers)]
             for algorithm in algorithms:
                 algorithm.load()
-            made = _Contestant(*(self._before if before and self._before else self._now), algorithms, self._scaler)
-            self._activate(made)
-            contestant = made
+            candidate = _Contestant(*(self._before if before and self._before else self._now), algorithms, self._scaler)
+            self._activate(candidate)
+            contestant = candidate
         except Exception as error:  # levers may raise anything; the other ranks are told before it is raised here
             failure = error
         if self._reduce([float(contestant is None)])[0] or contestant is None:
@@ -216,18 +216,18 @@ class _Contestant:
         self._copies = [optimizer_over(optimizer, passes.parameters) for optimizer in optimizers]
         self._attached: AttachedAlgorithms | None = None
         self.outputs: list[Tensor] = []
-        for made, _, _ in self._copies:
-            _stop_learning(made)
+        for duplicate, _, _ in self._copies:
+            _stop_learning(duplicate)
 
     def attach(self) -> None:
         """Attach the levers, and give the copies of parameters the strides that the parameters then have."""
-        first, *others = (made for made, _, _ in self._copies)
+        first, *others = (duplicate for duplicate, _, _ in self._copies)
         target = Target(self.passes.model, first, self._scaler, others=tuple(others))
         self._attached = attach_all(target, self._levers)
-        for made, pairs, _ in self._copies:
+        for duplicate, pairs, _ in self._copies:
             for parameter, copied in pairs:
                 if parameter.stride() != copied.stride():
-                    restride(copied, made.state.get(copied, {}), parameter)
+                    restride(copied, duplicate.state.get(copied, {}), parameter)
 
     def detach(self) -> None:
         """Remove the levers."""
@@ -238,22 +238,22 @@ class _Contestant:
     def step(self, clock: Clock) -> float:
         """Forward, backward, update. Return the seconds."""
         seconds, last = 0.0, clock()
-        found = self.passes.run()
-        by_parameter = {id(p): g for p, g in zip(self.passes.parameters, found.gradients, strict=False)}
+        result = self.passes.run()
+        by_parameter = {id(p): g for p, g in zip(self.passes.parameters, result.gradients, strict=False)}
         for optimizer, pairs, share in self._copies:
             if share < 1:
                 before, last = last, clock()
                 seconds += last - before
             for parameter, copied in pairs:
                 copied.grad = by_parameter[id(parameter)]
-            type(optimizer).step(optimizer)  # not that of the instance, which a scheduler binds to the original
+            type(optimizer).step(optimizer)  # a scheduler binds the step of the instance to the original
             for _, copied in pairs:
                 copied.grad = None
             if share < 1:
                 before, last = last, clock()
                 seconds += (last - before) / share
         seconds += clock() - last
-        self.outputs = found.outputs
+        self.outputs = result.outputs
         return seconds
 
 
@@ -274,21 +274,21 @@ def optimizer_over(
         TypeError: It cannot be copied.
     """
     inner = hookable(optimizer)
-    held = [p for group in inner.param_groups for p in group["params"]]
-    wanted = {id(p) for p in parameters}
-    chosen = _part([p for p in held if id(p) in wanted], part)
+    all_parameters = [p for group in inner.param_groups for p in group["params"]]
+    trained = {id(p) for p in parameters}
+    chosen = _part([p for p in all_parameters if id(p) in trained], part)
     copies = {id(p): _copied(p) for p in chosen}
     absent = nn.Parameter(torch.empty(0, device="cpu"))
-    memo: dict[int, Any] = {id(p): copies.get(id(p), absent) for p in held}
-    left_out = [value for p in held if id(p) not in copies for value in inner.state.get(p, {}).values()]
-    memo |= {id(value): None for value in left_out if isinstance(value, Tensor)}
-    made = _deepcopy(inner, memo)
-    for group in made.param_groups:
+    memo: dict[int, Any] = {id(p): copies.get(id(p), absent) for p in all_parameters}
+    absent_state = [value for p in all_parameters if id(p) not in copies for value in inner.state.get(p, {}).values()]
+    memo |= {id(value): None for value in absent_state if isinstance(value, Tensor)}
+    duplicate = _deepcopy(inner, memo)
+    for group in duplicate.param_groups:
         group["params"] = [p for p in group["params"] if p is not absent]
-    made.state.pop(absent, None)
-    entries = sum(p.numel() for p in held if id(p) in wanted)
+    duplicate.state.pop(absent, None)
+    entries = sum(p.numel() for p in all_parameters if id(p) in trained)
     share = sum(p.numel() for p in chosen) / entries if entries else 1.0
-    return made, [(p, copies[id(p)]) for p in chosen], share
+    return duplicate, [(p, copies[id(p)]) for p in chosen], share
 
 
 def _deepcopy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
@@ -296,20 +296,20 @@ def _deepcopy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     memo |= {id(hook): hook for hooks in hooks_of_optimizer(optimizer) for hook in hooks.values()}
     memo |= {id(value): value for value in vars(optimizer).values() if isinstance(value, nn.Module)}
     try:
-        made = copy.deepcopy(optimizer, memo)
-        if made is optimizer:
+        duplicate = copy.deepcopy(optimizer, memo)
+        if duplicate is optimizer:
             raise ValueError("its copy is the optimizer itself")
     except Exception as error:  # attributes of the user's optimizer may raise anything
         raise TypeError(
             f"this {type(optimizer).__name__} cannot be copied ({type(error).__name__}: {error})"
         ) from error
-    for hooks in hooks_of_optimizer(made):
+    for hooks in hooks_of_optimizer(duplicate):
         hooks.clear()
-    return made
+    return duplicate
 
 
 def _part(parameters: list[Tensor], most: int) -> list[Tensor]:
-    """Return parameters of every size that have about so many entries; all, if there are no more."""
+    """Return parameters of every size with about this number of entries in all, or all parameters."""
     entries = sum(p.numel() for p in parameters)
     if entries <= most:
         return parameters
@@ -337,27 +337,27 @@ def copied(model: nn.Module, *optimizers: Optimizer) -> Pair:
     Raises:
         TypeError: One of them cannot be copied.
     """
-    made = twin(model)
-    for before, after in zip(model.modules(), made.modules(), strict=True):
+    duplicate = twin(model)
+    for before, after in zip(model.modules(), duplicate.modules(), strict=True):
         after.training = before.training
         for registered in module_hooks(after):
             for key in [key for key, hook in registered.items() if not belongs_to_torch(hook)]:
                 del registered[key]
-    memo: dict[int, Any] = {id(p): q for p, q in zip(model.parameters(), made.parameters(), strict=True)}
-    return made, *(_deepcopy(hookable(optimizer), memo) for optimizer in optimizers)
+    memo: dict[int, Any] = {id(p): q for p, q in zip(model.parameters(), duplicate.parameters(), strict=True)}
+    return duplicate, *(_deepcopy(hookable(optimizer), memo) for optimizer in optimizers)
 
 
 def needed_bytes(model: nn.Module) -> int:
-    """Estimate the memory of a trial beyond that of training.
+    """Estimate the memory that a trial needs in addition to training.
 
     It is a copy of parameters and buffers, two gradients, and for two contestants a part of the parameters with two
     moments each. Activations do not count.
 
     Cost: no tensor is read or copied.
     """
-    held = [local_shard(p) if hasattr(p, "device_mesh") else p for p in model.parameters()]
-    tensors = [*held, *held, *held, *model.buffers()]
-    entries = sum(p.numel() for p in held)
+    shards = [local_shard(p) if hasattr(p, "device_mesh") else p for p in model.parameters()]
+    tensors = [*shards, *shards, *shards, *model.buffers()]
+    entries = sum(p.numel() for p in shards)
     return sum(t.numel() * t.element_size() for t in tensors) + 2 * 3 * 4 * min(entries, _PART)
 
 
@@ -369,10 +369,10 @@ def free_bytes(device: torch.device) -> int | None:
         return module.mem_get_info(device)[0] + unused
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
-            found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+            sizes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
     except OSError:
         return None
-    return int(found[0]) * 1024 if found else None
+    return int(sizes[0]) * 1024 if sizes else None
 
 
 def _stop_learning(optimizer: Optimizer) -> None:

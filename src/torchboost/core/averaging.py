@@ -40,36 +40,36 @@ def only_ddp(model: nn.Module) -> DistributedDataParallel | None:
     Raises:
         IncompatibleError: There are several. They may average over different ranks and in different passes.
     """
-    found = {name: module for name, module in model.named_modules() if isinstance(module, DistributedDataParallel)}
-    if len(found) > 1:
-        names = " and ".join(repr(name or "the model itself") for name in found)
+    wrappers = {name: module for name, module in model.named_modules() if isinstance(module, DistributedDataParallel)}
+    if len(wrappers) > 1:
+        names = " and ".join(repr(name or "the model itself") for name in wrappers)
         raise IncompatibleError(
-            f"{len(found)} modules are wrapped by DistributedDataParallel, {names}; wrap the whole model once."
+            f"{len(wrappers)} modules are wrapped by DistributedDataParallel, {names}; wrap the whole model once."
         )
-    return next(iter(found.values()), None)
+    return next(iter(wrappers.values()), None)
 
 
-def check_ranks(ddp: DistributedDataParallel, wanted: range, advice: str) -> None:
+def check_ranks(ddp: DistributedDataParallel, expected: range, advice: str) -> None:
     """Raise :class:`IncompatibleError` unless DDP averages over exactly these ranks. ``advice`` says what to do."""
-    found = sorted(dist.get_process_group_ranks(ddp.process_group))
-    if found != list(wanted):
-        raise IncompatibleError(f"DistributedDataParallel averages the gradients over {len(found)} ranks; {advice}")
+    ranks = sorted(dist.get_process_group_ranks(ddp.process_group))
+    if ranks != list(expected):
+        raise IncompatibleError(f"DistributedDataParallel averages the gradients over {len(ranks)} ranks; {advice}")
 
 
 def check_mesh(model: nn.Module, topology: Topology) -> bool:
     """Return whether FSDP2 shards the model.
 
     Raises:
-        IncompatibleError: The mesh is not that of the node's ranks, or some parameters are not sharded.
+        IncompatibleError: The mesh has other ranks than the node, or some parameters are not sharded.
     """
     meshes: dict[str, Any] = {n: getattr(p, "device_mesh", None) for n, p in unwrap(model).named_parameters()}
     if all(mesh is None for mesh in meshes.values()):
         return False
     for name, mesh in meshes.items():
         if mesh is None or mesh.ndim != 1 or sorted(mesh.mesh.flatten().tolist()) != list(topology.node):
-            found = "is not sharded" if mesh is None else f"lies on a mesh of shape {tuple(mesh.shape)}"
+            place = "is not sharded" if mesh is None else f"lies on a mesh of shape {tuple(mesh.shape)}"
             raise IncompatibleError(
-                f"the parameter '{name}' {found}, but FSDP2 must shard and average over the ranks of the node only, "
+                f"the parameter '{name}' {place}, but FSDP2 must shard and average over the ranks of the node only, "
                 "because AdaSum replaces the mean over nodes; pass fully_shard a one-dimensional mesh over the "
                 f"{topology.devices_per_node} ranks of a node."
             )

@@ -57,28 +57,30 @@ def _tuple(value: tuple[Any, ...], inner: Callable[[Any], Any]) -> tuple[Any, ..
         return kind._make(items)
     if kind.__module__ == "torch.return_types":  # tuple.__new__ refuses them
         return kind(items)
-    made = tuple.__new__(kind, items)
-    vars(made).update(vars(value))
-    return made
+    copied = tuple.__new__(kind, items)
+    vars(copied).update(vars(value))
+    return copied
 
 
 def _record(value: Any, inner: Callable[[Any], Any]) -> Any:
-    held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
+    fields = {
+        field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)
+    }
     if not torch.compiler.is_compiling():
-        held |= _attributes(value)
-    changed = {name: inner(entry) for name, entry in held.items()}
-    changed = {name: entry for name, entry in changed.items() if entry is not held[name]}
+        fields |= _attributes(value)
+    changed = {name: inner(entry) for name, entry in fields.items()}
+    changed = {name: entry for name, entry in changed.items() if entry is not fields[name]}
     if not changed:
         return value
     if torch.compiler.is_compiling():  # the compiler can trace this, but not copy.copy of any class
         return dataclasses.replace(value, **changed)
-    made = copy.copy(value)
+    copied = copy.copy(value)
     for name, entry in changed.items():
         try:
-            setattr(made, name, entry)
+            setattr(copied, name, entry)
         except dataclasses.FrozenInstanceError:
-            object.__setattr__(made, name, entry)
-    return made
+            object.__setattr__(copied, name, entry)
+    return copied
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -91,10 +93,10 @@ def _filled(value: Any, items: Iterable[tuple[Any, Any]], inner: Callable[[Any],
     changed = [(key, new) for key, old, new in pairs if new is not old]
     if not changed:
         return value
-    made = copy.copy(value)
+    copied = copy.copy(value)
     for key, entry in changed:
-        made[key] = entry
-    return made
+        copied[key] = entry
+    return copied
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -116,7 +116,7 @@ class TrainStep:
     def flush(self) -> StepOutput | None:
         """Update with a partial window, for example at the end of an epoch. Return None if the window is empty.
 
-        The loss is that of the last call. All ranks must flush together.
+        The loss comes from the last call. All ranks must flush together.
         """
         accumulator, scaler = self.target.accumulator, self.target.scaler
         if accumulator is not None and accumulator.flush():

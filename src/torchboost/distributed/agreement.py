@@ -86,7 +86,7 @@ class Agreement:
             ) from error
 
     def check(self, figures: Mapping[str, int], *, hint: str) -> None:
-        """Compare ``figures`` with those of the other ranks; all ranks must call this with the same names.
+        """Compare ``figures`` over the ranks; all ranks must call this with the same names.
 
         Args:
             figures: Name -> value that fits into 64 bits.
@@ -97,8 +97,8 @@ class Agreement:
                 that is alive.
         """
         mine = torch.tensor(list(figures.values()), dtype=torch.int64, device="cpu")
-        found = self._largest(torch.cat([mine, ~mine]), figures)
-        if torch.equal(found[: len(mine)], ~found[len(mine) :]):
+        largest = self._largest(torch.cat([mine, ~mine]), figures)
+        if torch.equal(largest[: len(mine)], ~largest[len(mine) :]):
             return
         rows = torch.full((len(self._ranks), len(mine)), torch.iinfo(torch.int64).min, device="cpu")
         rows[self._at] = mine
@@ -134,20 +134,20 @@ class Agreement:
             raise RankDisagreementError(f"{self._subject}: the ranks disagreed earlier; restart the job.")
         self._calls += 1
         started = monotonic()
-        found = cause = None
+        result = cause = None
         try:
-            found = self._whole(mine, zlib.crc32(repr([mine.shape, *figures]).encode()))
+            result = self._whole(mine, zlib.crc32(repr([mine.shape, *figures]).encode()))
         except RuntimeError as error:
             cause = error.with_traceback(None)  # its frames hold the group, whose end closes the connections
         if cause is not None:
             self._abandon()
             raise RankDisagreementError(self._absent(figures, started)) from cause
-        if found is None:
+        if result is None:
             raise RankDisagreementError(
                 f"{self._subject}: the ranks compare different things; rank {self._rank} has {mine.numel()} numbers of "
                 f"{', '.join(figures)}. Give all ranks the same settings."
             )
-        return found
+        return result
 
     def _whole(self, mine: Tensor, mark: int) -> Tensor | None:
         """Exchange one packet of a fixed size, then what is left; None if the marks of the ranks differ.
@@ -163,18 +163,18 @@ class Agreement:
         rest = self._exchange(rest) if len(rest) else rest
         return torch.cat([packet[2 : 2 + len(first)], rest]).view_as(mine)
 
-    def _exchange(self, found: Tensor) -> Tensor:
+    def _exchange(self, numbers: Tensor) -> Tensor:
         """Combine with the ranks 1, 2, 4, ... places before; after the last exchange every rank knows of all."""
         group, ranks, step = self._groups[0], len(self._ranks), 1
         deadline = monotonic() + self._wait
         while step < ranks:
-            theirs = torch.empty_like(found)
-            sent = group.send([found], (self._at + step) % ranks, 0)
+            theirs = torch.empty_like(numbers)
+            sent = group.send([numbers], (self._at + step) % ranks, 0)
             received = group.recv([theirs], (self._at - step) % ranks, 0)
             for work in (received, sent):
                 work.wait(timedelta(seconds=max(_POLL, deadline - monotonic())))
-            found, step = torch.maximum(found, theirs), 2 * step
-        return found
+            numbers, step = torch.maximum(numbers, theirs), 2 * step
+        return numbers
 
     def _abandon(self) -> None:
         """Close the connections, so that ranks which wait for this one fail at once."""

@@ -1,6 +1,6 @@
 """Checkpoints of a job on several ranks that resume on any number of ranks and survive a crash during a write.
 
-Sharding and resharding are those of ``torch.distributed.checkpoint`` (DCP). This module adds what DCP leaves to its
+``torch.distributed.checkpoint`` (DCP) shards and reshards. This module adds what DCP leaves to its
 caller: a folder gets its name only when it is complete, the optimizer is never stepped to find out what it holds, and
 the state of each rank (a training step, a scheduler, a sampler) is restored on that rank.
 """
@@ -71,8 +71,8 @@ def save(
     """Write the checkpoint ``folder/number``; all ranks must call this, with a folder that all of them can access.
 
     The files are written and synced under a temporary name and then renamed, so ``folder`` holds complete checkpoints
-    only, even if the job is killed. The layout of model and optimizer is that of ``get_model_state_dict`` and
-    ``get_optimizer_state_dict``. If ranks hold copies, those of rank 0 are written, including BatchNorm statistics,
+    only, even if the job is killed. The layout of model and optimizer is as in ``get_model_state_dict`` and
+    ``get_optimizer_state_dict``. If ranks hold copies, rank 0 writes, including BatchNorm statistics,
     which DDP also takes from rank 0. Optimizer states that are not copies are all written. If the job has several DDP
     or FSDP2 groups, such as the nodes of AdaSum on updates, the buffers of the first rank of each group are written;
     ranks with a bare model are groups of one. The states of torch's generators are written for every rank.
@@ -90,7 +90,7 @@ def save(
 
     Raises:
         TypeError: ``number`` or ``keep`` is not an integer.
-        ValueError: One of them is too small, the optimizer is that of another model, or a part has a reserved name.
+        ValueError: One of them is too small, the optimizer belongs to another model, or a part has a reserved name.
         FileExistsError: A checkpoint of this number or of a larger one exists, or another file has its name; raised
             on all ranks, nothing was written.
         OSError: The folder cannot be written; raised on all ranks.
@@ -104,24 +104,24 @@ def save(
     _by_first(lambda: _check_place(folder, path))
     names = _names(model, _params(optimizer))
     state = dict(optimizer.state_dict())
-    held = {names[position]: entry for position, entry in state.pop("state").items()}
+    states = {names[position]: entry for position, entry in state.pop("state").items()}
     groups = [{**g, "params": [names[position] for position in g["params"]]} for g in state.pop("param_groups")]
-    whole = {"state": held, "param_groups": groups}
+    whole = {"state": states, "param_groups": groups}
     weights = get_model_state_dict(model)
     buffers = _buffers(weights, model)
     holder, source = _holder(whole, _shards(_params(optimizer))), _holder(buffers, [_source(model)])
-    own = {name: part.state_dict() for name, part in parts.items()}
-    own |= {OPTIMIZER: state, COPY: holder, BUFFERS: source, GENERATORS: _generator_states(model)}
+    saved_parts = {name: part.state_dict() for name, part in parts.items()}
+    saved_parts |= {OPTIMIZER: state, COPY: holder, BUFFERS: source, GENERATORS: _generator_states(model)}
     content = {
         "model": weights,
         _key("optimizer", holder): whole,
         # DCP takes a tuple as it is; dicts it takes apart and asks for piece by piece.
-        "parts": {str(_rank()): (own,)},
+        "parts": {str(_rank()): (saved_parts,)},
     }
     if source:
         content[_key("buffers", source)] = buffers
     _by_first(lambda: folders.clear(folder))
-    # By default DCP spreads copies over the ranks, and a replica's BatchNorm statistics are not those of rank 0.
+    # By default DCP spreads copies over the ranks, and the BatchNorm statistics of a replica are its own.
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     with _quiet():
         try:
@@ -136,8 +136,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
     """Resume from a checkpoint, on the same or another number of ranks; all ranks must call this.
 
     Parts are loaded first, so a part that refuses the checkpoint does so before weights are changed. On the same number
-    of ranks the random number generators are restored, and buffers are those of the rank's group. On another number of
-    ranks the generators are not changed, and buffers are those of rank 0.
+    of ranks the random number generators are restored, and buffers come from the rank's group. On another number of
+    ranks the generators are not changed, and buffers come from rank 0.
 
     Args:
         path: As returned by :func:`save` or :func:`latest`. DCP reads it with ``pickle``: load only files you trust.
@@ -162,25 +162,28 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
     ranks = [_rank()] if len(writers) == _world_size() else writers
     wrote: dict[str, Any] = {"parts": dict.fromkeys(map(str, ranks))}
     _read(path, wrote)
-    own = _common({rank: wrote["parts"][str(rank)][0] for rank in ranks})
-    found = set(own) - OURS
-    if found != set(parts):
+    saved_parts = _common({rank: wrote["parts"][str(rank)][0] for rank in ranks})
+    present = set(saved_parts) - OURS
+    if present != set(parts):
         raise ValueError(
-            f"the checkpoint holds the parts {sorted(found)}, but load got {sorted(parts)}; give the same parts."
+            f"the checkpoint holds the parts {sorted(present)}, but load got {sorted(parts)}; give the same parts."
         )
-    state = {**own[OPTIMIZER], **_optimizer_state(path, metadata, _key("optimizer", own[COPY]), names, optimizer)}
+    state = {
+        **saved_parts[OPTIMIZER],
+        **_optimizer_state(path, metadata, _key("optimizer", saved_parts[COPY]), names, optimizer),
+    }
     for name, part in parts.items():
-        part.load_state_dict(own[name])
+        part.load_state_dict(saved_parts[name])
     # Not set_optimizer_state_dict: it steps an optimizer without state, hooks and all, and drops frozen moments.
     optimizer.load_state_dict(state)
     content = {"model": weights}
-    key = _key("buffers", own[BUFFERS])
-    if own[BUFFERS]:
+    key = _key("buffers", saved_parts[BUFFERS])
+    if saved_parts[BUFFERS]:
         content[key] = copy.deepcopy(_buffers(weights, model))
     _read(path, content)
     set_model_state_dict(bare, {**weights, **content.get(key, {})})
     if len(writers) == _world_size():
-        _set_generator_states(own[GENERATORS], model)
+        _set_generator_states(saved_parts[GENERATORS], model)
 
 
 def load_optimizer(path: str | os.PathLike[str], key: str, model: nn.Module, optimizer: Optimizer) -> None:
@@ -465,7 +468,7 @@ def _world_size() -> int:
 
 
 def _generator_states(model: nn.Module) -> list[Tensor]:
-    """Return the states of torch's generators: the CPU's, then those of the accelerators that hold the model."""
+    """Return the states of torch's generators: of the CPU, then of the accelerators that hold the model."""
     states = [torch.get_rng_state()]
     for device in _accelerators(model):
         with torch.accelerator.device_index(device.index):

@@ -24,8 +24,8 @@ def complete(folder: Path) -> list[Path]:
 
     Other files and folders with such a name do not count; a link to a checkpoint does.
     """
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in found if _is_checkpoint(path)), key=lambda path: int(path.name))
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in entries if _is_checkpoint(path)), key=lambda path: int(path.name))
 
 
 def _is_checkpoint(path: Path) -> bool:

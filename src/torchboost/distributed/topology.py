@@ -47,9 +47,9 @@ class Topology:
             sizes = [0] * dist.get_world_size()
             dist.all_gather_object(sizes, self.devices_per_node)
         if len(set(sizes)) > 1:
-            found = " and ".join(map(str, sorted(set(sizes))))
+            numbers = " and ".join(map(str, sorted(set(sizes))))
             raise IncompatibleError(
-                f"found nodes of {found} ranks ({self.world_size} in total); start the same number of ranks on every "
+                f"found nodes of {numbers} ranks ({self.world_size} in total); start the same number of ranks on every "
                 "node, or set common.device_number to a number that divides them all."
             )
         if self.world_size % self.devices_per_node:

@@ -45,11 +45,11 @@ PAIRS = 9
 LEAST_PAIRS = 3
 """Pairs that a verdict needs."""
 BUSY = 5.0
-"""The pairs of the smallest size may take so many times the time limit, since without them nothing is known."""
+"""The pairs of the smallest size may take this multiple of the time limit, since without them nothing is known."""
 PAYS = 1.25
 """Least ratio at which bfloat16 counts as fast. Far enough from 1 that the noise of a measurement does not decide."""
 STAYS = 1.1
-"""Least ratio at which it stays so if it counted as fast in an earlier measurement."""
+"""Least ratio at which it still does if it counted as fast in an earlier measurement."""
 
 MATRIX_SIZES = {"cpu": (128, 256, 512), "cuda": (512, 2048, 4096)}
 IMAGES = {"cpu": ((2, 32), (8, 32), (8, 64)), "cuda": ((64, 64), (256, 64), (256, 128))}
@@ -179,8 +179,8 @@ def climb(
     """Time growing products in both precisions until the time is used up.
 
     A next size is tried if its warm-up and three pairs are expected to fit, judged by the last size and the number of
-    operations. The result is that of the last size with at least three pairs. If no size has three, it is that of the
-    first one, whose pairs may take up to five times the limit, on a machine that other programs use. A call that has
+    operations. The result is the last size with at least three pairs. If no size has three, it is the first one,
+    whose pairs may take up to five times the limit, on a machine that other programs use. A call that has
     begun is finished.
 
     Args:

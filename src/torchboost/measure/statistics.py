@@ -40,7 +40,7 @@ _PATHS = 100_000
 _SAFETY = 0.002
 """Subtracted from the error rate, for the error of the simulation that finds the limits."""
 _EVERY, _MOST_TESTS = 25, 16
-"""A :class:`ChangeTest` begins a test after so many values, and has at most so many at a time."""
+"""A :class:`ChangeTest` begins a test each time after this number of values, and has at most this number of tests."""
 
 State = Literal["open", "passed", "failed", "futile", "exhausted"]
 
@@ -271,9 +271,9 @@ class Look:
 class SequentialTest:
     """Test whether a mean difference is above ``-margin``, with looks after ``least`` to ``most`` pairs.
 
-    At each look Student's statistic is compared with a limit that is stricter than that of a single test, and
+    At each look Student's statistic is compared with a limit that is stricter than for a single test, and
     strictest at the first looks. For normal differences the probability of a false ``"passed"`` at any look is at most
-    ``error``, and so is that of a false ``"failed"``: the limits are found by simulation, in which mean and spread
+    ``error``, and equally of a false ``"failed"``: the limits are found by simulation, in which mean and spread
     cancel. Stopping as ``"futile"`` cannot cause either. With ``margin=0`` it tests superiority. A spread below a third
     of the margin counts as a third, so that equal differences are not taken as certain.
 
@@ -315,23 +315,23 @@ class SequentialTest:
         Args:
             differences: Higher is better; those after the first ``most`` are ignored.
         """
-        found = list(differences)[: self.most]
-        for count in range(self.least, len(found)):
-            look = self._at(found[:count])
+        values = list(differences)[: self.most]
+        for count in range(self.least, len(values)):
+            look = self._at(values[:count])
             if look.state in ("passed", "failed"):
                 return look
-        return self._at(found)
+        return self._at(values)
 
-    def _at(self, found: Sequence[float]) -> Look:
-        count = len(found)
-        if not all(map(math.isfinite, found)):
+    def _at(self, values: Sequence[float]) -> Look:
+        count = len(values)
+        if not all(map(math.isfinite, values)):
             nothing = Interval(low=-math.inf, mid=-math.inf, high=-math.inf, confidence=1 - self.error)
             return Look(state="failed", pairs=count, difference=nothing, detectable=math.inf)
-        mean = sum(found) / count if count else 0.0
+        mean = sum(values) / count if count else 0.0
         if count < self.least:
             wide = Interval(low=-math.inf, mid=mean, high=math.inf, confidence=1 - self.error)
             return Look(state="open", pairs=count, difference=wide, detectable=math.inf)
-        spread = max(float(np.std(found, ddof=1)), LEAST_SPREAD * self.margin)
+        spread = max(float(np.std(values, ddof=1)), LEAST_SPREAD * self.margin)
         limits = critical_values(self.least, self.most, self.error)
         reach = limits[count - self.least] * spread / math.sqrt(count)
         last = spread / math.sqrt(self.most)

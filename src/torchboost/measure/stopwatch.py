@@ -152,12 +152,12 @@ class Comparison:
 
     def ratio(self, name: str, baseline: str) -> Ratio:
         """Return how many times as fast as ``baseline`` ``name`` is, paired by round."""
-        base, own = self.samples[baseline], self.samples[name]
-        detectable = detectable_ratio(base, own, confidence=self.confidence, seed=self.seed)
+        base, other = self.samples[baseline], self.samples[name]
+        detectable = detectable_ratio(base, other, confidence=self.confidence, seed=self.seed)
         return Ratio(
             baseline=baseline,
-            interval=paired_ratio(base, own, confidence=self.confidence, seed=self.seed),
-            pairs=len(own),
+            interval=paired_ratio(base, other, confidence=self.confidence, seed=self.seed),
+            pairs=len(other),
             detectable=detectable if math.isfinite(detectable) else None,
         )
 
@@ -243,7 +243,7 @@ def compare(
 def environment(device: torch.device | str = "cpu") -> Environment:
     """Describe the machine and the versions of a result.
 
-    ``commit`` is that of the checkout that contains this package, with ``+changes`` if files differ from it. In a copy
+    ``commit`` names the checkout that contains this package, with ``+changes`` if files differ from it. In a copy
     without git it is read from a file ``COMMIT`` next to ``src``. It is empty for an installed package.
     """
     device = torch.device(device)
@@ -283,8 +283,8 @@ def processor_name() -> str:
 def instructions() -> str:
     """Return the vector instructions that torch computes with, such as ``AVX512, avx512_bf16``."""
     widest = torch.backends.cpu.get_cpu_capability()
-    found = cpu_capabilities()
-    further = (name for name in ("avx512_bf16", "amx_bf16") if found.get(name) and widest.startswith("AVX512"))
+    capabilities = cpu_capabilities()
+    further = (name for name in ("avx512_bf16", "amx_bf16") if capabilities.get(name) and widest.startswith("AVX512"))
     return ", ".join((widest, *further))
 
 
