@@ -1,10 +1,98 @@
-"""Gradients and states are brought into the memory layout of their parameters."""
+"""What a step remembers of its tensors: which gradients were checked, and in which layout they lie."""
 
 from __future__ import annotations
 
-import torch
+import copy
 
-from torchboost.optim.rules.batch import Batch
+import pytest
+import torch
+from torch import nn
+
+from tests.support.optimizers import give_grads, parameters, same, train
+from torchboost.errors import IncompatibleError
+from torchboost.optim.rules.adam import Adam
+from torchboost.optim.rules.batch import Batch, Checked, strides
+from torchboost.optim.rules.sgd import SGD
+
+
+class Counting(SGD):
+    looked = 0
+
+    def check_grad(self, param, grad, group):
+        self.looked += 1
+        super().check_grad(param, grad, group)
+
+
+def looks(optimizer: Counting, params: list[nn.Parameter], step: int) -> int:
+    before = optimizer.looked
+    give_grads(params, step)
+    optimizer.step()
+    return optimizer.looked - before
+
+
+def test_gradients_like_those_before_are_not_looked_at_again():
+    params = parameters([(3, 2), (2,), (4, 4)])
+    optimizer = Counting(params, lr=0.1)
+    assert [looks(optimizer, params, step) for step in range(3)] == [3, 0, 0]
+    optimizer.param_groups[0]["lr"] = 0.2
+    assert looks(optimizer, params, 3) == 0
+    optimizer.param_groups[0]["momentum"] = 0.5
+    assert looks(optimizer, params, 4) == 3
+    params[2].data = params[2].data.t().clone(memory_format=torch.preserve_format)
+    assert looks(optimizer, params, 5) == 3
+    more = parameters([(2, 2)])
+    optimizer.add_param_group({"params": more})
+    assert looks(optimizer, [*params, *more], 6) == 1
+    params[0].grad = None
+    optimizer.looked = 0
+    optimizer.step()
+    assert optimizer.looked == 2
+    assert looks(copy.deepcopy(optimizer), params, 7) == 0  # the copy has parameters of its own, without gradients
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert looks(optimizer, [*params, *more], 8) == 4
+
+
+@pytest.mark.parametrize("kind", [Adam, SGD])
+def test_a_gradient_of_another_kind_is_still_refused_and_nothing_is_changed(kind):
+    params = parameters([(3, 2), (2, 2)])
+    optimizer = kind(params, lr=0.1, **({"momentum": 0.9} if kind is SGD else {}))
+    before = train(optimizer, params, range(3))
+    give_grads(params, 3)
+    params[1].grad = params[1].grad.to_sparse()
+    with pytest.raises(IncompatibleError, match="dense gradients"):
+        optimizer.step()
+    assert same(params, before)
+
+
+def test_a_fused_step_follows_a_parameter_whose_layout_changes():
+    ours, theirs = parameters([(4, 4), (3, 3)]), parameters([(4, 4), (3, 3)])
+    left, right = Adam(ours, lr=0.1, fused=True), Adam(theirs, lr=0.1, foreach=False)
+    for step in range(6):
+        if step == 3:
+            ours[0].data = ours[0].data.t().contiguous().t()
+        train(left, ours, [step])
+        train(right, theirs, [step])
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_other_kinds_of_tensors_and_mixed_precision_are_never_remembered():
+    class Own(nn.Parameter):
+        pass
+
+    params = [Own(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    grads = [torch.ones(2), torch.ones(2)]
+    checked = Checked()
+    checked.note(0, {}, params, grads)
+    assert checked.layout(0, {}, params, grads) is None
+    checked.note(0, {}, params[1:], grads[1:])
+    assert checked.layout(0, {}, params[1:], grads[1:]) is not None
+    assert checked.layout(1, {}, params[1:], grads[1:]) is None
+    assert checked.layout(0, {"fused": True}, params[1:], grads[1:]) is None
+    assert checked.layout(0, {}, params[1:], [torch.ones(2).half()]) is None
+    checked.note(0, {}, params[1:] * 2, [torch.ones(2), torch.ones(2).half()])
+    assert checked.layout(0, {}, params[1:], grads[1:]) is None
+    assert strides([torch.ones(2, 3)]) == [(3, 1)]
 
 
 def test_entries_that_lie_differently_are_copied_and_others_are_kept():

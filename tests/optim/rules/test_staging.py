@@ -16,7 +16,6 @@ from torchboost.optim.rules.staging import (
     SMALLEST_CHUNK,
     Job,
     Staging,
-    StreamTransfer,
     Transfer,
     split,
 )
@@ -218,7 +217,7 @@ class FakeEvent:
 
 
 class FakeDevice:
-    """What ``torch.cuda`` is to :class:`StreamTransfer`."""
+    """What ``torch.cuda`` is to :class:`Transfer`."""
 
     Event = FakeEvent
 
@@ -248,7 +247,7 @@ class FakeDevice:
             self.random.choice(ready).one()
 
 
-class FakeTransfer(StreamTransfer):
+class FakeTransfer(Transfer):
     def __init__(self, device: FakeDevice) -> None:
         super().__init__(device, torch.device("cpu"))
         self.fake = device

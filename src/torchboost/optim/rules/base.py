@@ -341,15 +341,17 @@ class UpdateRule(Optimizer):
         for group, schedules in zip(self.param_groups, self._schedules, strict=True):
             for key, value in self.defaults_for(group).items():
                 group.setdefault(key, value)
-            own = [self.state[param] for param in group["params"] if param in self.state]
+            own = {param: self.state[param] for param in group["params"] if param in self.state}
             # Read at each update: on a device, each of them would be waited for. A kernel reads its steps there itself.
-            kept = () if group.get("fused") or group.get("capturable") else ("step",)
-            for entry in own:
-                if "step" in entry and not isinstance(entry["step"], Tensor):  # torch before 1.12
-                    entry["step"] = torch.tensor(float(entry["step"]), dtype=torch.float32, device="cpu")
-                entry.update({key: entry[key].cpu() for key in (*kept, *self.rule_for(group).numbers) if key in entry})
+            near = group.get("fused") or group.get("capturable")
+            numbers = (*(() if near else ("step",)), *self.rule_for(group).numbers)
+            for param, entry in own.items():
+                if "step" in entry and not isinstance(entry["step"], Tensor):  # SparseAdam's, and torch before 1.12
+                    device = param.device if near else "cpu"
+                    entry["step"] = torch.tensor(float(entry["step"]), dtype=torch.float32, device=device)
+                entry.update({key: entry[key].cpu() for key in numbers if key in entry})
             if schedules or rounds_at_random(group):  # torch's checkpoints do not count updates, except in Adam's state
-                group.setdefault("updates", max((int(entry.get("step", 0)) for entry in own), default=0))
+                group.setdefault("updates", max((int(entry.get("step", 0)) for entry in own.values()), default=0))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this rule, or of torch's if the rule is the same.

@@ -46,6 +46,9 @@ class LazyAdam(Adam):
     scheduled learning rate). Catching up takes one pass over a row per missed step until it rests, after about 200
     steps with the default betas; with coupled (L2) ``weight_decay`` rows never rest, so all missed steps are replayed.
 
+    Checkpoints of :class:`Adam`, and of ``torch.optim``'s Adam and SparseAdam load; their rows count as up to date.
+    ``SparseAdam`` is classic mode with ``eps_uncorrected=True``.
+
     State: that of :class:`Adam`. In exact mode also ``last_step``, the last step of each row, and ``past``, the options
     since then; both exist only while rows may lag. After ``catch_up()`` the state is Adam's and loads into it.
 
@@ -261,24 +264,6 @@ class LazyAdam(Adam):
                     state[key].index_copy_(0, rows, value)
             if group["exact"]:
                 _made_step(group, state, rows)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this rule, of :class:`Adam`, or of ``torch.optim``'s Adam or SparseAdam.
-
-        Rows of a checkpoint of another rule count as up to date. ``SparseAdam`` is classic mode with
-        ``eps_uncorrected=True``.
-
-        Raises:
-            ValueError: The groups differ, or a state does not have the shape of its parameter; nothing was changed.
-        """
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            for param in group["params"]:
-                step = self.state[param].get("step") if param in self.state else None
-                if step is not None and not isinstance(step, Tensor):
-                    # SparseAdam counts in a plain number.
-                    device = param.device if group["capturable"] or group["fused"] else "cpu"
-                    self.state[param]["step"] = torch.tensor(float(step), dtype=torch.float32, device=device)
 
     def _catch_up(self, param: Tensor, rows: Tensor | None = None) -> None:
         state: dict[str, Any] = self.state.get(param, {})

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from torchboost.errors import nearest
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.adam import Adam, AdamW, AdamWeightDecay
-from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.rules.base import Nonfinite, UpdateRule
 from torchboost.optim.rules.ftrl import FTRL
 from torchboost.optim.rules.lamb import Lamb
 from torchboost.optim.rules.masters import MasterWeights
@@ -105,14 +103,6 @@ class MixedOptimizer(UpdateRule):
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries of the state of a group's rule."""
         return self.rule_for(group).state_keys({**self.defaults_for(group), **group})
-
-    def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the initial state of a group's rule."""
-        return self.rule_for(group).init_state(param, group)
-
-    def update(self, group: dict[str, Any], batch: Batch) -> None:
-        """Update in place, by the rule of the group."""
-        self.rule_for(group).update(group, batch)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this class, or of one rule with the same groups.

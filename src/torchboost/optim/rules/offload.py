@@ -18,7 +18,7 @@ from torchboost.optim.rules.adam import Adam
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import has_master, pieces
 from torchboost.optim.rules.options import arguments
-from torchboost.optim.rules.staging import SMALLEST_CHUNK, Job, Staging, StreamTransfer, Transfer, split
+from torchboost.optim.rules.staging import SMALLEST_CHUNK, Job, Staging, Transfer, split
 
 __all__ = ["AdamOffload", "OffloadPlan"]
 
@@ -236,7 +236,7 @@ class AdamOffload(Adam):
 
     def _transfer(self, device: torch.device) -> Transfer:
         module = None if device.type == "cpu" else torch.get_device_module(device)
-        return StreamTransfer(module, device) if hasattr(module, "Stream") else Transfer()
+        return Transfer(module if hasattr(module, "Stream") else None, device)
 
     def _pins(self, device: torch.device) -> bool:
         return self.pin_memory and _pinnable(device)

@@ -19,7 +19,6 @@ __all__ = [
     "Job",
     "Piece",
     "Staging",
-    "StreamTransfer",
     "Transfer",
     "split",
 ]
@@ -77,58 +76,37 @@ class Piece:
 
 
 class Transfer:
-    """Synchronous copies between a device and two host buffers ("slots").
+    """Copies between a device and two host buffers ("slots"), on one stream per direction.
 
-    A pass calls :meth:`begin`, then per chunk :meth:`to_host`, :meth:`wait` and :meth:`to_device` with its slot, and
-    finally :meth:`end`. The next chunk is requested before the wait.
-    """
-
-    def begin(self) -> None:
-        """Order the copies after the work queued on the device so far."""
-
-    def to_host(self, slot: int, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copy into a slot, after all earlier reads from it."""
-        self.copy(targets, sources)
-
-    def wait(self, slot: int) -> None:
-        """Return when the slot is filled."""
-
-    def to_device(self, slot: int, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copy out of a slot."""
-        self.copy(targets, sources)
-
-    def end(self) -> None:
-        """Order the device's further work after the copies."""
-
-    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copy pair by pair."""
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-
-
-class StreamTransfer(Transfer):
-    """Copies on one stream per direction, so that both overlap with each other and with the host.
+    Both directions overlap with each other and with the host. A pass calls :meth:`begin`, then per chunk
+    :meth:`to_host`, :meth:`wait` and :meth:`to_device` with its slot, and finally :meth:`end`. The next chunk is
+    requested before the wait.
 
     Args:
-        module: The module with streams and events, such as ``torch.cuda``.
+        module: The module with streams and events, such as ``torch.cuda``; None copies at once.
         device: The device.
     """
 
-    def __init__(self, module: Any, device: torch.device) -> None:
+    def __init__(self, module: Any = None, device: torch.device | None = None) -> None:
         self._module, self._device = module, device
-        self._down, self._up = module.Stream(device=device), module.Stream(device=device)
-        self._edge = module.Event()
-        self._filled = (module.Event(), module.Event())
-        self._emptied = (module.Event(), module.Event())
+        if module is not None:
+            self._down, self._up = module.Stream(device=device), module.Stream(device=device)
+            self._edge = module.Event()
+            self._filled = (module.Event(), module.Event())
+            self._emptied = (module.Event(), module.Event())
 
     def begin(self) -> None:
-        """Make both streams wait for the current one."""
-        self._edge.record(self._module.current_stream(self._device))
-        self._down.wait_event(self._edge)
-        self._up.wait_event(self._edge)
+        """Order the copies after the work queued on the device so far."""
+        if self._module is not None:
+            self._edge.record(self._module.current_stream(self._device))
+            self._down.wait_event(self._edge)
+            self._up.wait_event(self._edge)
 
     def to_host(self, slot: int, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copy to the host once the slot's last content is on the device."""
+        """Copy into a slot, once its last content is on the device."""
+        if self._module is None:
+            self.copy(targets, sources)
+            return
         self._down.wait_event(self._emptied[slot])
         with self._module.stream(self._down):
             self.copy(targets, sources)
@@ -136,23 +114,28 @@ class StreamTransfer(Transfer):
 
     def wait(self, slot: int) -> None:
         """Block the host until the slot is filled."""
-        self._filled[slot].synchronize()
+        if self._module is not None:
+            self._filled[slot].synchronize()
 
     def to_device(self, slot: int, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copy to the device, and record when the slot is free again."""
+        """Copy out of a slot, and record when the slot is free again."""
+        if self._module is None:
+            self.copy(targets, sources)
+            return
         with self._module.stream(self._up):
             self.copy(targets, sources)
         self._emptied[slot].record(self._up)
 
     def end(self) -> None:
-        """Make the current stream wait for the copies; the host does not wait."""
-        self._edge.record(self._up)
-        self._module.current_stream(self._device).wait_event(self._edge)
+        """Order the device's further work after the copies; the host does not wait."""
+        if self._module is not None:
+            self._edge.record(self._up)
+            self._module.current_stream(self._device).wait_event(self._edge)
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Queue the copies on the current stream; the buffers are page-locked, so the calls return at once."""
+        """Queue the copies on the current stream; into and from page-locked buffers the calls return at once."""
         for target, source in zip(targets, sources, strict=True):
-            target.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=self._module is not None)
 
 
 @dataclass(slots=True)
