@@ -298,7 +298,9 @@ def test_what_it_cannot_work_with() -> None:
         attach_all(target, [settings])
 
 
-@pytest.mark.parametrize("other", [BlockFreeze(groups=2), AccumulationSteps(steps=2), GradientCentralization()])
+@pytest.mark.parametrize(
+    "other", [BlockFreeze(pattern="fixed", groups=2), AccumulationSteps(steps=2), GradientCentralization()]
+)
 def test_nothing_works_beside_it(other: Algorithm) -> None:
     model = network()
     target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
