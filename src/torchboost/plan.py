@@ -448,12 +448,12 @@ def _measured_otherwise(entry: Entry, config: BoostConfig, level: str) -> dict[s
     section = getattr(config, entry.section, None)
     if row is None or section is None:
         return {}
-    measured = _build(entry, dict(row), {})
+    measured = {field.name: field.default for field in fields(entry.algorithm)} | dict(row)  # pyright: ignore[reportArgumentType]
     unread = {}
     for key, ours in entry.words.items():
         if key not in section.model_fields_set or _says(section, key) or key == _LENGTH:
             continue
-        value, instead = _valued(entry, section, key), getattr(measured, ours)
+        value, instead = _valued(entry, section, key), measured[ours]
         extra = config.extra.get(entry.name, True)
         if value != instead and not (isinstance(extra, dict) and ours in extra):
             unread[f"{entry.section}.{key}"] = (

@@ -456,7 +456,7 @@ LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
                 **_SYSTEM,
                 "less_bn": {"keep": "narrowest", "keep_every": 1, "blocks_per_norm": 8},
                 "gradient_centralization": {},
-                "grad_freeze": {"pattern": "progressive", "full_share": 0.7},
+                "grad_freeze": {},
             }
         ),
     }

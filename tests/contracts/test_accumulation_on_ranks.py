@@ -14,7 +14,7 @@ from tests.support.models import batch_for, mlp
 from tests.support.ranks import run_ranks
 from tests.support.trajectories import snapshot
 from tests.support.wrapped import Kind, all_weights, wrap
-from torchboost.algorithms.grad_accumulation.algorithm import AccumulationSteps, Accumulator
+from torchboost.algorithms.grad_accumulation import AccumulationSteps, Accumulator
 from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale
 from torchboost.compat.cells import WithLoss
 from torchboost.core.algorithm import Target, attach_all

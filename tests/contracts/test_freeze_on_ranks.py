@@ -15,7 +15,7 @@ from tests.support.models import BottleneckNet, batch_for
 from tests.support.ranks import run_ranks
 from tests.support.wrapped import Kind, all_weights, wrap
 from torchboost.algorithms.autocast import Autocast
-from torchboost.algorithms.grad_accumulation.algorithm import AccumulationSteps
+from torchboost.algorithms.grad_accumulation import AccumulationSteps
 from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze
 from torchboost.algorithms.loss_scale_group.algorithm import GroupGradScaler
 from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale
@@ -70,7 +70,7 @@ def _weights(kind: Kind, beside: str, by_hand: bool) -> tuple[list[float], list[
     model = network()
     wrapped = wrap(model, kind, **({"find_unused_parameters": by_hand} if kind == "ddp" else {}))
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
-    algorithms: list[Algorithm] = [] if by_hand else [Given(groups=4)]
+    algorithms: list[Algorithm] = [] if by_hand else [Given(groups=4, total_steps=99)]
     algorithms += [AccumulationSteps(steps=2)] if "accumulation" in beside else []
     algorithms += [Autocast()] if "autocast" in beside else []
     scaler = None

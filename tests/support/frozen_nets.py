@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,24 @@ from torch.nn import functional as F
 
 from tests.support.models import batch_for, cnn, mlp
 from torchboost.algorithms.grad_freeze.activation_cache import ActivationCache
+from torchboost.algorithms.grad_freeze.freezer import Freezing, prefixes_of
 from torchboost.algorithms.grad_freeze.prefix import FastPrefix
+from torchboost.algorithms.grad_freeze.schedule import Repeated
 from torchboost.bench.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet
+from torchboost.graph.blocks import blocks_of
 
 __all__ = [
-    "MAKERS", "Net", "as_plain", "freeze", "frozen_cnn", "frozen_mlp", "gpt", "inputs_for", "named", "step",
+    "MAKERS",
+    "Net",
+    "as_plain",
+    "freeze",
+    "frozen_cnn",
+    "frozen_mlp",
+    "gpt",
+    "inputs_for",
+    "named",
+    "scheduled",
+    "step",
     "with_rows",
 ]  # fmt: skip
 
@@ -140,3 +153,9 @@ def with_rows(model: nn.Module, budget: int = 2**22) -> FastPrefix:
 def named(fast: FastPrefix, *args: Any, **kwargs: Any) -> Any:
     with fast.samples(range(len(args[0]))):
         return fast._model(*args, **kwargs)
+
+
+def scheduled(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Sequence[int], **options: Any) -> Freezing:
+    """Freeze so many blocks at each update; the list begins again at its end."""
+    blocks = blocks_of(model)
+    return Freezing(model, optimizer, prefixes_of(blocks, range(len(blocks))), Repeated(tuple(schedule)), **options)

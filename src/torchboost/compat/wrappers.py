@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.grad_accumulation.gradient_window import GradientWindow
+from torchboost.algorithms.grad_accumulation.optimizer import GradientWindow
 from torchboost.algorithms.less_bn import LessBnReport, less_bn
 from torchboost.graph.norms import Keep
 
@@ -79,7 +79,7 @@ class LessBN(nn.Module):
 class GradientAccumulation(GradientWindow):
     """Collect gradients that the caller passes, and update with their mean after ``max_accumulation_step`` calls.
 
-    This is :class:`~torchboost.algorithms.grad_accumulation.gradient_window.GradientWindow` under MindSpore's name. If
+    This is :class:`~torchboost.algorithms.grad_accumulation.optimizer.GradientWindow` under MindSpore's name. If
     the loop itself calls ``backward()``, :class:`~torchboost.Accumulator` does the same without a second copy of the
     gradients.
 

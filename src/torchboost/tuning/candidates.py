@@ -52,7 +52,7 @@ def standard_candidates(levers: Sequence[str]) -> list[Candidate]:
         "less_bn and gradient_centralization as in O1": {"less_bn": dict(gentle["less_bn"]), **norms},
         "less_bn and gradient_centralization as in O2": {"less_bn": dict(strong["less_bn"]), **norms},
         "grad_freeze as in O2": {"grad_freeze": dict(strong["grad_freeze"])},
-        "grad_freeze from 30 % on": {"grad_freeze": {"pattern": "progressive", "full_share": 0.3}},
+        "grad_freeze from 30 % on": {"grad_freeze": {"full_share": 0.3}},
     }
     return found + [Candidate(name=name, extra=extra, skips_work=True) for name, extra in algorithms.items()]
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tests.support.models import TinyGPT, batch_for, mlp
 from tests.support.trajectories import snapshot
 from torchboost.algorithms.compile import Compile
-from torchboost.algorithms.grad_accumulation.algorithm import AccumulationSteps, Accumulator
+from torchboost.algorithms.grad_accumulation import AccumulationSteps, Accumulator
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.core.step import TrainStep
 from torchboost.errors import IncompatibleError

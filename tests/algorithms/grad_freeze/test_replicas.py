@@ -275,7 +275,7 @@ def _before_the_group() -> list[float]:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchboost.algorithms.grad_freeze.replicas._grouped", lambda: False)
+        patch.setattr("torchboost.algorithms.grad_freeze.replicas.several", lambda: False)
         freeze(model, optimizer, SCHEDULES[1])
     train(DistributedDataParallel(model), optimizer, range(8))
     return all_weights(model)

@@ -1,4 +1,4 @@
-"""Several backward passes per update, weighted so that the update is that of one large batch."""
+"""Gradient accumulation: several passes per update, weighted so that the update is that of one large batch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,20 @@ from torchboost.core.arguments import is_integer
 from torchboost.core.torch_private import compiled_call
 from torchboost.errors import IncompatibleError
 
-__all__ = ["Accumulating", "AccumulationSteps", "Accumulator"]
+__all__ = ["AccumulationSteps", "Accumulator", "Window", "checked_steps"]
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 
 
+def checked_steps(steps: int, name: str = "steps") -> int:
+    """Return a number of micro-steps per update, or refuse it under the name of the setting."""
+    if not is_integer(steps) or steps < 1:
+        raise ValueError(f"{name}: found {steps!r}; pass the number of batches per update, an integer of 1 or more.")
+    return steps
+
+
 @dataclass(slots=True)
-class _Window:
+class Window:
     """One window: ``index`` of ``length`` micro-steps are done; ``weight`` is their sum, ``length`` when full."""
 
     length: int = 1
@@ -32,6 +39,29 @@ class _Window:
     weight: float = 0.0
     counted: bool | None = None
     phase: Literal["between", "open", "shared", "broken"] = "between"
+
+    def checked(self, count: float | Tensor | None) -> float | None:
+        """Return a count as a number, if it fits to those before."""
+        if self.counted not in (None, count is not None):
+            found, began = ("none", "with counts") if count is None else ("one", "without")
+            raise ValueError(
+                f"count: found {found}, but the window began {began}; pass one for each micro-batch or for none."
+            )
+        number = None if count is None else float(count)
+        if number is not None and not 0 <= number < math.inf:
+            raise ValueError(f"count: found {number}; allowed are finite numbers, 0 or more.")
+        return number
+
+    def add(self, weight: float, *, counted: bool) -> None:
+        """Add a micro-batch."""
+        self.weight += weight
+        self.counted = counted
+
+    def correction(self, weight: float) -> float:
+        """Return the factor that turns what was summed over ``length`` into the mean over a weight."""
+        if weight == 0:
+            raise ValueError("count: found 0 for every micro-batch of the window; leave such batches out.")
+        return self.length / weight
 
 
 class Accumulator:
@@ -82,9 +112,9 @@ class Accumulator:
     """
 
     def __init__(self, steps: int, model: nn.Module) -> None:
-        self.steps = _checked(steps)
+        self.steps = checked_steps(steps)
         self.ready = False
-        self._window = _Window()
+        self._window = Window()
         self._nominal: float | None = None
         self.model = model
 
@@ -110,10 +140,10 @@ class Accumulator:
             RuntimeError: The previous pass failed half-way, or this one never called :meth:`share`.
         """
         if self.ready:
-            self.ready, self._window = False, _Window()
+            self.ready, self._window = False, Window()
         window = self._in_phase("between")
         if not window.index:
-            window.length = _checked(self.steps)
+            window.length = checked_steps(self.steps)
         closing = last or window.index + 1 >= window.length
         window.phase = "open"
         try:
@@ -149,17 +179,17 @@ class Accumulator:
         window = self._in_phase("open")
         number = self._checked_count(count, reduction, loss)
         if number is None:
-            window.weight += 1.0
+            window.add(1.0, counted=False)
             part = loss
         else:
             if self._nominal is None:
                 # A typical count keeps losses at their usual size. Any number works if it is the same on all ranks.
                 self._nominal = self._sync.largest(max(number, 1.0))
-            window.weight += number / self._nominal
+            window.add(number / self._nominal, counted=True)
             # The nominal count takes the path of a plain mean, so equal batches give the same bits as without counts.
             factor = (1.0 if reduction == "sum" else number) / self._nominal
             part = loss if factor == 1.0 else loss * factor
-        window.counted, window.phase = number is not None, "shared"
+        window.phase = "shared"
         return part if window.length == 1 else part / window.length
 
     def flush(self) -> bool:
@@ -173,7 +203,7 @@ class Accumulator:
                 ``steps`` differs between the ranks.
             RuntimeError: The last micro-step failed half-way.
         """
-        window = _Window() if self.ready else self._in_phase("between")
+        window = Window() if self.ready else self._in_phase("between")
         self._sync.catch_up()
         length = self._longest(window)
         if not length:
@@ -191,7 +221,7 @@ class Accumulator:
             IncompatibleError: FSDP2 is in the middle of a window; unreduced gradients cannot be read.
         """
         self._refuse_shards("dropped", "load the last checkpoint")
-        self.ready, self._window = False, _Window()
+        self.ready, self._window = False, Window()
         for parameter in self._model.parameters():
             parameter.grad = None
 
@@ -225,11 +255,11 @@ class Accumulator:
                 "model; load it with the model that it was saved from."
             )
         self.ready, self._nominal = False, state_dict["nominal"]
-        self._window = _Window(**(state_dict.get("window") or {}))
+        self._window = Window(**(state_dict.get("window") or {}))
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 
-    def _in_phase(self, wanted: str) -> _Window:
+    def _in_phase(self, wanted: str) -> Window:
         phase = self._window.phase
         if phase == wanted:
             return self._window
@@ -248,18 +278,9 @@ class Accumulator:
     def _checked_count(self, count: float | Tensor | None, reduction: Reduction, loss: Tensor) -> float | None:
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction: found {reduction!r}; allowed are 'mean' and 'sum'.")
-        if self._window.counted not in (None, count is not None):
-            found, began = ("none", "with counts") if count is None else ("one", "without")
-            raise ValueError(
-                f"count: found {found}, but the window began {began}; pass one for each micro-batch or for none."
-            )
-        if count is None:
-            if reduction == "sum":
-                raise ValueError("count: found none; pass the number of samples or tokens that the sum runs over.")
-            return None
-        number = float(count)
-        if not 0 <= number < math.inf:
-            raise ValueError(f"count: found {number}; allowed are finite numbers, 0 or more.")
+        number = self._window.checked(count)
+        if number is None and reduction == "sum":
+            raise ValueError("count: found none; pass the number of samples or tokens that the sum runs over.")
         if number == 0 and not bool(torch.isfinite(loss)):
             raise ValueError(
                 f"count: found 0 for a loss of {loss.item()}; the mean over nothing is undefined: pass the sum "
@@ -270,19 +291,19 @@ class Accumulator:
     def _complete(self) -> None:
         """Scale the gradients to the average over what the window holds, on all ranks."""
         window = self._window
-        held = window.weight
+        weight = window.weight
         if window.counted or window.index < window.length:
-            held = self._sync.mean(window.weight)
-        if held == 0:
-            self._window = _Window()
-            raise ValueError("count: found 0 for every micro-batch of the window; leave such batches out.")
-        if held != window.length:
+            weight = self._sync.mean(weight)
+        if weight == 0:
+            self._window = Window()
+        correction = window.correction(weight)
+        if correction != 1.0:
             for parameter in self._model.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(window.length / held)
+                    parameter.grad.mul_(correction)
         self.ready = True
 
-    def _longest(self, window: _Window) -> int:
+    def _longest(self, window: Window) -> int:
         """Return the length of the windows that are not empty, the same on all ranks; 0 if all are empty."""
         held = window.index > 0
         # A rank that has just shared its first count asks for the largest count, 1 or more; take part in that.
@@ -304,12 +325,6 @@ class Accumulator:
                 f"the unreduced gradients of FSDP2 cannot be read, so a window that is not full cannot be {what}; "
                 f"{instead}."
             )
-
-
-def _checked(steps: int) -> int:
-    if not is_integer(steps) or steps < 1:
-        raise ValueError(f"steps: found {steps!r}; pass the number of batches per update, an integer of 1 or more.")
-    return steps
 
 
 def _check_graphs(model: nn.Module) -> None:
@@ -361,7 +376,7 @@ class AccumulationSteps(Algorithm):
     steps: int = 1
 
     def __post_init__(self) -> None:
-        _checked(self.steps)
+        checked_steps(self.steps)
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Explain that a window of one batch changes nothing."""

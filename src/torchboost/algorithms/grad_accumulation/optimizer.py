@@ -1,26 +1,148 @@
-"""The optimizer that wraps the user's optimizer if gradients accumulate in an unchanged loop."""
+"""Accumulation of explicit gradients, and the optimizer that does it behind an unchanged loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchboost.algorithms.grad_accumulation.algorithm import Accumulator
-from torchboost.algorithms.grad_accumulation.gradient_window import GradientWindow
+from torchboost.algorithms.grad_accumulation.algorithm import Accumulator, Window, checked_steps
+from torchboost.core.arguments import check_optimizer
 from torchboost.optim.direct_steps import DirectSteps
 from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 
-__all__ = ["AccumulatingOptimizer"]
+__all__ = ["AccumulatingOptimizer", "GradientWindow"]
+
+Loss = TypeVar("Loss")
 
 _PASSED_BY = (
     "grad_accumulation: the original optimizer was stepped directly, which would update after every batch; step the "
     "one that boost returned: model, optimizer = torchboost.boost(model, optimizer, ...) or network, optimizer = "
     "booster.network_auto_process_train(network, optimizer). BoostTrainOneStepCell accepts both."
 )
+
+
+class GradientWindow:
+    """Accumulates the gradients passed to it and updates with their mean after ``steps`` calls.
+
+    See :class:`torchboost.GradientAccumulation`, which is this class under MindSpore's names.
+
+    Args:
+        steps: Calls per update, 1 or more.
+        optimizer: Steps once per window, so its hooks and schedulers follow the updates.
+
+    Attributes:
+        updated: Whether the last call stepped the optimizer; if so, step the schedulers.
+    """
+
+    steps_name: ClassVar[str] = "steps"
+    """Name of ``steps`` in the messages."""
+
+    def __init__(self, steps: int, optimizer: Optimizer) -> None:
+        self.steps = checked_steps(steps, self.steps_name)
+        check_optimizer(optimizer, "optimizer")
+        self.optimizer = optimizer
+        self.updated = False
+        self._clear()
+
+    def __call__(self, loss: Loss, grads: Sequence[Tensor | None], *, count: float | None = None) -> Loss:
+        """Add the gradients of one micro-batch; return the loss unchanged.
+
+        Args:
+            loss: Not used.
+            grads: One gradient per parameter of the optimizer, in the order of its groups; None for a parameter without
+                one.
+            count: Number of samples or tokens that the loss is the mean of; without it all calls weigh the same.
+
+        Raises:
+            TypeError: An entry is neither a tensor nor None.
+            ValueError: The number or shapes of the gradients are wrong, a count is not valid, or only some calls of a
+                window have one.
+        """
+        grads, number = self._checked(grads), self._window.checked(count)
+        if not self._window.index:
+            self._clear()
+            self._window.length = self.steps
+        self._sums += [None] * (len(grads) - len(self._sums))  # for a group that was added within the window
+        weight = 1.0 if number is None else number
+        share = weight / self._window.length
+        for i, (total, gradient) in enumerate(zip(self._sums, grads, strict=True)):
+            if gradient is not None and total is None:
+                self._sums[i] = gradient.detach() * share
+            elif gradient is not None and total is not None:
+                total.add_(gradient.detach(), alpha=share)
+        self._window.add(weight, counted=number is not None)
+        self._window.index += 1
+        self.updated = self._window.index >= self.steps and self.flush()
+        return loss
+
+    def flush(self) -> bool:
+        """Update with the mean of a window that is not full; return whether it held anything.
+
+        Raises:
+            ValueError: All counts were 0.
+        """
+        self.updated = self._window.index > 0
+        if self.updated:
+            window, sums, parameters = self._window, self._sums, self._parameters()
+            self._clear()
+            correction = window.correction(window.weight)
+            sums += [None] * (len(parameters) - len(sums))
+            for parameter, total in zip(parameters, sums, strict=True):
+                parameter.grad = total if total is None or correction == 1.0 else total.mul_(correction)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self.updated
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the window, including the gradients of one that is not full."""
+        window, sums = self._window, [None if total is None else total.clone() for total in self._sums]
+        return {"calls": window.index, "weight": window.weight, "counted": window.counted, "held": sums}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: The window does not fit this optimizer or is too long; nothing was loaded.
+        """
+        calls = state["calls"]
+        if calls and calls >= self.steps:
+            raise ValueError(
+                f"the checkpoint holds {calls} calls, but a window takes {self.steps}; build it with the "
+                f"{self.steps_name} it was saved with."
+            )
+        sums = self._checked(state["held"])
+        self._sums = [
+            None if g is None else g.to(p.device, copy=True) for g, p in zip(sums, self._parameters(), strict=True)
+        ]
+        self._window = Window(self.steps, calls, state["weight"], state["counted"])
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _clear(self) -> None:
+        self._window = Window()
+        self._sums: list[Tensor | None] = [None] * len(self._parameters())
+
+    def _checked(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        parameters = self._parameters()
+        if len(grads) != len(parameters):
+            raise ValueError(
+                f"grads: found {len(grads)}, the optimizer has {len(parameters)} parameters; pass one gradient for "
+                "each, in the order of its groups, or None."
+            )
+        for i, (gradient, parameter) in enumerate(zip(grads, parameters, strict=True)):
+            if gradient is not None and not isinstance(gradient, torch.Tensor):
+                raise TypeError(f"grads[{i}] must be a tensor or None, found {type(gradient).__name__}.")
+            if gradient is not None and gradient.shape != parameter.shape:
+                raise ValueError(
+                    f"grads[{i}] has shape {tuple(gradient.shape)}, but its parameter has {tuple(parameter.shape)}; "
+                    "pass the gradients in the order of the optimizer's groups."
+                )
+        return grads
 
 
 class AccumulatingOptimizer(WrappingOptimizer):
@@ -48,7 +170,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         super().__init__(opt)
         self.accumulator = accumulator
         self.updated = False
-        self._given = GradientWindow(accumulator.steps, opt)
+        self._collected = GradientWindow(accumulator.steps, opt)
         self._taken: list[Tensor] = []
         self.direct = DirectSteps(opt, self, _PASSED_BY)
 
@@ -58,12 +180,12 @@ class AccumulatingOptimizer(WrappingOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 returned = closure()
-        self._given.steps = self.accumulator.steps  # 1 after the algorithm was removed
-        parameters = self._parameters()
+        self._collected.steps = self.accumulator.steps  # 1 after the algorithm was removed
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self._taken = [p for p in parameters if p.grad is not None and not p.grad.is_sparse]
         with self.direct.allowed():
-            self._given(None, [parameter.grad for parameter in parameters])
-        self.updated = self._given.updated
+            self._collected(None, [parameter.grad for parameter in parameters])
+        self.updated = self._collected.updated
         for parameter in parameters:
             parameter.grad = None
         return returned
@@ -79,7 +201,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
     def flush(self) -> bool:
         """Update with a window that is not full; return whether it held anything."""
         with self.direct.allowed():
-            self.updated = self._given.flush()
+            self.updated = self._collected.flush()
         return self.updated
 
     def __getstate__(self) -> dict[str, Any]:
@@ -89,14 +211,11 @@ class AccumulatingOptimizer(WrappingOptimizer):
         super().__setstate__(state)
         self.direct = DirectSteps(self.opt, self, _PASSED_BY)  # hooks are not copied
 
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
     def _own_state(self) -> dict[str, Any]:
-        return self._given.state_dict()
+        return self._collected.state_dict()
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
-        self._given.load_state_dict(state)
+        self._collected.load_state_dict(state)
 
     def _restart(self) -> None:
-        self._given = GradientWindow(self.accumulator.steps, self.opt)
+        self._collected = GradientWindow(self.accumulator.steps, self.opt)

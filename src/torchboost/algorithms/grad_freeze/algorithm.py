@@ -38,10 +38,10 @@ class BlockFreeze(Algorithm):
 
     ``full_share``, MindSpore's ``freeze_p``, is the share of updates that train everything. Patterns:
 
+    - ``"progressive"`` (type 2), the default: full training first, then groups are frozen permanently from the input
+      on, by FreezeOut's cubic schedule, at the few steps that save most.
     - ``"continuous"`` (type 0): full training, then 1, 2, ... groups frozen, repeated.
     - ``"interval"`` (type 1): a random number of groups at random updates; small numbers are the most likely.
-    - ``"progressive"`` (type 2): full training first, then groups are frozen permanently from the input on, by
-      FreezeOut's cubic schedule, at the few steps that save most.
     - ``"fixed"``: the first ``frozen`` groups for the whole run, for fine-tuning.
 
     If a backward pass costs two forward passes, freezing blocks that take the share f of a step saves at most 2 f / 3
@@ -51,7 +51,7 @@ class BlockFreeze(Algorithm):
         groups: Number of groups of blocks; at most one per block.
         pattern: See above.
         full_share: Share of updates that train everything, 0 or more and below 1.
-        total_steps: Number of updates of the whole run.
+        total_steps: Number of updates of the whole run; only the pattern ``"fixed"`` needs none.
         norms: Whether BatchNorms of frozen blocks keep updating their statistics (``"update"``, as in MindSpore) or run
             in eval mode (``"eval"``).
         prefixes: Maximum number of different numbers of frozen groups, full training included; each is one graph of a
@@ -76,9 +76,9 @@ class BlockFreeze(Algorithm):
     traits: ClassVar[Traits] = Traits(order=95, withdrawn=1)
 
     groups: int = 10
-    pattern: Pattern = "interval"
+    pattern: Pattern = "progressive"
     full_share: float = 0.7
-    total_steps: int = 65536
+    total_steps: int | None = None
     norms: Norms = "update"
     prefixes: int | None = None
     costs: tuple[float, ...] | None = None
@@ -100,9 +100,9 @@ class BlockFreeze(Algorithm):
                 "1; 1 never freezes, so leave the algorithm out instead."
             )
         for name in ("groups", "total_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: pass an integer of 1 or more.")
-        if self.total_steps > freeze_schedule.MOST_STEPS:
+            if (count := getattr(self, name)) is not None and count < 1:
+                raise ValueError(f"{name}={count}: pass an integer of 1 or more.")
+        if self.total_steps is not None and self.total_steps > freeze_schedule.MOST_STEPS:
             raise ValueError("total_steps: found more than 2**53; pass the number of updates of the run.")
         if self.prefixes is not None and self.prefixes < 2:
             raise ValueError(f"prefixes={self.prefixes}: pass 2 or more (full training and one other), or None.")
@@ -126,6 +126,11 @@ class BlockFreeze(Algorithm):
             object.__setattr__(self, "costs", tuple(self.costs))
             if not all(cost >= 0 for cost in self.costs) or not sum(self.costs):
                 raise ValueError(f"costs={self.costs}: pass one number of 0 or more for each block, not all 0.")
+        if self.total_steps is None and self.pattern != "fixed":
+            raise ValueError(
+                f"total_steps: found none, and the pattern {self.pattern!r} depends on the length of the run; pass the "
+                "number of updates of the whole run."
+            )
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Explain that a single block can never be frozen."""
@@ -161,6 +166,8 @@ class BlockFreeze(Algorithm):
             seed: Seed of the interval pattern; the same on all ranks.
             prefixes: Maximum number of different values, 0 included; None is unlimited.
         """
+        if self.pattern == "fixed" or self.total_steps is None:
+            return freeze_schedule.Repeated((min(self.frozen, len(costs) - 1),))
         if self.pattern == "progressive":
             return freeze_schedule.progressive(
                 costs,
@@ -170,8 +177,6 @@ class BlockFreeze(Algorithm):
                 step_seconds=self.step_seconds,
                 recompile_seconds=self.recompile_seconds,
             )
-        if self.pattern == "fixed":
-            return freeze_schedule.Repeated((min(self.frozen, len(costs) - 1),))
         schedule: freeze_schedule.Schedule
         if self.pattern == "continuous":
             schedule = freeze_schedule.Continuous(len(costs), self.full_share)
@@ -181,9 +186,7 @@ class BlockFreeze(Algorithm):
         return schedule if prefixes is None else freeze_schedule.Snapped(schedule, len(costs), prefixes)
 
 
-def freeze_blocks(
-    model: nn.Module, optimizer: Optimizer, settings: BlockFreeze | None = None, *, seed: int = 0
-) -> Freezing:
+def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: BlockFreeze, *, seed: int = 0) -> Freezing:
     """Freeze the leading blocks of a network in your own loop, which does not change.
 
     Args:
@@ -204,10 +207,9 @@ def freeze_blocks(
         >>> import torch
         >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(8)))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        >>> settings = BlockFreeze(pattern="progressive", groups=8, full_share=0.5, total_steps=1000)
+        >>> settings = BlockFreeze(groups=8, total_steps=1000)
         >>> freezing = freeze_blocks(model, optimizer, settings)
     """
-    settings = settings if settings is not None else BlockFreeze()
     blocks = blocks_of(model)
     if settings.costs is not None:
         _check_costs(settings.costs, blocks)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
-from torchboost.algorithms.grad_freeze.flags import HeldFlags, SettledNorms, release_others
-from torchboost.algorithms.grad_freeze.gradient_checks import Accumulated, LostGradients
 from torchboost.algorithms.grad_freeze.prefix import FastPrefix
-from torchboost.algorithms.grad_freeze.reach import Reach
+from torchboost.algorithms.grad_freeze.reach import GradientChecks, Reach
 from torchboost.algorithms.grad_freeze.replicas import Replicas, check_reducer, several_ranks
 from torchboost.core.algorithm import Attachment, Removable
 from torchboost.core.covering import plain_hook
@@ -46,6 +45,18 @@ class Prefix:
     norms: tuple[AnyBatchNorm, ...] = ()
     cut: tuple[nn.Module, ...] = ()
 
+    def without(self, spared: Collection[int]) -> Prefix:
+        """Exclude parameters by ``id``, and the modules that hold some of them."""
+
+        def keeps(module: nn.Module) -> bool:
+            return not any(id(p) in spared for p in module.parameters(recurse=False))
+
+        return Prefix(
+            parameters=tuple(p for p in self.parameters if id(p) not in spared),
+            norms=tuple(filter(keeps, self.norms)),
+            cut=tuple(filter(keeps, self.cut)),
+        )
+
 
 def prefixes_of(blocks: Sequence[Block], starts: Sequence[int]) -> tuple[Prefix, ...]:
     """Return for each group the prefix before it, that is all blocks frozen while it is the first to train."""
@@ -56,21 +67,6 @@ def prefixes_of(blocks: Sequence[Block], starts: Sequence[int]) -> tuple[Prefix,
             cut=tuple(m for block in blocks[:start] for m in block.cut),
         )
         for start in starts
-    )
-
-
-def _without(prefix: Prefix, left: Collection[int]) -> Prefix:
-    """Exclude parameters by ``id``, and the modules that hold some of them."""
-    if not left:
-        return prefix
-
-    def kept(module: nn.Module) -> bool:
-        return not any(id(p) in left for p in module.parameters(recurse=False))
-
-    return Prefix(
-        parameters=tuple(p for p in prefix.parameters if id(p) not in left),
-        norms=tuple(filter(kept, prefix.norms)),
-        cut=tuple(filter(kept, prefix.cut)),
     )
 
 
@@ -121,10 +117,9 @@ class Freezing(Attachment):
     (:class:`~torchboost.algorithms.grad_freeze.replicas.Replicas`).
 
     Only parameters of the optimizer are frozen, and only while the user trains them: what the user freezes stays
-    frozen, and what the user thaws stays thawed (:class:`~torchboost.algorithms.grad_freeze.flags.HeldFlags`). The
-    index in use is that of the schedule, or the largest index below it that leaves something to train
-    (:class:`~torchboost.algorithms.grad_freeze.reach.Reach`). Freezing that an earlier attachment left on these
-    parameters is undone first.
+    frozen, and what the user thaws stays thawed. The index in use is that of the schedule, or the largest index below
+    it that leaves something to train (:class:`~torchboost.algorithms.grad_freeze.reach.Reach`). Freezing that an
+    earlier attachment left on these parameters is undone first.
 
     Args:
         model: The model as the loop calls it, wrapped or not (DDP may follow later). None if only parameters are known;
@@ -165,28 +160,21 @@ class Freezing(Attachment):
     ) -> None:
         check_freezable(model, optimizer)
         trained = [p for group in optimizer.param_groups for p in group["params"]]
-        release_others(trained)
+        _release(trained)
         self._model = model
-        self._optimizer = ref(optimizer)
+        self._optimizer = weakref.ref(optimizer)
         self._prefixes = tuple(prefixes)
-        self._schedules = schedule, compiled
-        self._settle_schedule(self._compiled_as(None))
+        self._schedule, self._few = schedule, compiled
+        self._for_compiled = None if compiled else False  # None until the first update that freezes
         self._total = total_steps
-        self._flags = HeldFlags(self, trained)
-        frozen = [prefix.parameters for prefix in prefixes]
-        self._reach = Reach(
-            optimizer,
-            frozen,
-            [prefix.cut for prefix in prefixes],
-            self._flags.may_train,
-            values=lambda: not several_ranks(),
-        )
-        self._accumulated: Accumulated | None = Accumulated(trained)
-        self._lost = None if model is None else LostGradients(model, trained, frozen)
-        self._looked = {0}
-        self._norms = norms
-        self._settled = SettledNorms()
-        self._cuts = {m: _Cut() for prefix in prefixes for m in prefix.cut}
+        self._flags = _Flags(self, trained)
+        cuts = {m: _Cut() for prefix in prefixes for m in prefix.cut}
+        self._reach = Reach(optimizer, [prefix.parameters for prefix in prefixes], cuts, self._flags.may_train)
+        # The fast path takes modules with hooks as they are, and refuses checkpointing.
+        self._checks: GradientChecks | None = GradientChecks(None if fast else model, trained)
+        self._settles = norms == "eval" and model is not None
+        self._settled: set[AnyBatchNorm] = set()  # put into eval mode here, and only those
+        self._cuts = cuts
         self.fast = fast
         self._counted = model is None or is_compiled(model)  # the caller knew of the compiler
         self._alike = dict(alike or {})
@@ -198,11 +186,9 @@ class Freezing(Attachment):
         self.index = 0
         self._spared = frozenset[int]()
         self._in_force = self._prefixes[0]
-        handles: list[Removable] = [optimizer.register_step_post_hook(_untraced(self._updated)), self._accumulated]
-        handles += [plain_hook(module, module.register_forward_hook(cut)) for module, cut in self._cuts.items()]
-        if self._lost is not None:
-            handles.append(self._lost)
-        if model is not None and norms == "eval" and any(prefix.norms for prefix in prefixes):
+        handles: list[Removable] = [optimizer.register_step_post_hook(_untraced(self._updated)), self._checks]
+        handles += [plain_hook(module, module.register_forward_hook(cut)) for module, cut in cuts.items()]
+        if model is not None and self._settles and any(prefix.norms for prefix in prefixes):
             handles.append(plain_hook(model, model.register_forward_pre_hook(_untraced(self._settle_norms))))
         if fast is not None:
             handles.append(fast)
@@ -210,10 +196,7 @@ class Freezing(Attachment):
             self._replicas = Replicas(model, lambda: self._flips, self._figures, within=agree_within)
             handles.append(self._replicas)
         super().__init__(*handles, undo=self._thaw)
-        self._apply(self._scheduled(0))
-        # The trace of the fast path refuses checkpointing, and treats modules with hooks as opaque.
-        if self._lost is not None and self.index == 0 and self.graphs > 1 and fast is None:
-            self._lost.look(ahead=True)
+        self._follow()
         self._watch()
 
     def freeze(self, index: int) -> None:
@@ -234,7 +217,7 @@ class Freezing(Attachment):
     @property
     def graphs(self) -> int:
         """Number of different prefixes of the schedule, and of training graphs of a compiled model."""
-        return getattr(self._schedule, "prefixes", len(self._prefixes))
+        return getattr(self._few if self._for_compiled else self._schedule, "prefixes", len(self._prefixes))
 
     def figures(self) -> dict[str, float]:
         """Return the share of the optimizer's weights that are frozen now."""
@@ -245,7 +228,7 @@ class Freezing(Attachment):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates, the unusable indices, and, as a check, the frozen parameters."""
-        index = self._reach.usable(self._scheduled(self.step))
+        index = self._reach.usable(self._scheduled(self.step, self._for_compiled)[0])
         frozen = len(self._prefixes[index].parameters)
         return {"step": self.step, "frozen": frozen, "compiled": self._for_compiled, **self._reach.state_dict()}
 
@@ -255,70 +238,48 @@ class Freezing(Attachment):
         Raises:
             ValueError: These settings freeze another part of the network at that step; nothing was changed.
         """
-        index = self._checked_index(state)
-        self._settle_schedule(self._compiled_as(state.get("compiled")))
-        self.step = int(state["step"])
-        self._reach.load_state_dict(state)
-        self._apply(index)
-
-    def _checked_index(self, state: Mapping[str, Any]) -> int:
-        index = self._reach.usable(self._index_of(state), state)
+        step = int(state["step"])
+        index, compiled = self._scheduled(step, state.get("compiled") if self._few else False)
+        index = self._reach.usable(index, state)
         frozen = len(self._prefixes[index].parameters)
         if frozen != state["frozen"]:
             raise ValueError(
-                f"the checkpoint froze {state['frozen']} parameters at update {state['step']}, but these settings "
-                f"freeze {frozen}; attach with the settings, seed and model that the checkpoint was saved with."
+                f"the checkpoint froze {state['frozen']} parameters at update {step}, but these settings freeze "
+                f"{frozen}; attach with the settings, seed and model that the checkpoint was saved with."
             )
-        return index
+        self.step, self._for_compiled = step, compiled
+        self._reach.load_state_dict(state)
+        self._apply(index)
 
-    def _index_of(self, state: Mapping[str, Any]) -> int:
-        step = int(state["step"])
-        return 0 if self._over(step) else self._schedule_if(self._compiled_as(state.get("compiled")))(step)
+    def _scheduled(self, step: int, compiled: bool | None) -> tuple[int, bool | None]:
+        """Return the index of an update, and whether the schedule for a compiled model is used from then on."""
+        if compiled is None and self._model is not None and is_compiled(self._model):
+            compiled = True
+        schedule = self._few if compiled and self._few is not None else self._schedule
+        index = schedule(step) if self._total is None or step < self._total else 0
+        return index, bool(compiled) if index else compiled
 
-    def _scheduled(self, step: int) -> int:
-        """Return the index of an update. The first one that freezes settles which schedule is used."""
-        if self._over(step):
-            return 0
-        if self._for_compiled is None and self._schedule(step):
-            self._settle_schedule(bool(self._compiled_as(None)))
-        return self._schedule(step)
-
-    def _compiled_as(self, known: bool | None) -> bool | None:
-        """Return whether the schedule for a compiled model is used; None if the first update that freezes decides."""
-        if self._schedules[1] is None:
-            return False
-        return True if known is None and self._model is not None and is_compiled(self._model) else known
-
-    def _schedule_if(self, compiled: bool | None) -> Callable[[int], int]:
-        plain, other = self._schedules
-        return other if compiled and other is not None else plain
-
-    def _settle_schedule(self, compiled: bool | None) -> None:
-        self._for_compiled, self._schedule = compiled, self._schedule_if(compiled)
-
-    def _over(self, step: int) -> bool:
-        return self._total is not None and step >= self._total
+    def _follow(self) -> None:
+        """Apply the index of the next update."""
+        index, self._for_compiled = self._scheduled(self.step, self._for_compiled)
+        self._apply(index)
 
     def _updated(self, optimizer: Optimizer, *_: Any) -> None:
         if _learns_nothing(optimizer):
             return
         self._watch()
         self._look_at_gradients()
-        self._after_update()
+        self.step += 1
+        self._follow()
         self._warn_after_the_end()
 
-    def _after_update(self) -> None:
-        self.step += 1
-        self._apply(self._scheduled(self.step))
-
     def _look_at_gradients(self) -> None:
-        found = self._reach.observe(self.index)
-        if self._lost is not None and found:
-            self._lost.observe(self.index > 0)
-        told = None if self._accumulated is None else self._accumulated.observe()
-        if self._accumulated is None or told is None:
+        self._reach.observe(self.index)
+        accumulated = None if self._checks is None else self._checks.observe(self.index > 0)
+        if accumulated is None:
             return
-        if not told:
+        self._checks = None
+        if not accumulated:
             self._reach.close()
             warnings.warn(
                 "freezing: found gradients that no backward pass accumulated, such as those of "
@@ -327,8 +288,6 @@ class Freezing(Attachment):
                 NoEffectWarning,
                 stacklevel=2,
             )
-        self._accumulated.remove()
-        self._accumulated = None
 
     def _warn_after_the_end(self) -> None:
         if self._overran or self._total is None or self.step <= self._total:
@@ -372,24 +331,18 @@ class Freezing(Attachment):
         if index == self.index and spared == self._spared:
             return
         self._check_graphs()
-        before, after = self._in_force, _without(self._prefixes[index], spared)
+        before, after = self._in_force, self._prefixes[index].without(spared)
         self.index, self._spared, self._in_force = index, spared, after
-        self._flags.change(self._of_the_optimizer(after.parameters))
-        if self._lost is not None and index not in self._looked:
-            self._looked.add(index)
-            self._lost.look()
+        known = set(map(id, self._reach.known))  # others belong to other optimizers, or to none
+        self._flags.change(p for p in after.parameters if id(p) in known)
         self._flips += 1
-        cut = set(after.cut)
         for module, hook in self._cuts.items():
-            hook.active = module in cut
-        if self._norms == "eval" and self._model is not None:
-            self._settled.give_back(set(before.norms) - set(after.norms), self._model)
+            hook.active = module in after.cut
+        if self._settles and self._model is not None:
+            for norm in self._settled.intersection(before.norms).difference(after.norms):
+                norm.training = self._model.training
+                self._settled.discard(norm)
             self._settle_norms()
-
-    def _of_the_optimizer(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return those that the optimizer updates now; others belong to other optimizers, or to none."""
-        known = set(map(id, self._reach.known))
-        return [p for p in parameters if id(p) in known]
 
     def _check_graphs(self) -> None:
         """Warn once if the model was compiled later and the schedule needs more graphs than torch allows."""
@@ -407,7 +360,85 @@ class Freezing(Attachment):
 
     def _settle_norms(self, *_: Any) -> None:
         """Put frozen norms back into eval mode, since ``model.train()`` in the loop sets every module to training."""
-        self._settled.settle(self._in_force.norms)
+        for norm in self._in_force.norms:
+            if norm.training:
+                norm.training = False
+                self._settled.add(norm)
+
+
+class _Flags:
+    """Freezes parameters (``requires_grad=False``) and remembers which ones, so that only these are thawed.
+
+    A parameter that other code has frozen is not held and never thawed. If other code thaws a held parameter, it is no
+    longer held. A second ``requires_grad_(False)`` on a held parameter cannot be detected; it is thawed with the
+    others.
+
+    Args:
+        owner: Has ``remove()``, which is called if another owner takes over the same parameters. Held weakly.
+        parameters: Parameters that may be held.
+    """
+
+    def __init__(self, owner: Freezing, parameters: Iterable[Tensor]) -> None:
+        self.held: dict[int, Tensor] = {}
+        """By ``id``: hashing a tensor costs ten times as much as hashing a number."""
+        self._left: set[int] = set()
+        self._record = _Record(weakref.ref(owner), set())
+        for parameter in parameters:
+            _RECORDS[parameter] = self._record
+
+    def change(self, frozen: Iterable[Tensor]) -> None:
+        """Hold exactly those parameters of ``frozen`` that train now, and release all others."""
+        after = {id(parameter): parameter for parameter in frozen}
+        for key, parameter in list(self.held.items()):
+            if parameter.requires_grad:  # thawed by other code
+                self._left.add(key)
+            elif key not in after:
+                parameter.requires_grad_(True)
+            else:
+                continue
+            del self.held[key]
+        for key, parameter in after.items():
+            if key not in self.held and key not in self._left and parameter.requires_grad:
+                parameter.requires_grad_(False)
+                parameter.grad = None
+                self.held[key] = parameter
+                _RECORDS[parameter] = self._record
+        self._record.held.clear()
+        self._record.held.update(self.held)
+
+    def may_train(self, parameter: Tensor) -> bool:
+        """Whether a parameter would train if nothing were held here."""
+        return parameter.requires_grad or id(parameter) in self.held
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """Who has frozen parameters, and which, by ``id``; it lives as long as they do, even if the owner does not."""
+
+    owner: Callable[[], Freezing | None]
+    held: set[int]
+
+
+# Flags outlive their owner. Only this table tells a parameter that freezing left frozen from one that the user froze.
+# An entry is dropped with its parameter.
+_RECORDS: Any = WeakIdKeyDictionary()
+
+
+def _release(parameters: Iterable[Tensor]) -> None:
+    """Take over parameters from an earlier owner: remove it and thaw what it left frozen.
+
+    If an optimizer is deleted, its freezing goes with it, and its parameters would stay frozen. They are thawed here.
+    """
+    for parameter in parameters:
+        record = _RECORDS.pop(parameter, None)
+        if record is None:
+            continue
+        held = id(parameter) in record.held
+        owner = record.owner()
+        if owner is not None:
+            owner.remove()
+        elif held:
+            parameter.requires_grad_(True)
 
 
 def _learns_nothing(optimizer: Optimizer) -> bool:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchboost.core.algorithm import Attachment
 from torchboost.core.covering import plain_hook
 from torchboost.core.torch_private import active_ddp, build_again, built_in_comm_hook, comm_hooks
-from torchboost.distributed.agreement import Agreement, ranks_of_shards
+from torchboost.distributed.agreement import Agreement, ranks_of_shards, several
 from torchboost.errors import IncompatibleError
 
 __all__ = ["Replicas", "check_reducer", "rebuild_reducer", "several_ranks"]
@@ -109,7 +109,7 @@ class Replicas(Attachment):
     def watch(self) -> None:
         """Register the hook once there is a process group. Call it after each update."""
         self._trains_in_eval, self._trained = not self._trained, False
-        if self._watching or not _grouped():
+        if self._watching or not several():
             return
         self._watching = True
         hook: Callable[..., None] = torch.compiler.disable(self._before_pass)  # pyright: ignore
@@ -171,11 +171,7 @@ class Replicas(Attachment):
 
 def several_ranks() -> bool:
     """Whether this process is one of several ranks; they need not train one model."""
-    return _grouped() and dist.get_world_size() > 1
-
-
-def _grouped() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    return several() and dist.get_world_size() > 1
 
 
 def _replicas_in(model: nn.Module) -> list[DistributedDataParallel]:
