@@ -21,7 +21,7 @@ from torchboost.algorithms.fused_optimizer import FusedOptimizer, fuse_optimizer
 from torchboost.core.algorithm import AttachedAlgorithms, Attachment, Target, attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.optim import LARS, SGD, Adam, AdamWeightDecay, MixedOptimizer, muon_groups
-from torchboost.optim.fused_kernels import miscomputes
+from torchboost.optim.rules.options import miscomputes
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,8 @@ FILES = sorted(FOLDER.glob("*.pt"))
 def test_an_old_file_goes_on_to_the_same_numbers(file):
     kept = torch.load(file, weights_only=True)
     params = [nn.Parameter(weight.clone()) for weight in kept["weights"]]
-    name = file.stem.replace("native", "loop")  # written when Adam had a kernel of its own
-    optimizer = CASES[name](params, lr=rate_for(name, rate))
+    build = CASES.get(file.stem, CASES["Adam-default"])  # "Adam-native" was a form of Adam, which is gone
+    optimizer = build(params, lr=rate_for(file.stem, rate))
     optimizer.load_state_dict(kept["optimizer"])
     assert optimizer.param_groups[0].get("updates", STEPS) == STEPS
     for got, want in zip(go_on(optimizer, params, range(STEPS, 2 * STEPS)), kept["expected"], strict=True):
@@ -43,19 +44,23 @@ def without_biases() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 4, bias=False))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "schedule", "transforms"])
-def test_the_distributed_checkpoint_functions_leave_weights_alone(name, options):
+@pytest.mark.parametrize("name", RULES)
+def test_the_distributed_checkpoint_functions_leave_weights_alone(name):
     """They step an optimizer without state, at a rate of 0 and with gradients of 0, so that it has one."""
-    if options.get("lr") is not None and name.split("-")[0] not in SCHEDULED:
+    for options in OPTIONS:
+        leave_weights_alone(name, options)
+
+
+def leave_weights_alone(name: str, options: dict[str, Any]) -> None:
+    if "lr" in options and name not in SCHEDULED:
         options = {"weight_decay": lambda update: 0.1}
     model, other = (without_biases() if name.startswith("Muon") else mlp() for _ in range(2))
     other.load_state_dict(model.state_dict())
     before = snapshot(model)
-    optimizer = CASES[name](model.parameters(), **options)
+    optimizer = RULES[name](model.parameters(), **options)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    trained = CASES[name](other.parameters(), **options)
+    trained = RULES[name](other.parameters(), **options)
     for param in other.parameters():
         param.grad = torch.ones_like(param)
     trained.step()
@@ -64,7 +69,7 @@ def test_the_distributed_checkpoint_functions_leave_weights_alone(name, options)
     assert snapshot(model) == before
     saved = get_optimizer_state_dict(other, trained)
     assert template["state"].keys() == saved["state"].keys()
-    fresh = CASES[name](model.parameters(), **options)
+    fresh = RULES[name](model.parameters(), **options)
     set_optimizer_state_dict(model, fresh, copy.deepcopy(saved))
     assert snapshot(model) == before
     model.load_state_dict(other.state_dict())

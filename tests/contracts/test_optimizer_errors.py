@@ -101,9 +101,8 @@ def finite(optimizer: UpdateRule) -> bool:
     return all(bool(p.isfinite().all()) for group in optimizer.param_groups for p in group["params"])
 
 
-@pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-@given(option=st.sampled_from(OPTIONS), junk=JUNK)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@given(rule=st.sampled_from(list(RULES)), option=st.sampled_from(OPTIONS), junk=JUNK)
 def test_junk_at_construction(rule, option, junk):
     params = parameters(shapes_of(rule)[:3])
     before = [frozen(param) for param in params]
@@ -118,9 +117,8 @@ def test_junk_at_construction(rule, option, junk):
         assert [frozen(param) for param in params] == before
 
 
-@pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-@given(option=st.sampled_from(OPTIONS), junk=JUNK)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@given(rule=st.sampled_from(list(RULES)), option=st.sampled_from(OPTIONS), junk=JUNK)
 def test_junk_in_a_group_that_is_added(rule, option, junk):
     params = parameters(shapes_of(rule)[:3])
     optimizer = RULES[rule](params[:1], lr=0.01)
@@ -138,9 +136,8 @@ def test_junk_in_a_group_that_is_added(rule, option, junk):
 
 
 @pytest.mark.filterwarnings("ignore:.*rate of a group was changed by hand")  # which of the junk is a rate
-@pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
-@given(option=st.sampled_from(OPTIONS), junk=JUNK, started=st.booleans())
+@settings(max_examples=500, suppress_health_check=[HealthCheck.too_slow])
+@given(rule=st.sampled_from(list(RULES)), option=st.sampled_from(OPTIONS), junk=JUNK, started=st.booleans())
 def test_junk_written_into_a_group(rule, option, junk, started):
     params = parameters(shapes_of(rule)[:3])
     optimizer = RULES[rule]([{"params": params[:1]}, {"params": params[1:]}], lr=rate_for(rule, lambda step: 0.01))
@@ -155,9 +152,9 @@ def test_junk_written_into_a_group(rule, option, junk, started):
         assert values(optimizer) == before
 
 
-@pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(
+    rule=st.sampled_from(list(RULES)),
     lr=st.floats(1e-6, 1.0),
     decay=st.floats(0.0, 1.0),
     scale=st.sampled_from([0.0, 1e-30, 1e-10, 1e-3, 1.0, 1e3, 1e10, 1e15]),
@@ -174,18 +171,18 @@ def test_finite_gradients_give_finite_weights(rule, lr, decay, scale, constant):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("shape", [(3,), (3, 1), (1,), (0,), (0, 2), (), (2, 1, 2), (1, 3, 2, 2)])
-def test_any_shape_and_gradients_of_zero(name, shape):
-    if name.startswith("Muon") and len(shape) < 2:
-        shape = (*shape, 2, 3)
-    params = [nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.ones(shape))]
+def test_any_shape_and_gradients_of_zero(name):
+    shapes = [(3,), (3, 1), (1,), (0,), (0, 2), (), (2, 1, 2), (1, 3, 2, 2)]
+    if name.startswith("Muon"):
+        shapes = [shape if len(shape) > 1 else (*shape, 2, 3) for shape in shapes]
+    params = [nn.Parameter(make(shape)) for make in (torch.zeros, torch.ones) for shape in shapes]
     optimizer = CASES[name](params)
     for _ in range(3):
         for param in params:
-            param.grad = torch.zeros(shape)
+            param.grad = torch.zeros_like(param)
         optimizer.step()
     assert finite(optimizer)
-    assert not params[0].any()
+    assert not any(param.any() for param in params[: len(shapes)])
 
 
 class Spoilt:
@@ -246,20 +243,26 @@ FAULTS: dict[str, tuple[dict[str, Any], Callable[[list[nn.Parameter]], None] | N
 }
 
 
-@pytest.mark.parametrize("started", [False, True])
+OWN_CHECKS = ("Adam", "SGD", "LazyAdam", "AdamOffload", "Muon", "LARS", "MixedOptimizer", "ScheduleFreeAdamW")
+"""Rules that override a check or a part of the step; the others have the base class' own."""
+
+
 @pytest.mark.parametrize(
     "fault",
     [pytest.param("precision", marks=needs_gradient_dtypes), *(fault for fault in FAULTS if fault != "precision")],
 )
-@pytest.mark.parametrize("rule", RULES)
-def test_a_step_that_raises_changes_nothing(rule, fault, started):
+def test_a_step_that_raises_changes_nothing(fault):
+    for rule in RULES if fault in ("sparse", "precision") else OWN_CHECKS:
+        if fault in ("list", "function") and rule not in SCHEDULED:
+            continue  # such a rate is refused at once
+        for started in (True,) if fault in ("list", "function", "decay") else (False, True):
+            raises_and_changes_nothing(rule, fault, started)
+
+
+def raises_and_changes_nothing(rule: str, fault: str, started: bool) -> None:
     options, spoil, error = FAULTS[fault]
-    if fault in ("list", "function") and rule not in SCHEDULED:
-        rule = "SGD"  # a rate of these is refused at once
     if rule == "LazyAdam" and fault == "sparse after transforms":
         spoil = sparse_grad  # rows are what it is for; single entries are not
-    if not started and fault in ("list", "function", "decay"):
-        started = True
     params = parameters(shapes_of(rule))
     # The faulty gradient stands in the last group, behind others that could have been updated.
     options = {"lr": rate_for(rule, lambda step: 0.1 / (1 + step)), **options}
@@ -275,7 +278,7 @@ def test_a_step_that_raises_changes_nothing(rule, fault, started):
     before, grads = values(optimizer), [gradient(param) for param in params]
     with pytest.raises(error):
         optimizer.step()
-    assert values(optimizer) == before
+    assert values(optimizer) == before, (rule, started)
     assert [gradient(param) for param in params] == grads or fault == "transform"  # whose own fault it is
     assert len(optimizer.state) == sum(state is not None for state in before[1])
 
@@ -330,14 +333,14 @@ def test_groups_behind_the_back(rule):
     assert [frozen(param) for param in params] == before
 
 
-@pytest.mark.parametrize("group", [None, 3, [1], {}, {"params": "w"}, {"params": [3]}, {"params": [("n", 3)]}])
-@pytest.mark.parametrize("rule", RULES)
-def test_groups_that_are_none(rule, group):
+@pytest.mark.parametrize("rule", ["SGD", "LazyAdam", "MixedOptimizer"])
+def test_groups_that_are_none(rule):
     optimizer = RULES[rule](parameters(shapes_of(rule))[:1], lr=0.1)
     before = values(optimizer)
-    with pytest.raises((TypeError, ValueError)):
-        optimizer.add_param_group(group)
-    assert values(optimizer) == before
+    for group in (None, 3, [1], {}, {"params": "w"}, {"params": [3]}, {"params": [("n", 3)]}):
+        with pytest.raises((TypeError, ValueError)):
+            optimizer.add_param_group(group)
+        assert values(optimizer) == before
     leafless = parameters(shapes_of(rule))[1].detach().requires_grad_() * 2
     with pytest.raises(ValueError, match="non-leaf"):
         optimizer.add_param_group({"params": [leafless]})

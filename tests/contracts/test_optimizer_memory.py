@@ -15,15 +15,15 @@ from tests.support.optimizers import CASES, RULES, give_grads, parameters
 from torchboost.optim.rules import masters, muon
 from torchboost.optim.transforms import Centralize, ClipNorm, Unscale
 
-QUARTER = 250
+QUARTER = 100
 ALLOWED = QUARTER * 4 // 5  # blocks of Python's memory: less than one object per step
 QUICK = ["Adam-fused"]
-SLOW = ["SGD-fused", "Adam-foreach", "Adam-nesterov", "AdamWeightDecay-loop", "LARS-default", "Lamb"]
+SLOW = ["SGD-fused", "Adam-foreach", "Adam-nesterov", "AdamWeightDecay-default", "LARS-default", "Lamb"]
 SLOW += ["RMSProp-centered", "FTRL"]
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_a_thousand_steps_leave_nothing_behind(name):
+def test_hundreds_of_steps_leave_nothing_behind(name):
     params = parameters([(4, 3), (4,)])
     optimizer = CASES[name](params, lr=lambda step: 1e-3, transforms=(Unscale(1.0), Centralize(), ClipNorm(1.0)))
     give_grads(params, 0)

@@ -16,8 +16,8 @@ from torch import nn
 
 from tests.support.optimizers import FORMS, frozen, give_grads, parameters
 from torchboost.errors import IncompatibleError
-from torchboost.optim.fused_kernels import miscomputes
 from torchboost.optim.rules.adam import Adam, AdamWeightDecay
+from torchboost.optim.rules.options import miscomputes
 from torchboost.optim.rules.sgd import SGD
 
 PAIRS: dict[str, tuple[Any, Any, dict[str, Any]]] = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
-from torchboost.optim.fused_kernels import miscomputes
+from torchboost.optim.rules.options import miscomputes
 
 CPU = torch.device("cpu")
 

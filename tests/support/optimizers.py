@@ -68,10 +68,12 @@ def _cases() -> dict[str, Callable[..., UpdateRule]]:
     cases: dict[str, Callable[..., UpdateRule]] = {}
     for name, form in FORMS.items():
         cases[f"Adam-{name}"] = partial(Adam, lr=0.01, weight_decay=0.1, **form)
+        cases[f"SGD-{name}"] = partial(SGD, lr=0.01, momentum=0.9, dampening=0.3, weight_decay=0.1, **form)
+    for name in ("fused", "default"):  # the kernels are those of Adam and SGD
+        form = FORMS[name]
         cases[f"Adam-amsgrad-{name}"] = partial(Adam, lr=0.01, amsgrad=True, **form)
         cases[f"AdamW-{name}"] = partial(AdamW, lr=0.01, weight_decay=0.1, **form)
         cases[f"AdamWeightDecay-{name}"] = partial(AdamWeightDecay, lr=0.01, weight_decay=0.1, **form)
-        cases[f"SGD-{name}"] = partial(SGD, lr=0.01, momentum=0.9, dampening=0.3, weight_decay=0.1, **form)
         cases[f"Momentum-{name}"] = partial(Momentum, lr=0.01, nesterov=True, **form)
         cases[f"LARS-{name}"] = partial(LARS, lr=0.1, weight_decay=0.1, coefficient=0.1, **form)
     cases["SGD-plain"] = partial(SGD, lr=0.01)
@@ -83,9 +85,7 @@ def _cases() -> dict[str, Callable[..., UpdateRule]]:
     cases["Lamb"] = partial(Lamb, lr=0.01, weight_decay=0.1)
     cases["Lamb-eps_in_root"] = partial(Lamb, lr=0.01, weight_decay=0.1, eps_in_root=True)
     cases["RMSprop"] = partial(RMSprop, lr=0.01, momentum=0.9)
-    for name in ("loop", "foreach"):
-        cases[f"RMSprop-{name}"] = partial(RMSprop, lr=0.01, weight_decay=0.1, **FORMS[name])
-        cases[f"RMSprop-centered-{name}"] = partial(RMSprop, lr=0.01, momentum=0.9, centered=True, **FORMS[name])
+    cases["RMSprop-centered-default"] = partial(RMSprop, lr=0.01, momentum=0.9, centered=True)
     cases["RMSProp"] = partial(RMSProp, lr=0.01, weight_decay=0.1)
     cases["RMSProp-centered"] = partial(RMSProp, lr=0.01, momentum=0.9, centered=True)
     cases["Muon"] = partial(Muon, lr=0.01, weight_decay=0.1, ns_dtype=torch.float32)
@@ -100,6 +100,13 @@ def _cases() -> dict[str, Callable[..., UpdateRule]]:
 
 
 CASES = _cases()
+"""Every rule, and every form of a rule with a state or a code path of its own."""
+
+DISTINCT = [
+    *("Adam-default", "SGD-default", "RMSprop-centered-default"),
+    *(name for name in CASES if name.split("-")[-1] not in ("loop", "foreach", "default")),
+]
+"""Cases that differ in more than the kernel that torch calls."""
 RULES: dict[str, Callable[..., UpdateRule]] = {
     rule.__name__: rule
     for rule in (

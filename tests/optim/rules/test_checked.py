@@ -9,7 +9,7 @@ from torch import nn
 from tests.support.optimizers import give_grads, parameters, same, train
 from torchboost.errors import IncompatibleError
 from torchboost.optim.rules.adam import Adam
-from torchboost.optim.rules.checked import Checked, strides
+from torchboost.optim.rules.batch import Checked, strides
 from torchboost.optim.rules.sgd import SGD
 
 

@@ -62,9 +62,13 @@ def test_shapes_of_the_parameter_counts_and_other_entries_pass(key, shape):
     assert len(paired(state, [group("a")], {}, keys)) == 1
 
 
-@pytest.mark.parametrize("shape", [(3, 2), (6,), (2,), (3,), (1,), (2, 3, 1)])
 @pytest.mark.parametrize("key", ["mean", "rows", "master"])
-def test_other_shapes_are_refused(shape, key):
+def test_other_shapes_are_refused(key):
+    for shape in [(3, 2), (6,), (2,), (3,), (1,), (2, 3, 1)]:
+        refuses(key, shape)
+
+
+def refuses(key: str, shape: tuple[int, ...]) -> None:
     state = {"state": {0: {key: torch.ones(shape)}}, "param_groups": [{"params": [0]}]}
     with pytest.raises(ValueError, match=rf"'{key}' of parameter 0 has shape .*the parameter has \(2, 3\)"):
         paired(state, [group("a")], {}, keys)

@@ -99,7 +99,7 @@ def test_masters_follow_a_model_that_is_loaded(kind):
 
 
 STOCHASTIC = [
-    *("Adam-fused", "Adam-default", "Adam-nesterov", "AdamW-foreach", "SGD-fused", "SGD-plain", "LARS-default", "Lamb"),
+    *("Adam-fused", "Adam-default", "Adam-nesterov", "AdamW-default", "SGD-fused", "SGD-plain", "LARS-default", "Lamb"),
     *("RMSprop", "RMSProp-centered", "FTRL", "Muon", "MixedOptimizer"),
 ]
 

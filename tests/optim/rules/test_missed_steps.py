@@ -80,7 +80,7 @@ touched = st.lists(st.lists(st.integers(0, ROWS - 1), max_size=4), min_size=1, m
 rates = st.lists(st.sampled_from([0.1, 0.03, 0.01, 0.0]), min_size=1, max_size=6)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(touched, rates, st.sampled_from(FORMS))
 def test_any_order_of_rows_and_rates_gives_dense_adam(ids, lr, options):
     pair = Pair(**options)
@@ -91,9 +91,9 @@ def test_any_order_of_rows_and_rates_gives_dense_adam(ids, lr, options):
 
 
 @pytest.mark.parametrize("options", FORMS, ids=lambda options: ",".join(options) or "plain")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_long_absence(options, dtype):
-    pair = Pair(dtype, **{"lr": 0.01} | options)
+def test_long_absence(options):
+    wide = FORMS.index(options) % 2
+    pair = Pair(torch.float64 if wide else torch.float32, **{"lr": 0.01} | options)
     for step in range(450):
         pair.set(lr=0.01 * (1 + step % 5))
         # Row 1 comes back after 1, 2, 4, 8, ... steps, row 2 after 400, rows 3 and 4 stay away, row 5 comes late.
@@ -313,7 +313,7 @@ def test_work_does_not_grow_once_a_row_rests(monkeypatch):
     reciprocal = Tensor.reciprocal_
     monkeypatch.setattr(Tensor, "reciprocal_", lambda terms: made.append(len(terms)) or reciprocal(terms))
     counts = []
-    for steps in (1000, 2000):
+    for steps in (300, 600):
         pair = Pair(lr=0.01, weight_decay=0.01, decoupled_weight_decay=True)
         pair.step([0, 1])
         for _ in range(steps):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.optim.rules.test_newton_schulz import plainly
 from tests.support.optimizers import give_grads, parameters, same, train
-from torchboost.optim.rules import muon, newton_schulz
+from torchboost.optim.rules import muon
 from torchboost.optim.rules.muon import Muon
 
 OPTIONS = st.fixed_dictionaries(
@@ -140,10 +140,11 @@ def test_a_stack_is_its_matrices():
 
 def test_matrices_of_one_shape_are_computed_together(monkeypatch):
     batches: list[tuple[int, ...]] = []
+    orthogonalized = muon.orthogonalized
 
     def noted(matrices: Tensor, *args: Any, **options: Any) -> Tensor:
         batches.append(tuple(matrices.shape))
-        return newton_schulz.orthogonalized(matrices, *args, **options)
+        return orthogonalized(matrices, *args, **options)
 
     monkeypatch.setattr(muon, "orthogonalized", noted)
     params = parameters([(4, 6), (6, 4), (4, 6), (4, 6), (2, 2, 3)])
@@ -161,7 +162,7 @@ def test_the_choice_of_precision_is_saved_with_the_state():
     assert optimizer.param_groups[0]["ns_dtype"] is None
     train(optimizer, params, [0])
     chosen = optimizer.param_groups[0]["ns_dtype"]
-    assert chosen is newton_schulz.faster_dtype(torch.device("cpu"))
+    assert chosen is muon.faster_dtype(torch.device("cpu"))
     other = Muon(parameters([(4, 6)]))
     other.load_state_dict(optimizer.state_dict())
     assert other.param_groups[0]["ns_dtype"] is chosen
@@ -195,6 +196,6 @@ def test_vectors_are_refused_with_the_way_out():
 
 def test_coefficients_per_iteration_decide_the_number_of_iterations():
     one, other = parameters([(4, 6)]), parameters([(4, 6)])
-    train(Muon(one, ns_coefficients=[newton_schulz.QUINTIC] * 3, ns_dtype=torch.float32), one, range(2))
+    train(Muon(one, ns_coefficients=[muon.QUINTIC] * 3, ns_dtype=torch.float32), one, range(2))
     train(Muon(other, ns_steps=3, ns_dtype=torch.float32), other, range(2))
     assert same(one, other)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchboost.optim.rules import newton_schulz
-from torchboost.optim.rules.newton_schulz import QUINTIC, faster_dtype, orthogonalized
+from torchboost.optim.rules import muon as newton_schulz
+from torchboost.optim.rules.muon import QUINTIC, faster_dtype, orthogonalized
 
 SHAPES = [(7, 7), (64, 64), (64, 100), (100, 64), (16, 144), (300, 20), (1, 5), (5, 1), (3, 8, 24), (2, 2, 24, 8)]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import math
 from fractions import Fraction
 from typing import Any
@@ -7,10 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from tests.support.optimizers import RULES, parameters, shapes_of, train
+from tests.conftest import ROOT
+from tests.support.optimizers import RULES, all_rules, parameters, shapes_of, train
 from torchboost.errors import IncompatibleError
-from torchboost.optim.rules.options import FLAGS, NOT_NEGATIVE, check_fused, check_options
+from torchboost.optim import SGD, Adam
+from torchboost.optim.rules.options import FLAGS, HERE, NOT_NEGATIVE, check_fused, check_options
+
+COMPAT = ROOT / "docs" / "compat.md"
 
 GOOD: list[dict[str, Any]] = [
     {},
@@ -72,32 +78,29 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize("options", GOOD, ids=str)
-def test_sensible_options_pass(options):
-    check_options(options)
-
-
-@pytest.mark.parametrize(("options", "error", "text"), BAD, ids=lambda value: str(value)[:40])
-def test_senseless_options_are_refused(options, error, text):
-    with pytest.raises(error, match=text):
+def test_sensible_options_pass():
+    for options in GOOD:
         check_options(options)
 
 
-@pytest.mark.parametrize("name", NOT_NEGATIVE)
-def test_every_number_is_checked(name):
-    for bad in (None, "x", True):
-        with pytest.raises(TypeError, match=f"{name}: found"):
-            check_options({name: bad})
-    for bad in (-1, math.inf, -math.inf):
-        with pytest.raises(ValueError, match=f"{name}: found"):
-            check_options({name: bad})
+def test_senseless_options_are_refused():
+    for options, error, text in BAD:
+        with pytest.raises(error, match=text):
+            check_options(options)
 
 
-@pytest.mark.parametrize("name", FLAGS)
-def test_every_flag_is_checked(name):
-    for bad in (None, 1, 0, "yes"):
-        with pytest.raises(TypeError, match=f"{name}: found"):
-            check_options({name: bad})
+def test_every_number_and_flag_is_checked():
+    for name in NOT_NEGATIVE:
+        for bad in (None, "x", True):
+            with pytest.raises(TypeError, match=f"{name}: found"):
+                check_options({name: bad})
+        for bad in (-1, math.inf, -math.inf):
+            with pytest.raises(ValueError, match=f"{name}: found"):
+                check_options({name: bad})
+    for name in FLAGS:
+        for bad in (None, 1, 0, "yes"):
+            with pytest.raises(TypeError, match=f"{name}: found"):
+                check_options({name: bad})
 
 
 def test_fused_wants_real_parameters_where_there_is_a_kernel():
@@ -120,3 +123,47 @@ def test_numpy_numbers_work_in_an_update(rule):
             group |= {key: kind(key in ("lr", "eps", "max_ratio")) for key in chosen}
         train(optimizer, params, range(2))
         assert all(param.isfinite().all() for param in params)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_name_of_mindspore_is_refused_with_ours(rule):
+    params = list(nn.Linear(2, 2).parameters())
+    for name, ours in HERE.items():
+        with pytest.raises(TypeError, match=f"{rule} takes no {name!r}") as raised:
+            RULES[rule](params, **{name: 1})
+        assert ours in str(raised.value)
+        with pytest.raises(TypeError) as raised:
+            RULES[rule]([{"params": params, name: 1}])
+        assert ours in str(raised.value)
+
+
+def test_the_migration_page_has_all_names():
+    page = COMPAT.read_text(encoding="utf-8")
+    assert [name for name in HERE if f"| `{name}` |" not in page] == []
+
+
+def test_signatures_are_explicit_and_annotated():
+    for rule in all_rules():
+        arguments = inspect.signature(rule).parameters.values()
+        assert all(a.kind in (a.POSITIONAL_OR_KEYWORD, a.KEYWORD_ONLY) for a in arguments), rule
+        assert all(a.annotation is not a.empty for a in arguments), rule
+        assert [a.name for a in arguments if a.default is a.empty] == ["params"], rule
+
+
+def test_other_names_get_the_nearest_one_and_a_key_of_the_users_own_stays():
+    params = list(nn.Linear(2, 2).parameters())
+    with pytest.raises(TypeError, match="takes no 'weight_dekay'; did you mean 'weight_decay'"):
+        Adam(params, weight_dekay=0.1)
+    with pytest.raises(TypeError, match="takes no 'zzz'; it takes params, lr, betas"):
+        Adam(params, zzz=0.1)
+    assert SGD([{"params": params, "my_name": "head"}]).param_groups[0]["my_name"] == "head"
+
+
+def test_a_subclass_with_arguments_of_its_own_is_left_alone():
+    class Decayed(SGD):
+        def __init__(self, params: Any, decay: float, **options: Any) -> None:
+            super().__init__(params, lr=decay, **options)
+
+    assert Decayed([torch.zeros(1, requires_grad=True)], decay=0.5).param_groups[0]["lr"] == 0.5
+    with pytest.raises(TypeError, match="unexpected keyword argument 'learning_rate'"):
+        Decayed([torch.zeros(1, requires_grad=True)], decay=0.5, learning_rate=1.0)

@@ -1,4 +1,4 @@
-"""Adam with MindSpore's variants, on torch's kernels if torch has one for the variant."""
+"""Adam with MindSpore's variants, on torch's kernels if torch has one for the variant, else on lists of tensors."""
 
 from __future__ import annotations
 
@@ -10,15 +10,23 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
 from torchboost.core.torch_private import foreach
+from torchboost.core.torch_versions import foreach_lerp
 from torchboost.optim.pipeline import GradientTransform
-from torchboost.optim.rules.adam_direction import moved
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
-from torchboost.optim.rules.eight_bit import check_packable, is_packed, packed_state, packs, unpacked_pieces
-from torchboost.optim.rules.masters import IN_CACHE, MasterWeights, pieces
-from torchboost.optim.rules.options import check_capturable, check_fused
-from torchboost.optim.updates import UpdateTransform, check_update_transforms
+from torchboost.optim.rules.masters import (
+    IN_CACHE,
+    MasterWeights,
+    check_packable,
+    is_packed,
+    packed_state,
+    packs,
+    pieces,
+    unpacked_pieces,
+)
+from torchboost.optim.rules.options import SHARED, arguments, check_capturable, check_fused
+from torchboost.optim.updates import Updates, UpdateTransform, check_update_transforms
 
-__all__ = ["Adam", "AdamW", "AdamWeightDecay"]
+__all__ = ["Adam", "AdamW", "AdamWeightDecay", "adam_directions", "as_real", "rooted_directions"]
 
 LATE = 1e30
 """Update number at which both bias corrections are exactly 1."""
@@ -74,6 +82,7 @@ class Adam(UpdateRule):
     """
 
     kernel_unscales = True
+    packs_moments = True
     update_transforms: tuple[UpdateTransform, ...] = ()
 
     def __init__(
@@ -99,27 +108,10 @@ class Adam(UpdateRule):
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:
+        options = arguments(locals(), *SHARED, "update_transforms")
         check_update_transforms(update_transforms)
         self.update_transforms = tuple(update_transforms)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "nesterov": nesterov,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "bias_correction": bias_correction,
-            "eps_uncorrected": eps_uncorrected,
-            "maximize": maximize,
-            "foreach": foreach,
-            "fused": fused,
-            "capturable": capturable,
-            "differentiable": False,
-            "master_weights": master_weights,
-            "moments_8bit": moments_8bit,
-        }
-        super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
+        super().__init__(params, options, transforms=transforms, nonfinite=nonfinite)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "update_transforms": self.update_transforms}
@@ -155,16 +147,8 @@ class Adam(UpdateRule):
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a step of 0 and moments of 0."""
         check_packable(param, group)
-        on_device = group["capturable"] or group["fused"]
-        state = {"step": torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")}
-        moments = self.state_keys(group)[1:]
-        state |= {key: torch.zeros_like(param, memory_format=torch.preserve_format) for key in moments}
-        return packed_state(state, moments) if packs(param, group) else state
-
-    @property
-    def packs_moments(self) -> bool:
-        """True: moments may be kept in 8 bits."""
-        return True
+        state = super().init_state(param, group)
+        return packed_state(state, self.state_keys(group)[1:]) if packs(param, group) else state
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
@@ -271,26 +255,7 @@ class AdamW(Adam):
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            decoupled_weight_decay=True,
-            amsgrad=amsgrad,
-            nesterov=nesterov,
-            eps_uncorrected=eps_uncorrected,
-            maximize=maximize,
-            foreach=foreach,
-            fused=fused,
-            capturable=capturable,
-            master_weights=master_weights,
-            moments_8bit=moments_8bit,
-            update_transforms=update_transforms,
-            transforms=transforms,
-            nonfinite=nonfinite,
-        )
+        super().__init__(**arguments(locals()), decoupled_weight_decay=True)
 
     def adopted(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a saved group with decoupled decay, also if it is of Adam, as torch's AdamW does."""
@@ -352,24 +317,85 @@ class AdamWeightDecay(Adam):
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            decoupled_weight_decay=True,
-            bias_correction=bias_correction,
-            amsgrad=amsgrad,
-            nesterov=nesterov,
-            eps_uncorrected=eps_uncorrected,
-            maximize=maximize,
-            foreach=foreach,
-            fused=fused,
-            capturable=capturable,
-            master_weights=master_weights,
-            moments_8bit=moments_8bit,
-            update_transforms=update_transforms,
-            transforms=transforms,
-            nonfinite=nonfinite,
-        )
+        super().__init__(**arguments(locals()), decoupled_weight_decay=True)
+
+
+def as_real(batch: Batch, keys: Sequence[str]) -> Batch:
+    """Return a batch with complex tensors as views of real ones, the entries ``keys`` of the states included."""
+    if not any(param.is_complex() for param in batch.params):
+        return batch
+    states = [{key: _real(value) if key in keys else value for key, value in state.items()} for state in batch.states]
+    return Batch(list(map(_real, batch.params)), list(map(_real, batch.grads)), states)
+
+
+def adam_directions(group: Mapping[str, Any], batch: Batch) -> list[Tensor]:
+    """Update the moments and return ``m^ / (sqrt(v^) + eps)``, or the variant that the group asks for.
+
+    Args:
+        group: ``betas``, ``eps``, and, if they are set, ``nesterov``, ``amsgrad``, ``bias_correction`` and
+            ``eps_uncorrected``, as in :class:`~torchboost.optim.Adam`.
+        batch: Real tensors. ``maximize`` and a coupled decay must be in the gradients already.
+    """
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    grads, mean, square, steps = batch.grads, batch.state("exp_avg"), batch.state("exp_avg_sq"), batch.state("step")
+    foreach.add_(steps, 1)
+    foreach.lerp_(mean, grads, 1 - beta1)
+    foreach.mul_(square, beta2)
+    foreach.addcmul_(square, grads, grads, 1 - beta2)
+    if group.get("amsgrad"):
+        largest = batch.state("max_exp_avg_sq")
+        foreach.maximum_(largest, square)
+        square = largest
+    first, second = _corrections(group, steps)
+    root = foreach.sqrt(square)
+    if not group.get("eps_uncorrected"):
+        foreach.div_(root, second)
+    foreach.add_(root, float(group["eps"]))
+    if group.get("nesterov"):
+        directions = foreach_lerp(mean, grads, 1 - beta1)
+        foreach.div_(directions, root)
+    else:
+        directions = list(foreach.div(mean, root))
+    sizes = [s / f if group.get("eps_uncorrected") else 1 / f for f, s in zip(first, second, strict=True)]
+    foreach.mul_(directions, sizes)
+    return directions
+
+
+def rooted_directions(group: Mapping[str, Any], batch: Batch) -> list[Tensor]:
+    """Return ``m^ / sqrt(v^ + eps)`` from moments that are up to date."""
+    first, second = _corrections(group, batch.state("step"))
+    root = foreach.div(batch.state("exp_avg_sq"), [s * s for s in second])
+    foreach.add_(root, float(group["eps"]))
+    foreach.sqrt_(root)
+    directions = list(foreach.div(batch.state("exp_avg"), root))
+    foreach.div_(directions, first)
+    return directions
+
+
+def moved(group: dict[str, Any], batch: Batch, transforms: Sequence[UpdateTransform]) -> None:
+    """Update the parameters of a batch by Adam's rule, with transforms between the rule and the weights."""
+    batch = as_real(batch, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
+    lr, decay = float(group["lr"]), float(group["weight_decay"])
+    if group["maximize"]:
+        batch.grads[:] = foreach.neg(batch.grads)
+    if decay and group["decoupled_weight_decay"]:
+        foreach.mul_(batch.params, 1 - lr * decay)
+    elif decay:
+        batch.grads[:] = foreach.add(batch.grads, batch.params, alpha=decay)
+    updates = Updates(batch.params, adam_directions(group, batch), batch.grads, group)
+    for transform in transforms:
+        transform(updates)
+    foreach.add_(batch.params, updates.updates, alpha=-lr)
+
+
+def _corrections(group: Mapping[str, Any], steps: Sequence[Tensor]) -> tuple[list[float], list[float]]:
+    """Return ``1 - beta1^t`` and ``sqrt(1 - beta2^t)`` per parameter, 1 without bias correction."""
+    if not group.get("bias_correction", True):
+        return [1.0] * len(steps), [1.0] * len(steps)
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    counts = [float(step) for step in steps]
+    return [1 - beta1**count for count in counts], [(1 - beta2**count) ** 0.5 for count in counts]
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

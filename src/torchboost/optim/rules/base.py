@@ -23,11 +23,8 @@ from torchboost.optim.pipeline import (
     namespaces,
     transform_gradients,
 )
-from torchboost.optim.rules.batch import Batch
-from torchboost.optim.rules.checked import Checked
+from torchboost.optim.rules.batch import Batch, Checked
 from torchboost.optim.rules.checkpoints import in_order, paired, with_memory_renamed
-from torchboost.optim.rules.eight_bit import rounds_at_random, with_full_moments
-from torchboost.optim.rules.foreign_names import check_group_names, check_names
 from torchboost.optim.rules.masters import (
     IN_CACHE,
     LOW_PRECISION,
@@ -38,11 +35,13 @@ from torchboost.optim.rules.masters import (
     local,
     pieces,
     rounded_pieces,
+    rounds_at_random,
     rows_widened,
     stochastic,
     widened,
+    with_full_moments,
 )
-from torchboost.optim.rules.options import Schedule, check_options, take_schedules
+from torchboost.optim.rules.options import Schedule, check_group_names, check_names, check_options, take_schedules
 from torchboost.optim.shares import Share, all_finite, share_of, stand_in
 from torchboost.optim.transforms import with_centralization
 
@@ -89,6 +88,12 @@ class UpdateRule(Optimizer):
     in_pieces: bool = False
     """Whether :meth:`update` gets CPU parameters a few at a time, for rules that read their tensors many times."""
 
+    packs_moments: bool = False
+    """Whether moments may be kept in 8 bits; if not, they are unpacked when a checkpoint is loaded."""
+
+    rounds: bool = True
+    """Whether ``master_weights="stochastic"`` is supported."""
+
     numbers: tuple[str, ...] = ()
     """Entries of the state, other than ``"step"``, that are numbers and keep their precision when they are loaded."""
 
@@ -119,8 +124,17 @@ class UpdateRule(Optimizer):
         super().__init__(without_order(params), defaults)
 
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the initial state of a parameter; ``param`` is its float32 master if there is one."""
-        raise NotImplementedError
+        """Return the initial state of a parameter: zeros, for each name of :meth:`state_keys`.
+
+        Args:
+            param: The parameter, or its float32 master if there is one.
+            group: Its options. With ``fused`` or ``capturable`` the step is on the device of the parameter.
+        """
+        near = group.get("fused") or group.get("capturable")
+        step = torch.zeros((), dtype=torch.float32, device=param.device if near else "cpu")
+        keys = self.state_keys(group)
+        zeros = {key: torch.zeros_like(param, memory_format=torch.preserve_format) for key in keys if key != "step"}
+        return {"step": step, **zeros} if "step" in keys else zeros
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Change the parameters and states of a batch in place."""
@@ -205,11 +219,6 @@ class UpdateRule(Optimizer):
             )
 
     @property
-    def packs_moments(self) -> bool:
-        """Whether the rule can keep moments in 8 bits; if not, they are unpacked when a checkpoint is loaded."""
-        return False
-
-    @property
     def chain(self) -> tuple[GradientTransform, ...]:
         """The transforms, including centralisation if a group has ``"grad_centralization": True``."""
         return with_centralization(self.transforms, self.param_groups)
@@ -243,8 +252,7 @@ class UpdateRule(Optimizer):
         if schedules:
             group.setdefault("updates", self._updates())
         complete = {**defaults, **group, "params": [bare(param) for param in group["params"]]}
-        check_options(complete)
-        self.rule_for(complete).check_group(complete)
+        self._check_values(complete)
         group |= {SET_BY_SCHEDULE + key: complete[key] for key in schedules}
         super().add_param_group({**defaults, **group})
         self._schedules.append(schedules)
@@ -381,8 +389,16 @@ class UpdateRule(Optimizer):
         missing = self.defaults_for(group).keys() - group.keys()
         if missing:
             raise ValueError(f"a param group has no {sorted(missing)[0]!r}; add groups with add_param_group.")
+        self._check_values(group)
+
+    def _check_values(self, group: Mapping[str, Any]) -> None:
         check_options(group)
-        self.rule_for(group).check_group(group)
+        rule = self.rule_for(group)
+        if stochastic(group) and not rule.rounds:
+            raise ValueError(f"master_weights: found 'stochastic'; {type(rule).__name__} takes True and False only.")
+        if group.get("moments_8bit") and not rule.packs_moments:
+            raise ValueError(f"moments_8bit: {type(rule).__name__} keeps its moments in full; leave it out.")
+        rule.check_group(group)
 
     def _scheduled(self) -> list[dict[str, float]]:
         if len(self._schedules) != len(self.param_groups):
@@ -457,7 +473,6 @@ class UpdateRule(Optimizer):
             grads = [grad for batch in work for grad in batch.grads]
             self._check_grads(work, grads)
             return partial(self._update_all, work) if self._usable(grads) else None
-        self.widen(work)
         gradients = self._flattened(work)
         expected = check_gradients(chain, gradients)
         foretold = all(hasattr(transform, "check") for transform in chain)
@@ -479,17 +494,12 @@ class UpdateRule(Optimizer):
         looks = 0 if self.nonfinite == "ignore" else 1 + bool(self.chain)
         return looks + sum(getattr(transform, "collectives", 0) for transform in self.chain)
 
-    def widen(self, work: Sequence[Batch]) -> None:
-        """Cast the gradients of masters to their precision, all at once because transforms look at all of them."""
-        for batch in work:
-            batch.grads[:] = [
-                widened(grad) if "master" in state else grad
-                for grad, state in zip(batch.grads, batch.states, strict=True)
-            ]
-
     def _flattened(self, work: Sequence[Batch]) -> Gradients:
+        """Return all gradients, those of masters in their precision, because transforms look at all of them."""
         gradients = Gradients([], [], [], [], self._shared())
         for group, batch in zip(self.param_groups, work, strict=True):
+            pairs = zip(batch.grads, batch.states, strict=True)
+            batch.grads[:] = [widened(grad) if "master" in state else grad for grad, state in pairs]
             gradients.params += batch.params
             gradients.grads += batch.grads
             gradients.groups += [group] * len(batch.params)

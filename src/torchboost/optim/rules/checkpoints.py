@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchboost.optim.rules.eight_bit import SCALE
+from torchboost.optim.rules.masters import SCALE
 
 __all__ = ["RULE_KEYS", "Pair", "change_entries", "in_order", "paired", "with_memory_renamed"]
 

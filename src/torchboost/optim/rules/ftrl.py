@@ -14,6 +14,7 @@ from torchboost.errors import IncompatibleError
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import MasterWeights
+from torchboost.optim.rules.options import SHARED, arguments
 
 __all__ = ["FTRL"]
 
@@ -74,17 +75,8 @@ class FTRL(UpdateRule):
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "lr_power": lr_power,
-            "l1": l1,
-            "l2": l2,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "maximize": maximize,
-            "master_weights": master_weights,
-        }
-        super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
+        options = arguments(locals(), *SHARED)
+        super().__init__(params, options, transforms=transforms, nonfinite=nonfinite)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse options out of the range of this rule."""
@@ -112,8 +104,9 @@ class FTRL(UpdateRule):
 
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sum of squares at its initial value and a linear term of 0."""
-        linear = torch.zeros_like(param, memory_format=torch.preserve_format)
-        return {"accumulator": torch.full_like(linear, float(group["initial_accumulator_value"])), "linear": linear}
+        state = super().init_state(param, group)
+        state["accumulator"].fill_(float(group["initial_accumulator_value"]))
+        return state
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""

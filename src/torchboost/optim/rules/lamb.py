@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from torchboost.core.torch_private import foreach
 from torchboost.optim.pipeline import GradientTransform
-from torchboost.optim.rules.adam_direction import adam_directions, as_real, rooted_directions
+from torchboost.optim.rules.adam import adam_directions, as_real, rooted_directions
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import MasterWeights
+from torchboost.optim.rules.options import SHARED, arguments
 from torchboost.optim.updates import AddDecay, ScaleByTrustRatio, Updates
 
 __all__ = ["Lamb"]
@@ -45,6 +43,7 @@ class Lamb(UpdateRule):
         TypeError, ValueError: An option is invalid.
 
     Example:
+        >>> import torch
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = Lamb(model.parameters(), lr=1e-3, weight_decay=0.01)
     """
@@ -66,29 +65,12 @@ class Lamb(UpdateRule):
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "max_ratio": max_ratio,
-            "eps_in_root": eps_in_root,
-            "adapt": True,
-            "maximize": maximize,
-            "master_weights": master_weights,
-        }
-        super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
+        options = arguments(locals(), *SHARED) | {"adapt": True}
+        super().__init__(params, options, transforms=transforms, nonfinite=nonfinite)
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries of the state."""
         return ("step", "exp_avg", "exp_avg_sq")
-
-    def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a step of 0 and moments of 0."""
-        moments = {
-            key: torch.zeros_like(param, memory_format=torch.preserve_format) for key in ("exp_avg", "exp_avg_sq")
-        }
-        return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""

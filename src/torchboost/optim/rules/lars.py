@@ -16,10 +16,14 @@ from torchboost.core.torch_versions import foreach_norm
 from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
 from torchboost.optim.rules.base import Batch, Nonfinite
 from torchboost.optim.rules.masters import MasterWeights
+from torchboost.optim.rules.options import arguments
 from torchboost.optim.rules.sgd import SGD
 from torchboost.optim.updates import together
 
 __all__ = ["LARS", "TrustRatio"]
+
+RATIO = ("coefficient", "eps", "clip", "vectors")
+"""Arguments of LARS that are settings of its trust ratio."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,26 +141,14 @@ class LARS(SGD):
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:
+        options = arguments(locals(), "transforms", *RATIO)
         ratio = TrustRatio(coefficient=coefficient, weight_decay=None, eps=eps, clip=clip, vectors=vectors)
-        super().__init__(
-            params,
-            lr,
-            momentum,
-            0.0,
-            weight_decay,
-            nesterov,
-            maximize=maximize,
-            foreach=foreach,
-            fused=fused,
-            master_weights=master_weights,
-            transforms=(*transforms, ratio),
-            nonfinite=nonfinite,
-        )
+        super().__init__(**options, transforms=(*transforms, ratio))
 
     def constructor_options(self) -> dict[str, Any]:
         """Return the constructor's arguments that the param groups do not hold, by name."""
         *transforms, ratio = self.transforms
-        own = {key: getattr(ratio, key) for key in ("coefficient", "eps", "clip", "vectors")}
+        own = {key: getattr(ratio, key) for key in RATIO}
         return {**super().constructor_options(), "transforms": tuple(transforms), **own}
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:

@@ -14,8 +14,9 @@ from torchboost.errors import IncompatibleError
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.adam import Adam
 from torchboost.optim.rules.base import Batch, Nonfinite
-from torchboost.optim.rules.masters import LOW_PRECISION, stochastic
+from torchboost.optim.rules.masters import LOW_PRECISION
 from torchboost.optim.rules.missed_steps import FORM, form_of, new_past, record, replay
+from torchboost.optim.rules.options import arguments
 
 __all__ = ["LazyAdam"]
 
@@ -83,6 +84,8 @@ class LazyAdam(Adam):
         ...         optimizer.zero_grad()
     """
 
+    packs_moments = rounds = False
+
     def __init__(
         self,
         params: Any,
@@ -106,30 +109,7 @@ class LazyAdam(Adam):
         nonfinite: Nonfinite = "ignore",
     ) -> None:
         self._exact = exact
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            decoupled_weight_decay=decoupled_weight_decay,
-            bias_correction=bias_correction,
-            amsgrad=amsgrad,
-            nesterov=nesterov,
-            eps_uncorrected=eps_uncorrected,
-            maximize=maximize,
-            foreach=foreach,
-            fused=fused,
-            capturable=capturable,
-            master_weights=master_weights,
-            transforms=transforms,
-            nonfinite=nonfinite,
-        )
-
-    @property
-    def packs_moments(self) -> bool:
-        """False: the moments stay in full."""
-        return False
+        super().__init__(**arguments(locals(), "exact"))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -149,10 +129,6 @@ class LazyAdam(Adam):
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse what :class:`Adam` refuses, and an ``exact`` that is not a bool or not supported."""
         super().check_group(group)
-        if group["moments_8bit"]:
-            raise ValueError(f"moments_8bit: {type(self).__name__} keeps its moments in full; leave it out.")
-        if stochastic(group):
-            raise ValueError(f"master_weights: found 'stochastic'; {type(self).__name__} takes True and False only.")
         if not isinstance(group["exact"], bool):
             raise TypeError(f"exact: found {group['exact']!r}; give True or False.")
         if group["exact"] and group["capturable"]:

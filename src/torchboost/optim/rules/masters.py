@@ -1,13 +1,15 @@
-"""Low-precision parameters that are updated in float32: on a float32 copy ("master"), or with stochastic rounding."""
+"""Weights and moments in low precision: a float32 copy ("master"), stochastic rounding, moments in 8 bits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from operator import attrgetter
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from torchboost.core.torch_private import memory_stamp
 from torchboost.errors import IncompatibleError
@@ -16,20 +18,25 @@ from torchboost.optim.rules.batch import Batch
 __all__ = [
     "IN_CACHE",
     "LOW_PRECISION",
-    "PIECE",
+    "SCALE",
     "MasterWeights",
     "Stamps",
     "check_narrow",
+    "check_packable",
     "has_master",
+    "is_packed",
     "is_rounded",
     "local",
-    "parts",
+    "packed_state",
+    "packs",
     "pieces",
     "rounded_pieces",
+    "rounds_at_random",
     "rows_widened",
     "stochastic",
-    "stochastically_rounded",
+    "unpacked_pieces",
     "widened",
+    "with_full_moments",
 ]
 
 MasterWeights = bool | Literal["stochastic"]
@@ -41,6 +48,31 @@ IN_CACHE = 2**17
 
 PIECE = 2**22
 """Entries whose gradients are widened together: 16 MiB, unless one tensor is larger."""
+
+
+BLOCK = 256
+"""Entries that share a scale."""
+
+LEAST = 4096
+"""Tensors with fewer entries stay in float32: biases and norms, which take little memory."""
+
+SCALE = "_scale"
+"""What follows the name of a moment in the name of its scales."""
+
+SIGNED = ("exp_avg",)
+"""Moments that may be negative."""
+
+PER_DOUBLING = 6
+"""Shares per factor of two: each is 12.2 percent larger than the one below."""
+
+SIGNED_LEVELS, LEVELS = 127, 254
+"""Shares above zero. The smallest are ``2**-21`` of a first moment and ``2**-42.2`` of a second one, its square."""
+
+NAN, ZERO, SIGNED_ZERO = 0, 1, 128
+"""Codes of nan, and of zero without and with a sign."""
+
+MARGIN = 1e-4
+"""Distance, in shares, within which a value is its share; larger than the errors of float32."""
 
 
 def has_master(param: Tensor, group: Mapping[str, Any]) -> bool:
@@ -204,3 +236,167 @@ def local(tensor: Tensor) -> Tensor:
     """Return the shard of a sharded tensor that this rank holds, and any other tensor itself."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
+
+
+def packs(param: Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether the moments of a parameter are kept in 8 bits."""
+    return bool(group.get("moments_8bit")) and param.numel() >= LEAST
+
+
+def rounds_at_random(group: Mapping[str, Any]) -> bool:
+    """Whether a group rounds weights or moments at random; the noise depends on the number of its updates."""
+    return stochastic(group) or bool(group.get("moments_8bit"))
+
+
+def is_packed(state: Mapping[str, Any]) -> bool:
+    """Whether a state holds moments in 8 bits."""
+    return "exp_avg" + SCALE in state
+
+
+def check_packable(param: Tensor, group: Mapping[str, Any]) -> None:
+    """Refuse parameters whose moments cannot be kept in 8 bits; ``param`` is in the precision of the update.
+
+    Raises:
+        IncompatibleError: A sharded tensor, or one that is not in float32.
+    """
+    if packs(param, group) and (param.dtype is not torch.float32 or hasattr(param, "to_local")):
+        raise IncompatibleError(
+            f"moments_8bit=True is for tensors that are not sharded and are updated in float32, found a "
+            f"{type(param).__name__} of {param.dtype}, shape {tuple(param.shape)}. Leave moments_8bit out of its "
+            "group, or set master_weights if it is in bfloat16 or float16."
+        )
+
+
+def noise(seed: int, device: torch.device) -> Tensor:
+    """Return what :func:`pack` adds before it rounds down, per entry of a block, so that the mean is the value."""
+    drawn = torch.rand(BLOCK, device=device, generator=torch.Generator(device).manual_seed(seed))
+    places = drawn.mul_(1 - 2 * MARGIN).add_(MARGIN)
+    return 1 - places.mul_(2 ** (1 / PER_DOUBLING) - 1).add_(1).log2_().mul_(PER_DOUBLING)
+
+
+def pack(values: Tensor, *, signed: bool, noise: Tensor | float = 0.5) -> tuple[Tensor, Tensor]:
+    """Return codes of the shape of ``values`` in uint8, and the largest finite magnitude of each block in float32.
+
+    A block is ``BLOCK`` entries in the order of ``flatten()``. Each code stands for a share of the largest magnitude.
+    The shares are powers of two to a sixth, so that small entries keep the relative precision of large ones. Below the
+    smallest share, entries with a sign become 0. Those without, which divide, become the smallest share unless they are
+    0. An entry that is not finite becomes nan, or inf if there are no signs. The others of its block are not affected.
+    Packing what was unpacked changes nothing.
+    Cost: six temporary tensors of the size of ``values`` at most.
+
+    Source: after T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861. Their shares are
+    coarser near zero and are rounded to the nearest one. A moment that changes slowly would then stay where it is.
+
+    Args:
+        values: Any shape, float32.
+        signed: Whether entries may be negative; if not, they get twice as many codes.
+        noise: Of :func:`noise`, to round to one of the two neighbours at random; 0.5 for the nearest.
+    """
+    blocks = _blocks(values)
+    sizes = blocks.abs()
+    scales = sizes.nan_to_num(0.0, 0.0).amax(1, keepdim=True)
+    scales.masked_fill_(scales == 0, 1.0)
+    levels = SIGNED_LEVELS if signed else LEVELS
+    places = (sizes / scales).log2_().mul_(PER_DOUBLING).add_(levels).add_(noise)
+    places.floor_().clamp_(0 if signed else 1, levels)
+    wrong = ~(sizes < torch.inf)
+    if signed:
+        places.copysign_(blocks).add_(SIGNED_ZERO)
+    else:
+        places.mul_(sizes.sign_()).add_(ZERO)
+    places.masked_fill_(wrong, NAN)
+    packed = torch.empty_like(values, dtype=torch.uint8, memory_format=torch.preserve_format)
+    return packed.copy_(places.flatten()[: values.numel()].view(values.shape)), scales.flatten()
+
+
+def unpack(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+    """Return the float32 values of :func:`pack`.
+
+    A value differs from the packed one by at most 12.3 percent of itself, unless that is below the smallest share.
+    """
+    shares = _shares(signed, codes.device).index_select(0, codes.flatten().int())
+    values = (_blocks(shares) * scales[:, None]).flatten()[: codes.numel()]
+    found = torch.empty_like(codes, dtype=torch.float32, memory_format=torch.preserve_format)
+    return found.copy_(values.view(codes.shape))
+
+
+def unpacked_pieces(batch: Batch, group: Mapping[str, Any], keys: Sequence[str]) -> Iterator[Batch]:
+    """Yield a batch in parts with moments in float32, and pack them again when the next part is requested.
+
+    The rounding is random, but the same for the same number of updates: all ranks get the same moments, and a resumed
+    run those of one that was not interrupted.
+
+    Args:
+        batch: The tensors to update.
+        group: The param group; its ``"updates"`` counts the updates.
+        keys: The moments.
+    """
+    drawn: dict[torch.device, Tensor] = {}
+    for part in parts(batch, IN_CACHE if batch.params[0].device.type == "cpu" else PIECE):
+        states = [
+            unpacked_state(state, param.dtype) if is_packed(state) else state
+            for state, param in zip(part.states, part.params, strict=True)
+        ]
+        yield Batch(part.params, part.grads, states)
+        for kept, state, param in zip(part.states, states, part.params, strict=True):
+            if not packs(param, group):
+                kept.update(state)
+                for key in keys:
+                    kept.pop(key + SCALE, None)
+                continue
+            if param.device not in drawn:
+                drawn[param.device] = noise(group.get("updates", 0), param.device)
+            kept.update(packed_state(state, keys, drawn[param.device]))
+
+
+def packed_state(state: Mapping[str, Any], keys: Sequence[str], noise: Tensor | float = 0.5) -> dict[str, Any]:
+    """Return a state with its moments in 8 bits."""
+    packed = dict(state)
+    for key in keys:
+        packed[key], packed[key + SCALE] = pack(state[key].float(), signed=key in SIGNED, noise=noise)
+    return packed
+
+
+def unpacked_state(state: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Return a state with its moments in full."""
+    packed = [key for key in state if key + SCALE in state]
+    scales = {key + SCALE for key in packed}
+    full = {key: value for key, value in state.items() if key not in scales}
+    return full | {key: unpack(state[key], state[key + SCALE], signed=key in SIGNED).to(dtype) for key in packed}
+
+
+def with_full_moments(state_dict: dict[str, Any], packing: Sequence[bool]) -> dict[str, Any]:
+    """Return the state dict with moments in full in the groups whose rule does not keep them in 8 bits.
+
+    Args:
+        state_dict: Of an optimizer; not changed.
+        packing: Whether the rule of a group keeps moments in 8 bits, per group.
+    """
+    groups, states = list(state_dict["param_groups"]), dict(state_dict["state"])
+    for number, (group, packs_moments) in enumerate(zip(groups, packing, strict=False)):
+        if packs_moments:
+            continue
+        if "moments_8bit" in group:
+            groups[number] = {**group, "moments_8bit": False}
+        for index in group["params"]:
+            if is_packed(states.get(index, {})):
+                states[index] = unpacked_state(states[index])
+    return {**state_dict, "param_groups": groups, "state": states}
+
+
+def _blocks(values: Tensor) -> Tensor:
+    flat = values.flatten()
+    return F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+
+
+@cache
+def _shares(signed: bool, device: torch.device) -> Tensor:
+    """Return the share of each code."""
+    levels, zero = (SIGNED_LEVELS, SIGNED_ZERO) if signed else (LEVELS, ZERO)
+    above = torch.exp2((torch.arange(levels, dtype=torch.float64, device="cpu") + 1 - levels) / PER_DOUBLING)
+    shares = torch.zeros(2**8, dtype=torch.float64, device="cpu")
+    shares[NAN] = torch.nan if signed else torch.inf
+    shares[zero + 1 : zero + 1 + levels] = above
+    if signed:
+        shares[zero - levels : zero] = -above.flip(0)
+    return shares.float().to(device)

@@ -1,7 +1,7 @@
 """Replay the steps of dense Adam that rows without a gradient have missed, for all rows at once.
 
 In such a step momentum still moves the weight, both moments shrink, and weight decay applies. The moments after any
-number of steps are products, so the moves are a sum in which each step has its own factors. Epsilon stands beside the
+number of steps are products, so the moves are a sum in which each step has its own factors. Epsilon is added to the
 root of the second moment, so the sum has no closed form; its terms shrink, and those that can no longer change the
 weight are not computed. With coupled (L2) weight decay the moments depend on the weight, and steps are made in turn.
 """
@@ -100,11 +100,12 @@ class _History:
     logs: Tensor
     before: Tensor
     end: int
-    form: dict[str, bool]
+    form: Mapping[str, Any]
 
     @classmethod
     def of(cls, past: Mapping[str, Any], begin: int, end: int, like: Tensor) -> _History:
-        options, form = past["options"], dict(zip(FORM, past["form"], strict=True))
+        options = past["options"]
+        form: dict[str, Any] = dict(zip(FORM, past["form"], strict=True))
         start = max(bisect_right(options, (begin + 1, math.inf)) - 1, 0)
         table = torch.tensor(options[start:], dtype=torch.float64, device="cpu")
         first, values = table[:, 0].contiguous(), table[:, 1:]

@@ -16,13 +16,13 @@ from torchboost.optim.memory_layout import is_dense, same_layout
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.adam import Adam
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
-from torchboost.optim.rules.checked import strides
-from torchboost.optim.rules.masters import has_master, pieces, stochastic
+from torchboost.optim.rules.masters import has_master, pieces
+from torchboost.optim.rules.options import arguments
 from torchboost.optim.rules.staging import SMALLEST_CHUNK, Job, Staging, StreamTransfer, Transfer, split
 
 __all__ = ["AdamOffload", "OffloadPlan"]
 
-_DTYPE, _DEVICE, _HOST = attrgetter("dtype"), attrgetter("device"), torch.device("cpu")
+_KIND = attrgetter("dtype", "device")
 
 MEBIBYTE = 2**20
 
@@ -102,6 +102,8 @@ class AdamOffload(Adam):
         88
     """
 
+    packs_moments = rounds = False
+
     def __init__(
         self,
         params: Any,
@@ -130,23 +132,8 @@ class AdamOffload(Adam):
         self.chunk_mebibytes = float(chunk_mebibytes)
         self.pin_memory = pin_memory
         self._stagings: dict[torch.device, Staging] = {}
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad=amsgrad,
-            nesterov=nesterov,
-            decoupled_weight_decay=decoupled_weight_decay,
-            bias_correction=bias_correction,
-            eps_uncorrected=eps_uncorrected,
-            maximize=maximize,
-            fused=None if nesterov or eps_uncorrected else True,
-            master_weights=master_weights,
-            transforms=transforms,
-            nonfinite=nonfinite,
-        )
+        options = arguments(locals(), "chunk_mebibytes", "pin_memory")
+        super().__init__(**options, fused=None if nesterov or eps_uncorrected else True)
 
     def constructor_options(self) -> dict[str, Any]:
         """Return the constructor's arguments that the param groups do not hold, by name."""
@@ -181,21 +168,12 @@ class AdamOffload(Adam):
         )
 
     @property
-    def packs_moments(self) -> bool:
-        """False: the moments stay in full."""
-        return False
-
-    @property
     def _step_supports_amp_scaling(self) -> bool:
         # The scale would reach the kernel as a tensor on the device; if unscaled there, an overflow copies nothing.
         return False
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse a choice of kernel, which this class makes itself."""
-        if group["moments_8bit"]:
-            raise ValueError(f"moments_8bit: {type(self).__name__} keeps its moments in full; leave it out.")
-        if stochastic(group):
-            raise ValueError(f"master_weights: found 'stochastic'; {type(self).__name__} takes True and False only.")
         for name, refused in (("foreach", True), ("capturable", True), ("fused", False)):
             if group.get(name) is refused:
                 raise ValueError(f"{name}: found {refused}; {type(self).__name__} chooses its kernel; leave it out.")
@@ -284,22 +262,7 @@ class AdamOffload(Adam):
         jobs: dict[torch.device, list[Job]] = {}
         for group, batch in zip(self.param_groups, work, strict=True):
             options = _host_options(group)
-            if self._settled(batch, group):
-                self.update(options, batch)
-                continue
-            near = Batch([], [], [])
-            for param, grad, state in zip(batch.params, batch.grads, batch.states, strict=True):
-                self._settle(param, state, group)
-                # torch's kernel reads memory in order and ignores the strides.
-                if self._far(param) or not is_dense(param) or not same_layout(param, grad):
-                    moments = {key: state[key] for key in self.state_keys(group)[1:]}
-                    master = state["master"] if has_master(param, group) else None
-                    job = Job(options, param, grad, state["step"], moments, master)
-                    jobs.setdefault(param.device, []).append(job)
-                else:
-                    near.params.append(param)
-                    near.grads.append(grad)
-                    near.states.append(state)
+            near = batch if self._settled(batch, group) else self._divided(batch, group, options, jobs)
             for part in pieces(near):
                 if part.params:
                     self.update(options, part)
@@ -308,27 +271,40 @@ class AdamOffload(Adam):
 
     def _settled(self, batch: Batch, group: Mapping[str, Any]) -> bool:
         """Whether all of a batch is on the host in the kernel's layout; checked without a Python loop over tensors."""
-        keys = self.state_keys(group)
-        steps, others = batch.state(keys[0]), [batch.grads, *map(batch.state, keys[1:])]
-        masters = any("master" in state for state in batch.states)
-        if masters or any(map(self._far, batch.params)) or set(map(type, steps)) != {Tensor}:
-            return False
-        wanted, dtypes = strides(batch.params), list(map(_DTYPE, batch.params))
-        return (
-            all(set(map(_DEVICE, listed)) == {_HOST} for listed in (batch.params, steps, *others))
-            and set(map(_DTYPE, steps)) == {torch.float32}
-            and all(map(Tensor.is_contiguous, batch.params))
-            and all(strides(listed) == wanted and list(map(_DTYPE, listed)) == dtypes for listed in others)
+        lists = [batch.params, batch.grads, *map(batch.state, self.state_keys(group)[1:])]
+        kinds = list(map(_KIND, batch.params))
+        return not any(map(self._far, batch.params)) and all(
+            all(map(Tensor.is_contiguous, tensors)) and list(map(_KIND, tensors)) == kinds for tensors in lists
         )
+
+    def _divided(
+        self,
+        batch: Batch,
+        group: Mapping[str, Any],
+        options: Mapping[str, Any],
+        jobs: dict[torch.device, list[Job]],
+    ) -> Batch:
+        """Return what the kernel can update in place, and add the rest to the jobs of its device."""
+        near = Batch([], [], [])
+        for param, grad, state in zip(batch.params, batch.grads, batch.states, strict=True):
+            self._settle(param, state, group)
+            # torch's kernel reads memory in order and ignores the strides.
+            if self._far(param) or not is_dense(param) or not same_layout(param, grad):
+                moments = {key: state[key] for key in self.state_keys(group)[1:]}
+                master = state["master"] if has_master(param, group) else None
+                job = Job(options, param, grad, state["step"], moments, master)
+                jobs.setdefault(param.device, []).append(job)
+            else:
+                near.params.append(param)
+                near.grads.append(grad)
+                near.states.append(state)
+        return near
 
     def _settle(self, param: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
         """Bring the state to the device, precision and memory layout of its use; usually nothing is copied."""
         wide = has_master(param, group)
         dtype = torch.float32 if wide else param.dtype
         model = param if is_dense(param) else torch.empty_like(param, device="meta")
-        step = state["step"]
-        if not isinstance(step, Tensor) or step.device.type != "cpu" or step.dtype != torch.float32:
-            state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
         for key in (*self.state_keys(group)[1:], *(("master",) if wide else ())):
             value = state[key]
             if value.device.type != "cpu" or value.dtype != dtype or not same_layout(value, model):

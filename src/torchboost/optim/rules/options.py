@@ -1,8 +1,11 @@
-"""Checks of the options of a parameter group."""
+"""The options of rules: from a constructor to the param groups, their checks, and their names in MindSpore."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from difflib import get_close_matches
+from functools import cache
 from types import NoneType
 from typing import Any
 
@@ -14,11 +17,23 @@ from torch.optim import Optimizer
 from torchboost.core.arguments import check_number
 from torchboost.core.torch_private import capturable_devices, fused_devices
 from torchboost.errors import IncompatibleError
-from torchboost.optim.fused_kernels import miscomputes
 from torchboost.optim.memory_layout import is_dense
 from torchboost.optim.schedules import resolve_lr, whole
 
-__all__ = ["SCHEDULED", "Schedule", "check_capturable", "check_fused", "check_options", "take_schedules"]
+__all__ = [
+    "HERE",
+    "SCHEDULED",
+    "SHARED",
+    "Schedule",
+    "arguments",
+    "check_capturable",
+    "check_fused",
+    "check_group_names",
+    "check_names",
+    "check_options",
+    "miscomputes",
+    "take_schedules",
+]
 
 Schedule = Callable[[int], float]
 
@@ -30,6 +45,9 @@ LARGEST = 1e30
 
 LARGEST_WHOLE = 2**62
 """Larger integers overflow the kernels' arguments."""
+
+ENTRIES = 67
+"""Weights on which a fused kernel is tried: several full vectors on every processor, and a remainder."""
 
 NOT_NEGATIVE = ("lr", "weight_decay", "eps", "momentum", "max_ratio", "l1", "l2")
 FLAGS = (
@@ -47,6 +65,39 @@ FLAGS = (
     "stacked",
     "training",
 )
+
+
+HERE = {
+    "learning_rate": "lr",
+    "beta1": "betas=(beta1, beta2)",
+    "beta2": "betas=(beta1, beta2)",
+    "epsilon": "eps",
+    "decay": "alpha",
+    "initial_accum": "initial_accumulator_value",
+    "use_nesterov": "nesterov",
+    "use_amsgrad": "amsgrad",
+    "use_clip": "clip",
+    "lars_filter": "a group with adapt=False",
+    "use_lazy": "the class LazyAdam",
+    "use_offload": "the class AdamOffload",
+    "use_locking": "nothing: an update is one operation; leave it out",
+    "loss_scale": "transforms=(Unscale(loss_scale),), or torch.amp.GradScaler",
+}
+"""MindSpore's name -> ours. The page ``compat.md`` shows it."""
+
+
+SHARED = ("params", "transforms", "nonfinite")
+"""Arguments of all constructors that are no options of a group."""
+
+
+def arguments(scope: Mapping[str, Any], *others: str) -> dict[str, Any]:
+    """Return the arguments of a constructor from its ``locals()``, taken before it assigns anything.
+
+    Args:
+        scope: The local names.
+        *others: Names of arguments that are not wanted.
+    """
+    return {name: value for name, value in scope.items() if name not in ("self", "__class__", *others)}
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -195,3 +246,81 @@ def take_schedules(options: dict[str, Any]) -> dict[str, Schedule]:
             schedules[key] = schedule
             options[key] = schedule(0)
     return schedules
+
+
+def check_names(kind: type, given: Iterable[str]) -> None:
+    """Refuse unknown keyword arguments, and say which name the class takes instead.
+
+    Args:
+        kind: The class about to be constructed.
+        given: Names of keyword arguments.
+
+    Raises:
+        TypeError: The class does not take one of the names.
+    """
+    taken = inspect.signature(kind).parameters.values()
+    if any(argument.kind is argument.VAR_KEYWORD for argument in taken):
+        return  # the class checks its options itself, and its base class is checked in turn
+    names = [argument.name for argument in taken]
+    for name in given:
+        if name not in names:
+            raise TypeError(f"{kind.__name__} takes no {name!r}{_hint(name, names)}")
+
+
+def check_group_names(group: Iterable[str], taken: Collection[str]) -> None:
+    """Refuse MindSpore's names as keys of a param group; torch would keep and ignore them.
+
+    Args:
+        group: Its keys.
+        taken: Options of the rule.
+
+    Raises:
+        TypeError: A key is an argument of MindSpore and not an option of the rule.
+    """
+    for name in group:
+        if name in HERE and name not in taken:
+            raise TypeError(f"param_group: found the key {name!r}{_hint(name, sorted(taken))}")
+
+
+def _hint(name: str, names: Collection[str]) -> str:
+    if name in HERE:
+        return f", which is MindSpore's name; here it is {HERE[name]}."
+    near = get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(names)}."
+
+
+def miscomputes(kind: type[Optimizer], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether two fused steps give other weights than two ordinary steps.
+
+    torch 2.13's fused SGD does so in bfloat16 and float16 on the CPU: half of each vector gets the update of other
+    weights. So each kernel is tried once per precision and device.
+
+    Args:
+        kind: An optimizer class of torch that takes ``fused``.
+        dtype: Floating-point precision of the weights.
+        device: Device of the weights.
+
+    Returns:
+        False if the kernel is right or cannot be tried; in the second case torch raises when it is used.
+    """
+    try:
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            return _differs(kind, dtype, device)
+    except RuntimeError:
+        return False
+
+
+@cache
+def _differs(kind: type[Optimizer], dtype: torch.dtype, device: torch.device) -> bool:
+    fused, plain = (_moved(kind, dtype, device, fused=fused) for fused in (True, False))
+    return not torch.allclose(fused, plain, rtol=0.1, atol=0.1)
+
+
+def _moved(kind: type[Optimizer], dtype: torch.dtype, device: torch.device, *, fused: bool) -> torch.Tensor:
+    """Return weights after two steps of about 1 each."""
+    weights = torch.linspace(-2, 2, ENTRIES, device=device).to(dtype).requires_grad_()
+    optimizer = kind([weights], lr=1.0, fused=fused)  # pyright: ignore[reportCallIssue]
+    for _ in range(2):
+        weights.grad = torch.linspace(1.5, 0.5, ENTRIES, device=device).to(dtype)
+        optimizer.step()
+    return weights.detach().float()

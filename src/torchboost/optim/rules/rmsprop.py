@@ -14,7 +14,7 @@ from torchboost.core.torch_private import foreach
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import MasterWeights
-from torchboost.optim.rules.options import check_capturable
+from torchboost.optim.rules.options import SHARED, arguments, check_capturable
 
 __all__ = ["RMSProp", "RMSprop"]
 
@@ -70,19 +70,8 @@ class RMSprop(UpdateRule):
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "alpha": alpha,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "centered": centered,
-            "capturable": capturable,
-            "foreach": foreach,
-            "maximize": maximize,
-            "master_weights": master_weights,
-        }
-        super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
+        options = arguments(locals(), *SHARED)
+        super().__init__(params, options, transforms=transforms, nonfinite=nonfinite)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse an ``alpha`` out of range."""
@@ -96,12 +85,6 @@ class RMSprop(UpdateRule):
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries of the state."""
         return ("step", "square_avg", *_optional_keys(group))
-
-    def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a step of 0 and averages of 0."""
-        step = torch.zeros((), dtype=torch.float32, device=param.device if group["capturable"] else "cpu")
-        averages = self.state_keys(group)[1:]
-        return {"step": step} | {k: torch.zeros_like(param, memory_format=torch.preserve_format) for k in averages}
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
@@ -175,17 +158,8 @@ class RMSProp(UpdateRule):
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "alpha": alpha,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "centered": centered,
-            "maximize": maximize,
-            "master_weights": master_weights,
-        }
-        super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
+        options = arguments(locals(), *SHARED)
+        super().__init__(params, options, transforms=transforms, nonfinite=nonfinite)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse an ``alpha`` or ``eps`` out of range."""

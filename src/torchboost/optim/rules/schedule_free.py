@@ -14,7 +14,8 @@ from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
-from torchboost.optim.rules.masters import IN_CACHE, pieces, stochastic
+from torchboost.optim.rules.masters import IN_CACHE, pieces
+from torchboost.optim.rules.options import SHARED, arguments
 from torchboost.optim.schedules import whole
 
 __all__ = ["ScheduleFreeAdamW", "ScheduleFreeSGD", "warn_of_training_weights"]
@@ -27,6 +28,7 @@ class _ScheduleFree(UpdateRule):
     """
 
     numbers = ("weight_sum", "largest_lr")
+    rounds = False
 
     def train(self) -> None:
         """Put the weights at which gradients are computed into the parameters, before training continues.
@@ -107,8 +109,6 @@ class _ScheduleFree(UpdateRule):
             RuntimeError: The optimizer is in evaluation mode.
             IncompatibleError: A learning-rate scheduler is attached.
         """
-        if stochastic(group):
-            raise ValueError(f"master_weights: found 'stochastic'; {type(self).__name__} takes True and False only.")
         whole("warmup_steps", group["warmup_steps"], least=0)
         if not 0 < self.averaging(group) < 1:
             raise ValueError(
@@ -140,7 +140,7 @@ class _ScheduleFree(UpdateRule):
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return fast weights equal to the parameter, and an average of none so far."""
         numbers = {key: torch.zeros((), dtype=torch.float32, device="cpu") for key in self.numbers}
-        return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), "z": param.detach().clone(), **numbers}
+        return {**super().init_state(param, group), "z": param.detach().clone(), **numbers}
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
@@ -220,17 +220,8 @@ class ScheduleFreeAdamW(_ScheduleFree):
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "warmup_steps": warmup_steps,
-            "maximize": maximize,
-            "master_weights": master_weights,
-            "training": True,
-        }
-        super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
+        options = arguments(locals(), *SHARED) | {"training": True}
+        super().__init__(params, options, transforms=transforms, nonfinite=nonfinite)
 
     def averaging(self, group: Mapping[str, Any]) -> float:
         """Return the share of the average in the weights of training."""
@@ -239,11 +230,6 @@ class ScheduleFreeAdamW(_ScheduleFree):
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries of the state."""
         return (*super().state_keys(group), "exp_avg_sq")
-
-    def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return fast weights equal to the parameter, and a second moment of 0."""
-        square = torch.zeros_like(param, memory_format=torch.preserve_format)
-        return {**super().init_state(param, group), "exp_avg_sq": square}
 
     def directions(self, group: Mapping[str, Any], batch: Batch) -> list[Tensor]:
         """Return ``g / (sqrt(v^) + eps)``."""
@@ -293,16 +279,8 @@ class ScheduleFreeSGD(_ScheduleFree):
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "warmup_steps": warmup_steps,
-            "maximize": maximize,
-            "master_weights": master_weights,
-            "training": True,
-        }
-        super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
+        options = arguments(locals(), *SHARED) | {"training": True}
+        super().__init__(params, options, transforms=transforms, nonfinite=nonfinite)
 
     def averaging(self, group: Mapping[str, Any]) -> float:
         """Return the share of the average in the weights of training."""

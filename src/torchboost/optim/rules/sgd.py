@@ -15,7 +15,7 @@ from torchboost.optim.memory_layout import writable
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import MasterWeights
-from torchboost.optim.rules.options import check_fused
+from torchboost.optim.rules.options import SHARED, arguments, check_fused
 
 __all__ = ["SGD", "Momentum"]
 
@@ -67,19 +67,8 @@ class SGD(UpdateRule):
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "foreach": foreach,
-            "fused": fused,
-            "differentiable": False,
-            "master_weights": master_weights,
-        }
-        super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
+        options = arguments(locals(), *SHARED)
+        super().__init__(params, options, transforms=transforms, nonfinite=nonfinite)
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
         """Accept sparse gradients if no option of the group makes the update dense."""
@@ -172,17 +161,4 @@ class Momentum(SGD):
         transforms: Sequence[GradientTransform] = (),
         nonfinite: Nonfinite = "ignore",
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            momentum,
-            0.0,
-            weight_decay,
-            nesterov,
-            maximize=maximize,
-            foreach=foreach,
-            fused=fused,
-            master_weights=master_weights,
-            transforms=transforms,
-            nonfinite=nonfinite,
-        )
+        super().__init__(**arguments(locals()))
