@@ -23,8 +23,8 @@ def main(full: bool = True) -> dict[str, tuple[int, int, int]]:
     for name, build in NETWORKS.items():
         torch.manual_seed(0)
         model = build()
-        report = torchboost.remove_batch_norms(model, dry_run=True)
-        mild = torchboost.remove_batch_norms(model, keep_shortcut=True, dry_run=True)
+        report = torchboost.less_bn(model, dry_run=True)
+        mild = torchboost.less_bn(model, keep_shortcut=True, dry_run=True)
         counts[name] = (len(report.found), len(report.removed), len(mild.removed))
         print(f"{name}: {report if full else str(report).splitlines()[0]}")
         print(f"{name}: {len(mild.removed)} with the shortcuts' kept\n")

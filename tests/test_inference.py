@@ -20,7 +20,7 @@ from tests.support.conv_nets import ForeignNames, InvertedResidual, PreActNet, t
 from tests.support.random_nets import random_net
 from tests.support.removal_nets import NormAct
 from tests.support.zoo import ZOO
-from torchboost.algorithms.less_bn import remove_batch_norms
+from torchboost.algorithms.less_bn import less_bn
 from torchboost.errors import NoEffectWarning
 from torchboost.graph.removed_norm import RemovedNorm
 from torchboost.inference import fast_copy
@@ -241,7 +241,7 @@ def test_the_copy_can_be_scripted_traced_compiled_and_exported(checked):
 def test_the_copy_can_be_exported_to_onnx():
     runtime = pytest.importorskip("onnxruntime", reason="needs onnx, onnxscript and onnxruntime")
     network, x = trained(vgg()), torch.randn(2, 3, 16, 16)
-    assert remove_batch_norms(network).removed
+    assert less_bn(network).removed
     expected = network.eval()(x).detach()
     file = io.BytesIO()
     torch.onnx.export(fast_copy(network, sample=x), (x,), input_names=["x"], dynamo=True).save(file)

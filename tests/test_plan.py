@@ -184,7 +184,7 @@ def test_auto_keys_the_user_wrote_override_the_level_and_explain_says_so():
         "extra.loss_scale_group",
     }
     text = plan.explain()
-    assert ": normalize_head=True, keep='narrowest', keep_every=1, blocks_per_norm=8\n" in text
+    assert ": normalize_head=True, keep_every=1, blocks_per_norm=8\n" in text
     assert "your settings, with which the promise of O2 was not measured:" in text
     assert all(entry in text for entry in plan.unmeasured)
 
@@ -486,14 +486,14 @@ def test_a_refused_plan_leaves_the_model_as_it_was():
     model = vgg()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     target = Target(model, optimizer)
-    keys, held = list(model.state_dict()), len(optimizer.param_groups[0]["params"])
+    keys, held = len(list(model.parameters())), len(optimizer.param_groups[0]["params"])
     with pytest.raises(IncompatibleError, match="float16 without a scaler"):
         Plan.of("O0", config, FAST).attach(target)
-    assert list(model.state_dict()) == keys
+    assert len(list(model.parameters())) == keys
     assert len(optimizer.param_groups[0]["params"]) == held
     target.scaler = torch.amp.GradScaler("cpu")
     Plan.of("O0", config, FAST).attach(target).remove()
-    assert list(model.state_dict()) != keys
+    assert len(list(model.parameters())) < keys
 
 
 def test_a_wrapped_model_without_anything_to_remove_attaches():

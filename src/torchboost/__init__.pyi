@@ -8,9 +8,9 @@ from .algorithms import autocast_forward as autocast_forward
 from .algorithms import centralize_gradients as centralize_gradients
 from .algorithms import freeze_blocks as freeze_blocks
 from .algorithms import fuse_optimizer as fuse_optimizer
-from .algorithms import remove_batch_norms as remove_batch_norms
 from .algorithms import to_channels_last as to_channels_last
 from .algorithms.grad_accumulation import Accumulator as Accumulator
+from .algorithms.less_bn import less_bn as less_bn
 from .algorithms.loss_scale_group import GroupGradScaler as GroupGradScaler
 from .algorithms.loss_scale_group.rule import ScaleRule as ScaleRule
 from .algorithms.loss_scale_group.scalers import DynamicLossScale as DynamicLossScale

@@ -49,7 +49,7 @@ from torchboost.core.torch_private import step_pre_hooks
 from torchboost.core.wrapping import already_wrapped, hookable, wrapper_of
 from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError, NoEffectWarning
-from torchboost.graph.dataflow import shared_traces
+from torchboost.graph.trace import shared_traces
 from torchboost.inference import fast_copy, fastest
 from torchboost.optim.named import named_optimizer
 from torchboost.optim.rules.schedule_free import warn_of_training_weights

@@ -18,13 +18,11 @@ from torch import Tensor, nn
 from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.core.wrapping import unwrap
 from torchboost.errors import IncompatibleError, NoEffectWarning
-from torchboost.graph.dataflow import evaluate
+from torchboost.graph.copies import ReachesOriginal, copies_of, twin
 from torchboost.graph.folding import fold_batch_norms, largest_difference
-from torchboost.graph.recording import Arguments, call
 from torchboost.graph.removed_norm import RemovedNorm, show_bias
 from torchboost.graph.surgery import replace_module
-from torchboost.graph.twin import twin
-from torchboost.graph.untouched import ReachesOriginal, copies_of
+from torchboost.graph.trace import Arguments, call, evaluate
 from torchboost.measure.stopwatch import Clock, Warmup, compare
 
 __all__ = ["fast_copy", "fastest"]

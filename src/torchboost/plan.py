@@ -21,7 +21,7 @@ from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, att
 from torchboost.core.arguments import check_module, check_optimizer, check_pair, check_shapes, in_words
 from torchboost.core.wrapping import hookable, wrapper_of
 from torchboost.errors import ConfigError, IncompatibleError, nearest, shown
-from torchboost.graph.dataflow import shared_traces
+from torchboost.graph.trace import shared_traces
 from torchboost.plan_file import write_plan
 from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop
 

@@ -18,7 +18,7 @@ from torchboost.algorithms.fused_optimizer import FusedOptimizer
 from torchboost.algorithms.grad_accumulation.algorithm import AccumulationSteps
 from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze, Pattern
 from torchboost.algorithms.gradient_centralization import GradientCentralization
-from torchboost.algorithms.less_bn import BatchNormRemoval
+from torchboost.algorithms.less_bn import LessBn
 from torchboost.algorithms.loss_scale_group.algorithm import LossScaleGroups
 from torchboost.algorithms.matmul_precision import MatmulPrecision
 from torchboost.core.algorithm import Algorithm
@@ -28,7 +28,7 @@ from torchboost.core.torch_private import AnyBatchNorm, AnyConv
 from torchboost.core.torch_versions import default_device
 from torchboost.distributed.topology import Topology
 from torchboost.errors import nearest
-from torchboost.graph.norm_roles import was_trained
+from torchboost.graph.norms import was_trained
 from torchboost.graph.removed_norm import RemovedNorm
 
 __all__ = ["LEVELS", "REGISTRY", "Entry", "Facts", "Loop"]
@@ -117,7 +117,7 @@ class Facts:
             other += sum(isinstance(m, (nn.BatchNorm1d, nn.BatchNorm3d)) for m in model.modules())
             batch_norms = sum(isinstance(m, (AnyBatchNorm, RemovedNorm)) for m in model.modules())
             largest = _largest_matrix(model)
-            trained = False if BatchNormRemoval().applied(model) else was_trained(model)
+            trained = False if LessBn().applied(model) else was_trained(model)
         half = half_precision(device, convolutions)
         return cls(
             world_size=topology.world_size,
@@ -336,7 +336,7 @@ def _needs_nodes(facts: Facts) -> str | None:
 
 _ENTRIES = (
     Entry(
-        algorithm=BatchNormRemoval,
+        algorithm=LessBn,
         summary="removes the BatchNorm layers that are not needed",
         section="less_bn",
         words=MappingProxyType({"fn_flag": "normalize_head"}),

@@ -29,7 +29,7 @@ from tests.support.conv_nets import (
 from tests.support.models import BottleneckNet
 from tests.support.portraits import changes, portrait
 from tests.support.removal_nets import NormAct, preact_net, repvgg_net
-from torchboost.algorithms.less_bn import BatchNormRemoval, remove_batch_norms
+from torchboost.algorithms.less_bn import LessBn, less_bn
 from torchboost.bench.workloads.models import VGG, BasicBlock, Bottleneck, ResNet
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
@@ -53,7 +53,7 @@ class Renamed(nn.Module):
 
 def test_basic_blocks():
     model = resnet(2, 2)
-    report = remove_batch_norms(model)
+    report = less_bn(model)
     assert report.removed == ("3.bn1", "4.bn1", "5.downsample.1", "5.bn1", "6.bn1")
     assert names_of_norms(model) == ["1", "3.bn2", "4.bn2", "5.bn2", "6.bn2"]
     assert report.kept["1"] == "the first of the network"
@@ -62,15 +62,15 @@ def test_basic_blocks():
 
 def test_bottleneck_blocks_with_and_without_the_shortcut():
     model = ResNet(Bottleneck, [1, 2], width=4)
-    assert len(remove_batch_norms(model, dry_run=True).removed) == 8
-    report = remove_batch_norms(model, keep_shortcut=True)
+    assert len(less_bn(model, dry_run=True).removed) == 8
+    report = less_bn(model, keep_shortcut=True)
     assert len(report.removed) == 6
     assert report.kept["stages.0.0.downsample.1"] == "in a shortcut (keep_shortcut)"
 
 
 def test_pre_activation_blocks():
     model = PreActNet()
-    report = remove_batch_norms(model)
+    report = less_bn(model)
     assert report.removed == ("blocks.0.bn1", "blocks.2.bn1")
     assert names_of_norms(model) == ["blocks.0.bn2", "blocks.1.bn1", "blocks.1.bn2", "blocks.2.bn2", "norm"]
 
@@ -78,7 +78,7 @@ def test_pre_activation_blocks():
 def test_inverted_residuals_with_and_without_skip():
     blocks = [InvertedResidual(4, 4), InvertedResidual(4, 6, 2), InvertedResidual(6, 8, 2), InvertedResidual(8, 8)]
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.SiLU(), *blocks)
-    remove_batch_norms(model)
+    less_bn(model)
     assert names_of_norms(model) == ["1", "3.project.1", "4.project.1", "5.project.1", "6.project.1"]
 
 
@@ -87,7 +87,7 @@ def test_plain_stacks(every, left):
     model = vgg()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if every == 1 else "error", NoEffectWarning)
-        report = remove_batch_norms(model, keep_every=every)
+        report = less_bn(model, keep_every=every)
     assert len(names_of_norms(model)) == left
     assert {"1", "21"} <= set(names_of_norms(model))
     assert len(report.removed) == 7 - left
@@ -95,7 +95,7 @@ def test_plain_stacks(every, left):
 
 def test_the_vgg_of_the_workloads():
     model = VGG(width=4)
-    assert len(remove_batch_norms(model).removed) == 3
+    assert len(less_bn(model).removed) == 3
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
 
 
@@ -103,27 +103,27 @@ def test_the_narrowest_norm_of_a_bottleneck_can_stay_instead_of_the_last():
     torch.manual_seed(0)
     model = BottleneckNet()
     norms = names_of_norms(model)
-    report = remove_batch_norms(model, keep="narrowest")
+    report = less_bn(model, keep="narrowest")
     assert [name for name in norms if name not in report.removed][1:] == [n for n in norms if n.endswith("bn2")]
     ends = [m.conv3 for m in model.modules() if hasattr(m, "conv3")]
     for end in ends:  # half of the mean square gets through the ReLU in front; the branch starts at 1 / blocks
         assert float(end.weight.detach().square().sum((1, 2, 3)).mean() / 2) == pytest.approx(1 / len(ends), rel=1e-3)
-    assert not BatchNormRemoval(keep="narrowest").needs_transform(model)
+    assert not LessBn(keep="narrowest").needs_transform(model)
 
 
 def test_a_wrapped_model_counts_as_done_where_something_was_removed():
     fresh, done = vgg(), vgg()
-    remove_batch_norms(done)
+    less_bn(done)
     for model in (fresh, done):
         model.compile(backend="eager")
-    assert BatchNormRemoval().needs_transform(fresh)
-    assert not BatchNormRemoval().needs_transform(done)
-    assert not BatchNormRemoval().needs_transform(torch.compile(nn.Linear(2, 2), backend="eager"))
+    assert LessBn().needs_transform(fresh)
+    assert not LessBn().needs_transform(done)
+    assert not LessBn().needs_transform(torch.compile(nn.Linear(2, 2), backend="eager"))
 
 
 def test_fewer_norms_than_blocks():
     model = resnet(3, 3)
-    report = remove_batch_norms(model, blocks_per_norm=2)
+    report = less_bn(model, blocks_per_norm=2)
     assert names_of_norms(model) == ["1", "4.bn2", "6.bn2", "8.bn2"]
     assert len(report.rescaled) == len(report.removed) == 10
 
@@ -131,24 +131,24 @@ def test_fewer_norms_than_blocks():
 @pytest.mark.parametrize("build", [lambda: resnet(2, 2), vgg], ids=["residual", "plain"])
 def test_names_play_no_part(build):
     model = build()
-    plain, renamed = remove_batch_norms(model, dry_run=True), remove_batch_norms(Renamed(build()), dry_run=True)
+    plain, renamed = less_bn(model, dry_run=True), less_bn(Renamed(build()), dry_run=True)
     told = [name.replace("bn", "", 1).replace("_fc_shortcut", "") for name in renamed.removed]
     assert told == list(plain.removed)
-    assert remove_batch_norms(ForeignNames(), dry_run=True).removed == ("main", "linear")
+    assert less_bn(ForeignNames(), keep="last", dry_run=True).removed == ("main", "linear")
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.SyncBatchNorm])
 def test_kinds_of_batch_norm(norm):
-    assert len(remove_batch_norms(vgg(norm=norm), dry_run=True).removed) == 3
+    assert len(less_bn(vgg(norm=norm), dry_run=True).removed) == 3
 
 
 def test_one_and_three_dimensions():
     for sides, conv, norm in ((1, nn.Conv1d, nn.BatchNorm1d), (3, nn.Conv3d, nn.BatchNorm3d)):
         layers = [m for _ in range(3) for m in (conv(2, 2, 1), norm(2), nn.ReLU())]
-        report = remove_batch_norms(nn.Sequential(*layers))
+        report = less_bn(nn.Sequential(*layers))
         assert (report.removed, sides) == (("4",), sides)
     mlp = nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())])
-    assert remove_batch_norms(mlp).removed == ("4",)
+    assert less_bn(mlp).removed == ("4",)
 
 
 def test_what_cannot_go_says_why():
@@ -166,7 +166,7 @@ def test_what_cannot_go_says_why():
 
     model = Shared()
     with pytest.warns(NoEffectWarning):
-        report = remove_batch_norms(model)
+        report = less_bn(model)
     assert report.kept["norm"] == "it is used 2 times"
     assert report.kept["idle"] == "the traced pass does not reach it"
 
@@ -175,17 +175,16 @@ def test_what_cannot_go_says_why():
             return super().forward(input).relu()
 
     with pytest.warns(NoEffectWarning):
-        assert "own forward" in remove_batch_norms(vgg((2,), norm=Own), keep_every=9).kept["4"]
+        assert "own forward" in less_bn(vgg((2,), norm=Own), keep_every=9).kept["4"]
 
 
 @pytest.mark.parametrize("style", ["module", "method", "keyword", "positional"])
-@pytest.mark.parametrize("keep", ["last", "narrowest"])
-def test_a_norm_that_went_leaves_the_skip_path_alone(style, keep):
+def test_a_norm_that_went_leaves_the_skip_path_alone(style):
     torch.manual_seed(0)
     model = preact_net(style)
-    assert "1.bn1" in remove_batch_norms(model, keep=keep).removed
+    assert "1.bn1" in less_bn(model).removed
     plain = preact_net("plain")
-    remove_batch_norms(plain, keep=keep)
+    less_bn(plain)
     plain.load_state_dict(model.state_dict())
     assert not any(m.copies for m in plain.modules() if isinstance(m, RemovedNorm))
     assert sum(m.copies for m in model.modules() if isinstance(m, RemovedNorm)) == 3
@@ -203,18 +202,26 @@ def test_a_norm_that_went_leaves_the_skip_path_alone(style, keep):
 
 def test_additions_in_place_behind_a_norm_that_went():
     model = repvgg_net()
-    assert {"3.same", "4.same"} <= set(remove_batch_norms(model).removed)
+    assert {"3.same", "4.same"} <= set(less_bn(model).removed)
     x = torch.randn(2, 3, 8, 8)
     model(x).sum().backward()  # autograd noticed that its saved tensors were written to
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_a_norm_held_beside_the_module_tree_stays():
-    model = vgg()
-    model.path = list(model)[:6]
-    model.forward = lambda x: nn.Sequential(*model.path, *list(model)[6:])(x)
-    report = remove_batch_norms(model, keep_every=9)
-    assert report.kept["4"] == "'path' of the model also holds it"
+    class Paths(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = vgg()
+            self.path = list(self.layers)[:6]
+
+        def forward(self, x):
+            for layer in (*self.path, *list(self.layers)[6:]):
+                x = layer(x)
+            return x
+
+    report = less_bn(Paths(), keep_every=9)
+    assert report.kept["layers.4"] == "'path' of the model also holds it"
     assert report.removed
 
 
@@ -222,7 +229,7 @@ def test_a_norm_that_someone_extended_stays():
     model = vgg()
     seen = []
     model[4].register_forward_hook(lambda module, args, output: seen.append(output))
-    assert "hooks" in remove_batch_norms(model, keep_every=9).kept["4"]
+    assert "hooks" in less_bn(model, keep_every=9).kept["4"]
     model(torch.randn(2, 3, 16, 16))
     assert len(seen) == 1
 
@@ -238,7 +245,7 @@ def test_a_forward_that_reads_the_width_of_a_norm():
             return self.first[6:](h.view(len(x), self.first[4].num_features, *h.shape[2:]))
 
     model = Reads()
-    assert "first.4" in remove_batch_norms(model, keep_every=9).removed
+    assert "first.4" in less_bn(model, keep_every=9).removed
     assert model(torch.randn(2, 3, 16, 16)).shape == (2, 4)
 
 
@@ -251,7 +258,7 @@ def test_norms_that_bring_an_activation_along(trained):
     if trained:
         train_a_little(model, size=8)
     before = outputs(model, x)
-    report = remove_batch_norms(model)
+    report = less_bn(model)
     assert report.removed == ("3", "7")
     assert isinstance(model[3].act, nn.SiLU)
     if trained:
@@ -267,22 +274,23 @@ def test_a_module_under_two_names_goes_from_both():
     model = vgg()
     outer = nn.ModuleDict({"net": model, "again": nn.ModuleList([model[4]])})
     outer.forward = lambda x: model(x)
-    assert len(remove_batch_norms(outer).removed) == 3
+    assert len(less_bn(outer).removed) == 3
     stack = nn.Sequential(*[m for _ in range(3) for m in (nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU())])
     stack[3].bonus = stack[4]
-    remove_batch_norms(stack)
+    less_bn(stack)
     assert isinstance(stack[4], RemovedNorm)
     assert stack[3].bonus is stack[4]
 
 
-def test_where_nothing_can_be_traced_the_module_tree_decides():
+def test_what_cannot_be_traced_is_unchanged_without_a_sample():
     model = RefusesTracing()
-    report = remove_batch_norms(model)
-    assert report.traced == "structure"
+    with pytest.warns(NoEffectWarning, match="no BatchNorm that can go"):
+        report = less_bn(model)
+    assert (report.traced, report.removed) == ("structure", ())
+    assert set(report.kept.values()) == {"the data flow could not be traced; pass an input as sample="}
+    report = less_bn(model, sample=(torch.randn(2, 3, 8, 8), torch.tensor(1.0)))
+    assert report.traced == "run"
     assert names_of_norms(model) == ["bn1", "layers.0.bn2", "layers.1.bn2", "layers.2.bn2"]
-    sample = (torch.randn(2, 3, 8, 8), torch.tensor(1.0))
-    run = remove_batch_norms(RefusesTracing(), sample=sample)
-    assert (run.traced, set(run.removed)) == ("run", set(report.removed))
 
 
 @pytest.mark.parametrize(
@@ -296,7 +304,7 @@ def test_where_nothing_can_be_traced_the_module_tree_decides():
 )
 def test_activations_keep_their_size(build):
     model = build()
-    report = remove_batch_norms(model, blocks_per_norm=3, keep_every=12)
+    report = less_bn(model, blocks_per_norm=3, keep_every=12)
     assert not report.folded
     assert report.largest_difference is None
     found = []
@@ -313,7 +321,7 @@ def test_activations_keep_their_size(build):
 def test_the_draw_of_the_weights_stays_and_only_their_size_changes():
     model = resnet(2, 2)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    report = remove_batch_norms(model)
+    report = less_bn(model)
     assert set(report.rescaled) == {"3.conv1", "4.conv1", "5.conv1", "5.downsample.0", "6.conv1"}
     for name, parameter in model.named_parameters():
         ratio = parameter.detach() / before[name]
@@ -328,7 +336,7 @@ def test_the_draw_of_the_weights_stays_and_only_their_size_changes():
 def test_weights_can_be_kept():
     model = resnet(2, 2)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    assert remove_batch_norms(model, init="keep").rescaled == ()
+    assert less_bn(model, init="keep").rescaled == ()
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
@@ -336,7 +344,7 @@ def test_weights_can_be_kept():
 def test_the_reduced_network_learns(build):
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    remove_batch_norms(model, optimizer)
+    less_bn(model, optimizer)
     x, y = torch.randn(16, 3, 16, 16), torch.arange(16) % 4
     losses = []
     for _ in range(60):
@@ -361,21 +369,21 @@ def test_only_the_last_linear_layer_of_the_pass_is_normalised():
 
     model = Early()
     weight, bias = model.head.weight, model.head.bias
-    report = remove_batch_norms(model, normalize_head=True, head_multiplier=8.0)
+    report = less_bn(model, normalize_head=True, head_multiplier=8.0)
     assert report.head == "head"
     assert isinstance(model.head, NormalizedLinear)
     assert (model.head.weight is weight, model.head.bias is bias, model.head.multiplier.item()) == (True, True, 8.0)
     assert sum(isinstance(m, NormalizedLinear) for m in model.modules()) == 1
     assert type(model.inner[0]) is nn.Linear
-    assert not BatchNormRemoval(normalize_head=True).needs_transform(model)
+    assert not LessBn(normalize_head=True).needs_transform(model)
 
 
 def test_a_head_without_batch_norm_and_a_network_without_head():
-    assert remove_batch_norms(nn.Sequential(nn.Linear(3, 3)), normalize_head=True).head == "0"
+    assert less_bn(nn.Sequential(nn.Linear(3, 3)), normalize_head=True).head == "0"
     with pytest.warns(NoEffectWarning, match="no linear layer"):
-        remove_batch_norms(nn.Sequential(nn.Conv2d(3, 3, 1)), normalize_head=True)
+        less_bn(nn.Sequential(nn.Conv2d(3, 3, 1)), normalize_head=True)
     with pytest.warns(NoEffectWarning):
-        remove_batch_norms(nn.Linear(3, 3), normalize_head=True)
+        less_bn(nn.Linear(3, 3), normalize_head=True)
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -384,10 +392,10 @@ def test_a_dry_run_tells_the_same_and_changes_nothing(trained):
     if trained:
         train_a_little(model)
     before, modules = copy.deepcopy(model.state_dict()), list(model.modules())
-    dry = remove_batch_norms(model, normalize_head=True, dry_run=True)
+    dry = less_bn(model, normalize_head=True, dry_run=True)
     assert list(model.modules()) == modules
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert dry == remove_batch_norms(model, normalize_head=True)
+    assert dry == less_bn(model, normalize_head=True)
     assert f"{len(dry.removed)} of {len(dry.found)}" in str(dry)
 
 
@@ -401,7 +409,7 @@ def test_a_dry_run_tells_the_same_and_changes_nothing(trained):
     ],
 )
 def test_twice_is_once(build, settings):
-    model, algorithm = build(), BatchNormRemoval(**settings)
+    model, algorithm = build(), LessBn(**settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert algorithm.needs_transform(model)
     assert algorithm.idle(model, optimizer) is None
@@ -418,9 +426,9 @@ def test_twice_is_once(build, settings):
 def test_nothing_to_do_warns():
     for model in (nn.Sequential(nn.Linear(2, 2)), nn.BatchNorm1d(3), vgg((1,))):
         with pytest.warns(NoEffectWarning, match="nothing was changed"):
-            report = remove_batch_norms(model)
+            report = less_bn(model)
         assert report.removed == ()
-    assert "no BatchNorm" in BatchNormRemoval().idle(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters()))
+    assert "no BatchNorm" in LessBn().idle(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters()))
 
 
 def test_wrapped_models_are_refused_with_the_way_out():
@@ -429,7 +437,7 @@ def test_wrapped_models_are_refused_with_the_way_out():
     for model in (torch.compile(resnet(2), backend="eager"), nn.DataParallel(resnet(2)), compiled_in_place):
         before = names_of_norms(model)
         with pytest.raises(IncompatibleError, match="on the bare model before wrapping"):
-            remove_batch_norms(model)
+            less_bn(model)
         assert names_of_norms(model) == before
 
 
@@ -450,7 +458,7 @@ class Denoiser(nn.Module):
 def test_a_stack_inside_a_skip_stays_as_a_stack_does(norms, keep_every, left):
     model = Denoiser(norms)
     with pytest.warns(NoEffectWarning) if left == norms else nullcontext():
-        report = remove_batch_norms(model, keep_every=keep_every)
+        report = less_bn(model, keep_every=keep_every)
     assert len(report.kept) == left
     assert len(report.found) == norms
     assert left == 1 or "a branch of more than 3" in next(iter(report.kept.values()))
@@ -458,22 +466,22 @@ def test_a_stack_inside_a_skip_stays_as_a_stack_does(norms, keep_every, left):
 
 def test_arguments_are_checked():
     with pytest.raises(ValueError, match=r"keep_every.*0"):
-        remove_batch_norms(vgg(), keep_every=0)
+        less_bn(vgg(), keep_every=0)
     with pytest.raises(ValueError, match=r"blocks_per_norm.*-1"):
-        BatchNormRemoval(blocks_per_norm=-1)
+        LessBn(blocks_per_norm=-1)
     with pytest.raises(ValueError, match=r"head_multiplier.*inf"):
-        BatchNormRemoval(head_multiplier=float("inf"))
+        LessBn(head_multiplier=float("inf"))
     with pytest.raises(ValueError, match=r"init.*'zero'"):
-        remove_batch_norms(vgg(), init="zero")
+        less_bn(vgg(), init="zero")
     with pytest.raises(TypeError, match="found str"):
-        remove_batch_norms("vgg")
+        less_bn("vgg")
 
 
 def test_settings_are_values():
-    settings = BatchNormRemoval(normalize_head=True, keep_every=3)
+    settings = LessBn(normalize_head=True, keep_every=3)
     assert eval(repr(settings)) == settings
-    assert len({settings, BatchNormRemoval(normalize_head=True, keep_every=3)}) == 1
-    assert BatchNormRemoval.traits.order == 10
+    assert len({settings, LessBn(normalize_head=True, keep_every=3)}) == 1
+    assert LessBn.traits.order == 10
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.keep_every = 4
 
@@ -487,10 +495,10 @@ def test_an_error_half_way_leaves_model_and_optimizer_as_they_were(trained):
     optimizer.param_groups[0]["param_names"].append("nothing")
     before, parameters = portrait(model), list(optimizer.param_groups[0]["params"])
     with pytest.raises(ValueError, match="names"):
-        remove_batch_norms(model, optimizer, normalize_head=True)
+        less_bn(model, optimizer, normalize_head=True)
     # Where warnings are errors, that of new parameters is one too.
     with pytest.raises(NoEffectWarning, match="will not train"), warnings.catch_warnings(action="error"):
-        remove_batch_norms(model, normalize_head=True)
+        less_bn(model, normalize_head=True)
     assert not changes(before, portrait(model))
     assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, parameters))
 
@@ -502,8 +510,8 @@ def test_the_reduced_network_can_be_copied_saved_and_compiled(tmp_path, trained)
     if trained:
         train_a_little(model)
         train_a_little(again)
-    remove_batch_norms(model, normalize_head=True)
-    remove_batch_norms(again, normalize_head=True)
+    less_bn(model, normalize_head=True)
+    less_bn(again, normalize_head=True)
     torch.save(model.state_dict(), tmp_path / "model.pt")
     again.load_state_dict(torch.load(tmp_path / "model.pt"))
     x = torch.randn(2, 3, 16, 16)
@@ -527,7 +535,7 @@ def test_an_average_of_the_weights_from_before_is_said(updates):
     average = averaged(model, updates)
     count = len(list(model.parameters()))
     with pytest.warns(UserWarning, match=f"AveragedModel over a ResNet with the {count} parameters.*after this change"):
-        remove_batch_norms(model)
+        less_bn(model)
     after = averaged(model, updates)
     after.update_parameters(model)
     for own, other in zip(model.parameters(), after.parameters(), strict=True):
@@ -550,8 +558,8 @@ def test_other_averages_and_copies_are_not_meant(updates):
     twin = copy.deepcopy(model)
     averages = [averaged(same_class), averaged(ResNet(BasicBlock, [1], width=4), updates), averaged(nn.Linear(2, 2))]
     averages.append(AveragedModel.__new__(AveragedModel))
-    remove_batch_norms(model)
-    remove_batch_norms(twin, dry_run=True)
+    less_bn(model)
+    less_bn(twin, dry_run=True)
     remaining = averaged(other)
-    assert remove_batch_norms(other, dry_run=True).removed
+    assert less_bn(other, dry_run=True).removed
     assert (len(averages), remaining.module.training) == (4, True)

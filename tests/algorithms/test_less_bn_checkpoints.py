@@ -23,7 +23,7 @@ from tests.support.conv_nets import outputs, resnet, train_a_little, vgg
 from tests.support.ranks import run_ranks
 from tests.support.removal_nets import NormAct, preact_net
 from tests.support.versions import SYNC_NORM_NEEDS_A_GPU
-from torchboost import AutoBoost, fold_batch_norms, remove_batch_norms
+from torchboost import AutoBoost, less_bn
 from torchboost.distributed import checkpoint
 
 SIZE = (4, 3, 16, 16)
@@ -37,7 +37,7 @@ def boosted(build, *, folded: bool = False, **settings) -> nn.Module:
     kind = next(model.parameters()).dtype
     if folded:
         train_a_little(model.float())
-    assert remove_batch_norms(model.to(kind), **settings).removed
+    assert less_bn(model.to(kind), **settings).removed
     train_a_little(model.float())
     return model.to(kind)
 
@@ -111,7 +111,7 @@ def small(name: str) -> nn.Module:
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
     if name.startswith("folded"):
         model(torch.randn(4, 3, 8, 8))
-    remove_batch_norms(model, keep_every=4, normalize_head=name == "head")
+    less_bn(model, keep_every=4, normalize_head=name == "head")
     return model.eval()
 
 
@@ -173,7 +173,7 @@ class NormFirst(nn.Module):
 def test_weights_that_it_cannot_express_are_refused(build, reason):
     plain, model = build(), build()
     train_a_little(plain)
-    assert remove_batch_norms(model).removed
+    assert less_bn(model).removed
     with pytest.raises(RuntimeError, match=rf"{reason}.*load the state into the original architecture and call"):
         model.load_state_dict(plain.state_dict())
     model.load_state_dict(model.state_dict())
@@ -211,13 +211,6 @@ def test_a_normalised_head_has_an_entry_more():
     model = boosted(vgg, normalize_head=True)
     with pytest.raises(RuntimeError, match=r"Unexpected key.*multiplier"):
         vgg().load_state_dict(model.state_dict())
-
-
-def test_a_norm_folded_into_the_layer_behind_leaves_that_bias():
-    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 4, bias=False))
-    nn.init.ones_(model[1].running_mean)
-    assert fold_batch_norms(model.eval(), sample=torch.randn(2, 4)).folded == ("1",)
-    assert "2.bias" in model.state_dict()
 
 
 def test_the_copy_for_inference_has_no_entries():
@@ -309,7 +302,7 @@ def test_a_published_network_leaves_and_is_loaded_by_its_own_library(folded, tmp
     model = ResNetForImageClassification(ResNetConfig(**settings))
     if folded:
         train_a_little(model, size=32)
-    remove_batch_norms(model)
+    less_bn(model)
     train_a_little(model, size=32)
     model.save_pretrained(tmp_path)
     loaded = ResNetForImageClassification.from_pretrained(tmp_path)

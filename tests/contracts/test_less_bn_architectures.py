@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.conv_nets import ForeignNames, InvertedResidual, PreActNet, RefusesTracing, resnet, vgg
+from tests.support.conv_nets import ForeignNames, InvertedResidual, PreActNet, resnet, vgg
 from tests.support.models import BottleneckNet
 from tests.support.removal_nets import NormAct, preact_net, repvgg_net
-from torchboost.algorithms.less_bn import remove_batch_norms
+from torchboost.algorithms.less_bn import less_bn
 from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.errors import NoEffectWarning
 
@@ -167,7 +167,7 @@ def test_the_first_step_is_finite_and_the_weights_go_home(name, folded):
     before = evaluated(model, x)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoEffectWarning)
-        report = remove_batch_norms(model)
+        report = less_bn(model)
     if folded:
         assert (evaluated(model, x) - before).abs().max() <= 1e-4 * before.abs().max()
     elif name not in ("dense", "inception"):
@@ -187,13 +187,3 @@ def test_the_first_step_is_finite_and_the_weights_go_home(name, folded):
         nn.init.zeros_(parameter)
     again.load_state_dict(state)
     assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
-
-
-def test_a_network_that_cannot_be_traced_goes_home_too():
-    model = RefusesTracing()
-    plain = copy.deepcopy(model)
-    assert remove_batch_norms(model).traced == "structure"
-    plain.load_state_dict(model.state_dict())
-    inputs = (torch.randn(2, 3, 8, 8), torch.tensor(1.0))
-    with torch.no_grad():
-        assert torch.equal(plain.eval()(*inputs), model.eval()(*inputs))

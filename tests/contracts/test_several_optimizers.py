@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import torchboost
 from tests.support.ranks import run_ranks
 from torchboost import IncompatibleError, NoEffectWarning, Target, boost
-from torchboost.algorithms import BatchNormRemoval, ChannelsLast, FusedOptimizer, GradientCentralization
+from torchboost.algorithms import ChannelsLast, FusedOptimizer, GradientCentralization, LessBn
 from torchboost.calibration.cache import key_of
 from torchboost.calibration.choice import Machine
 from torchboost.calibration.passes import Passes
@@ -238,7 +238,7 @@ def test_parameters_that_less_bn_replaces_are_followed_in_both(trained: bool):
     if trained:
         train(model, optimizers, range(2))
     before = set(model.parameters())
-    with attach_all(Target(model, optimizers[0], others=(optimizers[1],)), [BatchNormRemoval(keep="narrowest")]):
+    with attach_all(Target(model, optimizers[0], others=(optimizers[1],)), [LessBn(keep="narrowest")]):
         held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         assert len(held) == len(set(held))
         assert set(held) == set(model.parameters())

@@ -41,7 +41,7 @@ WRONG = {
     "fit, optimizer": (lambda: PLAN.fit(MODEL, [OPTIMIZER]), OPTIM),
     "attach": (lambda: PLAN.attach(MODEL), r"torchboost\.Target, found Sequential; .*Target\(model, optimizer\)"),
     "fold": (lambda: torchboost.fold_batch_norms([MODEL]), MODULE),
-    "reduce": (lambda: torchboost.remove_batch_norms([MODEL]), MODULE),
+    "reduce": (lambda: torchboost.less_bn([MODEL]), MODULE),
     "channels_last": (lambda: torchboost.to_channels_last([MODEL]), MODULE),
     "autocast": (lambda: torchboost.autocast_forward([MODEL]), MODULE),
     "fuse": (lambda: torchboost.fuse_optimizer([OPTIMIZER]), OPTIM),

@@ -19,8 +19,7 @@ from .grad_freeze import BlockFreeze as BlockFreeze
 from .grad_freeze import freeze_blocks as freeze_blocks
 from .gradient_centralization import GradientCentralization as GradientCentralization
 from .gradient_centralization import centralize_gradients as centralize_gradients
-from .less_bn import BatchNormRemoval as BatchNormRemoval
-from .less_bn import remove_batch_norms as remove_batch_norms
+from .less_bn import LessBn as LessBn
 from .loss_scale_group import GroupGradScaler as GroupGradScaler
 from .loss_scale_group import LossScaleGroups as LossScaleGroups
 from .matmul_precision import MatmulPrecision as MatmulPrecision

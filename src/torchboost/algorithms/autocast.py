@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
-from torchboost.core.containers import with_tensors
+from torchboost.core.containers import tensors_in, with_tensors
 from torchboost.core.covering import cover_forward, is_cover
 from torchboost.core.forward_watch import ForwardWatch
 from torchboost.core.torch_private import (
@@ -29,7 +29,6 @@ from torchboost.core.torch_versions import default_device
 from torchboost.core.wrapping import sharded_units, unwrap
 from torchboost.errors import IncompatibleError, NoEffectWarning, nearest
 from torchboost.graph.heads import Heads, HeadSearch, find_heads, guessed_heads
-from torchboost.graph.recording import tensors_in
 from torchboost.graph.unsafe_convolutions import convolutions_unsafe_in_bfloat16, is_unsafe_in_bfloat16
 
 __all__ = ["Autocast", "autocast_forward"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Form, Target, Traits
-from torchboost.core.containers import with_tensors
+from torchboost.core.containers import tensors_in, with_tensors
 from torchboost.core.torch_private import (
     call_uncompiled,
     compiled_call,
@@ -31,7 +31,6 @@ from torchboost.core.torch_private import (
 from torchboost.core.torch_versions import following_flags, marked_as_following
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
-from torchboost.graph.recording import tensors_in
 from torchboost.graph.unsafe_convolutions import unsafe_channels_last
 
 __all__ = ["Compile", "Compiled"]

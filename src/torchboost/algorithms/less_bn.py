@@ -17,33 +17,41 @@ from torchboost.core.arguments import check_module
 from torchboost.core.torch_private import AnyBatchNorm, parameter_slots
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
-from torchboost.graph.aliasing import may_collide
-from torchboost.graph.dataflow import trace
+from torchboost.graph.copies import copies_of
 from torchboost.graph.flow import Dataflow
 from torchboost.graph.folding import Fold, fold_pairs, plan_folds, shared_weights
-from torchboost.graph.norm_roles import WEIGHTED, Block, Keep, reasons_to_stay, residual_blocks, was_trained
 from torchboost.graph.normalized_linear import NormalizedLinear
+from torchboost.graph.norms import (
+    WEIGHTED,
+    Block,
+    Keep,
+    is_customised,
+    norm_tail,
+    reasons_to_stay,
+    rescale_layers,
+    residual_blocks,
+    was_trained,
+)
 from torchboost.graph.removed_norm import RemovedNorm, put_removed_norm
-from torchboost.graph.structure import is_customised, norm_tail
 from torchboost.graph.surgery import (
     averages_of,
     held_elsewhere,
+    may_collide,
     optimizers_holding,
     rebind_optimizer,
     replace_module,
     undone_on_error,
 )
-from torchboost.graph.untouched import copies_of
-from torchboost.graph.variance import rescale_layers
+from torchboost.graph.trace import trace
 
-__all__ = ["BatchNormRemoval", "LessBNReport", "remove_batch_norms"]
+__all__ = ["LessBn", "LessBnReport", "less_bn"]
 
 Init = Literal["unit_variance", "keep"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LessBNReport:
-    """What :func:`remove_batch_norms` found and changed; printing it gives a table.
+class LessBnReport:
+    """What :func:`less_bn` found and changed; printing it gives a table.
 
     Args:
         found: Names of all BatchNorm layers, in the order of the forward pass.
@@ -54,7 +62,7 @@ class LessBNReport:
         head: Name of the linear layer that was replaced by a normalised one; None if none was.
         largest_difference: Of the outputs in eval mode before and after folding, relative to the largest output (before
             the head is replaced); None if nothing was folded or the network could not be run.
-        traced: How the data flow was found: ``"fx"``, ``"run"``, ``"structure"`` (an assumption), or ``"-"``.
+        traced: How the data flow was found: ``"fx"``, ``"run"``, ``"structure"`` (not at all), or ``"-"``.
     """
 
     found: tuple[str, ...] = ()
@@ -84,15 +92,15 @@ class LessBNReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchNormRemoval(Algorithm):
+class LessBn(Algorithm):
     """Train with fewer BatchNorm layers: only one of every residual branch stays, and the stem's.
 
-    See :func:`remove_batch_norms`, which does the work, for mechanism and cost.
+    See :func:`less_bn`, which does the work, for mechanism and cost.
 
     Args:
         normalize_head: Replace the last linear layer by one between normalised rows.
-        keep: Which BatchNorm of a residual branch stays: the ``"last"``, as in MindSpore, or the ``"narrowest"``, which
-            costs least.
+        keep: Which BatchNorm of a residual branch stays: the ``"narrowest"``, which costs least, or the ``"last"``, as
+            in MindSpore.
         keep_shortcut: Keep the BatchNorms of the shortcuts.
         keep_every: In plain stacks, keep one of every ``keep_every``. 1 keeps all of them, all of the inverted
             residuals without skip, and all of a residual branch with more than 3, which is a stack inside a skip.
@@ -103,7 +111,7 @@ class BatchNormRemoval(Algorithm):
 
     Example:
         >>> import torchboost
-        >>> torchboost.algorithms.BatchNormRemoval(keep_shortcut=True).keep_every
+        >>> torchboost.algorithms.LessBn(keep_shortcut=True).keep_every
         2
     """
 
@@ -111,7 +119,7 @@ class BatchNormRemoval(Algorithm):
     traits: ClassVar[Traits] = Traits(order=10, each_optimizer=True)
 
     normalize_head: bool = False
-    keep: Keep = "last"
+    keep: Keep = "narrowest"
     keep_shortcut: bool = False
     keep_every: int = 2
     blocks_per_norm: int = 1
@@ -154,7 +162,7 @@ class BatchNormRemoval(Algorithm):
         return not self.applied(inner) and any(isinstance(m, AnyBatchNorm) for m in inner.modules())
 
     def transform(self, model: nn.Module, optimizer: Optimizer | None = None, *others: Optimizer) -> None:
-        """Remove the BatchNorms; see :func:`remove_batch_norms` for errors and warnings."""
+        """Remove the BatchNorms; see :func:`less_bn` for errors and warnings."""
         _check(model)
         for other in others:
             rebind_optimizer(other)  # refuses wrong names before anything is changed
@@ -164,12 +172,12 @@ class BatchNormRemoval(Algorithm):
             rebind_optimizer(other, removed=before - set(model.parameters()), added=_added(model, before))
 
 
-def remove_batch_norms(
+def less_bn(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
     normalize_head: bool = False,
-    keep: Keep = "last",
+    keep: Keep = "narrowest",
     keep_shortcut: bool = False,
     keep_every: int = 2,
     blocks_per_norm: int = 1,
@@ -177,14 +185,13 @@ def remove_batch_norms(
     head_multiplier: float = 1.0,
     sample: Any = None,
     dry_run: bool = False,
-) -> LessBNReport:
+) -> LessBnReport:
     """Remove, in place, the BatchNorm layers that are not needed, so that every step costs less.
 
-    The data flow is traced; names do not matter. These stay: in every residual block the last BatchNorm of the main
-    branch, right before the addition (in pre-activation blocks the last one there is, before the last convolution); the
-    network's first one; the last one of an inverted residual without skip; in plain stacks one of every ``keep_every``
-    convolutions, counted back from the last. BatchNorms that do not directly follow a convolution or linear layer
-    outside of residual blocks stay too.
+    The data flow is traced; names do not matter. These stay: in every residual block the BatchNorm of the main branch
+    over the fewest channels; the network's first one; the last one of an inverted residual without skip; in plain
+    stacks one of every ``keep_every`` convolutions, counted back from the last. BatchNorms that do not directly follow
+    a convolution or linear layer outside of residual blocks stay too.
 
     In an untrained network (all statistics and counters at their initial values) a removed layer becomes the identity
     and the weights in front, whose random draw stays, are scaled by one number per layer so that activations keep
@@ -203,9 +210,10 @@ def remove_batch_norms(
             the weight they belong to. Needed if it was made before this call.
         normalize_head: Replace the last linear layer of the forward pass by
             :class:`~torchboost.graph.normalized_linear.NormalizedLinear`; it keeps its parameters.
-        keep: ``"narrowest"`` keeps, instead of the last BatchNorm of a residual branch, the one over the fewest
-            channels (of several the last): in a bottleneck a quarter of the cost. The branch then ends
-            without one, see ``blocks_per_norm`` for how it starts.
+        keep: Which BatchNorm of a residual branch stays. ``"narrowest"``: the one over the fewest channels (of several
+            the last), in a bottleneck a quarter of the cost of the last one. The branch then ends without one, see
+            ``blocks_per_norm`` for how it starts. ``"last"``, as in MindSpore: the one right before the addition; in
+            pre-activation blocks the one before the last convolution.
         keep_shortcut: Keep the BatchNorms of the shortcuts.
         keep_every: In plain stacks, keep one of every ``keep_every``. 1 keeps all of them, all of the inverted
             residuals without skip, and all of a residual branch with more than 3, which is a stack inside a skip.
@@ -239,10 +247,10 @@ def remove_batch_norms(
         ...     torch.nn.Conv2d(8, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(),
         ...     torch.nn.Conv2d(8, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(),
         ... )
-        >>> torchboost.remove_batch_norms(model).removed
+        >>> torchboost.less_bn(model).removed
         ('4',)
     """
-    settings = BatchNormRemoval(
+    settings = LessBn(
         normalize_head=normalize_head,
         keep=keep,
         keep_shortcut=keep_shortcut,
@@ -275,8 +283,8 @@ class _Plan(NamedTuple):
 
 
 def _reduce(
-    model: nn.Module, optimizer: Optimizer | None, settings: BatchNormRemoval, sample: Any, *, dry_run: bool = False
-) -> LessBNReport:
+    model: nn.Module, optimizer: Optimizer | None, settings: LessBn, sample: Any, *, dry_run: bool = False
+) -> LessBnReport:
     plan = _plan(model, settings, sample)
     if not plan.changes:
         wanted = " and no linear layer to normalise" if settings.normalize_head else ""
@@ -320,7 +328,7 @@ def _in_front(plan: _Plan) -> list[Tensor]:
     return [parameter for layer in weighted for parameter in parameter_slots(layer).values() if parameter is not None]
 
 
-def _normalize(model: nn.Module, linear: nn.Linear, optimizer: Optimizer | None, settings: BatchNormRemoval) -> None:
+def _normalize(model: nn.Module, linear: nn.Linear, optimizer: Optimizer | None, settings: LessBn) -> None:
     head = NormalizedLinear.from_linear(linear)
     nn.init.constant_(head.multiplier, settings.head_multiplier)
     replace_module(model, linear, head)
@@ -357,13 +365,13 @@ def _check(model: nn.Module) -> None:
     if wrapper is not None:
         raise IncompatibleError(
             f"less_bn changes the modules of the model, but it is already wrapped by {wrapper}; call "
-            "remove_batch_norms (or plan.transform) on the bare model before wrapping."
+            "less_bn (or plan.transform) on the bare model before wrapping."
         )
 
 
-def _report(plan: _Plan, rescaled: tuple[str, ...] = (), difference: float | None = None) -> LessBNReport:
+def _report(plan: _Plan, rescaled: tuple[str, ...] = (), difference: float | None = None) -> LessBnReport:
     names = plan.names
-    return LessBNReport(
+    return LessBnReport(
         found=tuple(name for module, name in names.items() if isinstance(module, AnyBatchNorm)),
         removed=tuple(names[norm] for norm in plan.removed),
         kept={names[norm]: reason for norm, reason in plan.kept.items()},
@@ -375,7 +383,7 @@ def _report(plan: _Plan, rescaled: tuple[str, ...] = (), difference: float | Non
     )
 
 
-def _plan(model: nn.Module, settings: BatchNormRemoval, sample: Any) -> _Plan:
+def _plan(model: nn.Module, settings: LessBn, sample: Any) -> _Plan:
     """Decide everything and change nothing."""
     names = {module: name for name, module in model.named_modules()}
     norms = [module for module in names if isinstance(module, AnyBatchNorm)]
@@ -395,7 +403,9 @@ def _plan(model: nn.Module, settings: BatchNormRemoval, sample: Any) -> _Plan:
         keep_every=settings.keep_every,
         blocks_per_norm=settings.blocks_per_norm,
     )
-    folds = plan_folds(model, flow=flow, sample=sample, behind=False) if trained else {}
+    if flow.traced == "structure":
+        reasons = dict.fromkeys(range(len(flow.nodes)), "the data flow could not be traced; pass an input as sample=")
+    folds = plan_folds(model, flow=flow, sample=sample) if trained else {}
     elsewhere = held_elsewhere(model)
     kept: dict[nn.Module, str] = {}
     removed: list[AnyBatchNorm] = []
@@ -435,9 +445,7 @@ def _bare_ends(blocks: list[Block], gone: set[int]) -> dict[int, float]:
     }
 
 
-def _head(
-    flow: Dataflow, model: nn.Module, settings: BatchNormRemoval, elsewhere: Mapping[nn.Module, str]
-) -> nn.Linear | None:
+def _head(flow: Dataflow, model: nn.Module, settings: LessBn, elsewhere: Mapping[nn.Module, str]) -> nn.Linear | None:
     """The last linear layer of the forward pass, if it must be normalised and can be replaced."""
     layers = flow.instances((nn.Linear, NormalizedLinear)) if settings.normalize_head else []
     last = layers[-1].module if layers else None
@@ -454,7 +462,7 @@ def _fold(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, sample: An
     return fold_pairs(model, folds, optimizer=optimizer, sample=sample) if folds else None
 
 
-def _drop(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, settings: BatchNormRemoval) -> tuple[str, ...]:
+def _drop(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, settings: LessBn) -> tuple[str, ...]:
     assert plan.flow is not None
     flow, before, shared = plan.flow, set(model.parameters()), shared_weights(model)
     rescaled: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ from torchboost.calibration.passes import Call, Passes, reshard
 from torchboost.calibration.snapshot import Snapshot, plain, streams_kept
 from torchboost.calibration.trial import Pair, Reduce, free_bytes, needed_bytes
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
+from torchboost.core.containers import tensors_in
 from torchboost.core.torch_private import (
     active_ddp,
     keep_step_pre_hook_places,
@@ -29,7 +30,6 @@ from torchboost.core.torch_private import (
 from torchboost.core.wrapping import unwrap
 from torchboost.distributed.agreement import Agreement
 from torchboost.distributed.shared import ranks_of_shards
-from torchboost.graph.recording import tensors_in
 
 __all__ = ["FirstCall", "OtherShapes", "attach_levers", "check_again"]
 

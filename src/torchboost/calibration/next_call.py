@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchboost.calibration.passes import Call
+from torchboost.core.containers import tensors_in
 from torchboost.core.torch_private import (
     Interceptor,
     compiled_call,
@@ -20,7 +21,6 @@ from torchboost.core.torch_private import (
     is_tracing,
     set_compiled_call,
 )
-from torchboost.graph.recording import tensors_in
 
 __all__ = ["Gate", "NextCall", "entries_in", "is_training_call"]
 

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from torchboost.calibration.snapshot import Snapshot, Streams
 from torchboost.calibration.without_dropout import WithoutDropout
-from torchboost.core.containers import with_tensors
+from torchboost.core.containers import tensors_in, with_tensors
 from torchboost.core.torch_private import end_pass, is_reentrant_checkpoint, version
 from torchboost.core.wrapping import sharded_units
 from torchboost.distributed.shared import ranks_of_shards
 from torchboost.errors import IncompatibleError
-from torchboost.graph.recording import tensors_in
 
 __all__ = ["Call", "Noise", "Pass", "Passes", "reshard"]
 

@@ -51,7 +51,7 @@ from torchboost.core.torch_private import (
     overrides_dispatch,
     version,
 )
-from torchboost.graph.drawing import accelerators, generator_states, set_generator_states
+from torchboost.graph.copies import accelerators, generator_states, set_generator_states
 
 __all__ = ["Snapshot", "Streams", "belongs_to_torch", "plain", "streams_kept"]
 

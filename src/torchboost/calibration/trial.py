@@ -19,7 +19,7 @@ from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, att
 from torchboost.core.torch_private import hooks_of_optimizer, local_shard, module_hooks
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
-from torchboost.graph.twin import twin
+from torchboost.graph.copies import twin
 from torchboost.measure.stopwatch import Clock, collector_off
 
 if TYPE_CHECKING:

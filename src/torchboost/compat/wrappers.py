@@ -8,14 +8,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.grad_accumulation.gradient_window import GradientWindow
-from torchboost.algorithms.less_bn import LessBNReport, remove_batch_norms
-from torchboost.graph.norm_roles import Keep
+from torchboost.algorithms.less_bn import LessBnReport, less_bn
+from torchboost.graph.norms import Keep
 
 __all__ = ["GradientAccumulation", "LessBN"]
 
 
 class LessBN(nn.Module):
-    """A network with fewer BatchNorm layers. See :func:`torchboost.remove_batch_norms` for which ones are removed.
+    """A network with fewer BatchNorm layers. See :func:`torchboost.less_bn` for which ones are removed.
 
     The layers are removed here, whereas MindSpore's Python code only sets a flag. Only the last linear layer of the
     network is normalised, and its bias is kept.
@@ -59,7 +59,7 @@ class LessBN(nn.Module):
         sample: Any = None,
     ) -> None:
         super().__init__()
-        self.report: LessBNReport = remove_batch_norms(
+        self.report: LessBnReport = less_bn(
             network,
             optimizer,
             normalize_head=fn_flag,

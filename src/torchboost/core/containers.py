@@ -1,17 +1,17 @@
-"""Replace the tensors inside the output of a forward pass, whatever containers hold them."""
+"""Find or replace the tensors inside the output of a forward pass, whatever containers hold them."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["with_tensors"]
+__all__ = ["tensors_in", "with_tensors"]
 
 
 def with_tensors(value: Any, change: Callable[[Tensor], Tensor], strange: Callable[[Any], None] | None = None) -> Any:
@@ -95,3 +95,38 @@ def _filled(value: Any, items: Iterable[tuple[Any, Any]], inner: Callable[[Any],
     for key, entry in changed:
         made[key] = entry
     return made
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested containers, in order. A container inside itself counts once."""
+    found: list[Tensor] = []
+    around: set[int] = set()
+    waiting: list[tuple[bool, Any]] = [(True, value)]
+    while waiting:
+        enters, entry = waiting.pop()
+        if issubclass(type(entry), Tensor):  # isinstance() asks a proxy for its class, which may raise
+            found.append(entry)
+        elif not enters:
+            around.discard(id(entry))
+        elif id(entry) not in around and (parts := _parts(entry)):
+            around.add(id(entry))
+            waiting.append((False, entry))
+            waiting += [(True, part) for part in reversed(parts) if type(part) not in _PLAIN]
+    return found
+
+
+_PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
+"""Entries of a long list that are passed over quickly, because each call of a model is looked at."""
+
+
+def _parts(value: Any) -> list[Any]:
+    try:
+        if isinstance(value, Mapping):
+            return list(value.values())
+        if isinstance(value, (tuple, list)):
+            return list(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    except Exception:  # a container of the user may raise anything when it is read
+        pass
+    return []

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from torchboost.core.torch_private import AnyConv
 from torchboost.core.wrapping import unwrap, wrapper_of
-from torchboost.graph.dataflow import trace, undisturbed
-from torchboost.graph.flow import Dataflow
-from torchboost.graph.recording import is_leaf
-from torchboost.graph.structure import assume
+from torchboost.graph.copies import undisturbed
+from torchboost.graph.flow import Dataflow, registered
+from torchboost.graph.trace import is_leaf, trace
 
 __all__ = ["Block", "block_costs", "blocks_of", "group_starts"]
 
@@ -45,7 +44,7 @@ def blocks_of(model: nn.Module) -> tuple[Block, ...]:
 
     A block is a module without repeated blocks inside (a residual block, a transformer layer), or a single layer of a
     plain stack; normalisations join the layer before them. The order is that of the traced data flow
-    (:func:`torchboost.graph.dataflow.trace`). If the model can be neither traced nor run, and under FSDP2, it is the
+    (:func:`torchboost.graph.trace.trace`). If the model can be neither traced nor run, and under FSDP2, it is the
     order of registration. Tied weights belong to the block that uses them last.
 
     Args:
@@ -56,7 +55,7 @@ def blocks_of(model: nn.Module) -> tuple[Block, ...]:
     sharded = wrapper_of(model) == "fully_shard"
     network = _core(unwrap(model))
     units = [unit for unit in _units(network) if unit.parameters]
-    flow = assume(network, is_leaf) if sharded else trace(network)
+    flow = registered(network, is_leaf) if sharded else trace(network)
     names = {module: name for name, module in unwrap(model).named_modules()}
     return _owned(_joined(_in_order(units, flow)), names)
 

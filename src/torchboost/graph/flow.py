@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 from torch import nn
 
-__all__ = ["Branches", "Dataflow", "FlowBuilder", "Kind", "Node", "Traced"]
+__all__ = ["Branches", "Dataflow", "FlowBuilder", "Kind", "Node", "Traced", "registered"]
 
 Kind = Literal["input", "module", "add", "other", "output"]
 Traced = Literal["fx", "run", "structure"]
+"""By a symbolic trace, in one run, or not at all: the order in which modules are registered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Dataflow:
 
     Args:
         nodes: Every node comes after its inputs.
-        traced: How the graph was found; ``"structure"`` is an assumption, the others are facts.
+        traced: How the graph was found, see :data:`Traced`. What must be exact does not rely on ``"structure"``.
     """
 
     def __init__(self, nodes: Sequence[Node], traced: Traced) -> None:
@@ -153,6 +154,22 @@ class FlowBuilder:
     def build(self, traced: Traced) -> Dataflow:
         """Return the graph."""
         return Dataflow(self._nodes, traced)
+
+
+def registered(model: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> Dataflow:
+    """Return the modules in the order of registration, each after the one before, as if they ran like that.
+
+    Args:
+        model: Any module.
+        is_leaf: Which modules become one node.
+    """
+    builder = FlowBuilder()
+    last = builder.add("input", "input")
+    for module in model.modules():
+        if is_leaf(module):
+            last = builder.add("module", type(module).__name__, [last], module)
+    builder.add("output", "output", [last])
+    return builder.build("structure")
 
 
 def _bits(mask: int) -> Iterable[int]:

@@ -19,21 +19,17 @@ from torchboost.core.covering import own_forward
 from torchboost.core.torch_private import (
     AnyBatchNorm,
     AnyConv,
-    AnyTransposedConv,
     conv_forward,
-    conv_padding,
     parameter_slots,
 )
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError
-from torchboost.graph.aliasing import may_collide
-from torchboost.graph.dataflow import evaluate, runnable, trace, trace_all_paths, trace_run
+from torchboost.graph.copies import ReachesOriginal
 from torchboost.graph.flow import Dataflow
-from torchboost.graph.norm_roles import WEIGHTED
+from torchboost.graph.norms import WEIGHTED, is_customised, norm_tail
 from torchboost.graph.removed_norm import Statistics, fused_weights, hide_biases, put_removed_norm
-from torchboost.graph.structure import is_customised, norm_tail
-from torchboost.graph.surgery import held_elsewhere, rebind_optimizer, undone_on_error
-from torchboost.graph.untouched import ReachesOriginal
+from torchboost.graph.surgery import held_elsewhere, may_collide, rebind_optimizer, undone_on_error
+from torchboost.graph.trace import evaluate, runnable, trace, trace_all_paths, trace_run
 
 __all__ = [
     "Fold",
@@ -41,7 +37,6 @@ __all__ = [
     "fold_batch_norms",
     "fold_obstacle",
     "fold_pairs",
-    "is_plain_norm",
     "largest_difference",
     "plan_folds",
     "shared_weights",
@@ -82,30 +77,23 @@ class FoldReport:
 
 
 class Fold(NamedTuple):
-    """A BatchNorm and the layer to fold it into: the one before it, or with ``behind`` the one after it.
+    """A BatchNorm and the layer before it to fold it into.
 
     ``copies`` says whether the module that replaces it must return a copy, see
-    :func:`~torchboost.graph.aliasing.may_collide`.
+    :func:`~torchboost.graph.surgery.may_collide`.
     """
 
     norm: nn.Module
     layer: nn.Module
-    behind: bool = False
     copies: bool = True
-
-    @property
-    def pair(self) -> tuple[nn.Module, nn.Module, bool]:
-        """Everything but ``copies``."""
-        return self.norm, self.layer, self.behind
 
 
 def fold_batch_norms(model: nn.Module, optimizer: Optimizer | None = None, *, sample: Any = None) -> FoldReport:
-    """Fold every BatchNorm in eval mode into the convolution or linear layer next to it, exactly and in place.
+    """Fold every BatchNorm in eval mode into the convolution or linear layer before it, exactly and in place.
 
     A BatchNorm is folded if it is certain that in every call it is the only consumer of a layer's output; see
     :func:`plan_folds`. The scale is multiplied into the weight and the shift added to the bias
-    (``w' = w g / sqrt(v + eps)``, ``b' = (b - m) g / sqrt(v + eps) + beta``, computed in float64). A BatchNorm directly
-    before a layer is folded into that layer if this is exact, that is, without zero padding. What a subclass of
+    (``w' = w g / sqrt(v + eps)``, ``b' = (b - m) g / sqrt(v + eps) + beta``, computed in float64). What a subclass of
     BatchNorm runs after the normalisation, such as a dropout and an activation, stays. The outputs before and after
     are compared; if they differ by more than rounding, everything is restored.
 
@@ -143,9 +131,7 @@ def fold_batch_norms(model: nn.Module, optimizer: Optimizer | None = None, *, sa
     return FoldReport(folded=folded, kept=kept, largest_difference=difference, traced=flow.traced)
 
 
-def plan_folds(
-    model: nn.Module, *, flow: Dataflow | None = None, sample: Any = None, behind: bool = True
-) -> dict[nn.Module, Fold | str]:
+def plan_folds(model: nn.Module, *, flow: Dataflow | None = None, sample: Any = None) -> dict[nn.Module, Fold | str]:
     """Return for every BatchNorm the layer that it can be folded into with certainty, or why there is none.
 
     In every call the norm must read the layer's output on the axis of the layer's channels, and nothing else may read
@@ -163,7 +149,6 @@ def plan_folds(
         flow: Its data flow, if known.
         sample: Input of a forward pass: a tensor, a tuple or a dict. Every call is assumed to give the same arguments
             with the same number of dimensions.
-        behind: Whether a norm may be folded into the layer after it.
 
     Returns:
         A fold or a reason for every BatchNorm, in the order of registration.
@@ -175,7 +160,7 @@ def plan_folds(
     shared, elsewhere = shared_weights(model), held_elsewhere(model)
     norms = [module for module in model.modules() if isinstance(module, AnyBatchNorm)]
     return {
-        norm: f"{elsewhere[norm]} also holds it" if norm in elsewhere else _settled_fold(proofs, norm, shared, behind)
+        norm: f"{elsewhere[norm]} also holds it" if norm in elsewhere else _settled_fold(proofs, norm, shared)
         for norm in norms
     }
 
@@ -232,10 +217,11 @@ def _has_fixed_arguments(module: nn.Module) -> bool:
     return all(a.kind in plain and a.default is a.empty for a in arguments)
 
 
-def _settled_fold(proofs: _Proofs, norm: AnyBatchNorm, shared: set[Tensor], behind: bool) -> Fold | str:
-    found = _find_fold(proofs.seen[0], norm, shared, behind)
-    if isinstance(found, str):
-        return found
+def _settled_fold(proofs: _Proofs, norm: AnyBatchNorm, shared: set[Tensor]) -> Fold | str:
+    obstacle = fold_obstacle(proofs.seen[0], norm, shared)
+    if obstacle is not None:
+        return obstacle
+    found = Fold(norm, _layer_before(proofs.seen[0], norm))
     region = next((region for region in proofs.regions if region.holds(found)), None)
     if region is None:
         return (
@@ -243,11 +229,11 @@ def _settled_fold(proofs: _Proofs, norm: AnyBatchNorm, shared: set[Tensor], behi
             "pass an input as sample="
         )
     paths = [path for path in region.paths if path.calls(norm) or path.calls(found.layer)]
-    if any(_pair_in(path, norm, shared, behind) != found.pair for path in paths):
+    if any(_folded_into(path, norm, shared) is not found.layer for path in paths):
         return "the data flow around it depends on values or shapes"
     for seen in proofs.seen:
         call = next(iter(seen.calls(norm)), -1)
-        if _pair_in(seen, norm, shared, behind) != found.pair or region.module not in seen.nodes[call].running:
+        if _folded_into(seen, norm, shared) is not found.layer or region.module not in seen.nodes[call].running:
             return "the data flow around it depends on how the model is called"
         if region.module not in seen.nodes[seen.calls(found.layer)[0]].running:
             return f"the {type(found.layer).__name__} next to it is called from elsewhere"
@@ -262,31 +248,15 @@ def _settled_fold(proofs: _Proofs, norm: AnyBatchNorm, shared: set[Tensor], behi
     return found._replace(copies=any(may_collide(path, path.calls(norm)[0]) for path in (*paths, *proofs.seen)))
 
 
-def _pair_in(flow: Dataflow, norm: AnyBatchNorm, shared: set[Tensor], behind: bool) -> tuple[Any, ...] | None:
-    found = _find_fold(flow, norm, shared, behind)
-    return found.pair if isinstance(found, Fold) else None
+def _layer_before(flow: Dataflow, norm: AnyBatchNorm) -> nn.Module:
+    layer = flow.nodes[flow.nodes[flow.calls(norm)[0]].inputs[0]].module
+    assert layer is not None
+    return layer
 
 
-def _find_fold(flow: Dataflow, norm: AnyBatchNorm, shared: set[Tensor], behind: bool) -> Fold | str:
-    """Return the layer that a norm can be folded into in one data flow, or why there is none."""
-    obstacle = fold_obstacle(flow, norm, shared)
-    if obstacle is None:
-        before = flow.nodes[flow.nodes[flow.calls(norm)[0]].inputs[0]].module
-        assert before is not None
-        return Fold(norm, before)
-    if behind and _norm_obstacle(flow, norm) is None and is_plain_norm(norm):
-        (call,) = flow.calls(norm)
-        # The layer must run next: an operation in between may write to what the norm has read.
-        if flow.consumers[call] == (call + 1,):
-            layer = flow.nodes[call + 1].module
-            if layer is not None and _takes_input_exactly(flow, layer, norm, shared):
-                return Fold(norm, layer, behind=True)
-    return obstacle
-
-
-def is_plain_norm(norm: nn.Module) -> bool:
-    """Whether a BatchNorm computes the same as torch's; subclasses may add an activation, for example."""
-    return norm_tail(norm) == ()
+def _folded_into(flow: Dataflow, norm: AnyBatchNorm, shared: set[Tensor]) -> nn.Module | None:
+    """Return the layer that a norm can be folded into in one data flow."""
+    return _layer_before(flow, norm) if fold_obstacle(flow, norm, shared) is None else None
 
 
 def shared_weights(model: nn.Module) -> set[Tensor]:
@@ -343,18 +313,6 @@ def _computes_as_torch(layer: nn.Module) -> bool:
     return inner is None or inner in _STOCK_FORWARDS
 
 
-def _takes_input_exactly(flow: Dataflow, layer: nn.Module, norm: AnyBatchNorm, shared: set[Tensor]) -> bool:
-    if isinstance(layer, nn.Linear):
-        fits = layer.in_features == norm.num_features
-    elif isinstance(layer, AnyConv) and not isinstance(layer, AnyTransposedConv):
-        padded = layer.padding != "valid" and any(p != 0 for p in conv_padding(layer))
-        fits = layer.in_channels == norm.num_features and (not padded or layer.padding_mode != "zeros")
-    else:
-        return False
-    width = layer.out_channels if isinstance(layer, AnyConv) else layer.out_features
-    return fits and _layer_obstacle(flow, layer, width, shared) is None
-
-
 def fold_pairs(
     model: nn.Module, folds: Sequence[Fold], *, optimizer: Optimizer | None = None, sample: Any = None
 ) -> float | None:
@@ -380,9 +338,9 @@ def fold_pairs(
     written = [parameter for _, *parameters in held for parameter in parameters if parameter is not None]
     with undone_on_error(model, optimizer, written=written):
         for fold in folds:  # before a layer gets a bias
-            put_removed_norm(model, fold.norm, copies=fold.copies, layer=fold.layer, behind=fold.behind)
+            put_removed_norm(model, fold.norm, copies=fold.copies, layer=fold.layer)
         for fold in folds:
-            _fold_into_next(fold) if fold.behind else _fold_into_previous(fold)
+            _fold(fold)
         hide_biases(model)
         difference = largest_difference(before, evaluate(*run)) if run is not None else None
         if difference is not None and not difference <= _tolerance(model):
@@ -401,7 +359,7 @@ def fold_pairs(
 
 
 @torch.no_grad()
-def _fold_into_previous(fold: Fold) -> None:
+def _fold(fold: Fold) -> None:
     _set(fold.layer, *fused_weights(fold.layer, parameter_slots(fold.layer)["bias"], _statistics(fold.norm)))
 
 
@@ -410,18 +368,6 @@ def _statistics(norm: nn.Module) -> Statistics:
     assert norm.running_mean is not None
     assert norm.running_var is not None
     return Statistics(norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
-
-
-@torch.no_grad()
-def _fold_into_next(fold: Fold) -> None:
-    layer, (scale, shift) = fold.layer, _statistics(fold.norm).scale_and_shift
-    weight, bias = parameter_slots(layer)["weight"], parameter_slots(layer)["bias"]
-    assert weight is not None
-    groups = layer.groups if isinstance(layer, AnyConv) else 1
-    grouped = weight.double().unflatten(0, (groups, -1))
-    view = (groups, 1, -1, *[1] * (weight.ndim - 2))
-    constant = (grouped * shift.view(view)).flatten(2).sum(-1).flatten()
-    _set(layer, (grouped * scale.view(view)).flatten(0, 1), constant if bias is None else bias.double() + constant)
 
 
 def _set(layer: nn.Module, weight: Tensor, bias: Tensor) -> None:

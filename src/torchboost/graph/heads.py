@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
+from torchboost.core.containers import tensors_in
 from torchboost.core.torch_private import (
     AnyConv,
     call_uncompiled,
@@ -25,7 +26,6 @@ from torchboost.core.torch_private import (
 )
 from torchboost.core.wrapping import is_compiled, unwrap
 from torchboost.graph.normalized_linear import NormalizedLinear
-from torchboost.graph.recording import tensors_in
 
 __all__ = ["HeadSearch", "Heads", "find_heads", "guessed_heads"]
 

@@ -9,11 +9,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchboost.core.containers import tensors_in
 from torchboost.core.torch_private import DispatchMode, tree_flatten
 from torchboost.core.wrapping import unwrap, wrapper_of
-from torchboost.graph.dataflow import full_precision, runnable, undisturbed
-from torchboost.graph.recording import call, tensors_in
-from torchboost.graph.untouched import ReachesOriginal, copies_of
+from torchboost.graph.copies import ReachesOriginal, copies_of, full_precision, undisturbed
+from torchboost.graph.trace import call, runnable
 
 __all__ = ["Place", "Use", "matrix_uses"]
 

@@ -19,7 +19,7 @@ from torchboost.core.torch_private import (
     parameter_slots,
     state_dict_hooks,
 )
-from torchboost.graph.structure import norm_tail
+from torchboost.graph.norms import norm_tail
 from torchboost.graph.surgery import replace_module
 
 __all__ = ["RemovedNorm", "Statistics", "fused_weights", "hide_biases", "put_removed_norm", "show_bias"]
@@ -63,17 +63,15 @@ class RemovedNorm(nn.Module):
     attribute such as ``weight`` is read, which cannot be written to.
 
     Args:
-        norm: The BatchNorm; see :func:`~torchboost.graph.norm_tail.norm_tail` for the kinds that can be removed.
+        norm: The BatchNorm; see :func:`~torchboost.graph.norms.norm_tail` for the kinds that can be removed.
         copies: Return a copy of the input. Needed if the input is used elsewhere and something may write to the output
             in place.
         layer: The layer before it, if this BatchNorm is its only consumer; the BatchNorm can then be folded into it.
-        behind: ``layer`` is the one after it instead.
         near: A module whose device and precision the entries have, if there is no ``layer``.
 
     Attributes:
         copies: As given.
         tail: Names of the modules that the input passes through; they are the first children, in this order.
-        behind: As given.
         adds_bias: Whether ``layer`` had no bias; if it has one now, that bias holds the shift of the BatchNorm.
         batches: Number of batches that the BatchNorm had counted; None if it had no counter.
         loads_first: Whether it is registered before ``layer``, so that ``load_state_dict`` comes to it first.
@@ -90,7 +88,6 @@ class RemovedNorm(nn.Module):
         *,
         copies: bool = True,
         layer: nn.Module | None = None,
-        behind: bool = False,
         near: nn.Module | None = None,
     ) -> None:
         super().__init__()
@@ -104,7 +101,6 @@ class RemovedNorm(nn.Module):
         count = buffer_slots(norm)["num_batches_tracked"]
         self.batches = None if count is None else 0 if count.is_meta else int(count)
         self.copies = copies
-        self.behind = behind
         self.tail = tail
         self.adds_bias = layer is not None and parameter_slots(layer).get("bias") is None
         self._layer = () if layer is None else (layer,)  # in a tuple it is not registered as a submodule
@@ -114,7 +110,9 @@ class RemovedNorm(nn.Module):
 
     @property
     def layer(self) -> nn.Module | None:
-        """The adjacent layer, as given."""
+        """The layer before, as given."""
+        if vars(self).get("behind"):  # a whole model of the version before, which folded into layers after, too
+            return None
         return self._layer[0] if self._layer else None
 
     @property
@@ -151,8 +149,8 @@ class RemovedNorm(nn.Module):
 
     def _shift(self) -> Tensor | None:
         """Return what folding gave to the layer before, which had no bias."""
-        layer = None if self.behind or not self.adds_bias else self.layer
-        bias = None if layer is None else parameter_slots(layer).get("bias")
+        layer = self.layer
+        bias = None if layer is None or not self.adds_bias else parameter_slots(layer).get("bias")
         return None if bias is None else bias.detach()
 
     def named_buffers(
@@ -242,7 +240,7 @@ class RemovedNorm(nn.Module):
         weight, bias = (_whole(entries[name]) if self.affine else None for name in ("weight", "bias"))
         norm = Statistics(mean, variance, self.eps, weight, bias)
         scale, shift = norm.scale_and_shift
-        layer = None if self.behind else self.layer
+        layer = self.layer
         slots = {} if layer is None else parameter_slots(layer)
         adds, before = self.adds_bias, slots.get("bias")
         if bool(((scale - 1).abs() <= 8 * torch.finfo(mean.dtype).eps).all()):
@@ -252,7 +250,7 @@ class RemovedNorm(nn.Module):
             if not shift.any():
                 return None
         original = (
-            "load the state into the original architecture and call remove_batch_norms on it, which keeps or folds "
+            "load the state into the original architecture and call less_bn on it, which keeps or folds "
             "such a BatchNorm."
         )
         if layer is None or (before is None and bool(shift.any())):
@@ -269,13 +267,11 @@ class RemovedNorm(nn.Module):
         return None
 
 
-def put_removed_norm(
-    model: nn.Module, norm: nn.Module, *, copies: bool, layer: nn.Module | None, behind: bool = False
-) -> None:
+def put_removed_norm(model: nn.Module, norm: nn.Module, *, copies: bool, layer: nn.Module | None) -> None:
     """Put a :class:`RemovedNorm` in the place of a BatchNorm; arguments as there."""
     order = list(model.modules())
     near = next((module for module in order if isinstance(module, (AnyConv, nn.Linear))), None)
-    stand_in = RemovedNorm(norm, copies=copies, layer=layer, behind=behind, near=near)
+    stand_in = RemovedNorm(norm, copies=copies, layer=layer, near=near)
     stand_in.loads_first = layer is not None and order.index(norm) < order.index(layer)
     replace_module(model, norm, stand_in)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -12,36 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.modules import activation
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from torchboost.core.living import living
-from torchboost.core.torch_private import child_slots, parameter_slots, state_dict_hooks
+from torchboost.core.torch_private import POOLING, AnyBatchNorm, child_slots, parameter_slots, state_dict_hooks
+from torchboost.graph.flow import Dataflow, Node
+from torchboost.graph.norms import WEIGHTED, is_customised, norm_tail
 
 __all__ = [
-    "Rebinding",
     "averages_of",
     "held_elsewhere",
+    "may_collide",
     "optimizers_holding",
     "rebind_optimizer",
     "replace_module",
     "undone_on_error",
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rebinding:
-    """Numbers of parameters that :func:`rebind_optimizer` changed.
-
-    Args:
-        removed: Parameters removed from the groups, with their state.
-        replaced: Parameters that replaced another one, without its state.
-        added: Parameters added to the group of an existing parameter.
-    """
-
-    removed: int = 0
-    replaced: int = 0
-    added: int = 0
 
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> tuple[str, ...]:
@@ -214,9 +201,8 @@ def rebind_optimizer(
     optimizer: Optimizer,
     *,
     removed: Iterable[Parameter] = (),
-    replaced: Iterable[tuple[Parameter, Parameter]] = (),
     added: Iterable[tuple[Parameter, Parameter, str]] = (),
-) -> Rebinding:
+) -> None:
     """Update the user's optimizer after modules changed; the object, its group dicts and their number stay the same.
 
     A group that loses its last parameter stays as an empty group, so that schedulers keep their list of learning rates.
@@ -225,13 +211,9 @@ def rebind_optimizer(
     Args:
         optimizer: Changed in place.
         removed: Removed from their group; their state is dropped.
-        replaced: Pairs ``(old, new)``: ``new`` replaces ``old``, whose state is dropped.
         added: Triples ``(new, neighbour, label)``: ``new`` is inserted right after ``neighbour`` in the same group. If
             the optimizer does not hold ``neighbour``, ``new`` is not added. ``label``, such as ``"bias"``, is for
             optimizers that list names.
-
-    Returns:
-        How many parameters were removed, replaced and added.
 
     Raises:
         ValueError: In a group, the numbers of names and parameters differ; nothing was changed.
@@ -244,39 +226,113 @@ def rebind_optimizer(
                 "build the optimizer from model.named_parameters(), or from model.parameters()."
             )
     gone = set(removed)
-    swaps = dict(replaced)
     joining: dict[Parameter, list[tuple[Parameter, str]]] = {}
     for new, beside, label in added:
         joining.setdefault(beside, []).append((new, label))
-    counts = [0, 0, 0]
     for group in optimizer.param_groups:
-        _rebind_group(group, gone, swaps, joining, counts)
-    for parameter in [*gone, *swaps]:
+        _rebind_group(group, gone, joining)
+    for parameter in gone:
         optimizer.state.pop(parameter, None)
-    return Rebinding(removed=counts[0], replaced=counts[1], added=counts[2])
 
 
 def _rebind_group(
-    group: dict[str, Any],
-    gone: set[Parameter],
-    swaps: dict[Parameter, Parameter],
-    joining: dict[Parameter, list[tuple[Parameter, str]]],
-    counts: list[int],
+    group: dict[str, Any], gone: set[Parameter], joining: dict[Parameter, list[tuple[Parameter, str]]]
 ) -> None:
     """Edit the lists of one group in place, because optimizers may keep references to them (LBFGS does)."""
-    old: list[Parameter] = group["params"]
-    names = group.get("param_names") or [""] * len(old)
+    parameters: list[Parameter] = group["params"]
+    names = group.get("param_names") or [""] * len(parameters)
     entries: list[tuple[str, Parameter]] = []
-    for name, parameter in zip(names, old, strict=True):
-        if parameter in gone:
-            counts[0] += 1
-            continue
-        if parameter in swaps:
-            counts[1] += 1
-        entries.append((name, swaps.get(parameter, parameter)))
-        for new, label in joining.get(parameter, ()):
-            counts[2] += 1
-            entries.append((".".join([*name.split(".")[:-1], label]), new))
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter not in gone:
+            entries.append((name, parameter))
+            entries += [(".".join([*name.split(".")[:-1], label]), new) for new, label in joining.get(parameter, ())]
     group["params"][:] = [parameter for _, parameter in entries]
     if "param_names" in group:
         group["param_names"][:] = [name for name, _ in entries]
+
+
+_FRESH_CALLS = frozenset(
+    {"cat", "stack", "mul", "__mul__", "__rmul__", "sub", "__sub__", "truediv", "__truediv__", "matmul", "__matmul__"}
+    | {"mean", "sum", "sigmoid", "tanh", "softmax", "gelu", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"}
+    | {"conv1d", "conv2d", "conv3d", "linear", "batch_norm", "layer_norm", "group_norm"}
+)
+
+
+def may_collide(flow: Dataflow, index: int, removed: Collection[int] = ()) -> bool:
+    """Return whether something may write in place to memory that a removed normalisation would share.
+
+    A normalisation returns a new tensor. After removal its input is returned instead, so a later in-place ReLU or
+    ``+=`` overwrites what others still read (the skip path) or what autograd keeps for the backward pass. This is safe
+    if the input comes from a convolution or linear layer and is used nowhere else, or if nothing that may share the
+    memory is written to. Operations not known to be harmless count as writing.
+
+    Args:
+        flow: The data flow of the forward pass.
+        index: Node of the normalisation.
+        removed: Other normalisations that return their inputs.
+    """
+    node = flow.nodes[index]
+    if len(node.inputs) != 1:
+        return True
+    source = flow.nodes[node.inputs[0]]
+    if flow.consumers[source.index] == (index,) and _keeps_nothing(source):
+        return False
+    return _is_written(flow, _sharing_before(flow, index, {index, *removed}), {index, *removed})
+
+
+def _keeps_nothing(node: Node) -> bool:
+    """Whether a layer returns a new tensor that nothing else, including autograd, keeps."""
+    module = node.module
+    if not isinstance(module, WEIGHTED) or is_customised(module):
+        return False
+    return type(module).forward.__module__.startswith("torch.nn.modules")
+
+
+def _sharing_before(flow: Dataflow, index: int, removed: Collection[int]) -> set[int]:
+    """Return the node and those before it whose outputs may share memory."""
+    found: set[int] = set()
+    waiting = [index]
+    while waiting:
+        at = waiting.pop()
+        if at not in found:
+            found.add(at)
+            waiting += () if _is_fresh(flow.nodes[at]) and at not in removed else flow.nodes[at].inputs
+    return found
+
+
+def _is_written(flow: Dataflow, sharing: set[int], removed: Collection[int]) -> bool:
+    """Whether something writes to the memory of these nodes, or of later nodes that may share it."""
+    waiting = list(sharing)
+    while waiting:
+        at = waiting.pop()
+        if at in removed and _writes(flow.nodes[at]):  # its tail does
+            return True
+        for consumer in flow.consumers[at]:
+            node = flow.nodes[consumer]
+            writes = _writes(node) and consumer not in removed
+            if node.kind == "output" or (writes and node.inputs[0] == at):
+                return True
+            if writes:  # to something else, which it returns
+                continue
+            if consumer not in sharing and (consumer in removed or not _is_fresh(node)):
+                sharing.add(consumer)
+                waiting.append(consumer)
+    return False
+
+
+def _writes(node: Node) -> bool:
+    module = node.module
+    if module is None:
+        return node.writes
+    parts = [module.get_submodule(name) for name in norm_tail(module) or ()] if isinstance(module, AnyBatchNorm) else []
+    return any(getattr(part, "inplace", False) is True for part in (module, *parts))
+
+
+def _is_fresh(node: Node) -> bool:
+    """Whether the output is known to be a new tensor."""
+    module = node.module
+    if module is None:
+        return not node.writes and (node.kind == "add" or node.label in _FRESH_CALLS)
+    if isinstance(module, nn.Module) and type(module).__module__ == activation.__name__:
+        return not _writes(node)
+    return isinstance(module, (*WEIGHTED, AnyBatchNorm, *POOLING))

@@ -22,7 +22,7 @@ from torchboost import (
     boost,
     freeze_blocks,
 )
-from torchboost.algorithms import AccumulationSteps, BatchNormRemoval, BlockFreeze
+from torchboost.algorithms import AccumulationSteps, BlockFreeze, LessBn
 from torchboost.algorithms.grad_freeze.freezer import Freezing, compiled_prefixes
 from torchboost.algorithms.grad_freeze.schedule import Switches
 from torchboost.calibration.calibration import Calibration
@@ -265,7 +265,7 @@ def test_costs_are_refused_before_another_algorithm_changes_the_model():
     model = BottleneckNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     names = [name for name, _ in model.named_modules()]
-    algorithms = [BatchNormRemoval(keep="narrowest"), BlockFreeze(pattern="progressive", costs=(0.5, 0.5))]
+    algorithms = [LessBn(keep="narrowest"), BlockFreeze(pattern="progressive", costs=(0.5, 0.5))]
     with pytest.raises(ValueError, match="costs: found 2, the model has 4 blocks"):
         attach_all(Target(model, optimizer), algorithms)
     assert [name for name, _ in model.named_modules()] == names

@@ -17,7 +17,7 @@ from torchboost.algorithms.autocast import Autocast, autocast_forward
 from torchboost.algorithms.grad_accumulation.algorithm import AccumulationSteps
 from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze
 from torchboost.algorithms.gradient_centralization import GradientCentralization
-from torchboost.algorithms.less_bn import BatchNormRemoval
+from torchboost.algorithms.less_bn import LessBn
 from torchboost.algorithms.loss_scale_group.algorithm import GroupGradScaler, LossScaleGroups
 from torchboost.algorithms.loss_scale_group.borders import has_borders
 from torchboost.algorithms.loss_scale_group.rule import ScaleRule
@@ -145,12 +145,12 @@ def test_half_precision_trains_a_conv_net_and_a_gpt(make, dtype, how):
 COMBINATIONS = {
     "freeze": [BlockFreeze(groups=3, full_share=0.3, total_steps=12)],
     "accumulation": [AccumulationSteps(steps=2)],
-    "less_bn": [BatchNormRemoval(), GradientCentralization()],
+    "less_bn": [LessBn(), GradientCentralization()],
     "freeze accumulation": [BlockFreeze(groups=3, full_share=0.3, total_steps=12), AccumulationSteps(steps=2)],
     "all": [
         BlockFreeze(groups=3, full_share=0.3, total_steps=12),
         AccumulationSteps(steps=2),
-        BatchNormRemoval(),
+        LessBn(),
         GradientCentralization(),
     ],
 }

@@ -16,12 +16,12 @@ from torchboost import REGISTRY, GroupGradScaler, Target
 from torchboost.algorithms import (
     AccumulationSteps,
     Autocast,
-    BatchNormRemoval,
     BlockFreeze,
     ChannelsLast,
     Compile,
     FusedOptimizer,
     GradientCentralization,
+    LessBn,
     LossScaleGroups,
     MatmulPrecision,
     SubspaceDescent,
@@ -30,7 +30,7 @@ from torchboost.algorithms.grad_freeze.freezer import Freezing
 from torchboost.core import Algorithm, attach_all
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
-    "less_bn": BatchNormRemoval,
+    "less_bn": LessBn,
     "gradient_centralization": GradientCentralization,
     "channels_last": ChannelsLast,
     "autocast": Autocast,

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchboost.core.algorithm import Attachment, Removable
+from torchboost.core.containers import tensors_in
 from torchboost.core.covering import plain_hook
 from torchboost.core.torch_private import is_reentrant_checkpoint
 from torchboost.core.wrapping import is_compiled
 from torchboost.errors import IncompatibleError
-from torchboost.graph.recording import tensors_in
 
 __all__ = ["Accumulated", "LostGradients"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torchboost.algorithms.grad_freeze.prefix.split import Cut, cut_forward
 from torchboost.algorithms.grad_freeze.prefix.trace import Call, TracedForward, random_state
 from torchboost.core.torch_private import memory_stamp, versions
-from torchboost.graph.drawing import accelerators, generators_kept
+from torchboost.graph.copies import accelerators, generators_kept
 
 __all__ = ["Halves", "build_halves"]
 

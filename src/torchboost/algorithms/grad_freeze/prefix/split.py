@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from torchboost.algorithms.grad_freeze.prefix.trace import TracedForward, is_opaque
 from torchboost.core.torch_private import AnyBatchNorm, AnyDropout, AnyNorm
-from torchboost.graph.recording import METADATA, function_name
+from torchboost.graph.trace import METADATA, function_name
 
 __all__ = ["Cut", "cut_forward"]
 

@@ -22,8 +22,8 @@ from torchboost.core.torch_private import (
     tree_unflatten,
 )
 from torchboost.errors import IncompatibleError
-from torchboost.graph.drawing import accelerators, generator_states, generators_kept
-from torchboost.graph.recording import LAYERS, StandIn
+from torchboost.graph.copies import accelerators, generator_states, generators_kept
+from torchboost.graph.trace import LAYERS, StandIn
 
 __all__ = ["Call", "TracedForward", "is_opaque", "random_state", "trace_forward"]
 

@@ -1,9 +1,12 @@
-"""A pass on a copy never computes with a tensor of the model, however the copy leads there."""
+"""A copy computes what the model computes, and running it leaves model, generators and threads alone."""
 
 from __future__ import annotations
 
+import copy
 import functools
+import random
 import threading
+import types
 import weakref
 from collections.abc import Callable
 
@@ -12,11 +15,103 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchboost import to_channels_last
+from torchboost.algorithms.autocast import autocast_forward
 from torchboost.algorithms.channels_last import ChannelsLast
-from torchboost.graph.dataflow import evaluate, trace, trace_run, undisturbed
+from torchboost.graph.copies import (
+    ReachesOriginal,
+    accelerators,
+    copies_of,
+    generator_states,
+    generators_kept,
+    set_generator_states,
+    twin,
+    undisturbed,
+    untouched,
+)
 from torchboost.graph.folding import fold_pairs
 from torchboost.graph.matrix_uses import matrix_uses
-from torchboost.graph.untouched import ReachesOriginal, copies_of, untouched
+from torchboost.graph.trace import evaluate, trace, trace_run
+
+
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls, self.seen, self.kept = nn.Linear(3, 2), 0, [], {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y = self.layer(x)
+        self.seen.append(y)
+        self.kept["last"] = y
+        return y
+
+
+def test_activations_kept_as_attributes_are_copied_without_their_history():
+    model = Stateful()
+    model(torch.randn(4, 3))
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(model)
+    made = twin(model)
+    assert made.kept["last"] is made.seen[0]
+    assert not made.seen[0].requires_grad
+    assert model.seen[0].requires_grad
+    made(torch.randn(4, 3))
+    assert (model.calls, len(model.seen), made.calls) == (1, 1, 2)
+    assert model.training
+    assert not made.training
+
+
+def test_covers_and_hooks_of_ours_stay_behind_and_those_of_the_user_come_along():
+    model, seen = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten()), []
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    with autocast_forward(model), to_channels_last(model):
+        made = twin(model)
+    x = torch.randn(2, 3, 4, 4)
+    assert "forward" not in vars(made)
+    assert not made._forward_pre_hooks
+    # The copy keeps the channels-last weights, so another kernel may add in another order: a few units in the last
+    # place of float32. Under bfloat16, which the copy must not run in, the difference is a thousand times as large.
+    torch.testing.assert_close(made(x), model(x), rtol=1e-5, atol=1e-6)
+    assert seen == [1, 1]
+
+
+def test_what_cannot_be_copied_is_said():
+    model = nn.Linear(2, 2)
+    model.lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"cannot be copied.*outside the model"):
+        twin(model)
+
+
+def test_parameters_need_no_memory_where_only_the_shape_matters():
+    model = nn.BatchNorm1d(8)
+    made = twin(model, numbers=False)
+    assert made.weight.is_meta
+    assert not made.running_mean.is_meta
+    assert not twin(model).weight.is_meta
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("covered", ["before", "behind"])
+def test_mixed_precision_of_accelerate_stays_behind(own, covered):
+    operations = pytest.importorskip("accelerate.utils.operations")
+    model, x = nn.Linear(8, 4), torch.randn(3, 8)
+    if own:
+        model.forward = types.MethodType(lambda self, x: nn.Linear.forward(self, x) * 2, model)
+    expected = model(x)
+    if covered == "before":
+        autocast_forward(model)
+    model._original_forward = model.forward  # as Accelerator.prepare_model does
+    under = torch.autocast("cpu", torch.bfloat16)(model.forward.__func__)
+    model.forward = types.MethodType(operations.convert_outputs_to_fp32(under), model)
+    if covered == "behind":
+        autocast_forward(model)
+    assert not torch.equal(model(x), expected)
+    made = twin(model)
+    assert torch.equal(made(x), expected)
+    assert "_original_forward" not in vars(made)
+    assert ("forward" in vars(made)) == own
+    assert not torch.equal(model(x), expected)
 
 
 class ThroughLambda(nn.Module):
@@ -178,3 +273,53 @@ def test_copies_of_a_copy_do_not_reach_the_first_original() -> None:
         pass
     with copies_of(model), pytest.raises(ReachesOriginal):
         evaluate(copied, torch.randn(2, 3, 8, 8))
+
+
+def test_draws_are_forgotten():
+    before, python = torch.get_rng_state(), random.getstate()
+    with generators_kept():
+        torch.randn(3)
+        F.dropout(torch.ones(8))
+        torch.empty(2).uniform_()
+        random.random()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert random.getstate() == python
+
+
+def test_draws_of_an_error_are_forgotten_too():
+    before = torch.get_rng_state()
+    try:
+        with generators_kept():
+            torch.rand(2)
+            raise KeyError
+    except KeyError:
+        pass
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_draws_of_other_threads_stay():
+    before = torch.get_rng_state()
+    with generators_kept():
+        torch.ones(3).relu()
+        thread = threading.Thread(target=torch.rand, args=(4,))
+        thread.start()
+        thread.join()
+    assert not torch.equal(torch.get_rng_state(), before)
+    torch.set_rng_state(before)
+
+
+def test_the_generators_of_every_kind_of_accelerator_are_read_and_set(monkeypatch):
+    states = {"cuda:0": torch.tensor([1]), "cuda:1": torch.tensor([2]), "mps:0": torch.tensor([3])}
+    module = types.SimpleNamespace(
+        get_rng_state=lambda device: states[str(device)],
+        set_rng_state=lambda state, device: states.update({str(device): state}),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    devices = [torch.device(name) for name in ("mps:0", "cpu", "cuda:1", "meta", "cuda:0", "cuda:1")]
+    found = accelerators([types.SimpleNamespace(device=device) for device in devices])  # type: ignore
+    assert list(map(str, found)) == ["cuda:0", "cuda:1", "mps:0"]
+    before = generator_states(found)
+    assert [int(state) for state in before[1:]] == [1, 2, 3]
+    states.update(dict.fromkeys(states, torch.tensor([9])))
+    set_generator_states(before, found)
+    assert [int(state) for state in states.values()] == [1, 2, 3]

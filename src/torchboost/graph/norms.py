@@ -1,18 +1,150 @@
-"""The role of every BatchNorm: its place in the residual blocks and plain stacks of a data flow."""
+"""The roles of the BatchNorms in a network, what is inside of them, and the sizes of activations without them."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
-from torchboost.core.torch_private import PADDING, POOLING, AnyBatchNorm, AnyConv
+from torchboost.core.torch_private import (
+    PADDING,
+    POOLING,
+    AnyBatchNorm,
+    AnyConv,
+    AnyTransposedConv,
+    buffer_slots,
+    child_slots,
+    has_gradient_hooks,
+    module_hooks,
+    parameter_slots,
+    share_attributes,
+)
 from torchboost.graph.flow import Branches, Dataflow, Node
-from torchboost.graph.structure import norm_tail
 
-__all__ = ["WEIGHTED", "Block", "Keep", "Stack", "plain_stacks", "reasons_to_stay", "residual_blocks", "was_trained"]
+__all__ = [
+    "WEIGHTED",
+    "Block",
+    "Keep",
+    "Stack",
+    "is_customised",
+    "norm_tail",
+    "plain_stacks",
+    "reasons_to_stay",
+    "rescale_layers",
+    "residual_blocks",
+    "was_trained",
+]
+
+_STOCK_NORMS = (AnyBatchNorm.forward, SyncBatchNorm.forward)
+_STATE = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+
+
+def norm_tail(norm: nn.Module) -> tuple[str, ...] | None:
+    """Name the modules inside a BatchNorm that its normalised values pass through, in order.
+
+    For torch's own BatchNorm the result is ``()``. For a subclass that adds modules, such as dropout and an activation,
+    it is their names, found by recording its ``forward`` in both modes on a tensor without data. None means that the
+    computation is not known: its ``forward`` does something else, such as running a module twice, or the instance is
+    customised (hooks, another ``forward``, parametrizations).
+
+    Cost: nothing for torch's own classes, a few milliseconds for subclasses.
+    """
+    if (
+        not isinstance(norm, AnyBatchNorm)
+        or is_customised(norm)
+        or {*parameter_slots(norm), *buffer_slots(norm)} != _STATE
+    ):
+        return None
+    if type(norm).forward in _STOCK_NORMS:
+        return ()
+    modes = (False,) if isinstance(norm, SyncBatchNorm) else (False, True)  # training one asks for ranks and devices
+    tails = {_watched_tail(norm, training) for training in modes}
+    tail = tails.pop() if len(tails) == 1 else None
+    return None if tail is None or len({child_slots(norm)[name] for name in tail}) < len(tail) else tail
+
+
+def is_customised(module: nn.Module) -> bool:
+    """Whether a call does more than the class's ``forward``: hooks, an instance's ``forward``, parametrizations."""
+    watched = any(p is not None and has_gradient_hooks(p) for p in parameter_slots(module).values())
+    called = type(module).__call__ is not nn.Module.__call__
+    set_on_it = "forward" in vars(module) or "parametrizations" in child_slots(module)
+    return any(module_hooks(module)) or watched or called or set_on_it
+
+
+def _watched_tail(norm: AnyBatchNorm, training: bool) -> tuple[str, ...] | None:
+    """Run the forward of a subclass with stand-ins for its children on an empty tensor, and record the calls."""
+    twin = norm.__new__(type(norm))  # shares the parameters, but not what the forward changes
+    buffers = {name: None if buffer is None else buffer.clone() for name, buffer in buffer_slots(norm).items()}
+    for sides in (2, 1, 3, 0):
+        source = torch.empty(2, norm.num_features, *[2] * sides, device="meta")
+        watch = _Watch(twin, source)
+        children = {name: None if child is None else _Step(name, watch) for name, child in child_slots(norm).items()}
+        share_attributes(twin, norm, buffers=buffers, children=children)
+        twin.training = training
+        try:
+            with torch.no_grad(), watch:
+                output = twin.forward(source)
+        except Exception:  # another number of dimensions, or any error from the forward of a subclass
+            continue
+        return tuple(watch.tail) if watch.normalised and output is watch.current and not watch.strange else None
+    return None
+
+
+class _Watch(TorchFunctionMode):
+    """Follow one tensor: first into ``batch_norm``, which is not computed, then from child to child."""
+
+    def __init__(self, norm: AnyBatchNorm, source: Tensor) -> None:
+        super().__init__()
+        self._norm = norm
+        self.current: Tensor | None = source
+        self.normalised = False
+        self.strange = False
+        self.tail: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.batch_norm and not self.normalised and args and args[0] is self.current:
+            self.normalised = True
+            self.strange |= not _with_its_own(self._norm, args, kwargs or {})
+            self.current = torch.empty_like(args[0])
+            return self.current
+        result = func(*args, **(kwargs or {}))
+        touched = any(value is self.current for value in (*args, *(kwargs or {}).values()))
+        self.strange |= touched and (result is None or isinstance(result, Tensor))  # sizes and the like do no harm
+        return result
+
+
+def _with_its_own(norm: AnyBatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ``batch_norm`` is called with the statistics, affine map and ``eps`` of this norm."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given = {"training": False, "eps": 1e-5, **dict(zip(names, args, strict=False)), **kwargs}
+    own = all(given.get(name) is getattr(norm, name) for name in ("weight", "bias", "running_mean", "running_var"))
+    return own and given["eps"] == norm.eps and given["training"] is (norm.training or norm.running_mean is None)
+
+
+class _Step(nn.Module):
+    """Replace a child of the watched module; returns a new tensor."""
+
+    def __init__(self, name: str, watch: _Watch) -> None:
+        super().__init__()
+        self._name = name
+        self._watch = watch
+
+    def forward(self, value: Tensor) -> Tensor:
+        watch = self._watch
+        watch.strange |= value is not watch.current or not watch.normalised
+        watch.tail.append(self._name)
+        watch.current = None
+        watch.current = torch.empty_like(value)
+        return watch.current
+
 
 Keep = Literal["last", "narrowest"]
 
@@ -209,7 +341,7 @@ def _norm_behind(flow: Dataflow, layer: int) -> int | None:
 
 def _ends_linearly(flow: Dataflow, layer: int) -> bool:
     norm = _norm_behind(flow, layer)
-    if norm is None or flow.traced == "structure":  # registration order does not show where activations are
+    if norm is None:
         return False
     module = flow.nodes[norm].module
     assert module is not None
@@ -290,3 +422,100 @@ def _channels(flow: Dataflow, norm: int) -> int:
     module = flow.nodes[norm].module
     assert isinstance(module, AnyBatchNorm)
     return module.num_features
+
+
+_ONE_SIDED = frozenset(
+    {"relu", "relu_", "relu6", "silu", "gelu", "hardswish", "mish", "elu", "celu", "leakyrelu", "leaky_relu", "prelu"}
+)
+
+
+@torch.no_grad()
+def rescale_layers(flow: Dataflow, targets: Mapping[int, float], removed: Collection[int] = ()) -> list[nn.Module]:
+    """Scale weights by one factor per layer, so that layer outputs have a given mean square.
+
+    Mean and variance are propagated from the input, where they are 0 and 1. A layer gives mean 0 and its input's mean
+    square times ``mean_filter(sum w^2)`` (weights are drawn independently with mean zero). A BatchNorm gives those of
+    its scale and shift, an addition sums both, and a one-sided activation such as ReLU gives those of a rectified
+    normal variable; other operations change nothing. No data is needed, so all ranks get the same weights. Limits:
+    this is an estimate, and correlations between branches are ignored.
+
+    Args:
+        flow: The data flow.
+        targets: Node of a layer -> mean square of its output without the bias.
+        removed: BatchNorm nodes that are about to become the identity.
+
+    Returns:
+        The layers that were changed, in execution order.
+    """
+    known: list[_Moments] = []
+    changed: list[nn.Module] = []
+    for node in flow.nodes:
+        moments = _joined(node, [known[source] for source in node.inputs])
+        module = node.module
+        weight = parameter_slots(module).get("weight") if isinstance(module, WEIGHTED) else None
+        if module is not None and weight is not None:
+            square = moments.square * _gain(module, weight)
+            target = targets.get(node.index)
+            if target is not None and square > 0:
+                weight.mul_((target / square) ** 0.5)
+                changed.append(module)
+                square = target
+            moments = _Moments(0.0, square)
+        elif isinstance(module, AnyBatchNorm):
+            moments = moments if node.index in removed else _of_norm(module)
+            if any(_is_one_sided(type(module.get_submodule(name)).__name__) for name in norm_tail(module) or ()):
+                moments = _rectified(moments)
+        elif _is_one_sided(node.label if node.module is None else type(node.module).__name__):
+            moments = _rectified(moments)
+        known.append(moments)
+    return changed
+
+
+class _Moments(NamedTuple):
+    mean: float
+    variance: float
+
+    @property
+    def square(self) -> float:
+        return self.mean**2 + self.variance
+
+
+def _joined(node: Node, incoming: list[_Moments]) -> _Moments:
+    if node.kind == "add":
+        return _Moments(sum(m.mean for m in incoming), sum(m.variance for m in incoming))
+    return max(incoming, key=lambda m: m.square, default=_Moments(0.0, 1.0))
+
+
+def _rectified(moments: _Moments) -> _Moments:
+    """Return the moments of ``max(x, 0)`` for a normal ``x``."""
+    mean, deviation = moments.mean, moments.variance**0.5
+    if not deviation:
+        return moments
+    ratio = mean / deviation
+    above = (1 + math.erf(ratio / math.sqrt(2))) / 2  # probability of x > 0
+    density = math.exp(-(ratio**2) / 2) / math.sqrt(2 * math.pi)
+    rectified = mean * above + deviation * density
+    square = moments.square * above + mean * deviation * density
+    return _Moments(rectified, max(square - rectified**2, 0.0))
+
+
+def _gain(layer: nn.Module, weight: Tensor) -> float:
+    if weight.is_meta:
+        return 0.0
+    total = float(weight.float().square().sum())
+    if isinstance(layer, AnyTransposedConv):  # a stride spreads every input over fewer outputs
+        for stride in layer.stride:
+            total /= stride
+        return total / layer.out_channels
+    return total / weight.shape[0]
+
+
+def _of_norm(norm: AnyBatchNorm) -> _Moments:
+    if norm.weight is None or norm.weight.is_meta:
+        return _Moments(0.0, 1.0)
+    mean, spread = float(norm.bias.float().mean()), float(norm.bias.float().var(correction=0))
+    return _Moments(mean, float(norm.weight.float().square().mean()) + spread)
+
+
+def _is_one_sided(name: str) -> bool:
+    return name.lower() in _ONE_SIDED

@@ -1,0 +1,470 @@
+"""The roles of BatchNorms, what stands in for one, and the sizes of activations without them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.support.conv_nets import Basic, ForeignNames, InvertedResidual, PreActNet, vgg
+from tests.support.models import BottleneckNet
+from tests.support.removal_nets import NormAct
+from torchboost.graph.normalized_linear import NormalizedLinear
+from torchboost.graph.norms import (
+    WEIGHTED,
+    norm_tail,
+    plain_stacks,
+    reasons_to_stay,
+    rescale_layers,
+    residual_blocks,
+    was_trained,
+)
+from torchboost.graph.removed_norm import RemovedNorm
+from torchboost.graph.trace import trace
+
+
+def labels(flow, indices):
+    return [flow.nodes[i].label for i in indices]
+
+
+def test_main_branch_and_shortcut_by_weight_not_by_name():
+    flow = trace(ForeignNames())
+    (block,) = residual_blocks(flow)
+    assert [labels(flow, norms) for norms in block.norms] == [["linear", "conv1"]]
+    assert labels(flow, block.shortcut_norms) == ["main"]
+    assert block.projects
+
+
+def test_identity_shortcuts_project_nothing():
+    assert [b.projects for b in residual_blocks(trace(nn.Sequential(Basic(3, 3), Basic(3, 4), Basic(4, 4, 2))))] == [
+        False,
+        True,
+        True,
+    ]
+
+
+def test_an_addition_around_a_block_is_no_block():
+    class Long(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(Basic(3, 3), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+
+        def forward(self, x):
+            return x + self.inner(x)
+
+    flow = trace(Long())
+    assert len(residual_blocks(flow)) == 1
+
+
+def test_two_computing_branches_are_both_main():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = vgg((2,))[:6], vgg((2,))[:6]
+
+        def forward(self, x):
+            return self.a(x) + self.b(x)
+
+    flow = trace(Two())
+    (block,) = residual_blocks(flow)
+    assert [labels(flow, norms) for norms in block.norms] == [["a.1", "a.4"], ["b.1", "b.4"]]
+    assert not block.shortcut_norms
+
+
+def test_a_stack_runs_through_pooling_and_gates():
+    flow = trace(vgg((2, 1)))
+    (stack,) = plain_stacks(flow, [])
+    assert labels(flow, stack.layers) == ["0", "3", "7", "13", "15"]
+    assert [norm is not None for norm in stack.norms] == [True, True, True, False, False]
+
+    flow = trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), InvertedResidual(4, 6, 2)))
+    first = plain_stacks(flow, residual_blocks(flow))[0]
+    assert labels(flow, first.layers) == ["0", "3.expand.0", "3.depth.0", "3.project.0"]
+
+
+def test_a_linear_end_closes_a_stack():
+    net = nn.Sequential(
+        InvertedResidual(3, 4, 2), InvertedResidual(4, 4), InvertedResidual(4, 6, 2), nn.Conv2d(6, 3, 1)
+    )
+    flow = trace(net)
+    blocks = residual_blocks(flow)
+    with_norms = [s for s in plain_stacks(flow, blocks) if any(n is not None for n in s.norms)]
+    assert len(blocks) == 1
+    assert [(labels(flow, s.layers)[-1], s.linear_end) for s in with_norms] == [
+        ("0.project.0", True),
+        ("2.project.0", True),
+    ]
+
+
+def kept(model, **settings):
+    flow = trace(model)
+    default = {"keep": "last", "keep_shortcut": False, "keep_every": 2, "blocks_per_norm": 1}
+    reasons = reasons_to_stay(flow, residual_blocks(flow), **default | settings)
+    return {flow.nodes[i].label: r for i, r in sorted(reasons.items())}
+
+
+def test_pre_activation_keeps_the_last_of_the_branch():
+    found = kept(PreActNet())
+    assert {name for name, reason in found.items() if reason} == {"blocks.0.bn2", "blocks.1.bn2", "blocks.2.bn2"}
+    assert [name for name, reason in found.items() if not reason] == ["blocks.0.bn1", "blocks.2.bn1"]
+
+
+def test_every_nth_block_counts_from_the_last_that_kept():
+    net = nn.Sequential(*[Basic(3, 3) for _ in range(4)], Basic(3, 4), *[Basic(4, 4) for _ in range(4)])
+    last = {n: r for n, r in kept(net, blocks_per_norm=3).items() if n.endswith("bn2")}
+    assert [bool(r) for r in last.values()] == [False, False, True, False, True, False, False, True, True]
+
+
+def test_keep_every_counts_from_the_end():
+    for every, expected in ((1, 7), (2, 4), (3, 3), (7, 2)):
+        assert sum(bool(r) for r in kept(vgg(), keep_every=every).values()) == expected
+
+
+def test_keep_every_of_one_keeps_the_blocks_without_skip_too():
+    layers = [part for _ in range(3) for part in (nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU())]
+    model = nn.Sequential(*layers[:-1], nn.Conv2d(4, 4, 1), nn.Flatten(), nn.Linear(4, 2))
+    assert [sum(bool(r) for r in kept(model, keep_every=every).values()) for every in (1, 2)] == [3, 2]
+
+
+def test_flow_of_an_untouched_tensor_is_stable():
+    torch.manual_seed(0)
+    assert kept(ForeignNames()) == kept(ForeignNames())
+
+
+def test_the_narrowest_of_a_branch_stays_where_asked():
+    model = BottleneckNet()
+    blocks = sorted(name for name, reason in kept(model).items() if reason == "the last of its residual branch")
+    reasons = kept(model, keep="narrowest")
+    narrow = sorted(name for name, reason in reasons.items() if reason == "the narrowest of its residual branch")
+    assert [name[-3:] for name in blocks] == ["bn3", "bn3"]
+    assert [name[-3:] for name in narrow] == ["bn2", "bn2"]
+    assert all(reasons[name] is None for name in blocks)
+    assert kept(nn.Sequential(Basic(3, 3)), keep="narrowest").keys() == kept(nn.Sequential(Basic(3, 3))).keys()
+
+
+def test_a_network_was_trained_where_statistics_or_counter_moved():
+    norm, still = nn.BatchNorm1d(3), nn.BatchNorm1d(3, momentum=0.0)
+    assert was_trained(nn.Linear(2, 2)) is None
+    assert was_trained(nn.BatchNorm1d(3, track_running_stats=False)) is None
+    for fresh in (norm, still, nn.LazyBatchNorm1d(), nn.BatchNorm1d(3, device="meta"), nn.Sequential(norm, norm)):
+        assert was_trained(fresh) is False
+    for model in (norm, still):
+        model(torch.randn(4, 3))
+        assert was_trained(nn.Sequential(nn.BatchNorm1d(3), model)) is True
+    restored = nn.BatchNorm1d(3)
+    restored.running_var.fill_(2.0)
+    assert was_trained(restored) is True
+
+
+class Sandwich(nn.BatchNorm2d):
+    """Something else than modules in a row behind the normalisation."""
+
+    def __init__(self, kind: str):
+        super().__init__(3)
+        self.kind, self.act, self.scale = kind, nn.ReLU(), 2.0
+
+    def forward(self, x):
+        if self.kind == "in front":
+            return super().forward(self.act(x))
+        if self.kind == "other numbers":
+            return self.act(F.batch_norm(x, self.running_mean, self.running_var, training=self.training, eps=1e-2))
+        out = super().forward(x)
+        if self.kind == "function":
+            return self.act(out.relu())
+        if self.kind == "in place":
+            out.mul_(self.scale)
+            return self.act(out)
+        if self.kind == "in training":
+            return self.act(out) if self.training else out
+        return self.act(out) + x
+
+
+def test_what_a_batch_norm_ends_with():
+    assert norm_tail(nn.BatchNorm1d(3)) == norm_tail(nn.BatchNorm3d(3, affine=False)) == ()
+    assert norm_tail(nn.SyncBatchNorm(3)) == ()
+    norm = NormAct(3, nn.SiLU())
+    assert norm_tail(norm) == norm_tail(norm.eval()) == ("drop", "act")
+    assert norm.num_batches_tracked == 0
+    assert norm_tail(nn.GroupNorm(1, 3)) is None
+    for kind in ("in front", "other numbers", "function", "in place", "in training", "skip"):
+        assert norm_tail(Sandwich(kind)) is None
+
+
+def test_a_part_that_is_none_is_not_run():
+    class Optional(nn.BatchNorm2d):
+        def __init__(self, act):
+            super().__init__(3)
+            self.register_module("act", act)
+
+        def forward(self, x):
+            x = super().forward(x)
+            return x if self.act is None else self.act(x)
+
+    assert norm_tail(Optional(None)) == ()
+    assert norm_tail(Optional(nn.ReLU())) == ("act",)
+
+
+def customised() -> dict[str, nn.Module]:
+    norms = {name: nn.BatchNorm2d(3) for name in ("hook", "pre", "gradient", "forward", "buffer", "parametrized")}
+    norms["hook"].register_forward_hook(lambda *_: None)
+    norms["pre"].register_forward_pre_hook(lambda *_: None)
+    norms["gradient"].weight.register_hook(lambda gradient: gradient)
+    norms["forward"].forward = lambda x: x
+    norms["buffer"].register_buffer("extra", torch.zeros(1))
+    nn.utils.parametrize.register_parametrization(norms["parametrized"], "weight", nn.Softplus())
+    return norms
+
+
+@pytest.mark.parametrize("kind", list(customised()))
+def test_a_batch_norm_that_someone_extended_is_not_understood(kind):
+    assert norm_tail(customised()[kind]) is None
+
+
+def mean_squares(model, x, kinds):
+    found = []
+    handles = [
+        m.register_forward_hook(lambda m, i, out: found.append(float(out.square().mean())))
+        for m in model.modules()
+        if isinstance(m, kinds)
+    ]
+    with torch.no_grad():
+        model(x)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 20.0])
+def test_a_deep_stack_keeps_unit_scale(scale):
+    layers = [nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU()) for _ in range(12)]
+    model = nn.Sequential(*layers)
+    for layer in layers:
+        nn.init.normal_(layer[0].weight, std=scale)
+    draw = layers[3][0].weight.detach().clone()
+    flow = trace(model)
+    changed = rescale_layers(flow, {n.index: 1.0 for n in flow.instances(WEIGHTED)})
+    assert changed == [layer[0] for layer in layers]
+    assert all(0.5 < s < 2 for s in mean_squares(model, torch.randn(256, 256), nn.Linear))
+    ratio = layers[3][0].weight / draw
+    torch.testing.assert_close(ratio, ratio.mean().expand_as(ratio))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv1d(64, 32, 3, bias=False),
+        nn.Conv2d(64, 32, 3, groups=4, bias=False),
+        nn.Conv2d(64, 64, 3, groups=64, bias=False),
+        nn.Conv3d(64, 32, 2, bias=False),
+        nn.ConvTranspose2d(64, 32, 4, stride=2, bias=False),
+    ],
+    ids=["1d", "grouped", "depthwise", "3d", "transposed"],
+)
+def test_every_kind_of_layer(layer):
+    model = nn.Sequential(layer)
+    flow = trace(model)
+    rescale_layers(flow, {flow.calls(layer)[0]: 1.0})
+    x = torch.randn(8, 64, *[12] * len(layer.kernel_size))
+    assert mean_squares(model, x, type(layer))[0] == pytest.approx(1, rel=0.25)
+
+
+def test_a_projection_brings_the_stream_back_to_one():
+    """Two additions double the stream; the next projection starts from one again."""
+    blocks = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), *[Basic(32, 32) for _ in range(3)])
+    last = Basic(32, 64, 2)
+    model = nn.Sequential(blocks, last)
+    projection, norm = last.downsample
+    flow = trace(model)
+    removed = {flow.calls(norm)[0]}
+    rescale_layers(flow, {flow.calls(projection)[0]: 1.0}, removed)
+    of_projection = mean_squares(model.train(), torch.randn(16, 3, 16, 16), nn.Conv2d)[-3]
+    assert of_projection == pytest.approx(1, rel=0.5)
+
+
+def test_zero_weights_are_left_alone():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    nn.init.zeros_(model[0].weight)
+    flow = trace(model)
+    assert rescale_layers(flow, {flow.calls(model[0])[0]: 1.0}) == []
+    assert not model[0].weight.any()
+
+
+def test_it_answers_the_settings():
+    norm = nn.BatchNorm2d(6, eps=1e-3, momentum=None, affine=False)
+    norm.group = "stem"
+    stand_in = RemovedNorm(norm.eval())
+    assert (stand_in.num_features, stand_in.eps, stand_in.momentum, stand_in.affine) == (6, 1e-3, None, False)
+    assert (stand_in.group, stand_in.track_running_stats, stand_in.training) == ("stem", True, False)
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        _ = stand_in.nothing_like_it
+
+
+def test_it_hands_its_input_on_or_a_copy():
+    x = torch.randn(2, 3, 4, 4)
+    same, new = RemovedNorm(nn.BatchNorm2d(3), copies=False), RemovedNorm(nn.BatchNorm2d(3))
+    assert same.is_identity
+    assert same(x) is x
+    assert not new.is_identity
+    assert new(x) is not x
+    assert torch.equal(new(input=x), x)
+    assert "copies" in repr(new)
+
+
+def test_what_a_subclass_adds_stays_under_its_name():
+    torch.manual_seed(0)
+    norm = NormAct(3, nn.PReLU(), nn.Dropout2d(0.5))
+    stand_in = RemovedNorm(norm, copies=False)
+    x = torch.randn(2, 3, 4, 4)
+    assert stand_in.act is norm.act
+    assert list(stand_in.state_dict()) == list(norm.state_dict())
+    assert torch.equal(stand_in.eval()(x), norm.act(x))
+    assert not stand_in.is_identity
+
+
+def test_it_refuses_what_it_does_not_understand():
+    norm = nn.BatchNorm2d(3)
+    norm.register_forward_hook(print)
+    with pytest.raises(ValueError, match="computes more"):
+        RemovedNorm(norm)
+
+
+def test_copies_remember_the_layer_of_the_copy():
+    model = nn.Sequential(nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3))
+    model[1] = RemovedNorm(model[1], layer=model[0])
+    assert model[1].adds_bias
+    assert not RemovedNorm(nn.BatchNorm2d(3), layer=nn.Conv2d(3, 3, 1)).adds_bias
+    assert dict(model[1].named_modules()) == {"": model[1]}
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert twin[1].layer is twin[0]
+        assert twin[0] is not model[0]
+
+
+class TwoSteps(nn.BatchNorm2d):
+    """What runs behind the normalisation was registered in another order, and beside something that does not run."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.second, self.unused, self.first = nn.ReLU(inplace=True), nn.Sigmoid(), nn.PReLU(init=-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, variance = self.running_mean, self.running_var
+        x = F.batch_norm(x, mean, variance, self.weight, self.bias, self.training, 0.1, self.eps)
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, TwoSteps])
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_it_can_be_scripted_traced_and_exported(kind, copies):
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), RemovedNorm(kind(3), copies=copies), nn.Dropout(0.0))
+    x = torch.randn(2, 3, 4, 4)
+    expected = model(x)
+    assert (expected.min() < 0) == (kind is not TwoSteps)
+    assert torch.equal(torch.jit.script(model)(x), expected)
+    assert torch.equal(torch.jit.trace(model, x)(x), expected)
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
+    assert torch.equal(torch.fx.symbolic_trace(model)(x), expected)
+
+
+def test_what_runs_behind_it_runs_in_its_order():
+    norm = TwoSteps(3).eval()
+    stand_in, x = RemovedNorm(norm), torch.randn(2, 3, 4, 4)
+    before = x.clone()
+    assert torch.equal(stand_in(x), norm.first(before).relu())
+    assert torch.equal(x, before)
+    assert set(stand_in.state_dict()) == set(norm.state_dict())
+
+
+def test_a_norm_that_runs_one_module_twice_is_not_understood():
+    class Twice(nn.BatchNorm2d):
+        def __init__(self):
+            super().__init__(3)
+            self.act = nn.PReLU()
+
+        def forward(self, x):
+            return self.act(self.act(super().forward(x)))
+
+    with pytest.raises(ValueError, match="computes more"):
+        RemovedNorm(Twice())
+
+
+def test_a_whole_model_says_what_it_needs_to_load_and_a_copy_says_nothing(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 3), RemovedNorm(nn.BatchNorm1d(3)))
+    assert all(type(c[1]) is RemovedNorm for c in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))))
+    with pytest.warns(UserWarning, match=r"loads only if torchboost.*save model.state_dict\(\)"):
+        torch.save(model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert type(again[1]) is RemovedNorm
+
+
+def reference(x, weight, bias, multiplier):
+    def unit(t):
+        return t / t.square().sum(-1, keepdim=True).clamp(min=1e-4).sqrt()
+
+    out = unit(x) @ unit(weight).T
+    return multiplier * (out if bias is None else out + bias)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_equals_the_formula_and_shares_the_parameters(bias):
+    linear = nn.Linear(5, 3, bias=bias).eval()
+    head = NormalizedLinear.from_linear(linear)
+    assert head.weight is linear.weight
+    assert head.bias is linear.bias
+    assert not head.training
+    with torch.no_grad():
+        head.multiplier.fill_(3.5)
+    x = torch.randn(7, 5)
+    torch.testing.assert_close(head(x), reference(x, linear.weight, linear.bias, 3.5))
+
+
+def test_taking_a_layer_over_draws_no_random_number():
+    linear = torch.nn.Linear(5, 3, dtype=torch.float64)
+    before = torch.get_rng_state()
+    head = NormalizedLinear.from_linear(linear)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert head.weight is linear.weight
+    assert head.multiplier.dtype is torch.float64
+    assert head.multiplier.tolist() == [1.0]
+
+
+def test_tiny_inputs_stay_finite_forward_and_backward():
+    head = NormalizedLinear(5, 3)
+    x = torch.zeros(2, 5, requires_grad=True)
+    F.cross_entropy(head(x), torch.tensor([0, 1])).backward()
+    assert torch.isfinite(head(x)).all()
+    assert all(torch.isfinite(p.grad).all() for p in [*head.parameters(), x])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_the_head_can_be_scripted_traced_and_exported(bias):
+    head, x = NormalizedLinear(5, 3, bias), torch.randn(2, 5)
+    expected = head(x)
+    assert torch.equal(torch.jit.script(head)(x), expected)
+    assert torch.equal(torch.jit.trace(head, x)(x), expected)
+    assert torch.equal(torch.export.export(head, (x,)).module()(x), expected)
+
+
+def test_repr_names_the_sizes():
+    assert repr(NormalizedLinear(5, 3)) == "NormalizedLinear(in_features=5, out_features=3, bias=True)"
+
+
+@pytest.mark.parametrize("case", ["common_head_last_fn_nobias", "common_head_last_fn_bias"])
+def test_equals_the_oracle(oracle, case):
+    meta, arrays = oracle[case]
+    bias = "bias" in arrays
+    head = NormalizedLinear(meta["hyper"]["in_channels"], meta["hyper"]["out_channels"], bias=bias)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            parameter.copy_(torch.from_numpy(arrays[name]))
+    x = torch.from_numpy(arrays["x"]).requires_grad_()
+    out = head(x)
+    out.backward(torch.from_numpy(arrays["dout"]))
+    got = {"out": out.detach(), "grad_x": x.grad} | {f"grad_{n}": p.grad for n, p in head.named_parameters()}
+    for name, value in got.items():
+        torch.testing.assert_close(value, torch.from_numpy(arrays[name]), **meta["tolerance"])
