@@ -78,7 +78,7 @@ def resumed_on_ranks(folder: str) -> list[Any]:
 
 @pytest.mark.dist
 def test_a_resumed_run_on_two_ranks_equals_the_uninterrupted_one(tmp_path: Path):
-    first, second = run_ranks(resumed_on_ranks, 2, str(tmp_path))
+    first, second = run_ranks(resumed_on_ranks, 2, str(tmp_path), timeout=300.0)
     assert first == second
     assert first[:2] == first[3:5] == [2, True]
 

@@ -43,6 +43,7 @@ class Lamb(UpdateRule):
         TypeError, ValueError: An option is invalid.
 
     Example:
+        >>> import torch
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = Lamb(model.parameters(), lr=1e-3, weight_decay=0.01)
     """
