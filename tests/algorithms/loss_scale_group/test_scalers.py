@@ -228,7 +228,7 @@ def check_script(options: dict, scale: float, script: list[bool]) -> None:
     assert all(rule.floor <= s <= rule.ceiling for s in found)
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(*SCRIPTS)
 def test_random_scripts_equal_the_reference_and_stay_within_bounds(options, scale, script):
     check_script(options, scale, script)

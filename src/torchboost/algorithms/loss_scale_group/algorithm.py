@@ -33,7 +33,6 @@ __all__ = [
     "Groups",
     "LossScaleGroup",
     "Scales",
-    "ScalingInGroups",
     "checked_scales",
 ]
 
@@ -323,20 +322,6 @@ class GroupGradScaler(GroupScaler):
         return [1.0] * self._count if self._removed else super()._applied()
 
 
-class ScalingInGroups(Attachment):
-    """The group scaler of a target. ``TrainStep`` saves its state with the rest."""
-
-    def __init__(self, scaler: GroupGradScaler, target: Target) -> None:
-        super().__init__(undo=self._release)
-        self.scaler = scaler
-        self._target = target
-
-    def _release(self) -> None:
-        self.scaler.remove()
-        if self._target.scaler is self.scaler:
-            self._target.scaler = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class LossScaleGroup(Algorithm):
     """A loss scale per group of modules. The loop must use ``target.scaler``.
@@ -369,12 +354,10 @@ class LossScaleGroup(Algorithm):
     hysteresis: int = GROUP_RULE.hysteresis
 
     def __post_init__(self) -> None:
+        _check_groups(self.groups)
         if not isinstance(self.groups, int):
-            _check_groups(self.groups)
             listed = tuple(entry if isinstance(entry, str) else tuple(entry) for entry in self.groups)
             object.__setattr__(self, "groups", listed)
-        else:
-            _check_groups(self.groups)
         count = 1
         if isinstance(self.init_scale, (list, tuple)):
             object.__setattr__(self, "init_scale", tuple(self.init_scale))
@@ -400,11 +383,17 @@ class LossScaleGroup(Algorithm):
             )
         checked_scales(self.init_scale, len(_resolved(target.model, self.groups)), self._rule())
 
-    def attach(self, target: Target) -> ScalingInGroups:
-        """Put the borders into the model and give the target its scaler."""
+    def attach(self, target: Target) -> Attachment:
+        """Put the borders into the model and give the target its scaler, whose state ``TrainStep`` saves."""
         scaler = GroupGradScaler(target.model, self.groups, init_scale=self.init_scale, rule=self._rule())
         target.scaler = scaler
-        return ScalingInGroups(scaler, target)
+
+        def release() -> None:
+            scaler.remove()
+            if target.scaler is scaler:
+                target.scaler = None
+
+        return Attachment(undo=release)
 
     def _rule(self) -> ScaleRule:
         return ScaleRule(
