@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import torchboost
 from tests.support.models import BottleneckNet, batch_for, cnn, mlp
 from tests.support.ranks import run_ranks
-from tests.support.trajectories import identical, train
+from tests.support.trajectories import train
 from tests.support.wrapped import Kind, all_weights, train_share, wrap
 from torchboost import boost, optim
 from torchboost.algorithms.channels_last import ChannelsLast, to_channels_last
@@ -399,22 +399,6 @@ def test_it_compiles_without_graph_breaks(backend: str, in_place: bool) -> None:
         torch.testing.assert_close(call(inputs), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_resume_is_bit_identical() -> None:
-    def start() -> Target:
-        torch.manual_seed(1)
-        model = cnn()
-        target = Target(model, sgd(model))
-        attach_all(target, [ChannelsLast()])
-        return target
-
-    whole, first, second = start(), start(), start()
-    expected = train(whole, 3, 3) + train(whole, 3, 4)
-    train(first, 3, 3)
-    second.model.load_state_dict(first.model.state_dict())
-    second.optimizer.load_state_dict(first.optimizer.state_dict())
-    assert identical(train(second, 3, 4), expected[3:])
-
-
 def copies(*objects: object, how: str) -> tuple:
     return copy.deepcopy(objects) if how == "deepcopy" else pickle.loads(pickle.dumps(objects))
 
@@ -448,12 +432,6 @@ def test_an_attachment_copied_with_its_model_is_removed_from_the_copy_alone(how:
     assert len(model._forward_pre_hooks) == 1
     effect.remove()
     assert strides(model) == before
-
-
-def test_settings_are_values() -> None:
-    assert ChannelsLast() == ChannelsLast()
-    assert eval(repr(ChannelsLast())) == ChannelsLast()
-    assert hash(ChannelsLast()) == hash(ChannelsLast())
 
 
 def _train_all_on_ranks() -> list[list[float]]:

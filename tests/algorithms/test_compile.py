@@ -229,13 +229,6 @@ def test_a_parameter_among_the_inputs_is_compiled() -> None:
         assert compiled.graphs == 1
 
 
-def test_settings_are_values() -> None:
-    settings = Compile(mode="max-autotune", dynamic=False, fullgraph=True)
-    assert eval(repr(settings)) == settings
-    assert hash(settings) == hash(Compile(mode="max-autotune", dynamic=False, fullgraph=True))
-    assert settings != Compile()
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself
 def test_generated_code_trains_like_eager() -> None:

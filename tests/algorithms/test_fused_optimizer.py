@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -155,11 +156,11 @@ def test_state_and_gradients_in_another_memory_format_are_brought_into_line() ->
     assert_same(fused, plain)
 
 
-LAYOUTS: dict[str, Callable[[], Tensor]] = {
-    "expanded": lambda: torch.full((1,), 2.0).expand(64),
-    "column": lambda: torch.arange(320.0).view(64, 5)[:, 0],
-    "every other": lambda: torch.arange(128.0)[::2],
-}
+LAYOUTS: tuple[Callable[[], Tensor], ...] = (
+    lambda: torch.full((1,), 2.0).expand(64),
+    lambda: torch.arange(320.0).view(64, 5)[:, 0],
+    lambda: torch.arange(128.0)[::2],
+)
 ALL: dict[str, Make] = {
     **OPTIMIZERS,
     "our sgd": lambda params: SGD(params, lr=0.05, momentum=0.9),
@@ -167,17 +168,16 @@ ALL: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-@pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
-def test_gradients_of_one_axis_that_are_not_dense(make: Make, layout: Callable[[], Tensor]) -> None:
-    ours, theirs = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(64))
-    fused, plain = make([ours]), make([theirs])
-    fuse_optimizer(fused)
-    for _ in range(3):
-        ours.grad, theirs.grad = layout(), layout().clone()
-        fused.step()
-        plain.step()
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+def test_gradients_of_one_axis_that_are_not_dense() -> None:
+    for make, layout in itertools.product(ALL.values(), LAYOUTS):
+        ours, theirs = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(64))
+        fused, plain = make([ours]), make([theirs])
+        fuse_optimizer(fused)
+        for _ in range(3):
+            ours.grad, theirs.grad = layout(), layout().clone()
+            fused.step()
+            plain.step()
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
@@ -235,19 +235,6 @@ def test_a_memory_format_that_changes_later_takes_the_state_along(name: str) -> 
     assert_same(fused, plain)
 
 
-@pytest.mark.parametrize("name", ["nesterov", "adamw", "adagrad"])
-def test_state_that_a_program_replaces_follows_its_parameter(name: str) -> None:
-    fused, plain = pair(OPTIMIZERS[name], cnn)
-    fused.model.to(memory_format=torch.channels_last)
-    fuse_optimizer(fused.optimizer)
-    step_on_equal_gradients(fused, plain)
-    for target in (fused, plain):
-        for state in target.optimizer.state.values():
-            state.update({key: value.contiguous() for key, value in state.items()})
-    step_on_equal_gradients(fused, plain)
-    assert_same(fused, plain)
-
-
 def test_a_group_that_cannot_be_fused_may_be_added() -> None:
     real, complex_ = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.complex64))
     optimizer = torch.optim.SGD([real], lr=0.1)
@@ -271,9 +258,8 @@ def step_with_closure(target: Target, gradients: list[Tensor | None], named: boo
     assert (call(closure=closure) if named else call(closure)) == 1.0
 
 
-@pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("name", ALL)
-def test_gradients_that_a_closure_makes(name: str, named: bool) -> None:
+def test_gradients_that_a_closure_makes(name: str) -> None:
     fused, plain = pair(ALL[name], cnn)
     fused.model.to(memory_format=torch.channels_last)
     fuse_optimizer(fused.optimizer)
@@ -282,8 +268,8 @@ def test_gradients_that_a_closure_makes(name: str, named: bool) -> None:
         gradients: list[Tensor | None] = [torch.randn(p.shape, generator=generator) for p in plain.model.parameters()]
         if step == 0:
             gradients[0] = None  # frozen, and thawed at the second step
-        step_with_closure(fused, gradients, named)
-        step_with_closure(plain, gradients, named)
+        step_with_closure(fused, gradients, step == 1)
+        step_with_closure(plain, gradients, step == 1)
     assert_same(fused, plain)
 
 
@@ -469,11 +455,6 @@ def test_a_compiled_step_traces_the_preparation() -> None:
     train(step, 4, 3, model=fused.model)
     train(plain, 4, 3)
     assert_same(fused, plain)
-
-
-def test_settings_are_values() -> None:
-    assert eval(repr(FusedOptimizer())) == FusedOptimizer()
-    assert hash(FusedOptimizer()) == hash(FusedOptimizer())
 
 
 SPREAD: tuple[Kind, ...] = ("ddp", "fsdp")

@@ -367,7 +367,6 @@ def test_the_module_inside_a_compiled_one_is_found():
     compiled = torch.compile(module, backend="eager")
     assert private.inside_compiled(compiled) is module
     assert private.inside_compiled(module) is None
-    assert all(name.startswith(private.COMPILED_PREFIX) for name in compiled.state_dict())
 
 
 def test_what_a_compiled_function_compiles_is_found():
@@ -422,14 +421,6 @@ def test_graphs_are_counted_and_limited():
     before = private.compiled_graphs()
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
     assert private.compiled_graphs() == before + 1
-
-
-def test_wrappers_leave_their_child_out_of_the_names(one_rank):
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    wrapped = checkpoint_wrapper(nn.Linear(1, 1))
-    assert {name for name, _ in wrapped.named_children()} <= private.TRANSPARENT_WRAPPERS
-    assert set(wrapped.state_dict()) == {"weight", "bias"}
 
 
 def test_it_imports_neither_the_compiler_nor_the_package():
@@ -595,3 +586,12 @@ def test_a_new_hook_takes_the_place_of_a_removed_one():
     private.keep_step_pre_hook_places(optimizer, places)
     optimizer.step()
     assert order == ["a", "new", "c", "last"]
+
+
+def test_hooks_of_state_dicts_are_read_and_written():
+    layer, hook = nn.Linear(1, 1), lambda *_: None
+    layer.register_state_dict_post_hook(hook)
+    layer.register_load_state_dict_pre_hook(hook)
+    written, read = private.state_dict_hooks(layer)
+    assert list(written.values()) == [hook]
+    assert [one.hook for one in read.values()] == [hook]

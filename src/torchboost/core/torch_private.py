@@ -42,11 +42,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import Self
 
 __all__ = [
-    "COMPILED_PREFIX",
     "MAKES_REPLICAS",
     "PADDING",
     "POOLING",
-    "TRANSPARENT_WRAPPERS",
     "AnyBatchNorm",
     "AnyConv",
     "AnyDropout",
@@ -135,12 +133,6 @@ PADDING = (padding._ConstantPadNd, padding._ReflectionPadNd, padding._Replicatio
 
 MAKES_REPLICAS = "_replicate_for_data_parallel"
 """The method of a module that ``DataParallel`` calls for a replica."""
-
-COMPILED_PREFIX = "_orig_mod."
-"""What ``torch.compile(module)`` puts before the names of a state dict."""
-
-TRANSPARENT_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Children that FSDP1 and the checkpoint wrapper add to the module tree and leave out of the names of a state dict."""
 
 _torch: Any = torch  # type checkers count the names below as not exported
 foreach: Any = SimpleNamespace(

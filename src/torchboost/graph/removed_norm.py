@@ -268,7 +268,7 @@ class RemovedNorm(nn.Module):
 
 
 def put_removed_norm(model: nn.Module, norm: nn.Module, *, copies: bool, layer: nn.Module | None) -> None:
-    """Put a :class:`RemovedNorm` in the place of a BatchNorm; arguments as there."""
+    """Replace a BatchNorm by a :class:`RemovedNorm`; arguments as there."""
     order = list(model.modules())
     near = next((module for module in order if isinstance(module, (AnyConv, nn.Linear))), None)
     stand_in = RemovedNorm(norm, copies=copies, layer=layer, near=near)

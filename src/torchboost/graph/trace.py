@@ -40,6 +40,7 @@ __all__ = [
     "evaluate",
     "function_name",
     "is_leaf",
+    "record_graph",
     "record_run",
     "record_symbols",
     "runnable",
@@ -90,6 +91,13 @@ def call(model: nn.Module, sample: Any) -> Any:
 def record_symbols(
     copied: nn.Module, model: nn.Module, sample: Any = None, *, decide: Callable[[], bool] | None = None
 ) -> Dataflow:
+    """Return the data flow of :func:`record_graph`; the nodes hold the modules of ``model``."""
+    return _flow(record_graph(copied, model, sample, decide=decide), model)
+
+
+def record_graph(
+    copied: nn.Module, model: nn.Module, sample: Any = None, *, decide: Callable[[], bool] | None = None
+) -> fx.Graph:
     """Run the Python code of ``forward`` on stand-ins for its tensors; nothing is computed.
 
     The graph holds for all tensors, unless ``decide`` was called; without ``decide``, a decision by a value or a shape
@@ -98,9 +106,12 @@ def record_symbols(
 
     Args:
         copied: A copy that cannot be used afterwards, because every forward in it is replaced.
-        model: The original; the nodes hold its modules.
+        model: The original, whose names the nodes have.
         sample: Determines which arguments are given. Without it, arguments with a default are omitted.
         decide: Returns the outcome of the next decision by a value or a shape.
+
+    Returns:
+        The graph. ``node.meta["running"]`` has the modules of ``model`` whose forward was running, outermost first.
 
     Raises:
         Exception: Of any class, if the forward cannot be recorded.
@@ -109,7 +120,7 @@ def record_symbols(
     _cover_calls(copied, model, recorder)
     args, kwargs = recorder.arguments(sample)
     recorder.close(copied(*args, **kwargs))
-    return _flow(recorder.graph, model)
+    return recorder.graph
 
 
 def record_run(copied: nn.Module, model: nn.Module, sample: Any) -> Dataflow:
