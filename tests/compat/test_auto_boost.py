@@ -26,9 +26,9 @@ from torchboost import (
     TrainStep,
     WithLoss,
 )
-from torchboost.bench.workloads.models import BasicBlock, ResNet
 from torchboost.optim.pipeline import GradientPipeline
 from torchboost.optim.transforms import ClipNorm
+from torchboost.workloads.models import BasicBlock, ResNet
 
 
 def net(seed: int = 0) -> nn.Sequential:

@@ -15,9 +15,9 @@ from tests.support.conv_nets import ForeignNames, InvertedResidual, PreActNet, R
 from tests.support.models import BottleneckNet
 from tests.support.removal_nets import NormAct, preact_net, repvgg_net
 from torchboost.algorithms.less_bn import remove_batch_norms
-from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.errors import NoEffectWarning
 from torchboost.graph.plain_state import load_plain_state_dict, plain_state_dict
+from torchboost.workloads.models import Bottleneck, ResNet
 
 
 def unit(inside: int, outside: int, kernel: int = 3, groups: int = 1) -> list[nn.Module]:

@@ -22,9 +22,9 @@ from tests.support.conv_nets import (
 )
 from tests.support.ranks import run_ranks
 from torchboost.algorithms.less_bn import BatchNormRemoval, remove_batch_norms
-from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.errors import NoEffectWarning
+from torchboost.workloads.models import Bottleneck, ResNet
 
 
 @pytest.mark.parametrize("settings", [{}, {"keep_shortcut": True}, {"blocks_per_norm": 3, "keep_every": 5}])

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from tests.support.conv_nets import Basic, InvertedResidual, RefusesTracing, vgg
 from tests.support.removal_nets import NormAct
-from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.graph.structure import assume, norm_tail
+from torchboost.workloads.models import Bottleneck, ResNet
 
 
 def is_leaf(module: nn.Module) -> bool:

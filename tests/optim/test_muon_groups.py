@@ -9,10 +9,10 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from tests.graph.test_matrix_uses import Experts
 from tests.support.models import cnn, mlp
-from torchboost.bench.workloads.models import GPT, BasicBlock, ResNet
 from torchboost.optim.group_rules import GroupRule, no_decay
 from torchboost.optim.muon_groups import MuonSplit, muon_groups
 from torchboost.optim.rules.mixed import MixedOptimizer
+from torchboost.workloads.models import GPT, BasicBlock, ResNet
 
 
 def names(groups: MuonSplit) -> dict[str, set[str]]:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from tests.support.models import batch_for, cnn, mlp
 from torchboost.algorithms.grad_freeze.prefix.build import Halves
 from torchboost.algorithms.grad_freeze.prefix.frozen_prefix import FastPrefix
-from torchboost.bench.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet
+from torchboost.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet
 
 __all__ = ["MAKERS", "as_plain", "freeze", "frozen_cnn", "frozen_mlp", "gpt", "inputs_for", "prefix_runs", "step"]
 

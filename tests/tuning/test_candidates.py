@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.tuning.test_training import make
-from torchboost.bench.workloads.factory import made_by, source_of
+from torchboost.bench.factory import made_by, source_of
 from torchboost.errors import ConfigError, FactoryError
 from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuning.candidates import (
@@ -21,7 +21,7 @@ from torchboost.tuning.candidates import (
     standard_candidates,
     try_levers,
 )
-from torchboost.tuning.evidence import Candidate, Finding
+from torchboost.tuning.report import Candidate, Finding
 
 
 def test_the_standard_candidates_are_the_settings_of_the_levels():

@@ -15,7 +15,7 @@ from tests.tuning.test_training import make
 from torchboost.errors import FactoryError, RankDisagreementError
 from torchboost.front import boost
 from torchboost.tuning import tune as tuning
-from torchboost.tuning.evidence import STOCK, Candidate, Run, TuneReport
+from torchboost.tuning.report import STOCK, Candidate, Run, TuneReport
 from torchboost.tuning.tune import report_path, tune
 
 CANDIDATES = {"memory": {"channels_last": True}, "norms": {"gradient_centralization": True}}

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from torchboost.bench.workloads.factory import Parts, check_fresh, loss_of, made_by, on_device, pair_of, source_of
+from torchboost.bench.factory import Parts, check_fresh, loss_of, made_by, on_device, pair_of, source_of
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import is_number
 from torchboost.errors import ConfigError, FactoryError, IncompatibleError
 from torchboost.front import Boosted, boost
 from torchboost.registry import LEVELS, REGISTRY
-from torchboost.tuning.evidence import STOCK, Candidate, Finding
+from torchboost.tuning.report import STOCK, Candidate, Finding
 from torchboost.tuning.training import boosted_by
 
 __all__ = [

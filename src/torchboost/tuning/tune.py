@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchboost.bench.workloads.factory import Parts, made_by, source_of
+from torchboost.bench.factory import Parts, made_by, source_of
 from torchboost.core.arguments import check_count, check_number, is_number, seconds_of
 from torchboost.distributed.agreement import Agreement
 from torchboost.distributed.shared import from_first_rank, is_first_rank
@@ -30,8 +30,8 @@ from torchboost.tuning.candidates import (
     standard_candidates,
     try_levers,
 )
-from torchboost.tuning.evidence import Candidate, Finding, TuneReport
 from torchboost.tuning.race import Race
+from torchboost.tuning.report import Candidate, Finding, TuneReport
 from torchboost.tuning.training import LEAST_STEPS, Training
 
 __all__ = ["report_path", "tune"]

@@ -13,8 +13,8 @@ from torchboost import IncompatibleError, NoEffectWarning, Target
 from torchboost.algorithms.compile import Compile
 from torchboost.algorithms.grad_freeze.freezer import Freezing, prefixes_of
 from torchboost.algorithms.grad_freeze.schedule import Repeated
-from torchboost.bench.workloads.models import GPT
 from torchboost.graph.blocks import blocks_of
+from torchboost.workloads.models import GPT
 
 
 def start(schedule=(0, 2), *, norms="update", seed=0, **options):
