@@ -30,6 +30,7 @@ __all__ = [
     "Factory",
     "Parts",
     "check_fresh",
+    "count_of",
     "function_at",
     "ignored_seed",
     "loss_of",
@@ -207,24 +208,43 @@ def one_epoch(batches: Iterable[Any], *, seed: int, epoch: int, device: torch.de
         )
 
 
-def _ending(batches: Iterable[Any], most: float = math.inf) -> Iterator[Any]:
+def count_of(batches: Iterable[Any], seconds: float) -> int:
+    """Return the number of batches of an epoch. Without a length they are read, which may take some seconds.
+
+    Raises:
+        FactoryError: There is none, or they do not end in time.
+    """
+    count = _length(batches)
+    if count is None:
+        count = sum(1 for _ in _ending(batches, seconds=seconds))
+    if not count:
+        raise FactoryError("the factory's batches are empty; at least one batch is needed.")
+    return count
+
+
+def _length(batches: Iterable[Any]) -> int | None:
+    try:
+        return len(batches)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return None
+
+
+def _ending(batches: Iterable[Any], most: float = math.inf, seconds: float | None = None) -> Iterator[Any]:
     """Yield the batches of an epoch. Without a length they must end in time, and after ``most``.
 
     Raises:
         FactoryError: They do not end.
     """
-    try:
-        endless = len(batches) < 0  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        endless = True
+    limit = SECONDS_OF_AN_EPOCH if seconds is None else seconds
+    endless = _length(batches) is None
     start = time.monotonic()
     for number, batch in enumerate(batches, start=1):
-        seconds = time.monotonic() - start
-        if endless and (seconds > SECONDS_OF_AN_EPOCH or number > most):
+        spent = time.monotonic() - start
+        if endless and (spent > limit or number > most):
             raise FactoryError(
-                f"the factory's batches did not end ({number:,} were read in {seconds:.0f} s); give those of one "
+                f"the factory's batches did not end ({number:,} were read in {spent:.0f} s); give those of one "
                 "epoch, as a list or a loader that ends, such as list(itertools.islice(batches, 1000)). If an epoch "
-                f"takes longer than {SECONDS_OF_AN_EPOCH:g} s to read, give batches with a length."
+                f"takes longer than {limit:g} s to read, give batches with a length."
             )
         yield batch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchboost.bench.factory import Parts, made_by, source_of
+from torchboost.bench.factory import Parts, count_of, made_by, source_of
 from torchboost.core.arguments import check_count, check_number, is_number, seconds_of
 from torchboost.distributed.agreement import Agreement
 from torchboost.distributed.shared import from_first_rank, is_first_rank
@@ -414,7 +414,7 @@ def _check_arguments(
 
 
 def _steps(epochs: int, parts: Parts, seconds: float) -> int:
-    steps = epochs * _length(parts, seconds)
+    steps = epochs * count_of(parts.batches, seconds)
     if steps < LEAST_STEPS:
         raise FactoryError("a run has one step, of which no speed is known; give more batches, or more epochs.")
     return steps
@@ -431,29 +431,6 @@ def _agreed(steps: int) -> int:
         agreement.check({"the number of steps of a run": steps}, hint="Give all ranks equally many batches.")
         agreement.close()
     return steps
-
-
-def _length(parts: Parts, seconds: float) -> int:
-    try:
-        count = len(parts.batches)  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        count = _counted(parts.batches, seconds)
-    if not count:
-        raise FactoryError("the factory's batches are empty; at least one batch is needed.")
-    return count
-
-
-def _counted(batches: Iterable[Any], seconds: float) -> int:
-    started = time.perf_counter()
-    last = 0
-    for number, _ in enumerate(batches, start=1):
-        if time.perf_counter() - started > seconds:
-            raise FactoryError(
-                f"the factory's batches did not end within the budget ({number:,} were read); give those of one epoch, "
-                "such as itertools.islice(batches, 1000)."
-            )
-        last = number
-    return last
 
 
 def _must_agree(path: Path, key: str, saved: object, now: object) -> None:
