@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchboost.bench.contestants import Loop, Planner, Recipe, build_loop, plan_for
 from torchboost.bench.factory import RETURNS, Epoch, Factory, ignored_seed, one_epoch
+from torchboost.bench.resume import check_same
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Curve, Quality
 from torchboost.measure.memory import PeakMemory
 from torchboost.measure.sequential import SequentialTest
@@ -206,11 +207,8 @@ class _Session:
         if path is None or not path.exists():
             return
         saved = BenchReport.load(path)
-        for key in ("workload", "model", "parameters", "batch", "metric_name", "epochs", "train_samples"):
-            _must_agree(key, getattr(saved, key), getattr(now, key), path)
-        keys = ("torch", "torchboost", "processor", "device", "threads")
-        for key in (*keys, "instructions") if saved.environment.instructions else keys:
-            _must_agree(key, getattr(saved.environment, key), getattr(now.environment, key), path)
+        names = ("workload", "model", "parameters", "batch", "metric_name", "epochs", "train_samples")
+        check_same(path, saved, now, names, "was measured with")
         if saved.source and saved.source != now.source:
             raise ValueError(
                 f"{path} was measured with another version of the file {now.workload.rpartition(':')[0]!r}, or with "
@@ -337,14 +335,6 @@ class _Session:
         assert self.factory.drops is not None
         strict, loose = self.factory.drops
         return SequentialTest(margin=loose if Recipe.parse(contestant.name).base == "O2" else strict, most=MOST_SEEDS)
-
-
-def _must_agree(key: str, saved: object, now: object, path: Path) -> None:
-    if saved != now:
-        raise ValueError(
-            f"{path} was measured with {key} {saved!r}, but now it is {now!r}; "
-            "they cannot be mixed. Save to another file, or do not resume."
-        )
 
 
 def _same_plans(contestants: list[Contestant]) -> list[str]:

@@ -247,24 +247,18 @@ def _metric(summary: Summary, name: str, share: bool) -> Sentence | None:
     if math.isinf(found.worst):
         text = f"{ends} over {seeds}. Fewer than three seeds decide nothing; give --decide more time."
         return Sentence("open", text)
-    worst, best = (wording.difference(bound, share=share) for bound in (found.worst, found.best))
+    mean, worst, best = (wording.difference(value, share=share) for value in (found.mean, found.worst, found.best))
     if found.margin is None:
         text = f"{ends} over {seeds}, with 95 % bounds {worst} to {best}; above 0 is better."
         return Sentence("bad" if found.best < 0 and not own else "open", text)
     allowed = wording.amount(found.margin, share=share)
-    if -found.margin < found.worst or found.best < -found.margin:
-        return _judged(found, contestant.name, name, share)
-    return Sentence("open", f"{ends}; {seeds} cannot rule out {worst}. Allowed: {allowed}.")
-
-
-def _judged(found: Difference, contestant: str, name: str, share: bool) -> Sentence:
-    assert found.margin is not None
-    mean, worst = (wording.difference(value, share=share) for value in (found.mean, found.worst))
-    seeds, allowed = wording.count(found.seeds, "seed"), wording.amount(found.margin, share=share)
     if found.worst > -found.margin:
-        text = f"{contestant} keeps {name} within {allowed} of stock: {mean}, at worst {worst} ({seeds})."
+        text = f"{contestant.name} keeps {name} within {allowed} of stock: {mean}, at worst {worst} ({seeds})."
         return Sentence("good", text)
-    return Sentence("bad", f"{contestant} costs more {name} than the {allowed} allowed: {mean} ({seeds}).")
+    if found.best < -found.margin:
+        text = f"{contestant.name} costs more {name} than the {allowed} allowed: {mean} ({seeds})."
+        return Sentence("bad", text)
+    return Sentence("open", f"{ends}; {seeds} cannot rule out {worst}. Allowed: {allowed}.")
 
 
 def _promise(summary: Summary, metric: str, share: bool) -> Sentence | None:

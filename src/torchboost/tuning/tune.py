@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchboost.bench.factory import Parts, count_of, made_by, source_of
+from torchboost.bench.resume import check_same
 from torchboost.core.arguments import check_count, check_number, is_number, seconds_of
 from torchboost.distributed.agreement import Agreement
 from torchboost.distributed.shared import from_first_rank, is_first_rank
@@ -200,24 +201,8 @@ class _Session:
         saved = from_first_rank(TuneReport.load(path) if path is not None and there else None)
         if path is None or saved is None:
             return
-        compared = (
-            "title",
-            "model",
-            "parameters",
-            "drop",
-            "steps",
-            "total_steps",
-            "most_seeds",
-            "error",
-            "fingerprint",
-        )
-        for key in compared:
-            _must_agree(path, key, getattr(saved, key), getattr(self.report, key))
-        then, now = saved.environment, self.report.environment
-        if not then.instructions:
-            then = then.model_copy(update={"instructions": now.instructions})
-        for key in ("torch", "torchboost", "processor", "instructions", "device", "threads"):
-            _must_agree(path, key, getattr(then, key), getattr(now, key))
+        names = ("title", "model", "parameters", "drop", "steps", "total_steps", "most_seeds", "error", "fingerprint")
+        check_same(path, saved, self.report, names, "was made with")
         if saved.source and saved.source != self.report.source:
             raise ValueError(
                 f"{path} was made with another factory, another version of its file, or other arguments of it; runs of "
@@ -431,14 +416,6 @@ def _agreed(steps: int) -> int:
         agreement.check({"the number of steps of a run": steps}, hint="Give all ranks equally many batches.")
         agreement.close()
     return steps
-
-
-def _must_agree(path: Path, key: str, saved: object, now: object) -> None:
-    if saved != now:
-        raise ValueError(
-            f"{path} was made with {key} {saved!r}, but now it is {now!r}; they cannot be mixed. Choose another file, "
-            "or do not resume."
-        )
 
 
 def _silent(phase: str, done: int, total: int, note: str = "") -> None:
