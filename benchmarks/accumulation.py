@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchboost.algorithms.grad_accumulation.algorithm import Accumulator
-from torchboost.bench.workloads.models import GPT
 from torchboost.measure.stopwatch import environment
+from torchboost.workloads.models import GPT
 
 OUT = Path(__file__).parent / "results" / "accumulation.json"
 VOCABULARY, CONTEXT, IGNORED = 64, 64, -100

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from options import Options, parser, run
 
-from torchboost.bench.workloads.bench import run_bench
-from torchboost.bench.workloads.data import Images, cifar10
-from torchboost.bench.workloads.jobs import find_job
+from torchboost.bench.bench import run_bench
+from torchboost.workloads.data import Images, cifar10
+from torchboost.workloads.named import find_workload
 
 JOB = "cifar10-resnet-bottleneck-small"
 DEEP = "cifar10-resnet-bottleneck"
@@ -39,14 +39,13 @@ def measure(options: Options) -> list[Path]:
 
 def train(options: Options, name: str, contestants: list[str], *, seeds: int, epochs: int) -> Path:
     out = options.file("accuracy", name)
+    data = few(options.data, 128) if options.smoke else flipped_only(options.data, 20_000)
     run_bench(
-        replace(find_job(name), load=few if options.smoke else flipped_only),
+        find_workload(name).factory(data),
         contestants=contestants,
         pairs=2 if options.smoke else 20,
         seeds=2 if options.smoke else seeds,
         epochs=1 if options.smoke else epochs,
-        train_limit=128 if options.smoke else 20_000,
-        data_path=options.data,
         out=out,
         resume=options.resume,
         progress=options.progress,

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchboost.algorithms.adaptive_sum.rule import combined
-from torchboost.bench.workloads.data import Images, digits
 from torchboost.measure.statistics import paired_ratio
 from torchboost.measure.stopwatch import environment
+from torchboost.workloads.data import Images, digits
 
 OUT = Path(__file__).parent / "results" / "adasum_convergence.json"
 BATCH = 32  # images per rank

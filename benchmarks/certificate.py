@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchboost.bench.report.table import Table
-from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.front import boost
 from torchboost.measure.stopwatch import environment
+from torchboost.workloads.models import Bottleneck, ResNet
 
 STEPS = 1_000
 LEVERS = {"channels_last": True, "autocast": True, "fused_optimizer": True}

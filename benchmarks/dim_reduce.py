@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchboost.algorithms import DimReduceBasis, DimReduceOptimizer
-from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant
 from torchboost.measure.stopwatch import compare, environment
+from torchboost.workloads.models import Bottleneck, ResNet
 
 DIRECTIONS, BATCH = 32, 64
 

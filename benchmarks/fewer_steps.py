@@ -25,9 +25,9 @@ from options import Options, parser
 from torch import nn
 from torch.optim import Optimizer
 
-from torchboost.bench.workloads.jobs import one_cycle
 from torchboost.measure.stopwatch import environment
 from torchboost.optim import SGD, AdamW, MixedOptimizer, ScheduleFreeAdamW, muon_groups
+from torchboost.workloads.named import one_cycle
 
 SEEDS = 5
 SHARES = (0.5, 0.6)

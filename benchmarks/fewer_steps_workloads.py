@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from images import of_classes
 from options import Options
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchboost.bench.workloads.data import Images, cifar10, text
-from torchboost.bench.workloads.jobs import one_cycle
-from torchboost.bench.workloads.models import GPT, BasicBlock, Bottleneck, ResNet
+from torchboost.workloads.data import Images, cifar10, text
+from torchboost.workloads.models import GPT, BasicBlock, Bottleneck, ResNet
+from torchboost.workloads.named import one_cycle
 
 Pair = tuple[Tensor, Tensor]
 
@@ -137,7 +138,7 @@ def _topics() -> str:
 def images(options: Options, classes: range = range(10)) -> tuple[Images, dict[str, list[Pair]]]:
     data = cifar10(options.data)
     if len(classes) < 10:
-        data = data.of_classes(classes.start, len(classes))
+        data = of_classes(data, classes.start, len(classes))
     border = len(data.train_images) * 9 // 10
     held = replace(data, test_images=data.train_images[border:], test_labels=data.train_labels[border:])
     splits = {"validation": list(held.test(250))[:8], "test": list(data.test(250))[:16]}

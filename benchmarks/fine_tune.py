@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from images import of_classes
 from options import Options, parser, run
 from torch import Tensor, nn
 
 from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze, freeze_blocks
-from torchboost.bench.workloads.contestants import Recipe, build_loop
-from torchboost.bench.workloads.data import Images, cifar10
-from torchboost.bench.workloads.jobs import Job, accuracy, find_job
+from torchboost.bench.contestants import Recipe, build_loop
 from torchboost.graph.blocks import blocks_of
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Curve
 from torchboost.measure.statistics import noninferiority
 from torchboost.measure.stopwatch import Clock, Stopwatch, compare, environment
+from torchboost.workloads.data import Images, cifar10
+from torchboost.workloads.named import Workload, accuracy, find_workload
 
 JOB = "cifar10-resnet-bottleneck-small"
 FROZEN = 7
@@ -46,17 +47,17 @@ NOT_WORSE = 0.005
 Step = Callable[[Tensor], Tensor]
 
 
-def trained(job: Job, data: Images, seed: int, epochs: int) -> nn.Module:
+def trained(job: Workload, data: Images, seed: int, epochs: int) -> nn.Module:
     """A network that has learned ``data``, by the fast loop by hand."""
     steps = epochs * data.steps(job.batch)
-    loop = build_loop(Recipe.parse("hand"), job, data, seed=seed, steps=steps)
+    loop = build_loop(Recipe.parse("hand"), job.factory(data), seed=seed, steps=steps)
     for epoch in range(epochs):
         for inputs, targets in data.train(job.batch, seed=seed, epoch=epoch):
             loop.step(inputs, targets)
-    return loop.model.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
+    return loop.parts.model.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
 
 
-def stepper(way: str, job: Job, network: nn.Module, data: Images, steps: int, folder: str) -> Step:
+def stepper(way: str, job: Workload, network: nn.Module, data: Images, steps: int, folder: str) -> Step:
     """A training step on the samples of given ids."""
     optimizer = job.optimizer(network.parameters(), lr=0.02)
     schedule = job.schedule(optimizer, steps)
@@ -82,11 +83,11 @@ def stepper(way: str, job: Job, network: nn.Module, data: Images, steps: int, fo
 
 
 def measure(options: Options) -> list[Path]:
-    job = find_job(JOB)
+    job = find_workload(JOB)
     every = replace(cifar10(options.data, train_limit=640 if options.smoke else 20_000), shift=0, flip=False)
     if options.smoke:
         every = replace(every, test_images=every.test_images[:200], test_labels=every.test_labels[:200])
-    before, after = every.of_classes(0, 5), every.of_classes(5, 5)
+    before, after = of_classes(every, 0, 5), of_classes(every, 5, 5)
     epochs, seeds = (1, 2) if options.smoke else (2, 3)
     curves: dict[str, list[Curve]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as folder:
@@ -133,14 +134,14 @@ def measure(options: Options) -> list[Path]:
     return [report.save(options.file("fine_tune", "cifar10"))]
 
 
-def timed(way: str, job: Job, network: nn.Module, data: Images, folder: str) -> Callable[[], object]:
+def timed(way: str, job: Workload, network: nn.Module, data: Images, folder: str) -> Callable[[], object]:
     count = min(8, data.steps(job.batch)) * job.batch
     supply = cycle(torch.arange(count).split(job.batch))
     step = stepper(way, job, network, data, 10_000, folder)
     return lambda: step(next(supply))
 
 
-def fine_tuned(way: str, job: Job, network: nn.Module, data: Images, seed: int, epochs: int, folder: str) -> Curve:
+def fine_tuned(way: str, job: Workload, network: nn.Module, data: Images, seed: int, epochs: int, folder: str) -> Curve:
     per_epoch = data.steps(job.batch)
     network.train()
     step = stepper(way, job, network, data, epochs * per_epoch, folder)

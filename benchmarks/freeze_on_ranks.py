@@ -32,12 +32,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze, freeze_blocks
 from torchboost.algorithms.grad_freeze.replicas import rebuild_reducer
-from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.distributed.agreement import Agreement
 from torchboost.distributed.teardown import shutdown
 from torchboost.graph.blocks import blocks_of
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant
 from torchboost.measure.stopwatch import Comparison, Warmup, compare, environment
+from torchboost.workloads.models import Bottleneck, ResNet
 
 BATCH = 16
 SHARE = 50

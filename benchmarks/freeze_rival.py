@@ -18,10 +18,9 @@ from promises import WORKLOADS, signed
 
 from torchboost.bench.report import wording
 from torchboost.bench.report.table import Table
-from torchboost.bench.workloads.factory import factory_of
 from torchboost.measure.statistics import paired_difference
 from torchboost.measure.stopwatch import environment
-from torchboost.tuning.evidence import Candidate
+from torchboost.tuning.report import Candidate
 from torchboost.tuning.training import Training
 
 SEEDS = 5
@@ -37,7 +36,7 @@ NETWORKS = ("digits", "resnet-basic", "resnet-bottleneck", "fine-tuning")
 def measure(name: str, options: Options) -> Path:
     work, file = WORKLOADS[name](options), options.file("freeze_rival", name)
     steps = work.job.epochs * work.data.steps(work.job.batch)
-    train = Training(make=factory_of(work.job, work.data), steps=steps, device=torch.device("cpu"))
+    train = Training(make=work.job.factory(work.data).make, steps=steps, device=torch.device("cpu"))
     runs: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["runs"] if file.is_file() else []
 
     def run(way: str, seed: int, share: float, extra: dict[str, Any]) -> None:

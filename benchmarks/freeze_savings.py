@@ -15,12 +15,12 @@ from options import Options, parser, run
 from torch import Tensor, nn
 
 from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze, freeze_blocks
-from torchboost.bench.workloads.jobs import Job, find_job
-from torchboost.bench.workloads.models import GPT, ResNet
 from torchboost.graph.blocks import blocks_of
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant
 from torchboost.measure.statistics import bootstrap_median
 from torchboost.measure.stopwatch import Comparison, compare, environment
+from torchboost.workloads.models import GPT, ResNet
+from torchboost.workloads.named import Workload, find_workload
 
 SHARES = (25, 50, 75)
 JOBS = ("cifar10-resnet-bottleneck", "text-gpt")
@@ -70,7 +70,7 @@ class Halves(nn.Module):
         return x
 
 
-def whole(job: Job, network: nn.Module, supply: Callable[[], tuple[Tensor, Tensor]], frozen: int = 0) -> Step:
+def whole(job: Workload, network: nn.Module, supply: Callable[[], tuple[Tensor, Tensor]], frozen: int = 0) -> Step:
     optimizer = job.optimizer(network.parameters())
     if frozen:
         count = len(blocks_of(network))
@@ -85,7 +85,7 @@ def whole(job: Job, network: nn.Module, supply: Callable[[], tuple[Tensor, Tenso
     return step
 
 
-def bound(job: Job, halves: Halves, supply: Callable[[], tuple[Tensor, Tensor]]) -> Step:
+def bound(job: Workload, halves: Halves, supply: Callable[[], tuple[Tensor, Tensor]]) -> Step:
     optimizer = job.optimizer(halves.trained())
 
     def step() -> None:
@@ -104,7 +104,7 @@ def frozen_blocks(network: nn.Module, share: int) -> int:
     return Halves(network, share).cut + 1
 
 
-def stored_bytes(network: nn.Module, job: Job, batch: tuple[Tensor, Tensor]) -> int:
+def stored_bytes(network: nn.Module, job: Workload, batch: tuple[Tensor, Tensor]) -> int:
     """Bytes that autograd keeps for the backward pass, without parameters. Each storage counts once."""
     seen: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in network.parameters()}
@@ -122,10 +122,10 @@ def stored_bytes(network: nn.Module, job: Job, batch: tuple[Tensor, Tensor]) -> 
 
 
 def measure(options: Options) -> list[Path]:
-    return [measure_job(find_job(name), options) for name in JOBS]
+    return [measure_job(find_workload(name), options) for name in JOBS]
 
 
-def measure_job(job: Job, options: Options) -> Path:
+def measure_job(job: Workload, options: Options) -> Path:
     data = job.load(options.path_for(job.name), BATCHES * job.batch)
     batches = list(islice(data.train(job.batch, seed=0, epoch=0), BATCHES))
     fresh = partial(job.model, data, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ from whole_run import side_by_side
 
 from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze
 from torchboost.algorithms.grad_freeze.schedule import BACKWARD_SHARE
-from torchboost.bench.workloads.bench import run_bench
-from torchboost.bench.workloads.jobs import find_job
+from torchboost.bench.bench import run_bench
 from torchboost.measure.evidence import BenchReport
 from torchboost.plan import Plan
 from torchboost.registry import Facts
+from torchboost.workloads.named import find_workload
 
 NO_FREEZING = "full"
 TYPES: Mapping[str, Mapping[str, Any]] = {
@@ -51,20 +50,19 @@ def measure(options: Options) -> list[Path]:
 
 def whole_runs(options: Options) -> Path:
     """Time whole runs side by side, each schedule at the length of this run."""
-    report = side_by_side(find_job(JOB), ["stock", "hand", *CONTESTANTS], options, with_freezing)
+    report = side_by_side(find_workload(JOB), ["stock", "hand", *CONTESTANTS], options, with_freezing)
     return report.model_copy(update={"workload": f"freeze_times-{JOB}"}).save(options.file("freeze_times", JOB))
 
 
 def accuracy(options: Options) -> Path:
     out = options.file("freeze_types", JOB)
+    data = few(options.data, 128) if options.smoke else flipped_only(options.data, 20_000)
     run_bench(
-        replace(find_job(JOB), load=few if options.smoke else flipped_only),
+        find_workload(JOB).factory(data),
         contestants=["stock", *CONTESTANTS],
         pairs=2 if options.smoke else 10,
         seeds=2 if options.smoke else 5,
         epochs=1 if options.smoke else 4,
-        train_limit=128 if options.smoke else 20_000,
-        data_path=options.data,
         out=out,
         resume=options.resume,
         planner=with_freezing,

@@ -21,7 +21,7 @@ from zoo_cells import CALIBRATION_STEPS, NO_FREEZING, PLANNED_STEPS, Step, boost
 from zoo_networks import Network
 from zoo_verdict import AGAIN, STOCK
 
-from torchboost.bench.workloads.bench import ENOUGH_ROUNDS
+from torchboost.bench.bench import ENOUGH_ROUNDS
 from torchboost.calibration.calibration import describe
 from torchboost.front import Boosted
 from torchboost.measure.machine import PeakMemory

@@ -24,7 +24,7 @@ from zoo_networks import (
     tokens,
 )
 
-from torchboost.bench.workloads.models import Bottleneck, ResNet
+from torchboost.workloads.models import Bottleneck, ResNet
 
 
 def language(title: str, names: tuple[str, str], count: int, length: int, vocabulary: int, **settings: Any) -> Network:

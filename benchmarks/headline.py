@@ -9,9 +9,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 import adasum_convergence
+import svg
 from zoo_verdict import STOCK, Row, geometric_mean, row_of
 
-from torchboost.bench.report import svg, wording
+from torchboost.bench.report import wording
+from torchboost.bench.report.figures import Scale, ticks
 from torchboost.bench.report.table import Table
 from torchboost.measure.evidence import BenchReport, Interval, Quality
 from torchboost.measure.statistics import paired_ratio, total_ratio
@@ -205,7 +207,7 @@ WIDTH, LEFT, RIGHT, TOP = 930.0, 350.0, 60.0, 40.0
 BAR, GAP = 15.0, 15.0
 
 
-def _bar(interval: Interval, name: str, scale: svg.Scale, y: float) -> str:
+def _bar(interval: Interval, name: str, scale: Scale, y: float) -> str:
     middle = y + BAR / 2 - 1
     low, mid, high = (scale(v) for v in (interval.low, interval.mid, interval.high))
     parts = svg.element("rect", x=scale.start, y=y, width=mid - scale.start, height=BAR - 2, class_=CLASSES[name])
@@ -226,13 +228,13 @@ def figure() -> str:
     rows = [(report.model, _bars(report)) for report in zoo()]
     fastest = max((bar.high for _, bars in rows for bar in bars.values()), default=1.0)
     height = TOP + sum(BAR * len(bars) + GAP for _, bars in rows) + 24
-    scale = svg.Scale(0.0, fastest, LEFT, WIDTH - RIGHT)
+    scale = Scale(0.0, fastest, LEFT, WIDTH - RIGHT)
     parts = [svg.element("style", STYLE)]
     for k, (name, class_) in enumerate(CLASSES.items()):
         x = LEFT + 120 * k
         parts.append(svg.element("rect", x=x, y=6, width=12, height=12, class_=class_))
         parts.append(svg.text(x + 18, 17, name))
-    for value in svg.ticks(0.0, fastest):
+    for value in ticks(0.0, fastest):
         x = scale(value)
         line = "one" if value == 1 else "grid"
         parts.append(svg.element("line", x1=x, x2=x, y1=TOP - 10, y2=height - 22, class_=line))

@@ -96,7 +96,7 @@ def is_private(node: ast.AST) -> bool:
 
 
 def named_once(tree: ast.Module) -> Iterator[ast.FunctionDef]:
-    """Yield the private functions of a file that it names at one place beside their definition."""
+    """Yield the private functions of a file that it names at one place, their definition aside."""
     nodes = list(ast.walk(tree))
     uses = Counter(node.id for node in nodes if isinstance(node, ast.Name))
     uses += Counter(node.attr for node in nodes if isinstance(node, ast.Attribute))

@@ -9,10 +9,10 @@ import torch
 from options import Options, parser, run
 from torch import Tensor, nn
 
-from torchboost.bench.workloads.models import GPT, Bottleneck, ResNet
 from torchboost.compat.auto_boost import AutoBoost
 from torchboost.measure.evidence import BenchReport, Contestant
 from torchboost.measure.stopwatch import Clock, Comparison, compare, environment
+from torchboost.workloads.models import GPT, Bottleneck, ResNet
 
 VOCABULARY = 50257
 STOCK = "network.eval()"

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from torchboost.algorithms.loss_scale_group.algorithm import GroupGradScaler
 from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale, FixedLossScale
-from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.core.algorithm import Scaler, Target
 from torchboost.core.step import TrainStep
 from torchboost.measure.evidence import AlgorithmRow, BenchReport
 from torchboost.measure.stopwatch import compare, environment
+from torchboost.workloads.models import Bottleneck, ResNet
 
 STAGES = [f"stages.{index}" for index in range(4)]
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.bench.report.table import Table
-from torchboost.bench.workloads.jobs import one_cycle
 from torchboost.measure.statistics import paired_difference
 from torchboost.measure.stopwatch import environment
 from torchboost.optim import AdamW
+from torchboost.workloads.named import one_cycle
 
 SEEDS, STEPS = 5, 600
 BEST, SMALL = 0.008, 0.001

@@ -17,13 +17,13 @@ from options import Options, parser, run
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from torchboost.bench.workloads.models import GPT, Bottleneck, ResNet
 from torchboost.measure.evidence import BenchReport, Contestant
 from torchboost.measure.statistics import bootstrap_median
 from torchboost.measure.stopwatch import Comparison, compare, environment
 from torchboost.optim.pipeline import GradientPipeline
 from torchboost.optim.rules.adam import AdamWeightDecay
 from torchboost.optim.transforms import Centralize, ClipNorm
+from torchboost.workloads.models import GPT, Bottleneck, ResNet
 
 BARE = "torch fused, nothing before it"
 NORM = 1.0

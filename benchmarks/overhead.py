@@ -10,12 +10,12 @@ from options import Options, added_cost, parser, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.core.algorithm import Target
 from torchboost.front import boost
 from torchboost.measure.evidence import AlgorithmRow, BenchReport
 from torchboost.measure.stopwatch import compare, environment
 from torchboost.plan import Plan
+from torchboost.workloads.models import Bottleneck, ResNet
 
 Step = Callable[[], object]
 

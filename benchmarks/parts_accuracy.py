@@ -23,13 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchboost.bench.report.table import Table
-from torchboost.bench.workloads.data import cifar10
-from torchboost.bench.workloads.factory import factory_of
-from torchboost.bench.workloads.jobs import Job, find_job, one_cycle
 from torchboost.measure.statistics import paired_difference
 from torchboost.measure.stopwatch import environment
-from torchboost.tuning.evidence import STOCK, Candidate
+from torchboost.tuning.report import STOCK, Candidate
 from torchboost.tuning.training import Training
+from torchboost.workloads.data import cifar10
+from torchboost.workloads.named import Workload, find_workload, one_cycle
 
 SEEDS = 6
 PARTS: dict[str, dict[str, Any]] = {
@@ -51,10 +50,10 @@ class Case:
     steps: int
 
 
-def _cifar(options: Options, job: Job) -> Case:
+def _cifar(options: Options, job: Workload) -> Case:
     job = replace(job, batch=32, epochs=2)
     data = cifar10(options.data, train_limit=320 if options.smoke else 16_000)
-    return Case(f"{job.model_name} on CIFAR-10", factory_of(job, data), job.epochs * data.steps(job.batch))
+    return Case(f"{job.model_name} on CIFAR-10", job.factory(data).make, job.epochs * data.steps(job.batch))
 
 
 CLASSES, LENGTH = 6, 256
@@ -172,7 +171,7 @@ def _drawn(
 
 
 CASES: dict[str, Callable[[Options], Case]] = {
-    "vgg": lambda options: _cifar(options, find_job("cifar10-vgg")),
+    "vgg": lambda options: _cifar(options, find_workload("cifar10-vgg")),
     "mobilenet": lambda options: _cifar(options, small_mobilenet()),
     "stack-1d": lambda options: _drawn("five one-dimensional convolutions on sweeps", stack, sweeps, options),
     "residual-1d": lambda options: _drawn(

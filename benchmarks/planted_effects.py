@@ -15,8 +15,8 @@ import numpy as np
 from options import Options, parser, run_own
 
 from torchboost.bench.report.table import Table
-from torchboost.tuning.evidence import Candidate, Run
 from torchboost.tuning.race import Race
+from torchboost.tuning.report import Candidate, Run
 
 POINT = 0.01
 SPREAD = 0.5 * POINT

@@ -19,29 +19,30 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from images import of_classes
 from inference import MOBILENET, mobilenet
 from options import Options, run_each
 from torch import nn
 
+from torchboost.bench.factory import made_by
 from torchboost.bench.report import wording
 from torchboost.bench.report.table import Table
-from torchboost.bench.workloads.data import Images, cifar10
-from torchboost.bench.workloads.factory import factory_of, made_by
-from torchboost.bench.workloads.jobs import Job, find_job
 from torchboost.front import boost
 from torchboost.measure.evidence import Environment, Interval
 from torchboost.measure.stopwatch import instructions
 from torchboost.plan import Plan
 from torchboost.registry import Facts
 from torchboost.tuning.candidates import try_levers
-from torchboost.tuning.evidence import STOCK, Finding, TuneReport
+from torchboost.tuning.report import STOCK, Finding, TuneReport
 from torchboost.tuning.tune import report_path, tune
+from torchboost.workloads.data import Images, cifar10
+from torchboost.workloads.named import Workload, find_workload
 
 TRIAL = 60.0
 """Seconds of the trial that chooses the levers."""
 
-MARGINS = {"O1": "margin", "O2": "loose_margin"}
-"""What a level may lose, as an attribute of the job; the strictest first."""
+MARGINS = {"O1": 0, "O2": 1}
+"""Place of what a level may lose among the drops of the workload; the strictest first."""
 
 SAME = " = "
 """Between the names of candidates that turn on the same."""
@@ -61,7 +62,7 @@ JOBS = {"digits": "digits-resnet", "text-gpt": "text-gpt"}
 
 
 @dataclass(frozen=True)
-class Workload:
+class Case:
     """A job with its data.
 
     Args:
@@ -73,40 +74,40 @@ class Workload:
     """
 
     title: str
-    job: Job
+    job: Workload
     data: Any
     budget: float = 4200.0
     seeds: int = 8
 
 
-def small_mobilenet() -> Job:
+def small_mobilenet() -> Workload:
     """Return a job with the first four stages of a MobileNetV2, which is enough for small images."""
-    job, build = find_job("cifar10-vgg"), lambda data: mobilenet(MOBILENET[:4])
+    job, build = find_workload("cifar10-vgg"), lambda data: mobilenet(MOBILENET[:4])
     return replace(job, model_name="MobileNetV2 of four stages", build=build)
 
 
-def images(options: Options, job: Job) -> Workload:
+def images(options: Options, job: Workload) -> Case:
     job = replace(job, batch=32, epochs=2)
     data = cifar10(options.data, train_limit=320 if options.smoke else 16_000)
-    return Workload(f"{job.model_name} on CIFAR-10", job, data, budget=6200.0)
+    return Case(f"{job.model_name} on CIFAR-10", job, data, budget=6200.0)
 
 
-def digits(options: Options) -> Workload:
-    job = find_job("digits-resnet")
-    return Workload(f"{job.model_name} on digits", job, job.load(None, None), budget=900.0, seeds=16)
+def digits(options: Options) -> Case:
+    job = find_workload("digits-resnet")
+    return Case(f"{job.model_name} on digits", job, job.load(None, None), budget=900.0, seeds=16)
 
 
-def gpt(options: Options) -> Workload:
-    job = replace(find_job("text-gpt"), batch=16)
+def gpt(options: Options) -> Case:
+    job = replace(find_workload("text-gpt"), batch=16)
     data = job.load(options.text, 320 if options.smoke else 9_600)
-    return Workload(f"{job.model_name} on text", job, data, budget=5600.0)
+    return Case(f"{job.model_name} on text", job, data, budget=5600.0)
 
 
-def fine_tuning(options: Options) -> Workload:
+def fine_tuning(options: Options) -> Case:
     """A network that has learned classes 0 to 4 learns classes 5 to 9, of which it has seen none."""
-    job = replace(find_job("cifar10-resnet-basic"), batch=32, epochs=2)
+    job = replace(find_workload("cifar10-resnet-basic"), batch=32, epochs=2)
     every = cifar10(options.data, train_limit=320 if options.smoke else 32_000)
-    before, after = every.of_classes(0, 5), every.of_classes(5, 5)
+    before, after = of_classes(every, 0, 5), of_classes(every, 5, 5)
     network = _trained(replace(job, batch=64), before)
 
     def build(data: Any) -> nn.Module:
@@ -115,11 +116,11 @@ def fine_tuning(options: Options) -> Workload:
         return made
 
     slower = replace(job, name="fine-tuning", build=build, optimizer=lambda p, **k: job.optimizer(p, lr=0.02, **k))
-    return Workload(f"fine-tuning a {job.model_name} on five classes of CIFAR-10", slower, after)
+    return Case(f"fine-tuning a {job.model_name} on five classes of CIFAR-10", slower, after)
 
 
-def _trained(job: Job, data: Images) -> nn.Module:
-    parts = made_by(factory_of(job, data), 0)
+def _trained(job: Workload, data: Images) -> nn.Module:
+    parts = made_by(job.factory(data).make, 0)
     steps = data.steps(job.batch)
     assert parts.schedule is not None
     schedule = parts.schedule(parts.optimizer, steps)
@@ -131,11 +132,11 @@ def _trained(job: Job, data: Images) -> nn.Module:
     return parts.model
 
 
-WORKLOADS: dict[str, Callable[[Options], Workload]] = {
+WORKLOADS: dict[str, Callable[[Options], Case]] = {
     "digits": digits,
-    "resnet-basic": lambda options: images(options, find_job("cifar10-resnet-basic")),
-    "resnet-bottleneck": lambda options: images(options, find_job("cifar10-resnet-bottleneck-small")),
-    "vgg": lambda options: images(options, find_job("cifar10-vgg")),
+    "resnet-basic": lambda options: images(options, find_workload("cifar10-resnet-basic")),
+    "resnet-bottleneck": lambda options: images(options, find_workload("cifar10-resnet-bottleneck-small")),
+    "vgg": lambda options: images(options, find_workload("cifar10-vgg")),
     "mobilenet": lambda options: images(options, small_mobilenet()),
     "text-gpt": gpt,
     "fine-tuning": fine_tuning,
@@ -170,7 +171,7 @@ def joined(candidates: dict[str, dict[str, Any]], make: Callable[[int], Any]) ->
 def measure(name: str, options: Options) -> Path:
     work = WORKLOADS[name](options)
     out = options.out / f"promises-{name}{_narrow()}{'-smoke' if options.smoke else ''}.json"
-    make = factory_of(work.job, work.data)
+    make = work.job.factory(work.data).make
     steps = work.job.epochs * work.data.steps(work.job.batch)
     trial = 2.0 if options.smoke else TRIAL
     candidates = None
@@ -183,7 +184,7 @@ def measure(name: str, options: Options) -> Path:
         candidates = {one.candidate.name: one.candidate.extra for one in TuneReport.load(report_path(out)).findings}
     tune(
         make,
-        drop=work.job.margin,
+        drop=work.job.drops[0],
         budget=20.0 if options.smoke else work.budget,
         epochs=work.job.epochs,
         candidates=candidates,
@@ -224,19 +225,19 @@ def summary(folder: Path) -> tuple[Table, str]:
     return Table(headings=("workload", "stock", *columns), rows=tuple(lines)), UNTUNED
 
 
-def stock_metric(report: TuneReport, job: Job) -> str:
+def stock_metric(report: TuneReport, job: Workload) -> str:
     """Return the final metric of stock, the mean of its seeds."""
     return final([run.metric for run in report.runs if (run.name, run.steps) == (STOCK, report.steps)], job)
 
 
-def final(metrics: list[float], job: Job) -> str:
+def final(metrics: list[float], job: Workload) -> str:
     """Format the mean of final metrics: an accuracy in percent, otherwise bits per character."""
     mean = statistics.fmean(metrics)
     return f"{100 * mean:.1f} %" if job.metric == "accuracy" else f"{-mean:.3f} bits"
 
 
-def job_of(name: str) -> Job:
-    return find_job(JOBS.get(name, "cifar10-resnet-basic"))
+def job_of(name: str) -> Workload:
+    return find_workload(JOBS.get(name, "cifar10-resnet-basic"))
 
 
 def table(folder: Path, ending: str = "") -> tuple[Table, str]:
@@ -288,7 +289,7 @@ def signed(interval: Interval | None, share: bool) -> str:
     return f"{mid} {unit} ({low} to {high})"
 
 
-def _verdict(found: Finding, job: Job) -> str:
+def _verdict(found: Finding, job: Workload) -> str:
     """Return whether the levels of a candidate keep their promises, and what became of another candidate."""
     levels = [level for level in MARGINS if level in found.candidate.name.split(SAME)]
     if not levels:
@@ -297,9 +298,9 @@ def _verdict(found: Finding, job: Job) -> str:
     return "; ".join(f"{level} {text}" for level, text in zip(levels, said, strict=True))
 
 
-def promised(found: Finding, level: str, job: Job) -> tuple[str, str]:
+def promised(found: Finding, level: str, job: Workload) -> tuple[str, str]:
     """Return what a level promises, and whether it is kept."""
-    drop = getattr(job, MARGINS[level])
+    drop = job.drops[MARGINS[level]]
     share = job.metric == "accuracy"
     promise = f"at most {wording.amount(drop, share=share)}{'' if share else ' bits'} lower"
     if found.difference is None:

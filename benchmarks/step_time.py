@@ -6,8 +6,8 @@ from pathlib import Path
 
 from options import Options, parser, run, single_algorithms
 
-from torchboost.bench.workloads.bench import run_bench
-from torchboost.bench.workloads.jobs import find_job
+from torchboost.bench.bench import run_bench
+from torchboost.workloads.named import find_workload
 
 PLANNED_STEPS = 65_536
 """Length of the run that the levels plan for: the default of MindSpore's configuration."""
@@ -19,16 +19,14 @@ def measure(options: Options) -> list[Path]:
     by_hand = ["hand", "hand+compile"] if options.compiled else ["hand"]
     paths = []
     for name in JOBS:
-        job = find_job(name)
+        job = find_workload(name)
         out = options.file("step_time", name)
         run_bench(
-            job,
+            job.factory(job.load(options.path_for(name), 8 * job.batch)),
             contestants=["stock", *by_hand, "O1", "O2", *single_algorithms()],
             pairs=2 if options.smoke else 30,
             epochs=0,
             total_steps=PLANNED_STEPS,
-            train_limit=8 * job.batch,
-            data_path=options.path_for(name),
             out=out,
             resume=options.resume,
             progress=options.progress,

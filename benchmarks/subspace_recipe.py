@@ -22,11 +22,11 @@ from torch.nn import functional as F
 from torchboost import Target
 from torchboost.algorithms import DimReduction
 from torchboost.algorithms.dim_reduce.algorithm import DimReduceRun
-from torchboost.bench.workloads.data import Images, cifar10
-from torchboost.bench.workloads.jobs import accuracy, one_cycle
-from torchboost.bench.workloads.models import BasicBlock, ResNet
 from torchboost.core import attach_all
 from torchboost.measure.stopwatch import environment
+from torchboost.workloads.data import Images, cifar10
+from torchboost.workloads.models import BasicBlock, ResNet
+from torchboost.workloads.named import accuracy, one_cycle
 
 OUT = Path(__file__).parent / "results" / "subspace_recipe.json"
 DIRECTIONS, SNAPSHOTS, COLLECTING, BATCH, LARGE = 32, 48, 6, 64, 256

@@ -23,12 +23,11 @@ from promises import MARGINS, TRIAL, UNTUNED, WORKLOADS, final, job_of, joined, 
 
 from torchboost.bench.report import wording
 from torchboost.bench.report.table import Table
-from torchboost.bench.workloads.factory import factory_of
 from torchboost.measure.evidence import Environment
 from torchboost.measure.statistics import paired_difference, paired_ratio
 from torchboost.measure.stopwatch import environment
 from torchboost.tuning.candidates import try_levers
-from torchboost.tuning.evidence import STOCK, Candidate
+from torchboost.tuning.report import STOCK, Candidate
 from torchboost.tuning.training import Training
 
 SEEDS = 4
@@ -42,7 +41,7 @@ Result = dict[str, Any]
 
 def measure(name: str, options: Options) -> Path:
     work, file = WORKLOADS[name](options), options.file("time_to_metric", name)
-    make, steps = factory_of(work.job, work.data), work.job.epochs * work.data.steps(work.job.batch)
+    make, steps = work.job.factory(work.data).make, work.job.epochs * work.data.steps(work.job.batch)
     trial, seeds = (2.0, 2) if options.smoke else (TRIAL, FEWER_SEEDS.get(name, SEEDS))
     if file.is_file():
         result: Result = json.loads(file.read_text(encoding="utf-8"))

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from options import Options, parser, run
 
-from torchboost.bench.workloads.contestants import Planner, Recipe, build_loop, plan_for
-from torchboost.bench.workloads.jobs import Job, find_job
+from torchboost.bench.contestants import Planner, Recipe, build_loop, plan_for
 from torchboost.measure.evidence import BenchReport, Contestant, Ratio
 from torchboost.measure.statistics import bootstrap_median, total_ratio
 from torchboost.measure.stopwatch import Clock, environment
+from torchboost.workloads.named import Workload, find_workload
 
 JOBS = ("cifar10-resnet-bottleneck",)
 CONTESTANTS = ("stock", "hand", "O1", "O2")
@@ -26,15 +26,19 @@ WARMUP = 3
 
 
 def measure(options: Options) -> list[Path]:
-    return [side_by_side(find_job(name), CONTESTANTS, options).save(options.file("whole_run", name)) for name in JOBS]
+    return [
+        side_by_side(find_workload(name), CONTESTANTS, options).save(options.file("whole_run", name)) for name in JOBS
+    ]
 
 
-def side_by_side(job: Job, contestants: Sequence[str], options: Options, planner: Planner = plan_for) -> BenchReport:
+def side_by_side(
+    job: Workload, contestants: Sequence[str], options: Options, planner: Planner = plan_for
+) -> BenchReport:
     """Train all contestants through one run, one step each in turn."""
     steps = 8 if options.smoke else STEPS
     data = job.load(options.path_for(job.name), 64 * job.batch)
     loops = {
-        name: build_loop(Recipe.parse(name), job, data, seed=0, steps=steps + WARMUP, planner=planner)
+        name: build_loop(Recipe.parse(name), job.factory(data), seed=0, steps=steps + WARMUP, planner=planner)
         for name in contestants
     }
     clock, order = Clock.of("cpu"), random.Random(0)

@@ -22,7 +22,7 @@ from zoo_cells import Grid, Task
 from zoo_networks import TINY, ZOO
 from zoo_verdict import STOCK, conclusion
 
-from torchboost.cli.small_compile import PROGRAM
+from torchboost.cli.doctor import PROGRAM
 from torchboost.errors import nearest
 from torchboost.measure.evidence import BenchReport
 from torchboost.measure.stopwatch import environment

@@ -25,7 +25,7 @@ from zoo_networks import TINY, ZOO, Batch, Network
 from zoo_verdict import AGAIN, LEVELS, STOCK
 
 from torchboost import boost
-from torchboost.bench.workloads.bench import ENOUGH_ROUNDS, FEW_ROUNDS
+from torchboost.bench.bench import ENOUGH_ROUNDS, FEW_ROUNDS
 from torchboost.core.algorithm import Target
 from torchboost.core.hardware import half_precision_is_fast
 from torchboost.core.torch_private import compiled_graphs

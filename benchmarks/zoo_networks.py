@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from torchboost.bench.workloads.models import BasicBlock, Bottleneck, ResNet
+from torchboost.workloads.models import BasicBlock, Bottleneck, ResNet
 
 VOCABULARY = 2048
 CLASSES = 10

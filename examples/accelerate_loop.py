@@ -7,9 +7,9 @@ from accelerate import Accelerator
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchboost.bench.workloads.data import digits
-from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.integrations.accelerate import prepare
+from torchboost.workloads.data import digits
+from torchboost.workloads.models import Bottleneck, ResNet
 
 
 def main(epochs: int = 3) -> float:

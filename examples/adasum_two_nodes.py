@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import torchboost
-from torchboost.bench.workloads.data import digits
 from torchboost.distributed.teardown import shutdown
+from torchboost.workloads.data import digits
 
 
 def main(epochs: int = 3, batch: int = 16) -> float:

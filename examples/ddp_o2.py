@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import torchboost
-from torchboost.bench.workloads.data import digits
-from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.distributed.teardown import shutdown
+from torchboost.workloads.data import digits
+from torchboost.workloads.models import Bottleneck, ResNet
 
 
 def train(epochs: int, batch: int = 64) -> float:

@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import torchboost
-from torchboost.bench.workloads.data import digits
-from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.distributed import checkpoint
 from torchboost.distributed.teardown import shutdown
+from torchboost.workloads.data import digits
+from torchboost.workloads.models import Bottleneck, ResNet
 
 
 def shares(batch: int) -> Iterator[tuple[Tensor, Tensor]]:

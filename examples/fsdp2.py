@@ -16,10 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import torchboost
-from torchboost.bench.workloads.data import digits
-from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.distributed import checkpoint
 from torchboost.distributed.teardown import shutdown
+from torchboost.workloads.data import digits
+from torchboost.workloads.models import Bottleneck, ResNet
 
 
 class Job:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchboost.bench.workloads.data import digits
-from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.integrations.lightning import Boost
+from torchboost.workloads.data import digits
+from torchboost.workloads.models import Bottleneck, ResNet
 
 
 class Classifier(pl.LightningModule):

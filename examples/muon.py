@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchboost.bench.workloads.data import text
-from torchboost.bench.workloads.jobs import one_cycle
-from torchboost.bench.workloads.models import GPT
 from torchboost.optim import AdamW, MixedOptimizer, muon_groups
+from torchboost.workloads.data import text
+from torchboost.workloads.models import GPT
+from torchboost.workloads.named import one_cycle
 
 Build = Callable[[nn.Module], Optimizer]
 

@@ -6,8 +6,8 @@ import torch
 from torch.nn import functional as F
 
 import torchboost
-from torchboost.bench.workloads.data import digits
-from torchboost.bench.workloads.models import Bottleneck, ResNet
+from torchboost.workloads.data import digits
+from torchboost.workloads.models import Bottleneck, ResNet
 
 
 def main(epochs: int = 4) -> float:

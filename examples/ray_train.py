@@ -19,8 +19,8 @@ from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
 from torch.nn import functional as F
 
 import torchboost
-from torchboost.bench.workloads.data import digits
-from torchboost.bench.workloads.models import Bottleneck, ResNet
+from torchboost.workloads.data import digits
+from torchboost.workloads.models import Bottleneck, ResNet
 
 
 def train(settings: dict[str, Any]) -> None:

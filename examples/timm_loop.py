@@ -9,7 +9,7 @@ from timm.utils import ModelEmaV3
 from torch.nn import functional as F
 
 import torchboost
-from torchboost.bench.workloads.data import digits
+from torchboost.workloads.data import digits
 
 
 def main(epochs: int = 4) -> float:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import ResNetConfig, ResNetForImageClassification, TrainingArguments, set_seed
 
-from torchboost.bench.workloads.data import digits
 from torchboost.integrations.transformers import BoostTrainer
+from torchboost.workloads.data import digits
 
 
 class Images(Dataset):

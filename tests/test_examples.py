@@ -170,7 +170,7 @@ def test_the_timm_loop_learns():
 @pytest.mark.parametrize("name", ["gpt2", "vit"])
 def test_the_models_of_transformers_can_be_tuned(name):
     pytest.importorskip("transformers", reason="needs the extra transformers: pip install '.[transformers]'")
-    from torchboost.tuning.evidence import Candidate
+    from torchboost.tuning.report import Candidate
     from torchboost.tuning.training import Training
 
     training = Training(make=example("tune_transformers", name), steps=2, device=torch.device("cpu"))

@@ -15,13 +15,13 @@ from torch.nn import functional as F
 import torchboost
 from tests.support.conv_nets import vgg
 from torchboost import Boosted, ConfigError, IncompatibleError, NoEffectWarning, boost, prepare
-from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.calibration.calibration import Calibration
 from torchboost.calibration.choice import Choice, Verdict
 from torchboost.front import boosted_of
 from torchboost.graph import dataflow
 from torchboost.inference import fastest
 from torchboost.optim import ScheduleFreeAdamW
+from torchboost.workloads.models import Bottleneck, ResNet
 
 SCALED = {"boost": {"mode": "manual", "loss_scale_group": True}}
 EVERY_SECOND = {"extra": {"grad_accumulation": {"steps": 2}}}

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from tests.support.conv_nets import vgg
 from torchboost import ConfigError, Facts, IncompatibleError, Plan, Target
 from torchboost.algorithms import AccumulationSteps, Compile
-from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.config import BoostConfig
 from torchboost.plan import resolve
 from torchboost.registry import LEVELS, REGISTRY
+from torchboost.workloads.models import Bottleneck, ResNet
 
 FAST = Facts(half_precision=True, convolutions=53, total_steps=65536)
 DOCUMENTED: dict[str, Any] = json.loads(BoostConfig().model_dump_json(exclude={"extra", "about"}))

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from torchboost import Target, prepare
-from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.errors import IncompatibleError
+from torchboost.workloads.models import Bottleneck, ResNet
 
 
 def test_a_prepared_model_is_attached_later():

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from tests.support.conv_nets import vgg
-from torchboost.bench.workloads.models import BasicBlock, ResNet
 from torchboost.config import BoostConfig
 from torchboost.plan import Plan
 from torchboost.registry import LEVELS, REGISTRY, Facts
+from torchboost.workloads.models import BasicBlock, ResNet
 
 
 @pytest.mark.parametrize("name", REGISTRY)

@@ -29,11 +29,11 @@ from tests.support.models import BottleneckNet
 from tests.support.portraits import changes, portrait
 from tests.support.removal_nets import NormAct, preact_net, repvgg_net
 from torchboost.algorithms.less_bn import LessBn, less_bn
-from torchboost.bench.workloads.models import VGG, BasicBlock, Bottleneck, ResNet
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.normalized_linear import NormalizedLinear
 from torchboost.graph.removed_norm import RemovedNorm
+from torchboost.workloads.models import VGG, BasicBlock, Bottleneck, ResNet
 
 
 class Renamed(nn.Module):

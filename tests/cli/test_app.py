@@ -7,19 +7,23 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
 import torchboost
 from tests.support.reports import winning_report
-from tests.tuning.test_sentences import finding
-from tests.tuning.test_sentences import report as tuning
+from tests.tuning.test_report import finding
+from tests.tuning.test_report import report as tuning
 from torchboost.cli import main
 from torchboost.cli.app import app
 from torchboost.registry import LEVELS, REGISTRY
 
-COMMANDS = ("bench", "levels", "check", "explain", "report", "doctor", "pca")
+COMMANDS = ("bench", "levels", "check", "explain", "report", "doctor", "pca", "tune")
 
 
 def run(*words: str, stdin: str | None = None):
@@ -37,11 +41,11 @@ def saved(tmp_path):
     return winning_report().save(tmp_path / "report.json")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command):
-    result = run(command, "--help")
-    assert result.exit_code == 0
-    assert "--json" in result.output
+def test_every_command_explains_itself():
+    for command in COMMANDS:
+        result = run(command, "--help")
+        assert result.exit_code == 0
+        assert "--json" in result.output
 
 
 def test_levels():
@@ -69,28 +73,28 @@ def test_check_accepts(tmp_path):
     assert run("check", "-", stdin="{}").exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('{"bost": {}}', "Did you mean 'boost'?"),
-        ('{"extra": {"less_bnn": true}}', "extra.less_bnn"),
-        ('{"extra": {"channels_last": {"speed": 1}}}', "extra.channels_last.speed"),
-        ("[]", "text on standard input"),
-        ("", "nothing on standard input"),
-    ],
-)
-def test_check_refuses_with_one_message(text, said):
-    result = run("check", "-", stdin=text)
-    assert result.exit_code == 1
-    assert result.stderr.startswith("Error: ")
-    assert said in result.stderr
-    assert "Traceback" not in result.output
-
-
-def test_check_refuses_in_json_too(tmp_path):
-    result = run("check", str(tmp_path / "none.json"), "--json")
-    assert result.exit_code == 1
-    assert json.loads(result.stdout)["valid"] is False
+def test_check_refuses_with_one_message(tmp_path):
+    for text, said in {
+        '{"bost": {}}': "Did you mean 'boost'?",
+        '{"extra": {"less_bnn": true}}': "extra.less_bnn",
+        '{"extra": {"channels_last": {"speed": 1}}}': "extra.channels_last.speed",
+        "[]": "text on standard input",
+        "": "nothing on standard input",
+    }.items():
+        result = run("check", "-", stdin=text)
+        assert result.exit_code == 1
+        assert result.stderr.startswith("Error: ")
+        assert said in result.stderr
+        assert "Traceback" not in result.output
+    for words in (
+        ("check", str(tmp_path / "none.json")),
+        ("explain", str(tmp_path / "none.json")),
+        ("explain", "--level", "O9"),
+    ):
+        result = run(*words, "--json")
+        found = json.loads(result.stdout)
+        assert (result.exit_code, found["valid"]) == (1, False)
+        assert found["message"]
 
 
 def test_explain():
@@ -100,15 +104,6 @@ def test_explain():
     assert "channels_last" in [d["name"] for d in found["dropped"]]
     assert {a["name"] for a in found["algorithms"]}.isdisjoint(d["name"] for d in found["dropped"])
     assert answer("explain", "--level", "O0", "--json")["algorithms"] == []
-
-
-def test_explain_refuses_in_json_too():
-    for words in (("none.json",), ("--level", "O9")):
-        result = run("explain", *words, "--json")
-        assert result.exit_code == 1
-        found = json.loads(result.stdout)
-        assert found["valid"] is False
-        assert found["message"]
 
 
 def test_a_device_that_is_not_here_is_said_to_be_unknown(monkeypatch):
@@ -122,22 +117,19 @@ def test_version():
     assert run("--version").stdout == f"torchboost {torchboost.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
+def test_errors_are_short():
+    for words, code, said in (
         (("explain", "--level", "O9"), 1, "Did you mean"),
         (("explain", "--device", "toaster"), 1, "--device"),
         (("explain", "--nodes", "0"), 2, "nodes"),
         (("explain", "none.json"), 1, "no file at"),
         (("report", "none.json"), 1, "none.json: No such file"),
         (("nonsense",), 2, "nonsense"),
-    ],
-)
-def test_errors_are_short(words, code, said):
-    result = run(*words)
-    assert result.exit_code == code
-    assert said in result.stderr
-    assert "Traceback" not in result.output
+    ):
+        result = run(*words)
+        assert result.exit_code == code
+        assert said in result.stderr
+        assert "Traceback" not in result.output
 
 
 def test_report(saved, tmp_path):
@@ -185,27 +177,19 @@ def test_the_package_runs_as_a_module():
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else real(name))
+    def refuse(name, *rest, **more):
+        assert name not in ("typer", "rich")
+        return imported(name, *rest, **more)
+
+    find, imported = importlib.util.find_spec, builtins.__import__
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
+    monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 1
     said = capsys.readouterr().err
     assert "needs rich" in said
     assert said.endswith("install it from the folder of the project: pip install '.[cli]'\n")
-
-
-def test_the_check_for_the_extra_imports_nothing(monkeypatch):
-    def refuse(name, *rest, **more):
-        if name in ("typer", "rich"):
-            raise AssertionError(name)
-        return real(name, *rest, **more)
-
-    real = builtins.__import__
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(SystemExit):
-        main()
 
 
 def test_stopped_while_torch_is_imported(monkeypatch, capsys):
@@ -222,19 +206,80 @@ def test_stopped_while_torch_is_imported(monkeypatch, capsys):
     assert capsys.readouterr().err == "\nStopped.\n"
 
 
-@pytest.mark.parametrize(
-    ("encoding", "words", "escaped"),
-    [
-        ("ascii", ["report", "{saved}"], b"3.57\\xd7"),
-        ("utf-8", ["report", "{saved}", "--html", "{folder}/x\udcff.html"], b"x\\udcff.html"),
-    ],
-)
-def test_output_that_cannot_be_shown_is_escaped(encoding, words, escaped, saved, monkeypatch):
-    written = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    monkeypatch.setattr(sys, "stdout", written)
-    monkeypatch.setattr(sys, "argv", ["torchboost", *(w.format(saved=saved, folder=saved.parent) for w in words)])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    written.flush()
-    assert stopped.value.code == 0
-    assert escaped in written.buffer.getvalue()
+def test_output_that_cannot_be_shown_is_escaped(saved, monkeypatch):
+    for encoding, words, escaped in (
+        ("ascii", [], b"3.57\\xd7"),
+        ("utf-8", ["--html", f"{saved.parent}/x\udcff.html"], b"x\\udcff.html"),
+    ):
+        written = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        monkeypatch.setattr(sys, "stdout", written)
+        monkeypatch.setattr(sys, "argv", ["torchboost", "report", str(saved), *words])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        written.flush()
+        assert stopped.value.code == 0
+        assert escaped in written.buffer.getvalue()
+
+
+def pca(*words: object):
+    return run("pca", *map(str, words))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoints"
+    path.mkdir()
+    for i in range(4):
+        torch.manual_seed(i)
+        torch.save(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).state_dict(), path / f"{i}.pt")
+    return path
+
+
+def test_pca_writes_the_directions_and_says_what_they_hold(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "basis.npy"
+    found = pca(folder, "--components", 3, "--out", out)
+    assert found.exit_code == 0, found.output
+    assert "3 directions of 12 weights in 4 parameters, from 4 checkpoints; they explain 100.0%" in found.stdout
+    matrix = np.load(out)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(3), atol=1e-6)
+    assert "comparing the snapshots, weights: " in found.stderr
+
+
+def test_pca_in_json_and_with_statistics_where_nobody_excludes_them(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "basis.npy"
+    found = json.loads(pca(folder, "--components", 2, "--out", out, "--json").stdout)
+    assert (found["checkpoints"], found["weights"]) == (4, 12)
+    assert 0 < found["explained"] <= 1
+    again = pca(folder, "--components", 2, "--out", out, "--exclude", "", "--json", "--force")
+    assert json.loads(again.stdout)["weights"] == 16
+
+
+def test_pca_what_is_wrong_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "basis.npy"
+    for words, said in (
+        ([folder, "--out", tmp_path / "basis.bin"], "ends in .npy"),
+        ([folder, "--components", 9, "--out", out], "n_components: found 9 and 4 snapshots"),
+        ([tmp_path / "none", "--out", out], "found no folder"),
+        ([folder, "--out", tmp_path / "none" / "basis.npy"], "create it first"),
+    ):
+        found = run("pca", *map(str, words))
+        assert found.exit_code == 1
+        assert said in found.stderr
+        assert "Traceback" not in found.output
+    assert not out.exists()
+    out.write_bytes(b"mine")
+    assert "already exists" in pca(folder, "--out", out).stderr
+    assert out.read_bytes() == b"mine"
+    assert pca(folder, "--components", 2, "--out", out, "--force").exit_code == 0
+
+
+def test_pca_a_file_of_somebody_else_beside_it_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    out, beside = tmp_path / "basis.npy", tmp_path / "basis.json"
+    beside.write_text("mine")
+    found = pca(folder, "--components", 2, "--out", out)
+    assert found.exit_code == 1
+    assert "basis.json already exists" in found.stderr
+    assert beside.read_text() == "mine"
+    assert not out.exists()
+    assert pca(folder, "--components", 2, "--out", out, "--force").exit_code == 0
+    assert json.loads(beside.read_text())["names"]

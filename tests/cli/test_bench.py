@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.bench.workloads.test_factory import GOOD
+from tests.bench.test_factory import GOOD
 from tests.support.reports import winning_report
 from torchboost.cli.app import app
 from torchboost.errors import FactoryError
@@ -23,8 +23,8 @@ def calls(monkeypatch):
     """The arguments of every benchmark asked for; none is run."""
     seen = []
 
-    def pretend(job, **options):
-        seen.append({"job": job, **options})
+    def pretend(factory, **options):
+        seen.append({"factory": factory, **options})
         options["progress"]("training", 1, 2, "O1")
         return winning_report()
 
@@ -35,7 +35,7 @@ def calls(monkeypatch):
 def test_defaults_and_what_is_written(calls, tmp_path):
     result = run("--out", str(tmp_path))
     assert result.exit_code == 0, result.output
-    assert calls[0]["job"].name.startswith("digits")
+    assert calls[0]["factory"].name.startswith("digits")
     assert calls[0]["contestants"] == ["stock", "hand", "O1", "O2"]
     assert calls[0]["out"] == tmp_path / "report.json"
     assert result.stdout.endswith(f"wrote {tmp_path / 'report.json'}\nwrote {tmp_path / 'report.html'}\n")
@@ -44,38 +44,35 @@ def test_defaults_and_what_is_written(calls, tmp_path):
 
 
 def test_json_answers_on_standard_output_alone(calls, tmp_path):
-    result = run("cifar10", "--model", "vgg", "--json", "--no-html", "--out", str(tmp_path))
+    result = run("text", "--train-limit", "40", "--json", "--no-html", "--out", str(tmp_path))
     found = json.loads(result.stdout)
     assert found["html"] is None
     assert found["report"] == str(tmp_path / "report.json")
     assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
-    assert calls[0]["job"].name == "cifar10-vgg"
+    assert calls[0]["factory"].name == "text-gpt"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("digit-sums",), "digits"),
-        (("digits", "--contestants", "stock,O7"), "O7"),
-        (("digits", "--device", "toaster"), "--device"),
-        (("none.py:make",), "found no file"),
-        (("train.py",), "train.py:make"),
-        (("none.py:make", "--model", "x"), "builds model and data"),
-        (("none.py:make", "--data", "x"), "builds model and data"),
-        (("digits", "--decide", "5x"), "--decide: found '5x'"),
-        (("digits", "--accuracy"), "--accuracy: leave it out"),
-    ],
-)
-def test_errors_before_anything_runs(words, said, tmp_path):
-    result = run(*words, "--out", str(tmp_path))
-    assert result.exit_code == 1
-    assert result.stderr.startswith("Error: ")
-    assert said in result.stderr
-    assert "Traceback" not in result.output
+def test_errors_before_anything_runs(tmp_path):
+    for words, said in {
+        ("digit-sums",): "digits",
+        ("digits", "--contestants", "stock,O7"): "O7",
+        ("digits", "--device", "toaster"): "--device",
+        ("none.py:make",): "found no file",
+        ("train.py",): "train.py:make",
+        ("none.py:make", "--model", "x"): "builds model and data",
+        ("none.py:make", "--data", "x"): "builds model and data",
+        ("digits", "--decide", "5x"): "--decide: found '5x'",
+        ("digits", "--accuracy"): "--accuracy: leave it out",
+    }.items():
+        result = run(*words, "--out", str(tmp_path))
+        assert result.exit_code == 1
+        assert result.stderr.startswith("Error: ")
+        assert said in result.stderr
+        assert "Traceback" not in result.output
 
 
 def test_a_factory_at_fault_while_training_is_one_line(monkeypatch, tmp_path):
-    def fail(job, **options):
+    def fail(factory, **options):
         options["progress"]("training", 0, 1)
         raise FactoryError("the factory's loss returned a float")
 
@@ -94,7 +91,7 @@ def test_a_report_that_was_cut_is_one_line(tmp_path):
 
 
 def test_faults_while_training_are_not_hidden(monkeypatch, tmp_path):
-    def fail(job, **options):
+    def fail(factory, **options):
         options["progress"]("training", 0, 1)
         raise ValueError("inside the training")
 
@@ -104,7 +101,7 @@ def test_faults_while_training_are_not_hidden(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("saved", [True, False])
 def test_interrupted(monkeypatch, tmp_path, saved):
-    def stop(job, **options):
+    def stop(factory, **options):
         if saved:
             winning_report().save(options["out"])
         raise KeyboardInterrupt
@@ -119,7 +116,7 @@ def test_interrupted(monkeypatch, tmp_path, saved):
 def test_interrupted_before_anything_was_saved_over_an_earlier_report(monkeypatch, tmp_path):
     place_report(tmp_path)
 
-    def stop(job, **options):
+    def stop(factory, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("torchboost.cli.bench.run_bench", stop)

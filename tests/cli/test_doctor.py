@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 import textwrap
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,10 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from typer.testing import CliRunner
 
-from torchboost.bench.workloads.factory import Parts
+from torchboost.bench.factory import Parts
 from torchboost.cli import doctor
 from torchboost.cli.app import app
-from torchboost.cli.small_compile import SmallCompile
 from torchboost.measure.machine import Products, StepParts
 from torchboost.measure.stopwatch import Clock
 
@@ -52,6 +56,21 @@ def file(tmp_path):
     return path
 
 
+class Environment(NamedTuple):
+    """What ``collect_env`` finds, after seconds."""
+
+    python_version: str = "3.12.3"
+    os: str = "Linux"
+    python_platform: str = "x86_64"
+    nvidia_driver_version: str | None = None
+
+
+@pytest.fixture(autouse=True)
+def _planted_environment(monkeypatch, request):
+    if "slow" not in request.keywords:
+        monkeypatch.setattr(doctor, "get_env_info", Environment)
+
+
 @pytest.fixture
 def planted(monkeypatch, bfloat16):
     """A machine that answers at once."""
@@ -64,7 +83,7 @@ def planted(monkeypatch, bfloat16):
     bfloat16(0.5, 0.5)
     monkeypatch.setattr(doctor, "products", products)
     monkeypatch.setattr(doctor, "copy_bandwidth", lambda device: 12.34e9)
-    monkeypatch.setattr(doctor, "small_compile", lambda: SmallCompile(seconds=11.25))
+    monkeypatch.setattr(doctor, "compile_seconds", lambda: (11.25, ""))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return seen
 
@@ -109,7 +128,7 @@ def test_everything_in_json(planted, file):
 
 def test_faults_are_printed_as_findings(planted, monkeypatch):
     monkeypatch.setattr(doctor, "products", lambda kind, device, seconds: Products(kind=kind, fault="no kernel"))
-    monkeypatch.setattr(doctor, "small_compile", lambda: SmallCompile(fault="No working C++ compiler"))
+    monkeypatch.setattr(doctor, "compile_seconds", lambda: (None, "No working C++ compiler"))
     shown = run().stdout
     assert "no kernel" in shown
     assert "No working C++ compiler" in shown
@@ -128,21 +147,18 @@ def test_without_measuring_nothing_is_timed(planted, file):
     assert "steps: 5 of 5" in shown.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("{file}:wrong",), "the factory returned int"),
-        (("{file}:gone",), "does not define a function 'gone'"),
-        (("none.py:make",), "found no file"),
-        (("{file}:make", "--device", "toaster"), "--device"),
-        (("{file}:empty",), "the batches ended in the warm-up"),
-    ],
-)
-def test_what_is_wrong_is_said_in_one_line(words, said, file, planted):
-    result = run(*(word.format(file=file) for word in words), "--no-measure")
-    assert result.exit_code == 1
-    assert said in result.stderr
-    assert "Traceback" not in result.output
+def test_what_is_wrong_is_said_in_one_line(file, planted):
+    for words, said in {
+        (f"{file}:wrong",): "the factory returned int",
+        (f"{file}:gone",): "does not define a function 'gone'",
+        ("none.py:make",): "found no file",
+        (f"{file}:make", "--device", "toaster"): "--device",
+        (f"{file}:empty",): "the batches ended in the warm-up",
+    }.items():
+        result = run(*words, "--no-measure")
+        assert result.exit_code == 1
+        assert said in result.stderr
+        assert "Traceback" not in result.output
     assert planted == []
 
 
@@ -214,17 +230,101 @@ def timed(loading: float) -> StepParts:
     return StepParts({"data loading": [loading], "forward": [1 - loading]})
 
 
-@pytest.mark.parametrize(
-    ("loading", "workers", "said"),
-    [
+def test_the_verdict():
+    for loading, workers, said in (
         (0.51, None, "load the batches with a DataLoader and num_workers"),
         (0.51, 8, "raise num_workers (found 8)"),
         (0.5, 0, "If they took no time, a step would be 2.0 times as fast."),
-    ],
-)
-def test_the_verdict(loading, workers, said):
-    assert said in doctor.verdict(timed(loading), workers)
+        (0.0, 0, "take 100% of a step."),  # no factor without a limit
+    ):
+        assert said in doctor.verdict(timed(loading), workers)
 
 
-def test_the_verdict_promises_no_factor_without_a_limit():
-    assert doctor.verdict(timed(0.0), 0).endswith("take 100% of a step.")
+def test_examine(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "pyarrow" else name)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
+    for follows, said in ((True, "good"), (False, "careful")):
+        monkeypatch.setattr(doctor, "compiler_follows_flags", lambda follows=follows: follows)
+        found = doctor.examine()
+        assert found["compile"].startswith(said)
+    assert found["versions"]["torch"] in torch.__version__
+    assert found["threads"] == 1
+    assert (found["extras"]["workloads"], found["extras"]["cli"]) == (["pyarrow"], [])
+    assert (found["distributed"], found["gloo"], found["nccl"]) == (True, False, True)
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    found = doctor.examine()
+    assert (found["distributed"], found["gloo"], found["nccl"]) == (False, False, False)
+    monkeypatch.setattr(doctor, "PACKAGES", ("no-such-package",))
+    assert doctor.examine()["versions"] == {"no-such-package": None}
+
+
+def test_the_cpp_compiler_is_the_one_in_cxx(monkeypatch):
+    monkeypatch.setattr("sys.platform", "linux")
+    for cxx, name in ((None, "g++"), ("clang++-18", "clang++-18"), ("ccache g++ -O2", "ccache"), ("", None)):
+        monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+        monkeypatch.delenv("CXX", raising=False)
+        if cxx is not None:
+            monkeypatch.setenv("CXX", cxx)
+        assert doctor.cpp_compiler() == (None if name is None else f"/bin/{name}")
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+        assert doctor.cpp_compiler() is None
+
+
+def test_a_small_compilation_runs_in_a_process_with_an_empty_cache(monkeypatch):
+    seen: dict[str, Any] = {}
+
+    def run(words, *, env, timeout, **more):
+        folder = Path(env["TORCHINDUCTOR_CACHE_DIR"])
+        seen.update(program=words[0], folder=folder, timeout=timeout)
+        assert list(folder.iterdir()) == []
+        return subprocess.CompletedProcess(words, 0, "a line of the compiler\n2.5\n", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert doctor.compile_seconds(7.0) == (2.5, "")
+    assert (seen["program"], seen["timeout"]) == (sys.executable, 7.0)
+    assert not seen["folder"].exists()
+
+
+def test_a_compilation_that_fails_is_told(monkeypatch):
+    def ended(code: int, stderr: str) -> Any:
+        return lambda words, **more: subprocess.CompletedProcess(words, code, "", stderr)
+
+    def raised(error: Exception) -> Any:
+        def run(words, **more):
+            raise error
+
+        return run
+
+    compiler = (
+        "Traceback\ntorch.InductorError: InvalidCxxCompiler: No working C++ compiler\n\nSet TORCHDYNAMO_VERBOSE\n"
+    )
+    for run, said in (
+        (ended(1, compiler), "No working C++"),
+        (ended(137, "killed\n"), "killed"),
+        (ended(-9, ""), "the process ended with code -9"),
+        (raised(subprocess.TimeoutExpired("", 30.0)), "not finished after 30 s"),
+        (raised(OSError("no room")), "no room"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "run", run)
+            seconds, fault = doctor.compile_seconds(30.0)
+        assert seconds is None
+        assert said in fault
+
+
+@pytest.mark.slow
+def test_a_real_compilation_and_one_without_a_compiler(monkeypatch):
+    seconds, fault = doctor.compile_seconds()
+    assert fault == ""
+    assert seconds is not None
+    assert seconds > 0
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    seconds, fault = doctor.compile_seconds()
+    assert seconds is None
+    assert "ompiler" in fault
+
+
+@pytest.mark.slow
+def test_the_real_environment_has_what_is_shown():
+    assert set(Environment._fields) <= set(doctor.examine()["environment"])

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from torchboost.cli.app import app
-from torchboost.tuning.evidence import TuneReport
+from torchboost.tuning.report import TuneReport
 
 FACTORY = textwrap.dedent(
     """
@@ -57,20 +57,19 @@ def test_a_factory_is_tuned_and_the_configuration_written(factory, tmp_path):
     assert again.stdout == result.stdout[: result.stdout.index("wrote ")]
 
 
-def test_json_answers_on_standard_output_alone(factory, tmp_path):
-    result = run(factory, "--budget", "3s", "--drop", "20", "--seeds", "3", "--json", "--out", str(tmp_path / "a.json"))
+def test_json_is_alone_on_standard_output_and_a_report_is_not_overwritten(factory, tmp_path):
+    file, out = tmp_path / "train.py", tmp_path / "boost.json"
+    file.write_text(file.read_text().replace("def make(seed):", "def make(seed):\n    print('loading')"))
+    words = (factory, "--budget", "3s", "--drop", "20", "--seeds", "3", "--out", str(out), "--json")
+    result = run(*words)
     found = json.loads(result.stdout)
     assert found["state"] == "complete"
     assert found["headline"]
-
-
-def test_what_a_factory_prints_is_not_in_the_json(factory, tmp_path):
-    file = tmp_path / "train.py"
-    file.write_text(file.read_text().replace("def make(seed):", "def make(seed):\n    print('loading')"))
-    words = ("--budget", "3s", "--drop", "20", "--seeds", "3", "--out", str(tmp_path / "b.json"), "--json")
-    result = run(factory, *words)
-    assert json.loads(result.stdout)["state"] == "complete"
     assert "loading" in result.stderr
+    again = run(*words)
+    assert again.exit_code == 1
+    assert "continue it with --resume" in again.stderr
+    assert run(*words, "--resume").exit_code == 0
 
 
 def test_a_folder_is_no_file(factory, tmp_path):
@@ -78,16 +77,6 @@ def test_a_folder_is_no_file(factory, tmp_path):
     assert result.exit_code == 1
     assert "a folder; give a file" in result.stderr
     assert "Traceback" not in result.output
-
-
-def test_a_report_that_is_there_is_not_overwritten(factory, tmp_path):
-    out = tmp_path / "boost.json"
-    words = (factory, "--budget", "3s", "--drop", "20", "--seeds", "3", "--out", str(out))
-    assert run(*words).exit_code == 0
-    again = run(*words)
-    assert again.exit_code == 1
-    assert "continue it with --resume" in again.stderr
-    assert run(*words, "--resume").exit_code == 0
 
 
 def test_a_page_of_someone_else_is_not_overwritten(factory, tmp_path):
@@ -99,24 +88,21 @@ def test_a_page_of_someone_else_is_not_overwritten(factory, tmp_path):
     assert page.read_text(encoding="utf-8") == "mine"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("none.py:make",), "found no file"),
-        (("train.py",), "needed: train.py:make"),
-        (("none.py:make", "--data", "there"), "--data: found 'there'"),
-        (("none.py:make", "--train-limit", "5"), "--train-limit: found '5'"),
-        (("digitz",), "Did you mean 'digits-resnet'"),
-        (("digits", "--budget", "soon"), "budget: found 'soon'"),
-        (("digits", "--drop", "0"), "drop: found 0.0"),
-        (("digits", "--device", "toaster"), "--device"),
-    ],
-)
-def test_mistakes_are_one_line(words, said, tmp_path):
-    result = run(*words, "--out", str(tmp_path / "boost.json"))
-    assert result.exit_code == 1
-    assert said in result.stderr
-    assert "Traceback" not in result.output
+def test_mistakes_are_one_line(tmp_path):
+    for words, said in {
+        ("none.py:make",): "found no file",
+        ("train.py",): "needed: train.py:make",
+        ("none.py:make", "--data", "there"): "--data: found 'there'",
+        ("none.py:make", "--train-limit", "5"): "--train-limit: found '5'",
+        ("digitz",): "Did you mean 'digits-resnet'",
+        ("digits", "--budget", "soon"): "budget: found 'soon'",
+        ("digits", "--drop", "0"): "drop: found 0.0",
+        ("digits", "--device", "toaster"): "--device",
+    }.items():
+        result = run(*words, "--out", str(tmp_path / "boost.json"))
+        assert result.exit_code == 1
+        assert said in result.stderr
+        assert "Traceback" not in result.output
     assert not list(tmp_path.iterdir())
 
 
@@ -230,7 +216,7 @@ def test_ctrl_c_at_any_moment_leaves_a_report_that_is_resumed(tmp_path):
 
 def test_a_recipe_of_another_factory(factory, tmp_path):
     out = str(tmp_path / "boost.json")
-    words = ("--budget", "6s", "--drop", "50", "--seeds", "3", "--out", out)
+    words = ("--budget", "3s", "--drop", "50", "--seeds", "3", "--out", out)
     result = run(factory, "--recipe", f"fewer={factory}@0.25", *words)
     assert result.exit_code == 0, result.output
     assert "fewer" in result.stdout

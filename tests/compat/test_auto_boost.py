@@ -25,8 +25,8 @@ from torchboost import (
     TrainStep,
     WithLoss,
 )
-from torchboost.bench.workloads.models import BasicBlock, ResNet
 from torchboost.optim import ClipNorm, GradientPipeline
+from torchboost.workloads.models import BasicBlock, ResNet
 
 
 def net(seed: int = 0) -> nn.Sequential:

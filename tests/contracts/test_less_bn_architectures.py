@@ -15,8 +15,8 @@ from tests.support.conv_nets import ForeignNames, InvertedResidual, PreActNet, r
 from tests.support.models import BottleneckNet
 from tests.support.removal_nets import NormAct, preact_net, repvgg_net
 from torchboost.algorithms.less_bn import less_bn
-from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.errors import NoEffectWarning
+from torchboost.workloads.models import Bottleneck, ResNet
 
 
 def unit(inside: int, outside: int, kernel: int = 3, groups: int = 1) -> list[nn.Module]:

@@ -21,9 +21,9 @@ from tests.support.conv_nets import (
 )
 from tests.support.ranks import run_ranks
 from torchboost.algorithms.less_bn import LessBn, less_bn
-from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.errors import NoEffectWarning
+from torchboost.workloads.models import Bottleneck, ResNet
 
 
 def test_a_trained_network_computes_the_same():

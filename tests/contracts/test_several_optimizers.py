@@ -40,7 +40,7 @@ def network() -> nn.Sequential:
 
 
 def residual() -> nn.Module:
-    from torchboost.bench.workloads.models import BasicBlock, ResNet
+    from torchboost.workloads.models import BasicBlock, ResNet
 
     torch.manual_seed(0)
     return ResNet(BasicBlock, [1, 1], width=8)

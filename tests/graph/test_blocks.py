@@ -4,8 +4,8 @@ import transformers
 from torch import nn
 
 from torchboost import WithLoss
-from torchboost.bench.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet
 from torchboost.graph.blocks import block_costs, blocks_of, group_starts
+from torchboost.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet
 
 
 def names(model: nn.Module) -> list[str]:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.support.trajectories import snapshot
-from torchboost.bench.workloads.models import GPT, BasicBlock, ResNet
 from torchboost.graph.matrix_uses import Use, matrix_uses
+from torchboost.workloads.models import GPT, BasicBlock, ResNet
 
 
 def places(model: nn.Module, sample: object = None) -> dict[str, str]:

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from tests.support.models import BottleneckNet, TinyGPT, batch_for, cnn, mlp
 from tests.support.ranks import run_ranks
-from torchboost.bench.workloads.models import GPT
 from torchboost.errors import IncompatibleError
 from torchboost.graph.blocks import blocks_of
 from torchboost.optim import GroupRule, layer_wise_decay, no_decay, param_groups

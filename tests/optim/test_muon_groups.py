@@ -9,8 +9,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from tests.graph.test_matrix_uses import Experts
 from tests.support.models import cnn, mlp
-from torchboost.bench.workloads.models import GPT, BasicBlock, ResNet
 from torchboost.optim import GroupRule, MixedOptimizer, MuonSplit, muon_groups, no_decay
+from torchboost.workloads.models import GPT, BasicBlock, ResNet
 
 
 def names(groups: MuonSplit) -> dict[str, set[str]]:

@@ -15,8 +15,8 @@ from torchboost.algorithms.grad_freeze.activation_cache import ActivationCache
 from torchboost.algorithms.grad_freeze.freezer import Freezing, prefixes_of
 from torchboost.algorithms.grad_freeze.prefix import FastPrefix
 from torchboost.algorithms.grad_freeze.schedule import Repeated
-from torchboost.bench.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet
 from torchboost.graph.blocks import blocks_of
+from torchboost.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet
 
 __all__ = [
     "MAKERS",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.tuning.test_training import make
-from torchboost.bench.workloads.factory import made_by, source_of
+from torchboost.bench.factory import made_by, source_of
 from torchboost.errors import ConfigError, FactoryError
 from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuning.candidates import (
@@ -21,7 +21,7 @@ from torchboost.tuning.candidates import (
     standard_candidates,
     try_levers,
 )
-from torchboost.tuning.evidence import Candidate, Finding
+from torchboost.tuning.report import Candidate, Finding
 
 
 def test_the_standard_candidates_are_the_settings_of_the_levels():
@@ -47,9 +47,15 @@ def test_the_standard_candidates_are_the_settings_of_the_levels():
 def test_named_candidates():
     found = named_candidates({"fast": {"channels_last": True}, "both": {"channels_last": True, "less_bn": {}}})
     assert [one.skips_work for one in found] == [False, True]
-    for wrong in ({"": {"less_bn": True}}, {"nothing": {"less_bn": False}}, {"empty": {}}):
+    on = {"autocast": True}
+    for name in ("stock", "stock, 50% of the steps", "a + b", "", 1, None):
+        with pytest.raises(ValueError, match="give a name without ' \\+ ' that does not begin with 'stock'"):
+            named_candidates({name: on})  # pyright: ignore[reportArgumentType]
+    for wrong in ({"nothing": {"less_bn": False}}, {"empty": {}}):
         with pytest.raises(ValueError, match="candidates: found"):
             named_candidates(wrong)
+    with pytest.raises(ValueError, match="give a section extra"):
+        named_candidates({"a": "autocast"})  # pyright: ignore[reportArgumentType]
 
 
 def linear(seed: int) -> Any:
@@ -75,36 +81,23 @@ def look(candidate: Candidate, make: Callable[[int], Any], steps: int) -> Findin
     return found
 
 
-@pytest.mark.parametrize(
-    ("extra", "said"),
-    [
+def test_what_cannot_work_here_has_a_reason_and_a_wrong_setting_is_an_error():
+    for extra, said in (
         ({"less_bn": {"keep": "narrowest"}}, "less_bn"),
         ({"channels_last": True}, "convolution"),
-    ],
-)
-def test_what_cannot_work_here_is_left_out_with_a_reason(extra, said):
-    found = look(Candidate(name="a", extra=extra), linear, 100)
-    assert found.outcome == "not usable"
-    assert said in found.reason
-
-
-@pytest.mark.parametrize(
-    ("extra", "said"),
-    [({"les_bn": True}, "Did you mean 'less_bn'"), ({"grad_freeze": {"full_share": 3}}, "full_share")],
-)
-def test_a_wrong_setting_is_an_error_of_the_user(extra, said):
-    with pytest.raises(ConfigError, match=said):
-        look(Candidate(name="a", extra=extra), linear, 100)
-
-
-def test_a_candidate_is_left_out_whole_if_a_part_of_it_cannot_work():
-    found = look(Candidate(name="a", extra={"fused_optimizer": True, "less_bn": {}}), linear, 100)
-    assert found.reason.startswith("less_bn: ")
-
-
-def test_what_can_work_is_not_left_out():
+        ({"fused_optimizer": True, "less_bn": {}}, "less_bn: "),  # whole, if a part of it cannot work
+    ):
+        found = look(Candidate(name="a", extra=extra), linear, 100)
+        assert found.outcome == "not usable"
+        assert said in found.reason
     assert look(Candidate(name="a", extra={"fused_optimizer": True}), linear, 100).outcome is None
     assert look(Candidate(name="a", extra={"gradient_centralization": True}), make, 100).outcome is None
+    for extra, said in (
+        ({"les_bn": True}, "Did you mean 'less_bn'"),
+        ({"grad_freeze": {"full_share": 3}}, "full_share"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            look(Candidate(name="a", extra=extra), linear, 100)
 
 
 def residual(blocks: int) -> Callable[[int], Any]:
@@ -166,21 +159,20 @@ def test_recipes_are_candidates_that_must_beat_fewer_steps():
     assert look(found, make, 10).outcome is None
 
 
-@pytest.mark.parametrize(("name", "share"), [("", 0.5), ("a", 0.0), ("a", 1.5), ("a", -1.0)])
-def test_recipes_out_of_range(name, share):
-    with pytest.raises(ValueError, match="a factory and a share above 0 and at most 1"):
-        recipe_candidates({name: (make, share)}, made_by(make, 0))
-
-
-def test_a_recipe_needs_the_metric():
-    with pytest.raises(ValueError, match="the factory of 'a' has no evaluate"):
-        recipe_candidates({"a": (lambda seed: make(seed)[:4], 0.5)}, made_by(make, 0))
-
-
-@pytest.mark.parametrize("given", [make, (0.5, make), (make,)])
-def test_a_recipe_is_a_factory_and_a_share(given):
-    with pytest.raises(ValueError, match="give a factory and a share of the steps"):
-        recipe_candidates({"a": given}, made_by(make, 0))
+def test_recipes_are_checked():
+    for recipes, said in (
+        ({"": (make, 0.5)}, "a factory and a share above 0 and at most 1"),
+        ({"a": (make, 0.0)}, "a factory and a share above 0 and at most 1"),
+        ({"a": (make, 1.5)}, "a factory and a share above 0 and at most 1"),
+        ({"a": (make, "half")}, "with 'half'"),
+        ({"a": make}, "give a factory and a share of the steps"),
+        ({"a": (0.5, make)}, "give a factory and a share of the steps"),
+        ({"a": (make,)}, "give a factory and a share of the steps"),
+        ([1], "found a list"),
+        ({"a": (lambda seed: make(seed)[:4], 0.5)}, "the factory of 'a' has no evaluate"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            recipe_candidates(recipes, made_by(make, 0))  # pyright: ignore[reportArgumentType]
 
 
 def test_a_recipe_that_trains_the_parameters_of_stock_is_refused():
@@ -196,12 +188,6 @@ def test_a_recipe_that_trains_the_parameters_of_stock_is_refused():
         fresh(around)
 
 
-@pytest.mark.parametrize("name", ["stock", "stock, 50% of the steps", "a + b", ""])
-def test_names_that_would_be_taken_for_others_are_refused(name):
-    with pytest.raises(ValueError, match="does not begin with 'stock'"):
-        named_candidates({name: {"autocast": True}})
-
-
 def test_the_fingerprint_sees_modules_and_buffers():
     def changed(change: Callable[[torch.nn.Module], object]) -> str:
         parts = made_by(make, 0)
@@ -214,20 +200,3 @@ def test_the_fingerprint_sees_modules_and_buffers():
     assert changed(lambda model: model.get_submodule("1").get_buffer("running_mean").add_(1)) != same
     assert changed(lambda model: model.register_buffer("mask", torch.ones(3, dtype=torch.bool))) != same
     assert changed(lambda model: model.register_buffer("phase", torch.ones(3, dtype=torch.complex64))) != same
-
-
-@pytest.mark.parametrize("given", [{1: {"autocast": True}}, {None: {"autocast": True}}])
-def test_a_name_that_is_no_text_is_refused(given):
-    with pytest.raises(ValueError, match="give a name"):
-        named_candidates(given)
-
-
-@pytest.mark.parametrize(("given", "said"), [([1], "found a list"), ({"a": (make, "half")}, "with 'half'")])
-def test_recipes_of_other_types_are_refused(given, said):
-    with pytest.raises(ValueError, match=said):
-        recipe_candidates(given, made_by(make, 0))
-
-
-def test_a_section_that_is_no_mapping_is_refused():
-    with pytest.raises(ValueError, match="give a section extra"):
-        named_candidates({"a": "autocast"})  # pyright: ignore[reportArgumentType]

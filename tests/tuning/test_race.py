@@ -9,8 +9,8 @@ import pytest
 
 from torchboost.measure.evidence import Interval
 from torchboost.measure.statistics import SequentialTest
-from torchboost.tuning.evidence import STOCK, Candidate, Finding, Run
 from torchboost.tuning.race import FRESH_SEED, Race, _attempts, _share_for, combined
+from torchboost.tuning.report import STOCK, Candidate, Finding, Run
 
 POINT = 0.01
 

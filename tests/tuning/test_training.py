@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.support.ranks import run_ranks
-from torchboost.tuning.evidence import Candidate
+from torchboost.tuning.report import Candidate
 from torchboost.tuning.training import Training
 
 STEPS = 12

@@ -12,11 +12,21 @@ import torch
 import typer
 
 from torchboost import __version__
-from torchboost.bench.report.report import markdown, print_report, write_html
+from torchboost.algorithms.dim_reduce.files import checkpoint_files, layout_of_file, read_checkpoints, write_matrix
+from torchboost.bench.report.table import markdown, print_report
+from torchboost.bench.report.template import bench_page, write_page
 from torchboost.cli.bench import bench
 from torchboost.cli.doctor import doctor
-from torchboost.cli.output import fail, print_json, print_table, print_tuning, settings_of, summary_of, user_errors
-from torchboost.cli.pca import pca
+from torchboost.cli.output import (
+    display,
+    fail,
+    print_json,
+    print_table,
+    print_tuning,
+    settings_of,
+    summary_of,
+    user_errors,
+)
 from torchboost.cli.tune import tune
 from torchboost.config import BoostConfig
 from torchboost.core.hardware import device_fault, half_precision
@@ -24,8 +34,7 @@ from torchboost.errors import ConfigError
 from torchboost.measure.evidence import BenchReport
 from torchboost.plan import Plan, resolve
 from torchboost.registry import LEVELS, REGISTRY, Facts
-from torchboost.tuning.evidence import TuneReport
-from torchboost.tuning.page import write_page
+from torchboost.tuning.report import TuneReport, tune_page
 
 __all__ = ["app"]
 
@@ -36,7 +45,6 @@ app = typer.Typer(
 )
 app.command()(bench)
 app.command()(doctor)
-app.command()(pca)
 app.command()(tune)
 
 
@@ -184,7 +192,8 @@ def report(
             fail(
                 "--markdown: this is a report of `torchboost tune`, which has no Markdown; leave it out, or use --html."
             )
-        page = _page_of(loaded, html) if html is not None else None
+        content = tune_page(loaded) if isinstance(loaded, TuneReport) else bench_page(loaded)
+        page = write_page(content, html) if html is not None else None
     if json:
         print_json({**summary_of(loaded), "html": str(page) if page else None})
         return
@@ -203,10 +212,6 @@ def _report_in(source: Path) -> BenchReport | TuneReport:
     return (TuneReport if isinstance(content, dict) and "findings" in content else BenchReport).load(source)
 
 
-def _page_of(loaded: BenchReport | TuneReport, html: Path) -> Path:
-    return write_page(loaded, html) if isinstance(loaded, TuneReport) else write_html(loaded, html)
-
-
 def _print(loaded: BenchReport | TuneReport, as_markdown: bool) -> None:
     if isinstance(loaded, TuneReport):
         print_tuning(loaded)
@@ -214,3 +219,49 @@ def _print(loaded: BenchReport | TuneReport, as_markdown: bool) -> None:
         typer.echo(markdown(loaded), nl=False)
     else:
         print_report(loaded)
+
+
+@app.command()
+def pca(
+    folder: Annotated[Path, typer.Argument(help="Checkpoints of one model: .safetensors, or .pt with tensors only.")],
+    components: Annotated[int, typer.Option(min=1, help="Number of directions.")] = 32,
+    out: Annotated[
+        Path, typer.Option(help="The .npy file to write; a .json with the same name lists the columns.")
+    ] = Path("pca.npy"),
+    exclude: Annotated[
+        str, typer.Option(help="Entries that are not trained parameters: name patterns, comma-separated.")
+    ] = "*running_mean,*running_var",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file in --out and its .json.")] = False,
+    json: Json = False,
+) -> None:
+    """Compute the principal components of the weights in checkpoints, for dim_reduce.pca_mat_path."""
+    if out.suffix != ".npy":
+        fail(f"--out: found {out}; give a file that ends in .npy.")
+    for file in (out, out.with_suffix(".json")):
+        if file.exists() and not force:
+            fail(f"--out: {file} already exists; choose another file, or overwrite it with --force.")
+    if not out.parent.is_dir():
+        fail(f"--out: the folder {out.parent} does not exist; create it first.")
+    patterns = [pattern.strip() for pattern in exclude.split(",") if pattern.strip()]
+    with user_errors(), display() as progress:
+        try:
+            files = checkpoint_files(folder)
+            layout = layout_of_file(files[0], patterns)
+            explained = write_matrix(out, read_checkpoints(files, layout), layout, components, progress=progress)
+        except ValueError as error:
+            fail(str(error))
+    answer = {
+        "out": str(out),
+        "components": components,
+        "checkpoints": len(files),
+        "parameters": len(layout.names),
+        "weights": layout.length,
+        "explained": explained,
+    }
+    if json:
+        print_json(answer)
+        return
+    typer.echo(
+        f"wrote {out}: {components} directions of {answer['weights']:,} weights in {answer['parameters']} parameters, "
+        f"from {len(files)} checkpoints; they explain {explained:.1%} of the variance"
+    )

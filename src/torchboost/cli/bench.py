@@ -6,31 +6,24 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from pydantic import ValidationError
 
-from torchboost.bench.report.report import print_report, write_html
-from torchboost.bench.workloads.bench import CONTESTANTS, run_bench
-from torchboost.bench.workloads.contestants import Recipe
-from torchboost.bench.workloads.factory import job_from
-from torchboost.bench.workloads.jobs import JOBS, Job, find_job
-from torchboost.cli.device import usable_device
-from torchboost.cli.factory import is_factory
-from torchboost.cli.output import fail, json_only, print_json, summary_of, user_errors
-from torchboost.cli.progress import display
+from torchboost.bench.bench import CONTESTANTS, run_bench
+from torchboost.bench.contestants import Recipe
+from torchboost.bench.report.table import print_report
+from torchboost.bench.report.template import bench_page, write_page
+from torchboost.cli.inputs import chosen, loaded, usable_device
+from torchboost.cli.output import display, input_errors, json_only, print_json, summary_of, user_errors
 from torchboost.core.arguments import seconds_of
-from torchboost.errors import FactoryError
 from torchboost.measure.evidence import BenchReport
+from torchboost.workloads.named import WORKLOADS
 
 __all__ = ["bench"]
 
-WORKLOADS = ", ".join(dict.fromkeys(job.name.partition("-")[0] for job in JOBS))
-
-EARLY = ("", "data")
-"""Phases in which a ValueError comes from the arguments, not from the training."""
+NAMES = ", ".join(dict.fromkeys(workload.name.partition("-")[0] for workload in WORKLOADS))
 
 
 def bench(
-    workload: Annotated[str, typer.Argument(help=f"{WORKLOADS}, or path/to/train.py:make.")] = "digits",
+    workload: Annotated[str, typer.Argument(help=f"{NAMES}, or path/to/train.py:make.")] = "digits",
     data: Annotated[Path | None, typer.Option(help="Path of the data, for workloads that need it.")] = None,
     model: Annotated[str | None, typer.Option(help="Which model of the workload, such as resnet-basic.")] = None,
     contestants: Annotated[
@@ -59,36 +52,32 @@ def bench(
     path = out / "report.json"
     before = None if resume else _written(path)
     names = [name.strip() for name in contestants.split(",") if name.strip()]
-    with user_errors(), json_only(json), display() as shown:
+    with user_errors(), json_only(json), display() as progress:
         try:
-            for name in names:
-                Recipe.parse(name)
-            job = _job(workload, model, data, epochs, accuracy)
-            if not (resume or force):
-                _check_place(path, job)
-            report = run_bench(
-                job,
-                contestants=names,
-                pairs=pairs,
-                seeds=seeds,
-                epochs=epochs,
-                train_limit=train_limit,
-                data_path=data,
-                device=usable_device(device),
-                out=path,
-                resume=resume,
-                decide=None if decide is None else seconds_of(decide, "--decide"),
-                progress=shown,
-            )
-        except ValueError as error:
-            ours = isinstance(error, FactoryError) or shown.phase in EARLY
-            if isinstance(error, ValidationError) or not ours:
-                raise
-            fail(str(error))
+            with input_errors(progress):
+                for name in names:
+                    Recipe.parse(name)
+                place = usable_device(device)
+                choice = chosen(workload, model=model, data=data, accuracy=accuracy)
+                if not (resume or force):
+                    _check_place(path, choice.name)
+                seconds = None if decide is None else seconds_of(decide, "--decide")
+                report = run_bench(
+                    loaded(choice, data, train_limit, place, progress),
+                    contestants=names,
+                    pairs=pairs,
+                    seeds=seeds,
+                    epochs=epochs,
+                    device=place,
+                    out=path,
+                    resume=resume,
+                    decide=seconds,
+                    progress=progress,
+                )
         except KeyboardInterrupt:
             _interrupted(path, before)
         report.save(path)
-        page = write_html(report, out / "report.html") if html else None
+        page = write_page(bench_page(report), out / "report.html") if html else None
     if json:
         print_json({**summary_of(report), "report": str(path), "html": str(page) if page else None})
         return
@@ -98,25 +87,17 @@ def bench(
             typer.echo(f"wrote {written}")
 
 
-def _job(workload: str, model: str | None, data: Path | None, epochs: int | None, accuracy: bool) -> Job:
-    if is_factory(workload, model=model, data=data):
-        return job_from(workload, epochs=epochs, accuracy=accuracy)
-    if accuracy:
-        raise ValueError("--accuracy: leave it out; the metric of a named workload is known.")
-    return find_job(workload if model is None else f"{workload}-{model}")
-
-
-def _check_place(path: Path, job: Job) -> None:
+def _check_place(path: Path, name: str) -> None:
     """Exit unless the file was written by this workload, to avoid overwriting another report."""
     if not path.exists():
         return
     try:
-        held = f"a report of {BenchReport.load(path).workload}"
+        content = f"a report of {BenchReport.load(path).workload}"
     except (ValueError, OSError):
-        held = "a file that is not a report of torchboost"
-    if held != f"a report of {job.name}":
+        content = "a file that is not a report of torchboost"
+    if content != f"a report of {name}":
         raise ValueError(
-            f"--out: {path} holds {held}, but this is {job.name}; choose another folder with --out, "
+            f"--out: {path} holds {content}, but this is {name}; choose another folder with --out, "
             "or overwrite it with --force."
         )
 

@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
 from dataclasses import asdict
 from typing import Annotated, Any, get_args
 
 import torch
+import torch.distributed as dist
 import typer
+from torch.utils.collect_env import get_env_info
 from torch.utils.data import DataLoader
 
-from torchboost.bench.workloads.factory import Parts, parts_from
-from torchboost.cli.device import usable_device
-from torchboost.cli.environment import examine
-from torchboost.cli.output import fail, print_json, print_table, user_errors
-from torchboost.cli.progress import display
-from torchboost.cli.small_compile import small_compile
+from torchboost.bench.factory import Parts, function_at, made_by
+from torchboost.cli.inputs import usable_device
+from torchboost.cli.output import EXTRAS, display, fail, print_json, print_table, user_errors
 from torchboost.core.hardware import half_precision
-from torchboost.measure.machine import LOADING, Kind, Products, StepParts, copy_bandwidth, products, time_step_parts
+from torchboost.core.torch_versions import compiler_follows_flags
+from torchboost.measure.machine import LOADING, Kind, StepParts, copy_bandwidth, products, time_step_parts
 from torchboost.measure.stopwatch import Clock, Progress
 
-__all__ = ["doctor", "measure_machine", "measure_step", "verdict"]
+__all__ = ["compile_seconds", "cpp_compiler", "doctor", "examine", "measure_machine", "measure_step", "verdict"]
 
 GIGA = 1e9
 SECONDS = 3.0
 """Time limit of a kind of product. A machine that is not busy needs a tenth of it."""
+PACKAGES = ("torchboost", "torch", "pydantic", "numpy", "safetensors")
+PROGRAM = """
+import time, torch
+from torch import nn
+model = torch.compile(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)))
+inputs = torch.ones(16, 64)
+start = time.perf_counter()
+model(inputs).sum().backward()
+print(time.perf_counter() - start)
+"""
+"""A small compilation. It prints the time of the first forward and backward pass, loading the compiler included."""
 
 
 def doctor(
@@ -38,21 +57,88 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:
     """Show what is installed, how fast this machine computes, and where the time of a training step goes."""
-    found = examine()
-    with user_errors(), display() as shown:
+    with user_errors(), display() as progress:
         try:
-            parts = None if factory is None else parts_from(factory)
-            where = usable_device(device)
+            parts = None if factory is None else made_by(function_at(factory), 0)
+            place = usable_device(device)
         except ValueError as error:
             fail(str(error))
-        found["measured"] = measure_machine(shown) if measure else None
-        found["step"] = None if parts is None else measure_step(parts, steps=steps, device=where, progress=shown)
+        facts = examine()
+        facts["measured"] = measure_machine(progress) if measure else None
+        facts["step"] = None if parts is None else measure_step(parts, steps=steps, device=place, progress=progress)
     if json:
-        print_json(found)
+        print_json(facts)
         return
-    print_table(["what", "found"], [*_installed(found), *_measured(found["measured"])])
-    if found["step"] is not None:
-        _print_step(found["step"])
+    print_table(["what", "found"], [*_installed(facts), *_measured(facts["measured"])])
+    if facts["step"] is not None:
+        _print_step(facts["step"])
+
+
+def examine() -> dict[str, Any]:
+    """Return versions, processor, devices, backends, the state of the compilers and the extras.
+
+    ``environment`` is what ``torch.utils.collect_env`` finds, as reports of bugs in torch have it. Cost: some seconds.
+    """
+    return {
+        "versions": {name: _version(name) for name in PACKAGES},
+        "environment": get_env_info()._asdict(),
+        "cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "gpus": [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())],
+        "distributed": dist.is_available(),
+        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "nccl": dist.is_available() and dist.is_nccl_available(),
+        # pytorch issues 139476 and 162174
+        "compile": "good: recompiles when requires_grad changes"
+        if compiler_follows_flags()
+        else "careful: older than 2.12, may reuse an old graph after requires_grad changes, so layers that were frozen "
+        "once never train again; what torchboost compiles recompiles",
+        "cpp_compiler": cpp_compiler(),
+        "extras": {
+            extra: [module for module in modules if importlib.util.find_spec(module) is None]
+            for extra, modules in EXTRAS.items()
+        },
+    }
+
+
+def cpp_compiler() -> str | None:
+    """Return the path of the C++ compiler that ``torch.compile`` calls on the CPU; None if it is not installed.
+
+    The environment variable ``CXX`` names it. Otherwise it is g++ (clang++ on macOS, cl on Windows).
+    """
+    usual = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    words = shlex.split(os.environ.get("CXX", usual), posix=sys.platform != "win32")
+    return shutil.which(words[0]) if words else None
+
+
+def compile_seconds(timeout: float = 600.0) -> tuple[float | None, str]:
+    """Compile a model of two layers in a separate process, and return the time of its first step and the fault.
+
+    The cache is a temporary folder, so that an earlier compilation does not shorten the time and none of this remains.
+
+    Args:
+        timeout: Seconds after which the process is stopped.
+
+    Returns:
+        The seconds, or None if it failed, and the last line of the error, or an empty text.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
+        command = [sys.executable, "-c", PROGRAM]
+        try:
+            process = subprocess.run(
+                command, env=os.environ | caches, capture_output=True, text=True, timeout=timeout, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return None, f"not finished after {timeout:.0f} s"
+        except OSError as error:
+            return None, str(error)
+    if process.returncode == 0:
+        return float(process.stdout.split()[-1]), ""
+    lines = process.stderr.splitlines()
+    errors = [line for line in lines if "Error: " in line] or lines[-1:]
+    return None, errors[-1].strip() if errors else f"the process ended with code {process.returncode}"
 
 
 def measure_machine(progress: Progress) -> dict[str, Any]:
@@ -77,11 +163,20 @@ def measure_machine(progress: Progress) -> dict[str, Any]:
         figures["products"][device] = {}
         for kind in kinds:
             tell(f"{kind}, {device}")
-            figures["products"][device][kind] = _figures(products(kind, device, seconds=SECONDS))
+            speed = products(kind, device, seconds=SECONDS)
+            figures["products"][device][kind] = {
+                "size": speed.size,
+                "float32_gflop_per_s": speed.float32 / GIGA,
+                "bfloat16_gflop_per_s": speed.bfloat16 / GIGA,
+                "ratio": speed.ratio,
+                "pairs": speed.pairs,
+                "fault": speed.fault,
+            }
         tell(f"copy, {device}")
         figures["copy_gb_per_s"][device] = copy_bandwidth(device) / GIGA
     progress("machine", done, total, "small compilation")
-    figures["small_compile"] = asdict(small_compile())
+    seconds, fault = compile_seconds()
+    figures["small_compile"] = {"seconds": seconds, "fault": fault}
     progress("machine", total, total)
     return figures
 
@@ -109,7 +204,7 @@ def measure_step(
         parts.optimizer.step()
         parts.optimizer.zero_grad()
 
-    timed = time_step_parts(
+    times = time_step_parts(
         parts.batches,
         load=load,
         forward=lambda batch: parts.loss(parts.model(batch[0]), batch[1]),
@@ -120,22 +215,22 @@ def measure_step(
     )
     workers = parts.batches.num_workers if isinstance(parts.batches, DataLoader) else None
     return {
-        "steps": timed.steps,
+        "steps": times.steps,
         "device": str(device),
         "num_workers": workers,
-        "parts": {name: {"median_ms": 1e3 * timed.median(name), "share": timed.share(name)} for name in timed.seconds},
-        "verdict": verdict(timed, workers),
+        "parts": {name: {"median_ms": 1e3 * times.median(name), "share": times.share(name)} for name in times.seconds},
+        "verdict": verdict(times, workers),
     }
 
 
-def verdict(timed: StepParts, workers: int | None) -> str:
+def verdict(times: StepParts, workers: int | None) -> str:
     """Say in one sentence whether a level can help.
 
     Args:
-        timed: The times of the parts.
+        times: The times of the parts.
         workers: ``num_workers`` of the ``DataLoader``; None if the batches are of another kind.
     """
-    loading = timed.share(LOADING)
+    loading = times.share(LOADING)
     if loading > 0.5:
         remedy = (
             "load the batches with a DataLoader and num_workers, or do less work per sample"
@@ -147,35 +242,32 @@ def verdict(timed: StepParts, workers: int | None) -> str:
     return f"A level acts on forward, backward and optimizer, which take {1 - loading:.0%} of a step.{limit}"
 
 
-def _figures(found: Products) -> dict[str, Any]:
-    return {
-        "size": found.size,
-        "float32_gflop_per_s": found.float32 / GIGA,
-        "bfloat16_gflop_per_s": found.bfloat16 / GIGA,
-        "ratio": found.ratio,
-        "pairs": found.pairs,
-        "fault": found.fault,
-    }
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
-def _installed(found: dict[str, Any]) -> list[list[str]]:
-    rows = [[name, version or "not installed"] for name, version in found["versions"].items()]
-    rows += [
-        ["python", found["python"]],
-        ["platform", found["platform"]],
-        ["cores", str(found["cores"])],
-        ["threads of torch", str(found["threads"])],
-        ["load, last minute", "not known" if found["load"] is None else f"{found['load']:.1f} programs"],
-        ["GPUs", ", ".join(found["gpus"]) or "none"],
+def _installed(facts: dict[str, Any]) -> list[list[str]]:
+    backends = {"torch.distributed": "distributed", "gloo": "gloo", "NCCL": "nccl"}
+    return [
+        *([name, version or "not installed"] for name, version in facts["versions"].items()),
+        ["python", facts["environment"]["python_version"]],
+        ["system", f"{facts['environment']['os']}, {facts['environment']['python_platform']}"],
+        ["cores", str(facts["cores"])],
+        ["threads of torch", str(facts["threads"])],
+        ["load, last minute", "not known" if facts["load"] is None else f"{facts['load']:.1f} programs"],
+        ["GPUs", ", ".join(facts["gpus"]) or "none"],
+        ["GPU driver", facts["environment"]["nvidia_driver_version"] or "none"],
+        *([name, "yes" if facts[key] else "no"] for name, key in backends.items()),
+        ["torch.compile", facts["compile"]],
+        ["C++ compiler", facts["cpp_compiler"] or "not found"],
+        *(
+            [f"extra {extra}", f"missing {', '.join(missing)}" if missing else "complete"]
+            for extra, missing in facts["extras"].items()
+        ),
     ]
-    rows += [[name, "yes" if found[key] else "no"] for name, key in _BACKENDS.items()]
-    rows += [["torch.compile", found["compile"]], ["C++ compiler", found["cpp_compiler"] or "not found"]]
-    for extra, missing in found["extras"].items():
-        rows.append([f"extra {extra}", f"missing {', '.join(missing)}" if missing else "complete"])
-    return rows
-
-
-_BACKENDS = {"torch.distributed": "distributed", "gloo": "gloo", "NCCL": "nccl"}
 
 
 def _measured(figures: dict[str, Any] | None) -> list[list[str]]:
@@ -189,9 +281,9 @@ def _measured(figures: dict[str, Any] | None) -> list[list[str]]:
         half = figures["bfloat16"][device]
         rows.append([f"fast bfloat16, {device}", f"{'yes' if half['fast'] else 'no'}: {half['reason']}"])
         rows.append([f"copy, {device}", f"{figures['copy_gb_per_s'][device]:.1f} GB/s, read and written bytes"])
-    compiled = figures["small_compile"]
-    took = compiled["fault"] if compiled["seconds"] is None else f"{compiled['seconds']:.1f} s"
-    rows.append(["small compilation", took])
+    compilation = figures["small_compile"]
+    seconds = compilation["seconds"]
+    rows.append(["small compilation", compilation["fault"] if seconds is None else f"{seconds:.1f} s"])
     return rows
 
 

@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import re
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import torch
 import typer
-from pydantic import ValidationError
 
-import torchboost
-from torchboost.bench.workloads.factory import factory_of, function_at
-from torchboost.bench.workloads.jobs import find_job
-from torchboost.cli.device import usable_device
-from torchboost.cli.factory import is_factory
-from torchboost.cli.output import fail, json_only, print_json, print_tuning, summary_of, user_errors
-from torchboost.cli.progress import display
+from torchboost.bench.factory import function_at
+from torchboost.bench.report.template import write_page
+from torchboost.cli.inputs import chosen, loaded, usable_device
+from torchboost.cli.output import display, input_errors, json_only, print_json, print_tuning, summary_of, user_errors
 from torchboost.core.arguments import seconds_of
 from torchboost.distributed.agreement import is_first_rank
 from torchboost.distributed.teardown import shutdown
-from torchboost.errors import FactoryError
-from torchboost.tuning.evidence import TuneReport
-from torchboost.tuning.page import write_page
+from torchboost.tuning.report import TuneReport, tune_page
 from torchboost.tuning.tune import report_path
 from torchboost.tuning.tune import tune as run_tune
 
 __all__ = ["tune"]
 
 POINT = 0.01
-EARLY = ("", "data")
-"""Phases in which a ValueError comes from the arguments, not from the training."""
 
 
 def tune(
@@ -65,47 +55,36 @@ def tune(
     json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:
     """Find out what may be turned on for your model without losing accuracy, and write it as a configuration."""
-    with user_errors(), json_only(json), display() as shown:
+    with user_errors(), json_only(json), display() as progress:
         try:
-            seconds_of(budget)
-            out = out.absolute()  # a factory may change the folder
-            path = report_path(out)
-            if path.exists() and not resume:
-                fail(f"{path} exists; continue it with --resume, or choose another file with --out.")
-            page = path.with_suffix(".html")
-            if html and page.exists() and not path.exists():
-                fail(
-                    f"{page} exists and is not from a tuning, since {path.name} is missing; choose another file with "
-                    "--out, or pass --no-html."
+            with input_errors(progress):
+                seconds_of(budget)
+                out = out.absolute()  # a factory may change the folder
+                _check_free(out, html=html, resume=resume)
+                place = usable_device(device)
+                choice = chosen(workload, model=model, data=data, train_limit=train_limit)
+                factory = loaded(choice, data, train_limit, place, progress)
+                report = run_tune(
+                    factory.make,
+                    drop=POINT * drop,
+                    budget=budget,
+                    epochs=epochs or factory.epochs,
+                    total_steps=total_steps,
+                    recipes=_recipes(recipe or []),
+                    seeds=seeds,
+                    device=place,
+                    title=workload if model is None else f"{workload}-{model}",
+                    out=out,
+                    resume=resume,
+                    progress=progress,
                 )
-            where = usable_device(device)
-            make, passes = _factory(workload, model, data, train_limit, where)
-            report = run_tune(
-                make,
-                drop=POINT * drop,
-                budget=budget,
-                epochs=epochs or passes,
-                total_steps=total_steps,
-                recipes=_recipes(recipe or []),
-                seeds=seeds,
-                device=where,
-                title=_title(workload, model),
-                out=out,
-                resume=resume,
-                progress=shown,
-            )
-        except ValueError as error:
-            ours = isinstance(error, FactoryError) or (shown.phase in EARLY and _is_of_the_package(error))
-            if isinstance(error, ValidationError) or not ours:
-                raise
-            fail(str(error))
         except KeyboardInterrupt:
             _interrupted(report_path(out))
     if not is_first_rank():
         shutdown()
         return
     path = report_path(out)
-    written = write_page(report, path.with_suffix(".html")) if html else None
+    written = write_page(tune_page(report), path.with_suffix(".html")) if html else None
     if json:
         print_json({**summary_of(report), "config": str(out)})
     else:
@@ -116,26 +95,16 @@ def tune(
     shutdown()
 
 
-def _is_of_the_package(error: ValueError) -> bool:
-    """Whether the package raised an error, and not the user's factory, whose traceback its author needs."""
-    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    return raised_in.is_relative_to(Path(torchboost.__file__).resolve().parent)
-
-
-def _factory(
-    workload: str, model: str | None, data: Path | None, train_limit: int | None, device: torch.device
-) -> tuple[Callable[[int], Any], int]:
-    if is_factory(workload, model=model, data=data, train_limit=train_limit):
-        return function_at(workload), 1
-    job = find_job(workload if model is None else f"{workload}-{model}")
-    loaded = job.load(data, train_limit).to(device)
-    return factory_of(job, loaded, device), job.epochs
-
-
-def _title(workload: str, model: str | None) -> str:
-    """Return the title of the report; a path may have bytes that are no text."""
-    title = workload if model is None else f"{workload}-{model}"
-    return title.encode("utf-8", "backslashreplace").decode("utf-8")
+def _check_free(out: Path, *, html: bool, resume: bool) -> None:
+    path = report_path(out)
+    page = path.with_suffix(".html")
+    if path.exists() and not resume:
+        raise ValueError(f"{path} exists; continue it with --resume, or choose another file with --out.")
+    if html and page.exists() and not path.exists():
+        raise ValueError(
+            f"{page} exists and is not from a tuning, since {path.name} is missing; choose another file with --out, or "
+            "pass --no-html."
+        )
 
 
 def _recipes(texts: list[str]) -> dict[str, tuple[Callable[[int], Any], float]]:

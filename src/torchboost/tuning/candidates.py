@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from torchboost.bench.workloads.factory import Parts, check_fresh, loss_of, made_by, on_device, pair_of, source_of
+from torchboost.bench.factory import Parts, check_fresh, loss_of, made_by, on_device, pair_of, source_of
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import is_number
 from torchboost.errors import ConfigError, FactoryError, IncompatibleError
 from torchboost.front import Boosted, boost
 from torchboost.registry import LEVELS, REGISTRY
-from torchboost.tuning.evidence import STOCK, Candidate, Finding
+from torchboost.tuning.report import STOCK, Candidate, Finding
 from torchboost.tuning.training import boosted_by
 
 __all__ = [
-    "Trial",
+    "TriedLevers",
     "fingerprint_of",
     "fresh",
     "looked_at",
@@ -33,8 +33,8 @@ Make = Callable[[int], object]
 LEVERS = tuple(name for name, entry in REGISTRY.items() if entry.lever)
 
 
-class Trial(NamedTuple):
-    """The levers that a trial kept, and why it left out each of the others."""
+class TriedLevers(NamedTuple):
+    """The levers that a trial kept, and the reason against each of the others."""
 
     kept: list[str]
     left_out: dict[str, str]
@@ -57,7 +57,7 @@ def standard_candidates(levers: Sequence[str]) -> list[Candidate]:
     return found + [Candidate(name=name, extra=extra, skips_work=True) for name, extra in algorithms.items()]
 
 
-def try_levers(make: Make, *, steps: int, seconds: float) -> Trial:
+def try_levers(make: Make, *, steps: int, seconds: float) -> TriedLevers:
     """Make the trial of :func:`torchboost.boost`, which takes one training step.
 
     Args:
@@ -83,7 +83,7 @@ def try_levers(make: Make, *, steps: int, seconds: float) -> Trial:
     reasons = {one.name: one.reason for one in boosted.plan.dropped}
     boosted.remove()
     absent = {name: reasons.get(name, "left out") for name in LEVERS if name not in on}
-    return Trial([name for name in LEVERS if name in on], absent)
+    return TriedLevers([name for name in LEVERS if name in on], absent)
 
 
 def named_candidates(given: Mapping[str, Mapping[str, Any]]) -> list[Candidate]:

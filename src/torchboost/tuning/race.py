@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torchboost.bench.workloads.factory import ignored_seed
+from torchboost.bench.factory import ignored_seed
 from torchboost.errors import FactoryError
 from torchboost.measure.statistics import Look, SequentialTest, paired_ratio
-from torchboost.tuning.evidence import STOCK, Candidate, Finding, Outcome, Run
+from torchboost.tuning.report import STOCK, Candidate, Finding, Outcome, Run
 
 __all__ = ["FRESH_SEED", "LEAST_GAIN", "OverBudgetError", "Race", "combined"]
 

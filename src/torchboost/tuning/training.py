@@ -14,22 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.bench.workloads.factory import (
-    Parts,
-    loss_of,
-    made_by,
-    metric_of,
-    nothing_in,
-    on_device,
-    pair_of,
-    scheduled,
-)
+from torchboost.bench.factory import Parts, loss_of, made_by, metric_of, one_epoch, scheduled
 from torchboost.core.torch_private import compiled_graphs, forget_compiled
 from torchboost.distributed.agreement import mean_over_ranks, several
 from torchboost.front import Boosted, boost
 from torchboost.measure.machine import PeakMemory
 from torchboost.measure.stopwatch import Clock, Stopwatch
-from torchboost.tuning.evidence import BLOCK, Candidate, Run
+from torchboost.tuning.report import BLOCK, Candidate, Run
 
 __all__ = ["LEAST_STEPS", "Training", "boosted_by"]
 
@@ -226,16 +217,9 @@ def _stepper(parts: Parts, candidate: Candidate, steps: int) -> Callable[[Any, A
 
 def _batches(epoch: Iterable[Any], seed: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
     """Yield batches without end. All candidates get the same ones in the same order."""
-    kept = list(epoch) if isinstance(epoch, Iterator) else epoch  # a generator can be read only once
+    batches = list(epoch) if isinstance(epoch, Iterator) else epoch  # a generator can be read only once
     for number in count():
-        # A shuffling loader draws its order from the global generator.
-        torch.manual_seed(1_000_003 * seed + number)
-        empty = True
-        for inputs, targets in map(pair_of, kept):
-            empty = False
-            yield on_device(inputs, device), on_device(targets, device)
-        if empty:
-            raise nothing_in(number + 1)
+        yield from one_epoch(batches, seed=seed, epoch=number, device=device)
 
 
 def _evaluated(parts: Parts) -> float:

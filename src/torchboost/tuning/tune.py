@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchboost.bench.workloads.factory import Parts, made_by, source_of
+from torchboost.bench.factory import Parts, count_of, made_by, source_of
+from torchboost.bench.resume import check_same
 from torchboost.core.arguments import check_count, check_number, is_number, seconds_of
 from torchboost.distributed.agreement import Agreement, from_first_rank, is_first_rank
 from torchboost.errors import FactoryError
@@ -29,8 +30,8 @@ from torchboost.tuning.candidates import (
     standard_candidates,
     try_levers,
 )
-from torchboost.tuning.evidence import Candidate, Finding, TuneReport
 from torchboost.tuning.race import Race
+from torchboost.tuning.report import Candidate, Finding, TuneReport
 from torchboost.tuning.training import LEAST_STEPS, Training
 
 __all__ = ["report_path", "tune"]
@@ -199,24 +200,8 @@ class _Session:
         saved = from_first_rank(TuneReport.load(path) if path is not None and there else None)
         if path is None or saved is None:
             return
-        compared = (
-            "title",
-            "model",
-            "parameters",
-            "drop",
-            "steps",
-            "total_steps",
-            "most_seeds",
-            "error",
-            "fingerprint",
-        )
-        for key in compared:
-            _must_agree(path, key, getattr(saved, key), getattr(self.report, key))
-        then, now = saved.environment, self.report.environment
-        if not then.instructions:
-            then = then.model_copy(update={"instructions": now.instructions})
-        for key in ("torch", "torchboost", "processor", "instructions", "device", "threads"):
-            _must_agree(path, key, getattr(then, key), getattr(now, key))
+        names = ("title", "model", "parameters", "drop", "steps", "total_steps", "most_seeds", "error", "fingerprint")
+        check_same(path, saved, self.report, names, "was made with")
         if saved.source and saved.source != self.report.source:
             raise ValueError(
                 f"{path} was made with another factory, another version of its file, or other arguments of it; runs of "
@@ -413,7 +398,7 @@ def _check_arguments(
 
 
 def _steps(epochs: int, parts: Parts, seconds: float) -> int:
-    steps = epochs * _length(parts, seconds)
+    steps = epochs * count_of(parts.batches, seconds)
     if steps < LEAST_STEPS:
         raise FactoryError("a run has one step, of which no speed is known; give more batches, or more epochs.")
     return steps
@@ -430,37 +415,6 @@ def _agreed(steps: int) -> int:
         agreement.check({"the number of steps of a run": steps}, hint="Give all ranks equally many batches.")
         agreement.close()
     return steps
-
-
-def _length(parts: Parts, seconds: float) -> int:
-    try:
-        count = len(parts.batches)  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        count = _counted(parts.batches, seconds)
-    if not count:
-        raise FactoryError("the factory's batches are empty; at least one batch is needed.")
-    return count
-
-
-def _counted(batches: Iterable[Any], seconds: float) -> int:
-    started = time.perf_counter()
-    last = 0
-    for number, _ in enumerate(batches, start=1):
-        if time.perf_counter() - started > seconds:
-            raise FactoryError(
-                f"the factory's batches did not end within the budget ({number:,} were read); give those of one epoch, "
-                "such as itertools.islice(batches, 1000)."
-            )
-        last = number
-    return last
-
-
-def _must_agree(path: Path, key: str, saved: object, now: object) -> None:
-    if saved != now:
-        raise ValueError(
-            f"{path} was made with {key} {saved!r}, but now it is {now!r}; they cannot be mixed. Choose another file, "
-            "or do not resume."
-        )
 
 
 def _silent(phase: str, done: int, total: int, note: str = "") -> None:

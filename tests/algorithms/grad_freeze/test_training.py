@@ -31,11 +31,11 @@ from torchboost import (
 from torchboost.algorithms import AccumulationSteps, BatchNormRemoval, BlockFreeze
 from torchboost.algorithms.compile import Compile
 from torchboost.algorithms.grad_freeze.freezer import compiled_prefixes
-from torchboost.bench.workloads.models import GPT
 from torchboost.calibration.calibration import Calibration
 from torchboost.calibration.choice import Choice, Verdict
 from torchboost.core import attach_all
 from torchboost.graph.blocks import blocks_of
+from torchboost.workloads.models import GPT
 
 PATTERNS = ("continuous", "interval", "progressive")
 

@@ -15,7 +15,7 @@ from torchboost.core.algorithm import Attachment, Removable
 from torchboost.core.covering import plain_hook
 from torchboost.core.torch_private import version
 from torchboost.core.wrapping import is_compiled
-from torchboost.distributed.shared import several
+from torchboost.distributed.agreement import several
 from torchboost.errors import IncompatibleError
 
 __all__ = ["GradientChecks", "Reach"]

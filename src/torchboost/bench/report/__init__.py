@@ -1,1 +1,1 @@
-"""Verdicts, tables, figures and pages made from evidence."""
+"""A saved measurement for people: on the terminal, as Markdown, or as one HTML page."""

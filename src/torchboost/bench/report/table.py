@@ -5,18 +5,19 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
 from torchboost.bench.report import wording
-from torchboost.bench.report.verdict import Summary, headline, summarise, verdicts
+from torchboost.bench.verdict import Summary, headline, summarise, verdicts
 from torchboost.measure.evidence import BenchReport, Interval, Ratio
 
-__all__ = ["Table", "markdown", "plain", "print_report", "result_table"]
+__all__ = ["Table", "markdown", "plain", "print_report", "print_table", "result_table"]
 
 NOTHING = "\N{EN DASH}"
 FULL_WIDTH = 130
-"""On a terminal with fewer columns the table has no intervals; the sentences below it give them."""
+"""Columns of a terminal from which on a table has intervals."""
 
 _MARKS = {"good": "+", "bad": "-", "open": "?"}
 
@@ -118,11 +119,8 @@ def markdown(report: BenchReport) -> str:
     lines.append("|" + "|".join([" --- ", *[" ---: "] * (len(table.headings) - 1)]) + "|")
     lines += ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in table.rows]
     lines.append("")
-    lines += [
-        f"- **{_MARKS[verdict.tone]}** {_cell(verdict.text)}"
-        for group in verdicts(report).values()
-        for verdict in group
-    ]
+    sentences = [sentence for group in verdicts(report).values() for sentence in group]
+    lines += [f"- **{_MARKS[sentence.tone]}** {_cell(sentence.text)}" for sentence in sentences]
     lines += [f"- Note: {_cell(note)}" for note in report.notes]
     lines += [
         "",
@@ -133,50 +131,46 @@ def markdown(report: BenchReport) -> str:
     return "\n".join(lines) + "\n"
 
 
-def print_report(report: BenchReport, file: TextIO | None = None) -> None:
-    """Print the table and the verdicts: with rich on a terminal if it is installed, otherwise as plain text.
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO | None = None) -> None:
+    """Print a table: drawn on a terminal if rich is installed, plain text otherwise.
+
+    A narrow terminal gets no intervals, which stand in parentheses; the sentences below a table give them.
 
     Args:
-        report: The report to print.
+        headings: One per column.
+        rows: Each as long as ``headings``. Text of a report is never taken for markup.
         file: By default standard output.
     """
     output = sys.stdout if file is None else file
     if not output.isatty() or importlib.util.find_spec("rich") is None:
-        _print_plain(report, output)
-    else:
-        _print_rich(report, output)
-
-
-def _print_plain(report: BenchReport, file: TextIO) -> None:
-    print(f"{report.title}\n{headline(report).text}\n\n{plain(result_table(report))}\n", file=file)
-    for group in verdicts(report).values():
-        for verdict in group:
-            print(f"{_MARKS[verdict.tone]} {verdict.text}", file=file)
-    for note in report.notes:
-        print(f"! {note}", file=file)
-
-
-def _print_rich(report: BenchReport, file: TextIO) -> None:
+        print(plain(Table(tuple(headings), tuple(map(tuple, rows)))), file=output)
+        return
     from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    console = Console(file=file)
-    styles = {"good": "green", "bad": "red", "open": "yellow"}
-    shown = result_table(report)
-    keep = "\n(" if console.width >= FULL_WIDTH else ""
+    console = Console(file=output)
+    wide = console.width >= FULL_WIDTH
     table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
-    for k, heading in enumerate(shown.headings):
-        table.add_column(Text(heading), justify="right" if k else "left", style="" if k else "bold", no_wrap=k == 0)
-    for row in shown.rows:
-        halves = [cell.partition(" (") for cell in row[1:]]
-        table.add_row(Text(row[0]), *(Text(main + keep + rest if keep and rest else main) for main, _, rest in halves))
-    console.print(Text(report.title, style="bold"))
-    console.print(Text(headline(report).text, style=styles[headline(report).tone]))
+    for heading in headings:
+        table.add_column(Text(heading))
+    for row in rows:
+        halves = [cell.partition(" (") for cell in row]
+        table.add_row(*(Text(f"{main}\n({rest}" if wide and rest else main) for main, _, rest in halves))
     console.print(table)
-    for group in verdicts(report).values():
-        for verdict in group:
-            console.print(Text(f"{_MARKS[verdict.tone]} ", style=styles[verdict.tone]) + Text(verdict.text))
-    for note in report.notes:
-        console.print(Text(f"! {note}", style="yellow"))
+
+
+def print_report(report: BenchReport, file: TextIO | None = None) -> None:
+    """Print the headline, the table and the verdicts.
+
+    Args:
+        report: The report to print.
+        file: By default standard output.
+    """
+    table = result_table(report)
+    print(f"{report.title}\n{headline(report).text}\n", file=file)
+    print_table(table.headings, table.rows, file)
+    sentences = [sentence for group in verdicts(report).values() for sentence in group]
+    lines = [f"{_MARKS[sentence.tone]} {sentence.text}" for sentence in sentences]
+    print("", *lines, *(f"! {note}" for note in report.notes), sep="\n", file=file)

@@ -1,0 +1,27 @@
+"""Parts of a data set of images."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from torchboost.workloads.data import Images
+
+
+def of_classes(data: Images, first: int, count: int) -> Images:
+    """Return only the samples of the labels from ``first`` on, renumbered from 0."""
+
+    def part(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        inside = (labels >= first) & (labels < first + count)
+        return images[inside], labels[inside] - first
+
+    train, test = part(data.train_images, data.train_labels), part(data.test_images, data.test_labels)
+    return replace(
+        data,
+        train_images=train[0],
+        train_labels=train[1],
+        test_images=test[0],
+        test_labels=test[1],
+        classes=count,
+    )

@@ -1,0 +1,416 @@
+"""A whole benchmark: interleaved step times of all contestants, then training curves for each seed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchboost.bench.contestants import Loop, Planner, Recipe, build_loop, plan_for
+from torchboost.bench.factory import RETURNS, Epoch, Factory, ignored_seed, one_epoch
+from torchboost.bench.resume import check_same
+from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Curve, Quality
+from torchboost.measure.machine import PeakMemory
+from torchboost.measure.statistics import SequentialTest, noninferiority
+from torchboost.measure.stopwatch import Clock, Progress, Stopwatch, Warmup, compare, environment
+
+__all__ = ["CONTESTANTS", "run_bench"]
+
+CONTESTANTS = ("stock", "hand", "O1", "O2")
+
+DISTINCT_BATCHES = 8
+# Timed steps are at the start of a long schedule, where rates are small and no contestant can diverge.
+TIMING_SCHEDULE = 100_000
+SMOOTHING = 0.95
+STOCK = "stock"
+PROMISING = ("O1", "O2")
+MOST_SEEDS = 24
+"""Seeds after which a sequential comparison ends."""
+FEW_SEEDS = 2
+"""Seeds of contestants that promise nothing, if seeds are added until the promises are decided."""
+SEQUENTIAL = (
+    "seeds were added until every promise was decided or the time was over; the bounds of the metric hold at all looks "
+    "together"
+)
+UNITS_UNKNOWN = (
+    "--decide: the levels promise points of accuracy, and the units of the factory's metric are not known. Add "
+    "--accuracy if it is an accuracy. Otherwise leave --decide out, or test a limit of your own with "
+    "`torchboost tune --drop`."
+)
+SAME = "turned on the same here, so their differences are chance"
+ENOUGH_ROUNDS = 6
+FEW_ROUNDS = "timed in fewer than six rounds: too few for a 95 % interval, the ones shown are too narrow"
+
+Share = Callable[[int], tuple[int, int]]
+"""Epoch of the present training -> how much of all trainings is done, and how much there is."""
+
+
+def run_bench(
+    factory: Factory,
+    *,
+    contestants: Sequence[str] = CONTESTANTS,
+    pairs: int = 20,
+    seeds: int = 3,
+    epochs: int | None = None,
+    total_steps: int | None = None,
+    device: torch.device | str = "cpu",
+    out: str | Path | None = None,
+    resume: bool = False,
+    decide: float | None = None,
+    warmup: Warmup | None = None,
+    clock: Clock | None = None,
+    planner: Planner = plan_for,
+    progress: Progress | None = None,
+) -> BenchReport:
+    """Measure how fast each contestant steps and how well it learns, under equal conditions.
+
+    First the step times are measured: all contestants in this process, interleaved, on the same batches. Then, for
+    every seed, each contestant trains the same number of epochs from the same weights on the same batches. The metric
+    is computed on the test set after each epoch and is not timed. The first step of a training run (allocation, kernel
+    choice) counts as set-up for all contestants. The training runs reuse the graphs that were compiled for the step
+    times, so the cost of compilation is in ``warmup_seconds``.
+
+    Args:
+        factory: The training.
+        contestants: Names as in :mod:`torchboost.bench.contestants`.
+        pairs: Number of interleaved rounds of timing.
+        seeds: Training runs per contestant, with the seeds 0, 1, ...
+        epochs: Epochs per run, by default the factory's. 0 measures step times only.
+        total_steps: Length of the run that the levels plan for, by default that of the curves.
+        device: Where to train.
+        out: File of the report. Saved after the timing and after every run.
+        resume: Continue the report in ``out`` and do not repeat its measurements.
+        decide: Seconds for everything. Seeds are added until a sequential test has decided about the metric of every
+            level, or the time is over; ``seeds`` does not count then. Contestants that promise nothing get two seeds.
+            The drops of the factory must be known.
+        warmup: The rule by which a contestant counts as warm.
+        clock: By default that of ``device``.
+        planner: Chooses the algorithms of levels and additions.
+        progress: Called in every phase.
+
+    Raises:
+        ValueError: Contestants are unknown or repeated, the report in ``out`` belongs to another measurement,
+            ``decide`` is given for a metric of unknown units, or ``epochs`` for a factory without a metric.
+        KeyboardInterrupt: Passed on. The report in ``out`` holds all complete runs.
+    """
+    start = time.monotonic()
+    recipes = {name: Recipe.parse(name) for name in contestants}
+    if not recipes or len(recipes) < len(contestants):
+        raise ValueError(f"contestants: found {list(contestants)}; give at least one, and each once.")
+    if seeds < 0 or (epochs is not None and epochs < 0):
+        raise ValueError(f"found seeds={seeds}, epochs={epochs}; neither may be negative.")
+    if decide is not None and factory.drops is None:
+        raise ValueError(UNITS_UNKNOWN)
+    tell: Progress = _silent if progress is None else progress
+    tell("data", 0, 1, factory.title)
+    parts = factory.build(0)
+    if epochs and parts.evaluate is None:
+        raise ValueError(f"--epochs: found {epochs}, but the factory has no evaluate; needed: {RETURNS}.")
+    epoch = factory.measured(parts)
+    tell("data", 1, 1, factory.title)
+    device = torch.device(device)
+    session = _Session(
+        factory=factory,
+        epoch=epoch,
+        epochs=0 if parts.evaluate is None else factory.epochs if epochs is None else epochs,
+        total_steps=total_steps,
+        device=device,
+        clock=Clock.of(device) if clock is None else clock,
+        planner=planner,
+        tell=tell,
+        out=None if out is None else Path(out),
+        report=BenchReport(
+            title=f"{factory.title}: {factory.model_name or type(parts.model).__name__}",
+            workload=factory.name,
+            model=factory.model_name or type(parts.model).__name__,
+            parameters=sum(param.numel() for param in parts.model.parameters()),
+            batch=epoch.batch,
+            metric_name=factory.metric,
+            metric_higher_is_better=factory.higher_is_better,
+            train_samples=epoch.samples,
+            environment=environment(device),
+            contestants=[],
+            source=factory.source,
+        ),
+    )
+    del parts
+    session.update(epochs=session.epochs)
+    if resume:
+        session.take_up()
+    names = [contestant.name for contestant in session.report.contestants]
+    if not recipes.keys() <= set(names):
+        session.time(list(dict.fromkeys([*names, *contestants])), pairs, warmup)
+        session.save()
+    if decide is None:
+        session.train(contestants, seeds)
+    else:
+        session.decide(contestants, start + decide)
+    return session.report
+
+
+def _silent(phase: str, done: int, total: int, note: str = "") -> None:
+    return None
+
+
+@dataclass(kw_only=True)
+class _Session:
+    """A benchmark under way: its settings, and the report as far as it came."""
+
+    factory: Factory
+    epoch: Epoch
+    epochs: int
+    total_steps: int | None
+    device: torch.device
+    clock: Clock
+    planner: Planner
+    tell: Progress
+    out: Path | None
+    report: BenchReport
+
+    def update(self, **changes: Any) -> None:
+        self.report = self.report.model_copy(update=changes)
+
+    def save(self) -> None:
+        if self.out is not None:
+            self.report.save(self.out)
+
+    def loop(self, name: str, seed: int, steps: int) -> Loop:
+        return build_loop(
+            Recipe.parse(name),
+            self.factory,
+            seed=seed,
+            steps=steps,
+            total_steps=self.total_steps or self.epochs * self.epoch.steps or steps,
+            device=self.device,
+            planner=self.planner,
+        )
+
+    def batches(self, loop: Loop, seed: int, epoch: int) -> Iterator[tuple[Any, Any]]:
+        some = itertools.islice(loop.parts.batches, self.epoch.steps)
+        return one_epoch(some, seed=seed, epoch=epoch, device=self.device)
+
+    def take_up(self) -> None:
+        """Continue the saved report, if there is one.
+
+        Raises:
+            ValueError: It belongs to another measurement.
+        """
+        path, now = self.out, self.report
+        if path is None or not path.exists():
+            return
+        saved = BenchReport.load(path)
+        names = ("workload", "model", "parameters", "batch", "metric_name", "epochs", "train_samples")
+        check_same(path, saved, now, names, "was measured with")
+        if saved.source and saved.source != now.source:
+            raise ValueError(
+                f"{path} was measured with another version of the file {now.workload.rpartition(':')[0]!r}, or with "
+                "other arguments of its function; runs of both cannot be mixed. Restore the file, save to another one, "
+                "or do not resume."
+            )
+        self.report = saved
+        note = f"continued at commit {now.environment.commit or 'unknown'}"
+        if saved.environment.commit != now.environment.commit and note not in saved.notes:
+            self.update(notes=[*saved.notes, note])
+
+    def time(self, names: list[str], pairs: int, warmup: Warmup | None) -> None:
+        """Put new step times of all ``names`` into the report. Its curves are kept."""
+        loops = {name: self.loop(name, 0, TIMING_SCHEDULE) for name in names}
+        batches = list(itertools.islice(self.batches(loops[names[0]], 0, 0), DISTINCT_BATCHES))
+        comparison = compare(
+            {name: _stepper(loop, batches) for name, loop in loops.items()},
+            baselines=[name for name in names if Recipe.parse(name).kind in ("stock", "hand")],
+            pairs=pairs,
+            warmup=warmup,
+            clock=self.clock,
+            progress=self.tell,
+        )
+        curves = {contestant.name: contestant.curves for contestant in self.report.contestants}
+        unsettled = ["its step time still changed at the end of the warm-up"]
+        contestants = [
+            Contestant(
+                name=name,
+                kind=Recipe.parse(name).kind,
+                algorithms=loop.algorithms,
+                dropped=loop.dropped,
+                step_seconds=comparison.step_seconds(name),
+                samples=comparison.samples[name],
+                ratios=comparison.ratios(name),
+                warmup_seconds=comparison.warmup_seconds[name],
+                curves=curves.get(name, []),
+                notes=loop.notes + (unsettled if name in comparison.unsettled else []),
+            )
+            for name, loop in loops.items()
+        ]
+        notes = [note for note in self.report.notes if note != FEW_ROUNDS and not note.endswith(SAME)]
+        notes += [FEW_ROUNDS] if pairs < ENOUGH_ROUNDS else []
+        self.update(contestants=contestants, notes=notes + _same_plans(contestants))
+
+    def train(self, names: Sequence[str], seeds: int) -> None:
+        """Add the missing curves to the report, which is saved after each of them.
+
+        A report whose seeds were added by a sequential test is judged by that test also after further seeds.
+        """
+        runs = [(seed, name) for seed in range(seeds) for name in names] if self.epochs else []
+        for number, (seed, name) in enumerate(runs):
+            self.add(name, seed, lambda epoch, k=number: (k * self.epochs + epoch, len(runs) * self.epochs))
+        if runs:
+            self.tell("training", len(runs) * self.epochs, len(runs) * self.epochs)
+
+    def decide(self, names: Sequence[str], end: float) -> None:
+        """Add curves of as many seeds as the decisions need, begun before ``end`` on the clock."""
+        if SEQUENTIAL not in self.report.notes:
+            self.update(notes=[*self.report.notes, SEQUENTIAL])
+            self.judge()
+        start, longest = time.monotonic(), 0.0
+
+        def share(epoch: int) -> tuple[int, int]:  # the first seeds are trained even if the time is over
+            seconds = round(time.monotonic() - start)
+            return seconds, max(1, seconds, round(end - start))
+
+        for seed in range(MOST_SEEDS):
+            now, undecided = time.monotonic(), self.undecided()
+            if seed >= FEW_SEEDS and (not undecided or now + longest > end):
+                break
+            for name in names:
+                if seed < FEW_SEEDS or name == STOCK or name in undecided:
+                    self.add(name, seed, share)
+            longest = max(longest, time.monotonic() - now)
+
+    def add(self, name: str, seed: int, share: Share) -> None:
+        """Train a contestant, unless the report has the curve, and save the judged report."""
+        contestant = next(c for c in self.report.contestants if c.name == name)
+        if any(curve.seed == seed for curve in contestant.curves):
+            return
+        curve = _curve(self, name, seed, share)
+        more = contestant.model_copy(update={"curves": [*contestant.curves, curve]})
+        self.update(contestants=[more if c is contestant else c for c in self.report.contestants])
+        if name == STOCK:
+            _check_seeds(more)
+        self.judge()
+        self.save()
+
+    def undecided(self) -> list[str]:
+        """Return the levels about which a sequential test has not decided."""
+        stock = _stock(self.report)
+        levels = [c for c in self.report.contestants if stock and Recipe.parse(c.name).base in PROMISING]
+        return [c.name for c in levels if not self._test(c).look(_differences(stock, c, self.factory)).decided]
+
+    def judge(self) -> None:
+        """Judge every contestant's final metric against that of stock, if the allowed drops are known."""
+        stock = _stock(self.report)
+        if stock is not None and self.factory.drops is not None:
+            contestants = [
+                c if c is stock else c.model_copy(update={"quality": self._quality(stock, c)})
+                for c in self.report.contestants
+            ]
+            self.update(contestants=contestants)
+
+    def _quality(self, stock: Contestant, other: Contestant) -> list[Quality]:
+        differences, test = _differences(stock, other, self.factory), self._test(other)
+        if len(differences) < 2:
+            return []
+        if SEQUENTIAL not in self.report.notes or Recipe.parse(other.name).base not in PROMISING:
+            return [noninferiority([0.0] * len(differences), differences, test.margin, against=STOCK)]
+        look = test.look(differences)
+        return [
+            Quality(
+                baseline=STOCK,
+                difference=look.difference,
+                margin=test.margin,
+                seeds=look.pairs,
+                passed=look.state == "passed",
+                detectable=look.detectable,
+            )
+        ]
+
+    def _test(self, contestant: Contestant) -> SequentialTest:
+        assert self.factory.drops is not None
+        strict, loose = self.factory.drops
+        return SequentialTest(margin=loose if Recipe.parse(contestant.name).base == "O2" else strict, most=MOST_SEEDS)
+
+
+def _same_plans(contestants: list[Contestant]) -> list[str]:
+    """Return a note about levels with the same algorithms and settings, as O1 and O2 have in short runs."""
+    groups: dict[tuple[AlgorithmRow, ...], list[str]] = {}
+    for contestant in contestants:
+        if contestant.kind == "level":
+            groups.setdefault(tuple(contestant.algorithms), []).append(contestant.name)
+    same = [names for names in groups.values() if len(names) > 1]
+    return [f"{', '.join(first)} and {last} {SAME}" for *first, last in same]
+
+
+def _stepper(loop: Loop, batches: list[tuple[Any, Any]]) -> Callable[[], object]:
+    supply = itertools.cycle(batches)
+    return lambda: loop.step(*next(supply))
+
+
+def _stock(report: BenchReport) -> Contestant | None:
+    return next((c for c in report.contestants if c.name == STOCK), None)
+
+
+def _check_seeds(stock: Contestant) -> None:
+    """Raise ``FactoryError`` if two trainings of stock with different seeds are the same training."""
+    seeds: dict[tuple[float, ...], int] = {}
+    for curve in stock.curves:
+        same = seeds.setdefault((*curve.train_loss, *curve.metric), curve.seed)
+        if same != curve.seed and math.isfinite(curve.train_loss[-1]):
+            raise ignored_seed(same, curve.seed)
+
+
+def _curve(session: _Session, name: str, seed: int, share: Share) -> Curve:
+    """Train a contestant from scratch."""
+    curve = Curve(seed=seed, epochs=[], seconds=[], train_loss=[], metric=[])
+    setup, watch = Stopwatch(session.clock), Stopwatch(session.clock)
+    losses: list[Tensor] = []
+    with PeakMemory(session.device) as peak:
+        with setup:
+            loop = session.loop(name, seed, session.epochs * session.epoch.steps)
+        for epoch in range(session.epochs):
+            session.tell("training", *share(epoch), f"{name}, seed {seed}, epoch {epoch + 1}")
+            batches = session.batches(loop, seed, epoch)
+            if epoch == 0:
+                with setup:
+                    losses.append(loop.step(*next(batches)))
+            with watch:
+                for inputs, targets in batches:
+                    losses.append(loop.step(inputs, targets))
+            curve.epochs.append(epoch + 1.0)
+            curve.seconds.append(watch.seconds)
+            curve.train_loss.append(_smoothed(losses))
+            curve.metric.append(_evaluated(loop, session.factory))
+    return curve.model_copy(update={"setup_seconds": setup.seconds, "peak_bytes": peak.bytes})
+
+
+def _evaluated(loop: Loop, factory: Factory) -> float:
+    """Compute the metric without another compilation of the model."""
+    loop.parts.model.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            return factory.evaluate(loop.parts, loop.predict)
+    finally:
+        loop.parts.model.train()
+
+
+def _smoothed(losses: list[Tensor]) -> float:
+    """Return the exponential average of the losses, corrected for its start."""
+    average, weight = 0.0, 0.0
+    for loss in torch.stack(losses).float().tolist():
+        average = SMOOTHING * average + (1 - SMOOTHING) * loss
+        weight = SMOOTHING * weight + (1 - SMOOTHING)
+    return average / weight
+
+
+def _differences(stock: Contestant | None, other: Contestant, factory: Factory) -> list[float]:
+    """Return the differences of the final metric by seed; higher is better."""
+    if stock is None:
+        return []
+    sign = 1.0 if factory.higher_is_better else -1.0
+    ours, theirs = ({curve.seed: sign * curve.final for curve in c.curves} for c in (other, stock))
+    return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]

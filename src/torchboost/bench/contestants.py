@@ -1,0 +1,200 @@
+"""The contestants of a benchmark: the ways to train a network, each as a loop that is ready to step.
+
+The name of a contestant is a base and, after plus signs, the additions to it.
+
+=========================  ==========================================================================
+``stock``                  the plain eager loop
+``hand``                   the best loop by hand, in plain PyTorch: channels-last, bfloat16 autocast
+                           if the hardware is fast at it, fused optimizer
+``hand+compile``           the same, and ``torch.compile``
+``O0``, ``O1``, ``O2``     the plain loop with that level attached
+``hand+less_bn``           the hand loop with one algorithm attached; likewise ``stock+...``
+``O1+compile``             a level with one more algorithm
+=========================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchboost.bench.factory import Factory, Parts, loss_of, scheduled, with_flags
+from torchboost.core.algorithm import Target
+from torchboost.core.hardware import half_precision_is_fast
+from torchboost.core.torch_private import AnyConv
+from torchboost.errors import nearest
+from torchboost.measure.evidence import AlgorithmRow, DroppedRow
+from torchboost.plan import Plan
+from torchboost.registry import Facts
+
+__all__ = ["Loop", "Planner", "Recipe", "build_loop", "plan_for"]
+
+BASES = ("stock", "hand", "O0", "O1", "O2")
+BY_HAND = "compile"
+
+Kind = Literal["stock", "hand", "level", "algorithm"]
+
+
+class Planner(Protocol):
+    """Chooses the algorithms of a contestant."""
+
+    def __call__(
+        self, level: str, added: Sequence[str], model: nn.Module, optimizer: Optimizer, total_steps: int
+    ) -> Plan:
+        """Return the plan of ``level`` with the algorithms ``added`` for a run of ``total_steps``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """The parts of a contestant's name."""
+
+    base: str
+    added: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, name: str) -> Recipe:
+        """Parse a name.
+
+        Raises:
+            ValueError: The part before the first plus is not a base, or an addition is empty or repeated.
+        """
+        base, *added = name.split("+")
+        if base not in BASES:
+            hint = nearest(base, BASES)
+            raise ValueError(f"contestant '{name}': found '{base}'; allowed are {', '.join(BASES)}. {hint}".rstrip())
+        if "" in added or len(set(added)) < len(added):
+            raise ValueError(f"contestant '{name}': found {added} after the base; name each addition once.")
+        return cls(base=base, added=tuple(added))
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of contestant."""
+        if self.base not in ("stock", "hand"):
+            return "level"
+        if self.planned:
+            return "algorithm"
+        return "hand" if self.base == "hand" else "stock"
+
+    @property
+    def planned(self) -> tuple[str, ...]:
+        """The algorithms to attach in addition to those of the level."""
+        return tuple(name for name in self.added if self.base != "hand" or name != BY_HAND)
+
+    @property
+    def compiled_by_hand(self) -> bool:
+        """Whether the loop itself calls ``compile``."""
+        return self.base == "hand" and BY_HAND in self.added
+
+
+@dataclass(slots=True, kw_only=True)
+class Loop:
+    """A training loop that is ready to step.
+
+    Args:
+        parts: The model to train, its optimizer, and the batches.
+        step: ``(inputs, targets) -> loss``: forward, backward, update, schedule.
+        predict: Maps inputs to outputs. Call ``parts.model.eval()`` first.
+        algorithms: The attached algorithms.
+        dropped: The requested algorithms that are off, with the reasons.
+        notes: Notes for the report.
+    """
+
+    parts: Parts
+    step: Callable[[Any, Any], Tensor]
+    predict: nn.Module
+    algorithms: list[AlgorithmRow] = field(default_factory=list)
+    dropped: list[DroppedRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def plan_for(level: str, added: Sequence[str], model: nn.Module, optimizer: Optimizer, total_steps: int) -> Plan:
+    """Return the plan of ``level`` and the algorithms ``added``, without those that would have no effect."""
+    facts = Facts.measure(model, total_steps=total_steps, loop="own")
+    return Plan.of(level, {"extra": dict.fromkeys(added, True)}, facts).fit(model, optimizer)
+
+
+def build_loop(
+    recipe: Recipe,
+    factory: Factory,
+    *,
+    seed: int,
+    steps: int,
+    total_steps: int | None = None,
+    device: torch.device | str = "cpu",
+    planner: Planner = plan_for,
+) -> Loop:
+    """Build model, optimizer and schedule of a training, and the loop body of a contestant around them.
+
+    The model is put into training mode, as a factory may return it in evaluation mode.
+
+    Args:
+        recipe: The contestant.
+        factory: The training.
+        seed: Seed of the weights.
+        steps: Length of the schedule.
+        total_steps: Number of steps that must repay the start-up cost of an algorithm, by default ``steps``.
+        device: Device of the model.
+        planner: Chooses the algorithms of levels and additions.
+
+    Raises:
+        ValueError: The plan has gradient accumulation, which these loops do not support.
+    """
+    device = torch.device(device)
+    parts = factory.build(seed)
+    model = parts.model.to(device).train()
+    if by_hand := recipe.base == "hand":
+        parts = parts._replace(optimizer=with_flags(parts.optimizer, fused=True))
+    target = Target(model, parts.optimizer, seed=seed)
+    plan = None
+    if recipe.kind in ("level", "algorithm"):
+        level = "O0" if recipe.kind == "algorithm" else recipe.base
+        plan = planner(level, recipe.planned, model, parts.optimizer, total_steps or steps)
+        plan.transform(model, parts.optimizer)
+    channels_last = by_hand and any(isinstance(module, nn.Conv2d) for module in model.modules())
+    half = by_hand and half_precision_is_fast(device, sum(isinstance(module, AnyConv) for module in model.modules()))
+    if channels_last:
+        model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    if recipe.compiled_by_hand:
+        model.compile()
+    if plan is not None:
+        plan.attach(target)
+        if target.accumulator is not None:
+            raise ValueError("the plan accumulates gradients; the loops of a benchmark update after every batch.")
+    options = {"channels-last": channels_last, "bfloat16 autocast": half, "torch.compile": recipe.compiled_by_hand}
+    names = ["fused optimizer", *(name for name, on in options.items() if on)]
+    return Loop(
+        parts=parts,
+        step=_body(parts, target, steps, device, channels_last=channels_last, half=half),
+        predict=target.model,
+        algorithms=[AlgorithmRow(name=a.name, settings=repr(a)) for a in plan.algorithms] if plan else [],
+        dropped=[DroppedRow(name=d.name, reason=d.reason) for d in plan.dropped] if plan else [],
+        notes=[f"by hand: {', '.join(names)}"] if by_hand else [],
+    )
+
+
+def _body(
+    parts: Parts, target: Target, steps: int, device: torch.device, *, channels_last: bool, half: bool
+) -> Callable[[Any, Any], Tensor]:
+    optimizer = target.optimizer
+    schedule = scheduled(parts, optimizer, steps)
+
+    def step(inputs: Any, targets: Any) -> Tensor:
+        if channels_last:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(device.type, torch.bfloat16) if half else contextlib.nullcontext():
+            loss = loss_of(parts.loss, target.model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step

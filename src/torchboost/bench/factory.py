@@ -1,0 +1,481 @@
+"""A user's training as ``make(seed) -> (model, optimizer, loss, batches)``, checked where it is called."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import inspect
+import math
+import re
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchboost.errors import FactoryError, IncompatibleError, NoEffectWarning
+from torchboost.optim.rebuild import described_groups, rebuilt
+
+__all__ = [
+    "Epoch",
+    "Factory",
+    "Parts",
+    "check_fresh",
+    "count_of",
+    "function_at",
+    "ignored_seed",
+    "loss_of",
+    "made_by",
+    "metric_of",
+    "on_device",
+    "one_epoch",
+    "pair_of",
+    "scheduled",
+    "source_of",
+    "with_flags",
+]
+
+SECONDS_OF_AN_EPOCH = 60.0
+"""Time in which the batches of an epoch must be read, if they have no length: they may be endless."""
+MOST_KEPT = 100_000
+"""Batches of a generator that are kept for further epochs."""
+
+RETURNS = "(model, optimizer, loss, batches), and after them, if you like, evaluate and schedule"
+
+Metric = Literal["accuracy", "bits per character", "metric"]
+"""``"metric"`` is a user's, in units of its own."""
+
+ACCURACY_DROPS = (0.005, 0.03)
+"""The drop of an accuracy that counts as unchanged, and the drop that level O2 may cost."""
+
+
+class Parts(NamedTuple):
+    """The parts that a factory returns.
+
+    Args:
+        model: The model to train. Its output is passed to ``loss``.
+        optimizer: Optimizer of its parameters.
+        loss: ``(outputs, targets) -> scalar``.
+        batches: ``(inputs, targets)`` pairs of one epoch. Iterated again for every epoch.
+        evaluate: ``model -> metric``, higher is better. Without it only step times are measured.
+        schedule: ``(optimizer, steps) -> torch scheduler`` for a run of ``steps`` steps, stepped after every update.
+            Without it the learning rate is constant.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss: Callable[[Any, Any], Tensor]
+    batches: Iterable[Any]
+    evaluate: Callable[[Callable[..., Any]], float] | None = None
+    schedule: Callable[[Optimizer, int], LRScheduler] | None = None
+
+
+class Epoch(NamedTuple):
+    """The size of an epoch: its steps, the samples of its first batch, and all its samples."""
+
+    steps: int
+    batch: int
+    samples: int
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Factory:
+    """A training that is built from a seed, and the facts about it that a report states.
+
+    Args:
+        make: Returns :class:`Parts` for a seed, as a tuple.
+        name: Name on the command line.
+        title: Title in reports.
+        model_name: Name of the model in reports; empty for the name of its class.
+        epochs: Passes over the batches in a run. A factory without ``evaluate`` has none.
+        metric: The metric on the test set.
+        higher_is_better: Whether reports state what ``evaluate`` returns, or its negative.
+        drops: Drop of the metric that counts as unchanged, and drop that level O2 may cost, in units of the metric;
+            None if these are not known.
+        train_limit: Use only the first batches, with about this number of samples.
+        source: Tells apart the versions of the user's file.
+    """
+
+    make: Callable[[int], object]
+    name: str
+    title: str
+    model_name: str = ""
+    epochs: int = 1
+    metric: Metric = "metric"
+    higher_is_better: bool = True
+    drops: tuple[float, float] | None = None
+    train_limit: int | None = None
+    source: str = ""
+    _last: list[Parts] = field(default_factory=list, init=False, repr=False)
+
+    @classmethod
+    def at(cls, source: str, *, accuracy: bool = False) -> Factory:
+        """Load the factory that ``path/to/train.py:make`` names.
+
+        Args:
+            source: Path of the file, and name of the function.
+            accuracy: Whether ``evaluate`` returns an accuracy. Otherwise its units are not known, and no drop is
+                allowed or refused.
+
+        Raises:
+            ValueError: The file or the function does not exist, or the file raises an error.
+        """
+        make = function_at(source)
+        # A path may hold bytes that are not valid text, which a report cannot store.
+        name = source.encode("utf-8", "backslashreplace").decode("utf-8")
+        return cls(
+            make=make,
+            name=name,
+            title=Path(name.rpartition(":")[0]).name,
+            metric="accuracy" if accuracy else "metric",
+            drops=ACCURACY_DROPS if accuracy else None,
+            source=source_of(make),
+        )
+
+    def limited(self, train_limit: int | None) -> Factory:
+        """Return the factory with only its first batches, with about this number of samples; all of them for None."""
+        return replace(self, train_limit=train_limit)
+
+    def build(self, seed: int) -> Parts:
+        """Return the parts for a seed. Their batches can be read again, which a generator cannot.
+
+        Raises:
+            FactoryError: The result is not what a factory returns, or shares a parameter with the last one.
+        """
+        parts = made_by(self.make, seed)
+        check_fresh(parts, *self._last)
+        self._last[:] = [parts]
+        if isinstance(parts.batches, Iterator):
+            parts = parts._replace(batches=list(_ending(parts.batches, MOST_KEPT)))
+        return parts
+
+    def measured(self, parts: Parts) -> Epoch:
+        """Read an epoch, and return its size within ``train_limit``.
+
+        Raises:
+            FactoryError: It does not end, or has no batch.
+        """
+        sizes = [_size(inputs) for inputs, _ in map(pair_of, _ending(parts.batches))]
+        if not sizes:
+            raise FactoryError("the factory's batches are empty; at least one batch is needed.")
+        steps, samples = len(sizes), sum(sizes)
+        if self.train_limit is not None and self.train_limit < samples:
+            steps = max(1, steps * self.train_limit // samples)
+            samples = samples * steps // len(sizes)
+        return Epoch(steps, sizes[0], samples)
+
+    def evaluate(self, parts: Parts, model: Callable[..., Any]) -> float:
+        """Return the metric of a model in evaluation mode, as a report states it.
+
+        Raises:
+            FactoryError: It is not a number, or an accuracy that is not between 0 and 1.
+        """
+        value = metric_of(parts, model)
+        if self.metric == "accuracy" and not (math.isnan(value) or 0 <= value <= 1):
+            raise FactoryError(
+                f"the factory's evaluate returned {value:g}; needed with --accuracy: a share between 0 and 1. Leave "
+                "the option out for another metric."
+            )
+        return value if self.higher_is_better else -value
+
+
+def one_epoch(batches: Iterable[Any], *, seed: int, epoch: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
+    """Yield the pairs of an epoch on a device, in an order that depends on seed and epoch alone.
+
+    A shuffling loader draws its order from torch's global generator, which is therefore seeded.
+
+    Raises:
+        FactoryError: There is no batch, or one that is not a pair.
+    """
+    torch.manual_seed(1_000_003 * seed + epoch)
+    empty = True
+    for inputs, targets in map(pair_of, batches):
+        empty = False
+        yield on_device(inputs, device), on_device(targets, device)
+    if empty:
+        raise FactoryError(
+            f"the factory's batches gave nothing in pass {epoch + 1}; give an iterable that starts again in every "
+            "pass, such as a list or a DataLoader."
+        )
+
+
+def count_of(batches: Iterable[Any], seconds: float) -> int:
+    """Return the number of batches of an epoch. Without a length they are read, which may take some seconds.
+
+    Raises:
+        FactoryError: There is none, or they do not end in time.
+    """
+    count = _length(batches)
+    if count is None:
+        count = sum(1 for _ in _ending(batches, seconds=seconds))
+    if not count:
+        raise FactoryError("the factory's batches are empty; at least one batch is needed.")
+    return count
+
+
+def _length(batches: Iterable[Any]) -> int | None:
+    try:
+        return len(batches)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return None
+
+
+def _ending(batches: Iterable[Any], most: float = math.inf, seconds: float | None = None) -> Iterator[Any]:
+    """Yield the batches of an epoch. Without a length they must end in time, and after ``most``.
+
+    Raises:
+        FactoryError: They do not end.
+    """
+    limit = SECONDS_OF_AN_EPOCH if seconds is None else seconds
+    endless = _length(batches) is None
+    start = time.monotonic()
+    for number, batch in enumerate(batches, start=1):
+        spent = time.monotonic() - start
+        if endless and (spent > limit or number > most):
+            raise FactoryError(
+                f"the factory's batches did not end ({number:,} were read in {spent:.0f} s); give those of one "
+                "epoch, as a list or a loader that ends, such as list(itertools.islice(batches, 1000)). If an epoch "
+                f"takes longer than {limit:g} s to read, give batches with a length."
+            )
+        yield batch
+
+
+def made_by(make: Callable[[int], object], seed: int) -> Parts:
+    """Call a factory with torch's generator seeded, and check what it returns.
+
+    Raises:
+        FactoryError: The result is not what a factory returns.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _checked(make(seed))
+
+
+def _checked(result: object) -> Parts:
+    if not isinstance(result, tuple) or len(result) not in (4, 5, 6):
+        what = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        raise FactoryError(f"the factory returned {what}; needed: {RETURNS}.")
+    parts = Parts(*result)
+    fitting = {
+        "model": isinstance(parts.model, nn.Module),
+        "optimizer": isinstance(parts.optimizer, Optimizer),
+        "loss": callable(parts.loss),
+        "batches": isinstance(parts.batches, Iterable),
+        "evaluate": parts.evaluate is None or callable(parts.evaluate),
+        "schedule": parts.schedule is None or callable(parts.schedule),
+    }
+    for name, fits in fitting.items():
+        if not fits:
+            raise FactoryError(f"the factory's {name} is a {type(getattr(parts, name)).__name__}; needed: {RETURNS}.")
+    if _needed(parts.optimizer.step):
+        raise FactoryError(
+            f"the factory's optimizer is a {type(parts.optimizer).__name__}, whose step needs a closure; needed: one "
+            "that steps once per backward pass."
+        )
+    parameters = set(map(id, parts.model.parameters()))
+    if not any(id(param) in parameters for group in parts.optimizer.param_groups for param in group["params"]):
+        raise FactoryError(
+            "the factory's optimizer has no parameter of its model; build it from the parameters of the model that is "
+            "returned."
+        )
+    return parts
+
+
+def check_fresh(parts: Parts, *others: Parts) -> None:
+    """Check that the model is not that of another call, so that no run continues the training of another.
+
+    Raises:
+        FactoryError: A parameter or buffer is one of the others'.
+    """
+    known = {id(state) for other in others for state in (*other.model.parameters(), *other.model.buffers())}
+    for kind, states in ("parameter", parts.model.named_parameters()), ("buffer", parts.model.named_buffers()):
+        for name, state in states:
+            if id(state) in known:
+                raise FactoryError(
+                    f"the factory returned the same {kind} twice ({name}); build the whole model inside it, or copy "
+                    "it there with copy.deepcopy, so that each run has its own."
+                )
+
+
+def ignored_seed(first: int, second: int) -> FactoryError:
+    """Return the error for two trainings of stock that were the same."""
+    return FactoryError(
+        f"the stock loop had the same losses and metric for the seeds {first} and {second}, so the factory ignores its "
+        "seed. Let make(seed) draw weights or data from torch's generator, which is seeded before each call, or from "
+        "the seed."
+    )
+
+
+def loss_of(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any) -> Tensor:
+    """Compute a loss.
+
+    Raises:
+        FactoryError: It is not a tensor.
+    """
+    value = loss(outputs, targets)
+    if not isinstance(value, Tensor):
+        raise FactoryError(f"the factory's loss returned a {type(value).__name__}; needed: a tensor of one number.")
+    return value
+
+
+def metric_of(parts: Parts, model: Callable[..., Any]) -> float:
+    """Compute the metric of a model, which is in evaluation mode.
+
+    Raises:
+        FactoryError: It is not a number.
+    """
+    assert parts.evaluate is not None
+    with torch.no_grad():
+        value = parts.evaluate(model)
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FactoryError(f"the factory's evaluate returned a {type(value).__name__}; needed: a number.") from error
+
+
+def source_of(make: Callable[..., Any]) -> str:
+    """Return a text that tells factories apart; empty if no file defines the function.
+
+    It depends on the content of the file, on the name of the function, and on the arguments of a ``functools.partial``
+    as they are printed, without addresses in memory.
+    """
+    arguments: list[str] = []
+    while isinstance(make, functools.partial) or hasattr(make, "__wrapped__"):
+        if isinstance(make, functools.partial):
+            values = [*make.args, *sorted(make.keywords.items())]
+            arguments += [re.sub(r"0x[0-9a-fA-F]+", "", repr(value)) for value in values]
+            make = make.func
+        else:
+            make = getattr(make, "__wrapped__")  # noqa: B009
+    try:
+        file = inspect.getsourcefile(make)
+        content = b"" if file is None else Path(file).read_bytes()
+    except (TypeError, OSError):
+        return ""
+    named = "\n".join([getattr(make, "__qualname__", ""), *arguments]).encode("utf-8", "backslashreplace")
+    return hashlib.sha256(named + b"\n" + content).hexdigest()[:16] if content else ""
+
+
+def scheduled(parts: Parts, optimizer: Optimizer, steps: int) -> LRScheduler | None:
+    """Return the schedule of a run, or None if the factory has none.
+
+    Args:
+        parts: The factory's result.
+        optimizer: The one that is stepped, which may be a boosted one.
+        steps: Updates of the run.
+
+    Raises:
+        FactoryError: The scheduler cannot be stepped after every update.
+    """
+    if parts.schedule is None:
+        return None
+    schedule = parts.schedule(optimizer, steps)
+    step = getattr(schedule, "step", None)
+    if step is None or _needed(step):
+        why = "whose step needs " + ", ".join(_needed(step)) if step is not None else "which has no step"
+        raise FactoryError(
+            f"the factory's schedule returned a {type(schedule).__name__}, {why}; needed: a scheduler of torch that is "
+            "stepped after every update."
+        )
+    return schedule
+
+
+def _needed(step: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments without which a function cannot be called."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(step).parameters.values()
+    return [each.name for each in parameters if each.kind in kinds and each.default is inspect.Parameter.empty]
+
+
+def pair_of(batch: Any) -> tuple[Any, Any]:
+    """Return the inputs and targets of a batch.
+
+    Raises:
+        FactoryError: It is not a pair.
+    """
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    what = f"a {type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
+    raise FactoryError(
+        f"the factory's batches: found {what}; needed: pairs (inputs, targets). The model is called with the inputs, "
+        "as one argument, and loss with its output and the targets."
+    )
+
+
+def on_device(value: Any, device: torch.device | str) -> Any:
+    """Return a tensor on a device, also within lists, tuples and dicts, and any other value unchanged."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: on_device(each, device) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(on_device(each, device) for each in value)
+    return value
+
+
+def _size(inputs: Any) -> int:
+    """Return the number of samples, which is the length of the first tensor."""
+    while isinstance(inputs, (Mapping, list, tuple)) and inputs:
+        inputs = next(iter(inputs.values() if isinstance(inputs, Mapping) else inputs))
+    return len(inputs)
+
+
+def with_flags(optimizer: Optimizer, **flags: Any) -> Optimizer:
+    """Return the optimizer rebuilt with other settings, such as ``fused=True``, for the same groups.
+
+    An optimizer without such a setting is returned as it is, with :class:`NoEffectWarning`.
+    """
+    changes = {"foreach": None, **flags} if "foreach" in optimizer.defaults else flags
+    groups = [{k: v for k, v in group.items() if k not in changes} for group in described_groups(optimizer)]
+    try:
+        return rebuilt(optimizer, groups, **changes)
+    except IncompatibleError:
+        names = ", ".join(flags)
+        warnings.warn(
+            f"{type(optimizer).__name__} does not have the setting {names}; it is used unchanged.",
+            NoEffectWarning,
+            stacklevel=2,
+        )
+        return optimizer
+
+
+def function_at(source: str) -> Callable[[int], object]:
+    """Return the function that ``path/to/train.py:make`` names.
+
+    Raises:
+        ValueError: The file or the function does not exist, or the file raises an error.
+    """
+    file, _, name = source.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"found no file at {file!r}; needed: a workload's name, or path/to/train.py:make.")
+    spec = importlib.util.spec_from_file_location(f"torchboost_factory_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{file!r} is not a Python file; needed: path/to/train.py:make.")
+    module = importlib.util.module_from_spec(spec)
+    # As if the file were run: it can import from its folder, also later inside the function, and dataclasses find it.
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
+        where = f"{file}, line {lines[-1]}" if lines else file
+        sys.path.remove(folder)
+        del sys.modules[spec.name]
+        raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        names = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "none"
+        raise ValueError(f"{file} does not define a function {name!r}; it defines: {names}.")
+    return function

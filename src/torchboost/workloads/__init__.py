@@ -1,0 +1,1 @@
+"""The data sets, networks and named trainings of the command line. Data need the extra ``workloads``."""

@@ -1,0 +1,332 @@
+"""Small real data sets as tensors in memory, and their order for a seed.
+
+The same seed and epoch give the same batches, including augmentation, so all contestants of a benchmark see identical
+data.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from typing_extensions import Self
+
+__all__ = ["Images", "Text", "cifar10", "digits", "text"]
+
+Batch = tuple[Tensor, Tensor]
+
+CIFAR10_ON_THE_HUB = "uoft-cs/cifar10"
+COLUMNS = ("img", "label")
+EXTRA = "from the folder of the project: pip install '.[workloads]'"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Images:
+    """Labelled images, kept as bytes and normalised batch by batch.
+
+    Args:
+        train_images: uint8, shape (N, C, H, W).
+        train_labels: int64, shape (N,).
+        test_images: uint8, shape (M, C, H, W).
+        test_labels: int64, shape (M,).
+        classes: Number of labels.
+        mean: Per channel, of pixels in [0, 1].
+        std: Per channel, of pixels in [0, 1].
+        shift: Training images are moved by up to this number of pixels in each direction and padded with zeros.
+        flip: Training images are mirrored with probability 0.5.
+    """
+
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    shift: int = 0
+    flip: bool = False
+
+    @property
+    def samples(self) -> int:
+        """Number of training images."""
+        return len(self.train_images)
+
+    def steps(self, batch: int) -> int:
+        """Return the number of whole batches in an epoch."""
+        return _whole_batches(self.samples, batch)
+
+    def train(self, batch: int, *, seed: int, epoch: int) -> Iterator[Batch]:
+        """Yield one epoch of whole batches, shuffled and augmented by ``seed`` and ``epoch`` alone."""
+        generator = _generator(seed, epoch)
+        order = torch.randperm(self.samples, generator=generator).to(self.train_images.device)
+        for step in range(self.steps(batch)):
+            picked = order[step * batch : (step + 1) * batch]
+            images = augment(self.train_images[picked], generator, shift=self.shift, flip=self.flip)
+            yield self._normalize(images), self.train_labels[picked]
+
+    def picked(self, indices: Tensor) -> Batch:
+        """Return these training samples as they are, without augmentation."""
+        return self._normalize(self.train_images[indices]), self.train_labels[indices]
+
+    def test(self, batch: int) -> Iterator[Batch]:
+        """Yield the test set once, in order, the last batch possibly short."""
+        for images, labels in zip(self.test_images.split(batch), self.test_labels.split(batch), strict=True):
+            yield self._normalize(images), labels
+
+    def limited(self, count: int | None) -> Self:
+        """Return the same data with only the first ``count`` training images; all of them for None."""
+        return replace(self, train_images=self.train_images[:count], train_labels=self.train_labels[:count])
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return the same data on ``device``."""
+        names = ("train_images", "train_labels", "test_images", "test_labels")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+    def _normalize(self, images: Tensor) -> Tensor:
+        shape = (1, -1, 1, 1)
+        std = images.new_tensor(self.std, dtype=torch.float32).mul_(255)
+        mean = images.new_tensor(self.mean, dtype=torch.float32).mul_(255)
+        return (images.float() - mean.view(shape)).div_(std.view(shape))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Text:
+    """Characters as numbers. A sample is a window; its target is the window shifted by one character.
+
+    Args:
+        train_tokens: int64, shape (N,).
+        test_tokens: int64, shape (M,).
+        characters: The characters in the order of their numbers.
+        context: Length of a window.
+    """
+
+    train_tokens: Tensor
+    test_tokens: Tensor
+    characters: str
+    context: int
+
+    @property
+    def samples(self) -> int:
+        """Number of windows that cover the training text once."""
+        return (len(self.train_tokens) - 1) // self.context
+
+    def steps(self, batch: int) -> int:
+        """Return the number of whole batches in an epoch."""
+        return _whole_batches(self.samples, batch)
+
+    def train(self, batch: int, *, seed: int, epoch: int) -> Iterator[Batch]:
+        """Yield whole batches of random windows, as many as would cover the text once."""
+        last = len(self.train_tokens) - self.context
+        generator = _generator(seed, epoch)
+        for _ in range(self.steps(batch)):
+            yield self._windows(self.train_tokens, torch.randint(last, (batch,), generator=generator))
+
+    def test(self, batch: int) -> Iterator[Batch]:
+        """Yield the test text once as windows side by side, in order, the last batch possibly short."""
+        starts = torch.arange(0, len(self.test_tokens) - self.context, self.context)
+        for some in starts.split(batch):
+            yield self._windows(self.test_tokens, some)
+
+    def limited(self, count: int | None) -> Self:
+        """Return the same data with a training text of ``count`` windows; all of it for None."""
+        return self if count is None else replace(self, train_tokens=self.train_tokens[: count * self.context + 1])
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return the same data on ``device``."""
+        return replace(self, train_tokens=self.train_tokens.to(device), test_tokens=self.test_tokens.to(device))
+
+    def _windows(self, tokens: Tensor, starts: Tensor) -> Batch:
+        where = (starts[:, None] + torch.arange(self.context + 1)).to(tokens.device)
+        windows = tokens[where]
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def augment(images: Tensor, generator: torch.Generator, *, shift: int, flip: bool) -> Tensor:
+    """Move each image by up to ``shift`` pixels each way and mirror half of them.
+
+    Works on whole batches of bytes. Takes well under a millisecond for 64 images of 32 x 32.
+
+    Args:
+        images: Shape (N, C, H, W), any dtype; not changed.
+        generator: A generator on the CPU, so that the numbers do not depend on the device of the images.
+        shift: Pixels. The border is padded with zeros.
+        flip: Whether to mirror left to right.
+    """
+    count, _, height, width = images.shape
+    if shift:
+        rows, columns = torch.randint(2 * shift + 1, (2, count), generator=generator).to(images.device)
+        padded = F.pad(images, (shift, shift, shift, shift))
+        views = padded.unfold(2, height, 1).unfold(3, width, 1)
+        images = views[torch.arange(count, device=images.device), :, rows, columns]
+    if flip:
+        mirrored = torch.rand(count, generator=generator).lt(0.5).to(images.device)
+        images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(3), images)
+    return images
+
+
+def digits(size: int = 16) -> Images:
+    """Load the 1,797 handwritten digits that come with scikit-learn, enlarged to ``size``. Nothing is downloaded.
+
+    Half of the images, 898 of them, are for tests: with fewer, an accuracy is known to half a point only. The images
+    come writer by writer, so the halves are drawn at random, always in the same way. Training images move by up to
+    ``size // 8`` pixels.
+
+    Args:
+        size: Height and width; a multiple of 8.
+
+    Raises:
+        ValueError: ``size`` is not a multiple of 8.
+        ImportError: scikit-learn is missing.
+    """
+    if size < 8 or size % 8:
+        raise ValueError(f"size: found {size}; the digits are 8 x 8, allowed are multiples of 8.")
+    with _needing("scikit-learn", "the digits data set"):
+        from sklearn.datasets import load_digits
+    pixels, targets = load_digits(return_X_y=True)
+    images = torch.as_tensor(pixels).view(-1, 1, 8, 8).mul(255 / 16).round().to(torch.uint8)
+    images = images.repeat_interleave(size // 8, 2).repeat_interleave(size // 8, 3)
+    labels = torch.as_tensor(targets).long()
+    drawn = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    held_out = torch.zeros(len(labels), dtype=torch.bool)
+    held_out[drawn[: len(labels) // 2]] = True
+    return Images(
+        train_images=images[~held_out],
+        train_labels=labels[~held_out],
+        test_images=images[held_out],
+        test_labels=labels[held_out],
+        classes=10,
+        mean=(0.305,),
+        std=(0.376,),
+        shift=size // 8,
+    )
+
+
+def cifar10(path: str | Path | None = None, *, train_limit: int | None = None) -> Images:
+    """Load CIFAR-10: 50,000 training and 10,000 test images of 32 x 32.
+
+    Args:
+        path: Folder with ``train.parquet`` and ``test.parquet``, or one of these files; columns ``img`` (JPEG
+            or PNG bytes, or a dict with ``bytes``) and ``label``. None fetches it from the Hugging Face Hub.
+        train_limit: Use only the first training images.
+
+    Raises:
+        FileNotFoundError: A file does not exist.
+        ValueError: A file has other columns.
+        ImportError: A package that reads the files is missing. The message names it.
+    """
+    tables = {split: _hub(split) if path is None else _parquet(Path(path), split) for split in ("train", "test")}
+    train_images, train_labels = _decoded(tables["train"], train_limit)
+    test_images, test_labels = _decoded(tables["test"], None)
+    return Images(
+        train_images=train_images,
+        train_labels=train_labels,
+        test_images=test_images,
+        test_labels=test_labels,
+        classes=10,
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2470, 0.2435, 0.2616),
+        shift=4,
+        flip=True,
+    )
+
+
+def text(path: str | Path | None = None, *, context: int = 128) -> Text:
+    """Load a text as characters. The last tenth is the test text.
+
+    Args:
+        path: A UTF-8 text file. None takes the language reference that ships with Python as
+            ``pydoc_data.topics``, about 700,000 characters of English; it differs between Python versions.
+        context: Characters per sample.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        ValueError: The text is too short for one window in each part.
+    """
+    if path is None:
+        from pydoc_data.topics import topics
+
+        content = "\n".join(topics[name] for name in sorted(topics))
+    else:
+        content = _existing(Path(path), "a UTF-8 text file").read_text(encoding="utf-8")
+    if len(content) < 20 * (context + 1):
+        raise ValueError(
+            f"found a text of {len(content)} characters; a context of {context} needs {20 * (context + 1)}."
+        )
+    characters = "".join(sorted(set(content)))
+    number = {character: index for index, character in enumerate(characters)}
+    tokens = torch.tensor([number[character] for character in content])
+    border = len(tokens) * 9 // 10
+    return Text(train_tokens=tokens[:border], test_tokens=tokens[border:], characters=characters, context=context)
+
+
+def _generator(seed: int, epoch: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+
+
+def _whole_batches(samples: int, batch: int) -> int:
+    if not 1 <= batch <= samples:
+        raise ValueError(f"batch: found {batch}; allowed are 1 to {samples}, the number of training samples.")
+    return samples // batch
+
+
+def _existing(path: Path, content: str) -> Path:
+    if not path.is_file():
+        raise FileNotFoundError(f"found no file {path}; give the path of {content}.")
+    return path
+
+
+@contextmanager
+def _needing(package: str, purpose: str, remedy: str = EXTRA) -> Iterator[None]:
+    """Say what to install if an import fails.
+
+    Raises:
+        ImportError: With the remedy.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{purpose} needs {package}, which is not installed; install it {remedy}") from error
+
+
+def _parquet(path: Path, split: str) -> Mapping[str, Sequence[Any]]:
+    folder = path if path.is_dir() else path.parent
+    file = _existing(folder / f"{split}.parquet", "a folder with train.parquet and test.parquet")
+    with _needing("pyarrow", "reading a parquet file"):
+        from pyarrow import parquet
+    names = parquet.read_schema(file).names
+    if not set(COLUMNS) <= set(names):
+        raise ValueError(f"{file}: found columns {names}; needed are {list(COLUMNS)}.")
+    return parquet.read_table(file, columns=list(COLUMNS)).to_pydict()
+
+
+def _hub(split: str) -> Mapping[str, Sequence[Any]]:
+    remedy = "with: pip install datasets; or give the path of a folder with train.parquet and test.parquet"
+    with _needing("datasets", "CIFAR-10 from the Hub", remedy):
+        datasets = importlib.import_module("datasets")
+    table = datasets.load_dataset(CIFAR10_ON_THE_HUB, split=split)
+    return table.cast_column("img", datasets.Image(decode=False)).to_dict()
+
+
+def _decoded(table: Mapping[str, Sequence[Any]], limit: int | None) -> tuple[Tensor, Tensor]:
+    with _needing("pillow", "decoding images"):
+        from PIL import Image
+    encoded = table["img"][:limit]
+    pixels = [np.asarray(Image.open(io.BytesIO(_bytes(entry))).convert("RGB")) for entry in encoded]
+    images = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
+    return images, torch.tensor(table["label"][:limit])
+
+
+def _bytes(entry: Any) -> bytes:
+    content = entry.get("bytes") if isinstance(entry, dict) else entry
+    if not isinstance(content, bytes):
+        raise ValueError(f"column img: found {type(content).__name__}; needed are image bytes or a dict with 'bytes'.")
+    return content

@@ -1,0 +1,468 @@
+"""``run_bench`` and its contestants: equal terms, resuming, deciding, and what each loop is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from torchboost.algorithms.compile import Compile
+from torchboost.bench import bench
+from torchboost.bench.bench import run_bench
+from torchboost.bench.contestants import Recipe, build_loop, plan_for
+from torchboost.bench.factory import Factory, Parts
+from torchboost.core.algorithm import Algorithm, Attachment, Target
+from torchboost.errors import FactoryError
+from torchboost.measure.evidence import BenchReport, Contestant, Curve
+from torchboost.measure.statistics import SequentialTest
+from torchboost.measure.stopwatch import Clock, Warmup
+from torchboost.plan import Dropped, Plan
+
+QUICK = Warmup(least=1, window=1, limit=2)
+DRAW = torch.Generator().manual_seed(0)
+IMAGES, LABELS = torch.randn(32, 3, 8, 8, generator=DRAW), torch.randint(4, (32,), generator=DRAW)
+BATCHES = list(zip(IMAGES.split(8), LABELS.split(8), strict=True))
+
+
+def accuracy(model: Callable[..., Any]) -> float:
+    return float((model(IMAGES).argmax(1) == LABELS).float().mean())
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(512, 4)
+    )
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
+
+
+def tiny(*, loss: Any = F.cross_entropy, evaluate: Any = accuracy, train: bool = True, **facts: Any) -> Factory:
+    def make(seed: int) -> Parts:
+        model = network().train(train)
+        return Parts(model, sgd(model), loss, BATCHES, evaluate, lambda o, n: torch.optim.lr_scheduler.LinearLR(o))
+
+    known = {"name": "tiny", "title": "tiny", "epochs": 2, "metric": "accuracy", "drops": (0.005, 0.03)}
+    return Factory(make=make, **(known | facts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halved(Algorithm):
+    """Halves every gradient, which the weights show and nothing else."""
+
+    name: ClassVar[str] = "halved"
+
+    def attach(self, target: Target) -> Attachment:
+        def halve(optimizer: Optimizer, args: object, kwargs: object) -> None:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.mul_(0.5)
+
+        return Attachment(target.optimizer.register_step_pre_hook(halve))
+
+
+def planner_of(*algorithms: Algorithm) -> Any:
+    dropped = (Dropped("less_bn", "not today"),)
+    return lambda level, added, model, optimizer, total: Plan(
+        level=level, mode="manual", algorithms=algorithms, dropped=dropped
+    )
+
+
+HALVING = planner_of(Halved())
+
+
+def ticks() -> Clock:
+    """A clock of which every reading is one second after the one before."""
+    return Clock(read=map(float, itertools.count(1)).__next__)
+
+
+def benched(factory: Factory | None = None, *contestants: str, **settings: Any) -> BenchReport:
+    known = {"pairs": 1, "epochs": 1, "warmup": QUICK, "clock": ticks(), "planner": HALVING}
+    return run_bench(factory or tiny(), contestants=contestants, **(known | settings))
+
+
+def by_name(report: BenchReport) -> dict[str, Contestant]:
+    return {contestant.name: contestant for contestant in report.contestants}
+
+
+def learned(contestant: Contestant) -> list[Curve]:
+    """The curves without the memory, which varies with what the process did before."""
+    return [curve.model_copy(update={"peak_bytes": None}) for curve in contestant.curves]
+
+
+def test_a_benchmark_times_and_trains_every_contestant_on_equal_terms(tmp_path: Path) -> None:
+    kinds = {"stock": "stock", "hand": "hand", "O1": "level", "stock+halved": "algorithm"}
+    phases: dict[str, tuple[int, int]] = {}
+
+    def note(phase: str, done: int, total: int, note: str = "") -> None:
+        phases[phase] = (done, total)
+
+    out = tmp_path / "report.json"
+    report = benched(None, *kinds, pairs=4, seeds=2, epochs=None, out=out, progress=note)
+    assert phases == {"data": (1, 1), "warm-up": (4, 4), "timing": (4, 4), "training": (16, 16)}
+    assert {c.name: c.kind for c in report.contestants} == kinds
+    for contestant in report.contestants:
+        assert len(contestant.samples) == 4
+        assert [curve.seed for curve in contestant.curves] == [0, 1]
+        for curve in contestant.curves:
+            assert (curve.epochs, curve.seconds, curve.setup_seconds) == ([1.0, 2.0], [1.0, 2.0], 2.0)
+            assert all(0 <= value <= 1 for value in curve.metric)
+            assert curve.peak_bytes is None or curve.peak_bytes > 0
+    found = by_name(report)
+    assert [r.baseline for r in found["O1"].ratios] == ["stock", "hand"]
+    assert found["O1"].ratios[0].interval.mid == pytest.approx(1.0)
+    assert found["O1"].dropped[0].reason == "not today"
+    assert [q.baseline for q in found["O1"].quality] == ["stock"]
+    assert found["stock"].quality == []
+    assert found["O1"].curves[0].train_loss == found["stock+halved"].curves[0].train_loss
+    assert (report.epochs, report.train_samples, report.batch, report.model) == (2, 32, 8, "Sequential")
+    assert ["fewer than six rounds" in said for said in report.notes] == [True]
+    assert BenchReport.load(out) == report
+
+
+def test_o0_learns_bit_for_bit_what_stock_learns() -> None:
+    found = by_name(benched(None, "stock", "O0", seeds=1, epochs=2, planner=plan_for))
+    assert learned(found["stock"]) == learned(found["O0"])
+
+
+def test_the_drop_is_larger_for_o2_and_a_better_metric_a_positive_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = by_name(benched(tiny(drops=(0.011, 0.022)), "stock", "O1", "O2", seeds=2))
+    assert (found["O1"].quality[0].margin, found["O2"].quality[0].margin) == (0.011, 0.022)
+    for sign in (1.0, -1.0):
+        values = iter([0.5, 0.7, 0.5, 0.7])
+        monkeypatch.setattr(bench, "_evaluated", lambda loop, factory, values=values: next(values))
+        report = benched(tiny(higher_is_better=sign > 0), "stock", "O0", seeds=2)
+        assert by_name(report)["O0"].quality[0].difference.mid == pytest.approx(sign * 0.2)
+
+
+def test_a_metric_of_unknown_units_is_not_judged(tmp_path: Path) -> None:
+    factory, out = tiny(drops=None), tmp_path / "report.json"
+    report = benched(factory, "stock", "O1", seeds=2, out=out)
+    assert by_name(report)["O1"].quality == []
+    with pytest.raises(ValueError, match=r"--decide: the levels promise points of accuracy.*tune --drop"):
+        benched(factory, "stock", "O1", decide=600.0)
+    with pytest.raises(ValueError, match="measured with metric_name 'accuracy', but now it is 'metric'"):
+        benched(replace(factory, metric="metric"), "stock", "O1", out=out, resume=True)
+
+
+def test_runs_whose_loss_is_no_number_pass_nothing() -> None:
+    report = benched(tiny(loss=lambda outputs, targets: outputs.sum() * float("nan")), "stock", "O0", seeds=2)
+    (quality,) = by_name(report)["O0"].quality
+    assert not quality.passed
+    assert BenchReport.model_validate_json(report.model_dump_json()).contestants[1].quality[0].passed is False
+
+
+def test_step_times_alone() -> None:
+    for report in (
+        benched(tiny(evaluate=None), "stock", pairs=6, epochs=None),
+        benched(None, "stock", pairs=6, epochs=0),
+    ):
+        assert report.contestants[0].curves == []
+        assert len(report.contestants[0].samples) == 6
+        assert (report.epochs, report.notes) == (0, [])
+    with pytest.raises(ValueError, match="has no evaluate"):
+        benched(tiny(evaluate=None), "stock", epochs=2)
+
+
+def test_levels_that_turned_on_the_same_are_noted(tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    settings: dict[str, Any] = {"pairs": 6, "epochs": 0, "out": out}
+    report = benched(None, "stock", "O1", "O2", "stock+halved", **settings)
+    assert report.notes == [f"O1 and O2 {bench.SAME}"]
+    report = benched(None, "O0", resume=True, **settings)
+    assert report.notes == [f"O1, O2 and O0 {bench.SAME}"]
+
+    def planner(level: str, added: Any, model: Any, optimizer: Any, total_steps: int) -> Plan:
+        return Plan(level=level, mode="auto", algorithms=(Compile(backend="eager"),) if level == "O2" else ())
+
+    assert benched(None, "O1", "O2", planner=planner, pairs=6, epochs=0).notes == []
+
+
+def test_an_interrupted_run_continues_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(out: Path, *contestants: str) -> BenchReport:
+        return benched(None, *contestants, seeds=2, out=out, resume=True, planner=plan_for)
+
+    whole = run(tmp_path / "whole.json", "stock", "O0")
+    original, calls = bench._curve, 0
+
+    def interrupted(*args: Any) -> Curve:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(bench, "_curve", interrupted)
+    out = tmp_path / "report.json"
+    with pytest.raises(KeyboardInterrupt):
+        run(out, "stock", "O0")
+    assert [len(c.curves) for c in BenchReport.load(out).contestants] == [1, 1]
+    continued = run(out, "stock", "O0")
+    assert calls == 3 + 2
+    assert [learned(c) for c in continued.contestants] == [learned(c) for c in whole.contestants]
+    assert [c.quality for c in continued.contestants] == [c.quality for c in whole.contestants]
+    assert run(out, "stock", "O0") == continued
+    assert calls == 5
+    joined = run(out, "hand")  # a new contestant: all are timed again
+    assert [c.name for c in joined.contestants] == ["stock", "O0", "hand"]
+    assert joined.contestants[0].curves == continued.contestants[0].curves
+    assert joined.contestants[2].ratios[0].baseline == "stock"
+
+
+def test_a_report_of_something_else_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    factory, out = tiny(source="before"), tmp_path / "report.json"
+    settings: dict[str, Any] = {"out": out, "epochs": 0}
+    benched(factory, "stock", **settings)
+    benched(factory, "stock", resume=True, **settings)
+    with pytest.raises(ValueError, match=r"measured with epochs 0, but now it is 2; .*another file"):
+        benched(factory, "stock", out=out, epochs=2, resume=True)
+    with pytest.raises(ValueError, match="another version of the file"):
+        benched(replace(factory, source="after"), "stock", resume=True, **settings)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "OTHER")
+    with pytest.raises(ValueError, match="instructions"):
+        benched(factory, "stock", resume=True, **settings)
+
+
+def test_contestants_are_checked_before_anything_is_built() -> None:
+    def never(seed: int) -> object:
+        raise AssertionError("the factory was called")
+
+    factory = replace(tiny(), make=never)
+    for contestants, settings, message in (
+        (("stock", "O3"), {}, "found 'O3'"),
+        (("stock", "stock"), {}, "each once"),
+        ((), {}, "at least one"),
+        (("stock",), {"seeds": -1}, "seeds=-1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            benched(factory, *contestants, **settings)
+
+
+def test_the_loss_of_a_curve_is_smoothed_and_corrected_for_its_start() -> None:
+    assert bench._smoothed([torch.tensor(3.0)] * 5) == pytest.approx(3.0)
+    assert bench._smoothed([torch.tensor(0.0), torch.tensor(1.0)]) == pytest.approx(0.05 / (0.05 * 0.95 + 0.05))
+
+
+def test_evaluation_gets_a_module_and_compiles_nothing() -> None:
+    seen: list[tuple[bool, int]] = []
+
+    def evaluate(model: nn.Module) -> float:
+        before = counters["stats"]["unique_graphs"]
+        model(IMAGES)
+        seen.append((model.training, counters["stats"]["unique_graphs"] - before))
+        return 0.5
+
+    planner = planner_of(Compile(backend="eager"))
+    benched(tiny(evaluate=evaluate), "stock", "stock+compile", seeds=1, planner=planner)
+    assert seen == [(False, 0)] * 2
+
+
+@pytest.fixture
+def decided(monkeypatch: pytest.MonkeyPatch) -> Callable[..., BenchReport]:
+    """Benchmark with given final metrics per contestant and seed, until every promise is decided."""
+
+    def run(metrics: dict[str, list[float]], **more: Any) -> BenchReport:
+        def curve(session: Any, name: str, seed: int, share: Any) -> Curve:
+            values = metrics[name]
+            return Curve(seed=seed, epochs=[1], seconds=[1], train_loss=[seed], metric=[values[seed % len(values)]])
+
+        monkeypatch.setattr(bench, "_curve", curve)
+        return benched(None, *metrics, **({"decide": 600.0} | more))
+
+    return run
+
+
+def seeds_of(report: BenchReport) -> dict[str, int]:
+    return {contestant.name: len(contestant.curves) for contestant in report.contestants}
+
+
+CLOSE = {"stock": [0.98, 0.981, 0.982], "O1": [0.9805, 0.9815, 0.982]}
+
+
+def test_seeds_are_added_until_every_promise_is_decided(decided: Callable[..., BenchReport]) -> None:
+    noisy = [0.980, 0.982, 0.979, 0.981]
+    clear = {"stock": noisy, "hand": noisy, "O1": [value + 0.0005 for value in noisy], "O2": [0.6, 0.61, 0.6, 0.63]}
+    report = decided(clear)
+    found, counts = by_name(report), seeds_of(report)
+    assert found["O1"].quality[0].passed
+    assert not found["O2"].quality[0].passed
+    assert found["O2"].quality[0].difference.high < -0.03
+    assert counts["hand"] == bench.FEW_SEEDS
+    assert counts["stock"] >= counts["O1"] >= 3
+    assert bench.SEQUENTIAL in report.notes
+
+
+def test_what_cannot_be_decided_ends_after_the_last_seed_or_in_time(decided: Callable[..., BenchReport]) -> None:
+    middle = {"stock": [0.98, 0.97], "O1": [0.97, 0.976, 0.977, 0.962]}  # near the drop of half a point
+    report = decided(middle)
+    assert seeds_of(report)["O1"] <= bench.MOST_SEEDS
+    assert not by_name(report)["O1"].quality[0].passed
+    assert seeds_of(decided(middle, decide=0.0)) == {"stock": bench.FEW_SEEDS, "O1": bench.FEW_SEEDS}
+    assert seeds_of(decided({"O1": [0.9]})) == {"O1": bench.FEW_SEEDS}  # nothing to compare with
+
+
+def test_the_progress_of_a_decision_is_never_above_its_total() -> None:
+    seen: list[tuple[int, int]] = []
+
+    def note(phase: str, done: int, total: int, note: str = "") -> None:
+        if phase == "training":
+            seen.append((done, total))
+
+    benched(None, "stock", "O1", epochs=3, decide=0.0, progress=note)
+    assert len(seen) == 2 * bench.FEW_SEEDS * 3
+    assert all(done <= total for done, total in seen)
+
+
+def test_a_decision_is_resumed_and_stays_sequential(decided: Callable[..., BenchReport], tmp_path: Path) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    for out in (first, second):
+        decided(CLOSE, decide=0.0, out=out)
+    report = decided(CLOSE, out=first, resume=True)
+    assert by_name(report)["O1"].quality[0].passed
+    assert [curve.seed for curve in by_name(report)["O1"].curves] == list(range(seeds_of(report)["O1"]))
+    report = decided(CLOSE, decide=None, seeds=4, out=second, resume=True)  # without decide
+    assert bench.SEQUENTIAL in report.notes
+    look = SequentialTest(margin=0.005, most=bench.MOST_SEEDS).look([0.0005, 0.0005, 0.0, 0.0005])
+    assert by_name(report)["O1"].quality[0].difference.low == pytest.approx(look.difference.low)
+
+
+def test_a_report_of_fixed_seeds_is_judged_sequentially_with_decide(
+    decided: Callable[..., BenchReport], tmp_path: Path
+) -> None:
+    fixed = decided(CLOSE, decide=None, seeds=4, out=tmp_path / "report.json")
+    report = decided(CLOSE, decide=0.0, out=tmp_path / "report.json", resume=True)
+    assert seeds_of(report) == seeds_of(fixed)
+    assert by_name(report)["O1"].quality[0].difference.low < by_name(fixed)["O1"].quality[0].difference.low
+
+
+@pytest.mark.parametrize("more", [{"seeds": 3}, {"decide": 600.0}])
+def test_a_factory_that_ignores_its_seed_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    def equal(session: Any, name: str, seed: int, share: Any) -> Curve:
+        return Curve(seed=seed, epochs=[1], seconds=[1], train_loss=[0.5], metric=[0.9])
+
+    monkeypatch.setattr(bench, "_curve", equal)
+    out = tmp_path / "report.json"
+    with pytest.raises(FactoryError, match="the same losses and metric for the seeds 0 and 1"):
+        benched(None, "stock", "O1", out=out, **more)
+    assert by_name(BenchReport.load(out))["O1"].quality == []
+
+
+def weights(name: str, **settings: Any) -> torch.Tensor:
+    loop = build_loop(Recipe.parse(name), tiny(), seed=1, steps=8, **settings)
+    for inputs, labels in BATCHES:
+        loop.step(inputs, labels)
+    return torch.cat([p.detach().flatten() for p in loop.parts.model.parameters()])
+
+
+def test_names_of_contestants() -> None:
+    for name, kind, planned, compiled in (
+        ("stock", "stock", (), False),
+        ("hand", "hand", (), False),
+        ("hand+compile", "hand", (), True),
+        ("hand+compile+less_bn", "algorithm", ("less_bn",), True),
+        ("stock+compile", "algorithm", ("compile",), False),
+        ("O2", "level", (), False),
+        ("O1+compile", "level", ("compile",), False),
+    ):
+        recipe = Recipe.parse(name)
+        assert (recipe.kind, recipe.planned, recipe.compiled_by_hand) == (kind, planned, compiled)
+    for name, message in {"stok": "found 'stok'.*Did you mean 'stock'", "hand+": "once", "hand+a+a": "once"}.items():
+        with pytest.raises(ValueError, match=message):
+            Recipe.parse(name)
+
+
+def test_stock_is_the_loop_one_would_write_and_o0_the_same_bit_for_bit() -> None:
+    torch.manual_seed(1)
+    model = network()
+    optimizer = sgd(model)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+    for inputs, labels in BATCHES:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        schedule.step()
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert torch.equal(weights("stock"), expected)
+    assert torch.equal(weights("O0"), expected)
+
+
+@pytest.mark.parametrize("name", ["stock", "hand", "O0", "O1"])
+def test_a_model_in_evaluation_mode_is_trained_in_training_mode(name: str) -> None:
+    loop = build_loop(Recipe.parse(name), tiny(train=False), seed=1, steps=8)
+    assert all(module.training for module in (*loop.parts.model.modules(), *loop.predict.modules()))
+
+
+def test_the_hand_loop_computes_the_same_and_in_bfloat16_only_where_that_is_fast(bfloat16: Callable[..., None]) -> None:
+    for speed, half in ((0.5, False), (2.0, True)):
+        bfloat16(speed, 2.0)
+        seen: list[torch.dtype] = []
+        loop = build_loop(Recipe.parse("hand"), tiny(), seed=1, steps=8)
+        loop.parts.model.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output.dtype))
+        loop.step(*BATCHES[0])
+        assert loop.parts.model.get_parameter("0.weight").is_contiguous(memory_format=torch.channels_last)
+        assert loop.notes == [f"by hand: fused optimizer, channels-last{', bfloat16 autocast' if half else ''}"]
+        assert seen == [torch.bfloat16 if half else torch.float32]
+    bfloat16(0.5, 2.0)
+    torch.testing.assert_close(weights("hand"), weights("stock"), rtol=1e-3, atol=1e-5)
+
+
+def test_levels_and_additions_go_through_the_planner() -> None:
+    loop = build_loop(Recipe.parse("O1"), tiny(), seed=1, steps=8, planner=HALVING)
+    assert [(row.name, row.settings) for row in loop.algorithms] == [("halved", "Halved()")]
+    assert [(row.name, row.reason) for row in loop.dropped] == [("less_bn", "not today")]
+    for base in ("stock", "hand"):
+        assert not torch.equal(weights(f"{base}+halved", planner=HALVING), weights(base))
+    seen: list[tuple[str, tuple[str, ...]]] = []
+
+    def planner(level: str, added: Sequence[str], model: nn.Module, optimizer: Optimizer, total_steps: int) -> Plan:
+        seen.append((level, tuple(added)))
+        return Plan(level=level, mode="auto", algorithms=())
+
+    for name in ("stock", "hand", "hand+less_bn", "O2", "O1+compile"):
+        build_loop(Recipe.parse(name), tiny(), seed=0, steps=8, planner=planner)
+    assert seen == [("O0", ("less_bn",)), ("O2", ()), ("O1", ("compile",))]
+
+
+def test_the_real_planner_knows_levels_and_single_algorithms() -> None:
+    model = network()
+    optimizer = sgd(model)
+    assert plan_for("O0", (), model, optimizer, 8).algorithms == ()
+    single = plan_for("O0", ("gradient_centralization",), model, optimizer, 8)
+    assert [a.name for a in single.algorithms] == ["gradient_centralization"]
+    level = plan_for("O1", (), model, optimizer, 8)
+    assert {a.name for a in level.algorithms} | {d.name for d in level.dropped} >= {"less_bn", "channels_last"}
+    with pytest.raises(ValueError, match="no_such_thing"):
+        plan_for("O0", ("no_such_thing",), model, optimizer, 8)
+
+
+def test_a_plan_with_accumulation_is_refused() -> None:
+    class Accumulator:
+        steps, ready = 2, False
+
+        def micro_step(self) -> AbstractContextManager[None]:
+            return nullcontext()
+
+    @dataclass(frozen=True, kw_only=True)
+    class Accumulating(Algorithm):
+        name: ClassVar[str] = "accumulating"
+
+        def attach(self, target: Target) -> Attachment:
+            target.accumulator = Accumulator()  # pyright: ignore[reportAttributeAccessIssue]
+            return Attachment()
+
+    with pytest.raises(ValueError, match="accumulates gradients"):
+        build_loop(Recipe.parse("O1"), tiny(), seed=0, steps=8, planner=planner_of(Accumulating()))

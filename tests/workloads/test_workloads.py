@@ -1,0 +1,293 @@
+"""The data sets, networks and named trainings of the command line."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.conftest import ROOT
+from torchboost.bench.factory import made_by, one_epoch
+from torchboost.workloads.data import Images, Text, augment, cifar10, digits, text
+from torchboost.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet
+from torchboost.workloads.named import WORKLOADS, Workload, accuracy, bits_per_character, find_workload, one_cycle
+
+SHARED = ROOT.parent / "shared" / "data"
+
+
+def write(folder: Path, *, wrap: bool, columns: tuple[str, str] = ("img", "label")) -> Path:
+    """Write three images and one image of one colour each as the two files of CIFAR-10."""
+    image = pytest.importorskip("PIL.Image")
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for split, colours in {"train": [(255, 0, 0), (0, 255, 0), (0, 0, 255)], "test": [(9, 8, 7)]}.items():
+        files = []
+        for colour in colours:
+            stream = io.BytesIO()
+            image.new("RGB", (32, 32), colour).save(stream, "PNG")
+            files.append({"bytes": stream.getvalue(), "path": None} if wrap else stream.getvalue())
+        parquet.write_table(
+            pa.table({columns[0]: files, columns[1]: list(range(len(files)))}), folder / f"{split}.parquet"
+        )
+    return folder
+
+
+def small_images(count: int = 12, *, size: int = 8, classes: int = 12, **settings: Any) -> Images:
+    images = torch.arange(count, dtype=torch.uint8).view(-1, 1, 1, 1).expand(count, 3, size, size).contiguous()
+    labels = torch.arange(count) % classes
+    parts = {"train_images": images, "train_labels": labels, "test_images": images[:5], "test_labels": labels[:5]}
+    return Images(**parts, classes=classes, mean=(0.0,) * 3, std=(1 / 255,) * 3, **settings)
+
+
+def test_digits_are_split_alike_every_time() -> None:
+    pytest.importorskip("sklearn")
+    data = digits(16)
+    assert data.train_images.shape == (899, 1, 16, 16)
+    assert data.test_images.shape == (898, 1, 16, 16)
+    assert (data.train_images.dtype, int(data.train_images.max())) == (torch.uint8, 255)
+    assert torch.equal(data.test_images, digits(16).test_images)
+    assert min(data.train_labels.bincount().min(), data.test_labels.bincount().min()) > 75
+    inputs = torch.cat([x for x, _ in data.test(100)])
+    assert abs(inputs.mean().item()) < 0.05
+    assert abs(inputs.std().item() - 1) < 0.05
+    with pytest.raises(ValueError, match=r"found 20.*multiples of 8"):
+        digits(20)
+
+
+def test_a_package_that_is_missing_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"from the folder of the project: pip install '\.\[workloads\]'"):
+        digits()
+    with pytest.raises(ImportError, match=r"pip install datasets; or give the path of a folder"):
+        cifar10()
+
+
+def test_an_epoch_is_a_permutation_that_seed_and_epoch_decide() -> None:
+    data = small_images(flip=True)
+
+    def labels(seed: int, epoch: int) -> list[int]:
+        return torch.cat([y for _, y in data.train(4, seed=seed, epoch=epoch)]).tolist()
+
+    assert sorted(labels(0, 0)) == list(range(12))
+    assert labels(0, 0) == labels(0, 0)
+    assert labels(0, 0) not in (labels(0, 1), labels(1, 0))
+    batches = list(data.train(5, seed=0, epoch=0))  # the short last batch is for tests alone
+    assert len(batches) == data.steps(5) == 2
+    for images, targets in batches:
+        torch.testing.assert_close(images.mean((1, 2, 3)), targets.float())
+    assert [len(y) for _, y in data.test(2)] == [2, 2, 1]
+    with pytest.raises(ValueError, match="found 13; allowed are 1 to 12"):
+        next(data.train(13, seed=0, epoch=0))
+
+
+def test_augmentation_shifts_and_mirrors_each_image_on_its_own() -> None:
+    images = torch.randint(256, (40, 3, 6, 5), dtype=torch.uint8)
+    before = images.clone()
+    moved = augment(images, torch.Generator().manual_seed(0), shift=2, flip=True)
+    assert torch.equal(images, before)
+    assert moved.is_contiguous()
+    padded, ways = F.pad(images, (2, 2, 2, 2)), set()
+    for image, result in zip(padded, moved, strict=True):
+        grid = itertools.product(range(5), range(5), (False, True))
+        views = ((row, column, m, image[:, row : row + 6, column : column + 5]) for row, column, m in grid)
+        (way,) = [(r, c, m) for r, c, m, view in views if torch.equal(result, view.flip(2) if m else view)]
+        ways.add(way)
+    assert len(ways) > 15
+    assert {mirrored for _, _, mirrored in ways} == {False, True}
+    assert torch.equal(augment(images, torch.Generator(), shift=0, flip=False), images)
+
+
+def test_samples_can_be_picked_without_augmentation_and_limited() -> None:
+    data = small_images(shift=2, flip=True)
+    images, labels = data.picked(torch.tensor([3, 1]))
+    assert labels.tolist() == [3, 1]
+    assert torch.equal(images, data.picked(torch.tensor([1, 3]))[0].flip(0))
+    assert data.limited(5).train_labels.tolist() == [0, 1, 2, 3, 4]
+    assert (len(data.limited(5).test_labels), data.limited(None).samples) == (5, 12)
+    assert data.to("meta").test_images.device.type == "meta"
+    words = text(context=16)
+    assert (words.limited(7).samples, words.limited(None).samples) == (7, words.samples)
+
+
+def test_cifar10_from_parquet_with_dicts_or_bytes(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"train\.parquet; give the path of a folder"):
+        cifar10(tmp_path)
+    for wrap in (True, False):
+        data = cifar10(write(tmp_path, wrap=wrap))
+        assert data.train_images.shape == (3, 3, 32, 32)
+        assert data.train_images[1, :, 0, 0].tolist() == [0, 255, 0]
+        assert data.train_labels.tolist() == [0, 1, 2]
+        assert data.test_images[0, :, 31, 31].tolist() == [9, 8, 7]
+    assert cifar10(tmp_path / "train.parquet", train_limit=2).samples == 2
+    write(tmp_path, wrap=False, columns=("image", "fine_label"))
+    with pytest.raises(ValueError, match=r"found columns \['image', 'fine_label'\]; needed are \['img', 'label'\]"):
+        cifar10(tmp_path)
+
+
+@pytest.mark.skipif(not (SHARED / "cifar10").is_dir(), reason="no CIFAR-10 files beside the repository")
+def test_real_cifar10() -> None:
+    data = cifar10(SHARED / "cifar10", train_limit=64)
+    assert data.train_images.shape == (64, 3, 32, 32)
+    assert data.test_labels.bincount().tolist() == [1000] * 10
+
+
+def test_text_windows_are_one_character_apart(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("abcdefghij" * 100, encoding="utf-8")
+    data = text(file, context=8)
+    assert (data.characters, len(data.train_tokens), data.samples) == ("abcdefghij", 900, 899 // 8)
+    batches = list(data.train(4, seed=0, epoch=0))
+    assert len(batches) == data.steps(4)
+    for inputs, targets in batches:
+        assert inputs.shape == targets.shape == (4, 8)
+        assert torch.equal((inputs + 1) % 10, targets)
+    read = torch.cat([x for x, _ in data.test(5)])
+    assert torch.equal(read.flatten(), data.test_tokens[:96])
+    with pytest.raises(FileNotFoundError, match="UTF-8 text file"):
+        text(tmp_path / "missing.txt")
+    file.write_text("too short", encoding="utf-8")
+    with pytest.raises(ValueError, match="found a text of 9 characters"):
+        text(file)
+
+
+def test_the_default_text_needs_no_network() -> None:
+    data = text()
+    assert len(data.train_tokens) > 100_000
+    assert 50 < len(data.characters) < 500
+
+
+def test_networks_have_the_published_sizes() -> None:
+    """The counts are those of torchvision's tables, and of OpenAI's checkpoint."""
+    with torch.device("meta"):
+        networks = {
+            25_557_032: ResNet(Bottleneck, [3, 4, 6, 3], classes=1000, stem="imagenet"),
+            11_689_512: ResNet(BasicBlock, [2, 2, 2, 2], classes=1000, stem="imagenet"),
+            124_439_808: GPT(50257),
+            9_225_984 - 2_752: VGG().features,  # without the biases of torchvision's convolutions
+        }
+    assert [sum(p.numel() for p in network.parameters()) for network in networks.values()] == list(networks)
+
+
+def test_images_become_scores_and_every_weight_gets_a_gradient() -> None:
+    for model, shape in (
+        (ResNet(Bottleneck, [1, 1], width=4, classes=7), (2, 3, 16, 16)),
+        (ResNet(BasicBlock, [1, 1], width=4, classes=7, in_channels=1), (2, 1, 16, 16)),
+        (ResNet(Bottleneck, [1, 1], width=4, classes=7, stem="imagenet"), (2, 3, 32, 32)),
+        (VGG((1, 1), width=4, classes=7), (2, 3, 16, 16)),
+    ):
+        scores = model(torch.randn(shape))
+        assert scores.shape == (2, 7)
+        F.cross_entropy(scores, torch.tensor([1, 2])).backward()
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_gpt_sees_only_the_past_and_starts_near_the_uniform_loss() -> None:
+    torch.manual_seed(0)
+    model = GPT(50, context=16, layers=2, heads=2, width=32)
+    tokens = torch.randint(50, (3, 16))
+    changed = tokens.clone()
+    changed[:, 10] = (changed[:, 10] + 1) % 50
+    before, after = model(tokens), model(changed)
+    assert before.shape == (3, 16, 50)
+    torch.testing.assert_close(before[:, :10], after[:, :10])
+    assert not torch.allclose(before[:, 10:], after[:, 10:])
+    loss = F.cross_entropy(before.flatten(0, 1), tokens.roll(1, 1).flatten())
+    assert loss.item() == pytest.approx(math.log(50), abs=0.2)
+    with pytest.raises(ValueError, match=r"found 30.*heads, 4"):
+        GPT(10, heads=4, width=30)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+def test_every_workload_trains_and_is_decided_by_its_seed(workload: Workload) -> None:
+    words = workload.name.startswith("text")
+    data = text(context=128).limited(64) if words else small_images(64, size=32, classes=10)
+    factory = workload.factory(data)
+
+    def first_losses(seed: int) -> list[float]:
+        model, optimizer, loss_fn, batches, _, schedule = factory.build(seed)
+        assert schedule is not None
+        rates, losses = schedule(optimizer, 10), []
+        for inputs, targets in itertools.islice(one_epoch(batches, seed=0, epoch=0, device=torch.device("cpu")), 2):
+            loss = loss_fn(model(inputs[:8]), targets[:8])
+            loss.backward()
+            optimizer.step()
+            rates.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    assert first_losses(0) == first_losses(0) != first_losses(1)
+    before = torch.random.get_rng_state()
+    parts = made_by(factory.make, 0)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert len(list(parts.batches)) == len(parts.batches) == 64 // workload.batch  # type: ignore[arg-type]
+    assert torch.equal(next(parts.model.parameters()), next(workload.model(data, 0).parameters()))
+
+
+def test_the_batches_of_a_factory_are_those_of_the_next_epoch_in_each_pass() -> None:
+    data = small_images(128, classes=10, shift=1)
+    parts = find_workload("cifar10-vgg").factory(data).build(3)
+    for epoch in range(2):
+        ours, own = list(parts.batches), list(data.train(64, seed=3, epoch=epoch))
+        assert all(
+            torch.equal(a, b) for one, other in zip(ours, own, strict=True) for a, b in zip(one, other, strict=True)
+        )
+
+
+def test_names_are_unique_and_found_by_their_start() -> None:
+    names = [workload.name for workload in WORKLOADS]
+    assert len(set(names)) == len(names)
+    assert find_workload("digits").name == "digits-resnet"
+    assert find_workload("cifar10").name == "cifar10-resnet-bottleneck"
+    assert find_workload("cifar10-resnet-bottleneck-small").name == "cifar10-resnet-bottleneck-small"
+    with pytest.raises(ValueError, match=r"no workload 'digitz'.*Did you mean 'digits-resnet'"):
+        find_workload("digitz")
+    with pytest.raises(ValueError, match="no workload ''"):
+        find_workload("")
+
+
+def test_workloads_load_their_data(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    assert find_workload("digits-resnet").load(None, 100).samples == 100
+    with pytest.raises(ValueError, match="leave it out"):
+        find_workload("digits-resnet").load(tmp_path, None)
+    data = find_workload("text-gpt").load(None, 20)
+    assert isinstance(data, Text)
+    assert data.samples == 20
+    assert find_workload("cifar10-vgg").load(write(tmp_path, wrap=True), 2).samples == 2
+
+
+def test_the_schedule_rises_to_one_and_falls_to_zero() -> None:
+    factors = [one_cycle(step, 100) for step in range(101)]
+    assert factors[0] == pytest.approx(0.05)
+    assert max(factors) == factors[19] == factors[20] == 1.0
+    assert factors[60] == pytest.approx(0.5)
+    assert factors[100] == pytest.approx(0.0) == pytest.approx(one_cycle(500, 100))
+    assert all(a > b for a, b in itertools.pairwise(factors[20:]))
+    assert one_cycle(0, 1) == 1.0
+
+
+def test_metrics_by_hand() -> None:
+    def always_zero(inputs: Tensor) -> Tensor:
+        return torch.tensor([1.0, 0.0, 0.0]).expand(len(inputs), 3)
+
+    assert accuracy(always_zero, small_images(5, classes=3), batch=2) == pytest.approx(0.4)
+    data = text(context=16)
+
+    def uniform(inputs: Tensor) -> Tensor:
+        return torch.zeros(*inputs.shape, len(data.characters))
+
+    bits = math.log2(len(data.characters))
+    assert bits_per_character(uniform, data, batch=1000) == pytest.approx(bits)
+    factory = find_workload("text-gpt").factory(data)
+    parts = made_by(factory.make, 0)._replace(evaluate=lambda model: find_workload("text-gpt").evaluate(uniform, data))
+    assert not factory.higher_is_better
+    assert factory.evaluate(parts, nn.Identity()) == pytest.approx(bits)  # a report has it without the sign
