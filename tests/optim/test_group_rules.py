@@ -20,6 +20,7 @@ from tests.support.ranks import run_ranks
 from torchboost.errors import IncompatibleError
 from torchboost.graph.blocks import blocks_of
 from torchboost.optim import GroupRule, layer_wise_decay, no_decay, param_groups
+from torchboost.workloads.models import GPT
 
 
 def gpt() -> GPT:
