@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -100,6 +101,13 @@ def by_name(report: BenchReport) -> dict[str, Contestant]:
 def learned(contestant: Contestant) -> list[Curve]:
     """The curves without the memory, which varies with what the process did before."""
     return [curve.model_copy(update={"peak_bytes": None}) for curve in contestant.curves]
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collection(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Measure no memory in the tests that do not look at it: each measurement collects garbage, which takes long."""
+    if "equal_terms" not in request.node.name:
+        monkeypatch.setattr(bench, "PeakMemory", lambda device: nullcontext(SimpleNamespace(bytes=None)))
 
 
 def test_a_benchmark_times_and_trains_every_contestant_on_equal_terms(tmp_path: Path) -> None:
