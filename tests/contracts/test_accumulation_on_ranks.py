@@ -151,15 +151,21 @@ def _uneven_alone(epochs: tuple[tuple[int, int], ...], counts: bool) -> list[flo
     return all_weights(model)
 
 
+WAYS = [(counts, *way) for counts in (False, True) for way in ((False, False), (False, True), (True, False))]
+"""Whether micro-batches have counts, the network has norms, and the loss is scaled."""
+
+
+def _uneven_all() -> dict[str, list[list[float]]]:
+    return {case: [_uneven(epochs, *way) for way in WAYS] for case, epochs in EPOCHS.items()}
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("case", EPOCHS)
-@pytest.mark.parametrize("counts", [False, True])
-def test_ranks_whose_last_windows_differ_flush_together(case: str, counts: bool) -> None:
-    wanted = _uneven_alone(EPOCHS[case], counts)
-    for norm, scaled in ((False, False), (False, True), (True, False)):
-        a, b = run_ranks(_uneven, 2, EPOCHS[case], counts, norm, scaled, timeout=20)
-        assert a == b
-        assert norm or a == pytest.approx(wanted, abs=1e-6)
+def test_ranks_whose_last_windows_differ_flush_together() -> None:
+    first, second = run_ranks(_uneven_all, 2, timeout=120)
+    assert first == second
+    for case, epochs in EPOCHS.items():
+        for (counts, norm, _), weights in zip(WAYS, first[case], strict=True):
+            assert norm or weights == pytest.approx(_uneven_alone(epochs, counts), abs=1e-6), case
 
 
 def _other_lengths() -> str:

@@ -129,28 +129,23 @@ def test_equal_batches_give_the_bits_of_a_loop_by_hand() -> None:
         assert snapshot(ours) == snapshot(raw)
 
 
-OPTIMIZERS = [
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_updates_as_with_one_large_batch(name: str) -> None:
-    ours = fresh().double()
-    raw = copy.deepcopy(ours)
-    target = Target(ours, getattr(torch.optim, name)(ours.parameters(), lr=0.01))
-    attach_all(target, [AccumulationSteps(steps=3)])
-    step = TrainStep(target, lambda x, y: (F.cross_entropy(ours(x), y), len(y)))
-    plain = getattr(torch.optim, name)(raw.parameters(), lr=0.01)
-    for i in range(4):
-        inputs, labels = data(12, seed=i)
-        for x, y in zip(inputs.double().split([2, 9, 1]), labels.split([2, 9, 1]), strict=True):
-            step(x, y)
-        F.cross_entropy(raw(inputs.double()), labels).backward()
-        plain.step()
-        plain.zero_grad()
-    for p, q in zip(ours.parameters(), raw.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
+def test_optimizers_update_as_with_one_large_batch() -> None:
+    for name in ("Adafactor", "Adagrad", "AdamW", "NAdam", "Rprop", "SGD"):
+        ours = fresh().double()
+        raw = copy.deepcopy(ours)
+        target = Target(ours, getattr(torch.optim, name)(ours.parameters(), lr=0.01))
+        attach_all(target, [AccumulationSteps(steps=3)])
+        step = TrainStep(target, lambda x, y, model=ours: (F.cross_entropy(model(x), y), len(y)))
+        plain = getattr(torch.optim, name)(raw.parameters(), lr=0.01)
+        for i in range(4):
+            inputs, labels = data(12, seed=i)
+            for x, y in zip(inputs.double().split([2, 9, 1]), labels.split([2, 9, 1]), strict=True):
+                step(x, y)
+            F.cross_entropy(raw(inputs.double()), labels).backward()
+            plain.step()
+            plain.zero_grad()
+        for p, q in zip(ours.parameters(), raw.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9, msg=name)
 
 
 def test_flush_averages_over_what_the_window_holds() -> None:
@@ -197,8 +192,8 @@ def test_another_length_holds_from_the_next_window_on() -> None:
     assert ready == [False, False, True, False, True, True, True]
 
 
-@pytest.mark.parametrize("stop", range(1, 12))
-def test_resume_at_every_step_is_bit_identical(stop: int) -> None:
+@pytest.mark.parametrize("stop", [1, 4, 5, 8, 11])
+def test_resume_in_and_between_windows_is_bit_identical(stop: int) -> None:
     def start(seed: int) -> tuple[nn.Module, TrainStep]:
         model = fresh(seed)
         target = Target(model, torch.optim.AdamW(model.parameters(), lr=0.01))

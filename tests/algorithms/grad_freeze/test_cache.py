@@ -542,6 +542,32 @@ def test_removal_leaves_no_trace() -> None:
     assert "removed" in str(fast)
 
 
+def test_other_lengths_and_precisions_are_not_mixed_with_the_rows() -> None:
+    model, x = Net(lambda n, x: n.b(n.a(x))), torch.randn(3, 4)
+    longer = torch.randn(3, 2, 4)
+    expected = model(x), model(longer)
+    fast = with_rows(model)
+    for _ in range(2):
+        assert torch.equal(named(fast, x), expected[0])
+        assert torch.equal(named(fast, longer), expected[1])
+    assert (fast.report().rows, fast.report().hit_rate) == (3, 0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(2):
+            assert torch.equal(named(fast, x), model(x))
+    assert (fast.report().rows, fast.report().hit_rate) == (3, 0.5)
+    assert torch.equal(named(fast, x), expected[0])
+
+
+def test_indices_may_be_the_border() -> None:
+    model, x = Net(lambda n, x: n.places(n.a(x).argmax(1))), torch.randn(3, 4)
+    model.places = nn.Embedding(4, 2)
+    expected = model(x)
+    fast = with_rows(model)
+    for _ in range(2):
+        assert torch.equal(named(fast, x), expected)
+    assert fast.report().rows == 3
+
+
 def test_other_arguments_get_halves_of_their_own_and_odd_ones_the_plain_forward() -> None:
     def run(n: Net, x: Tensor, more: Any = None, *, scale: float = 1.0) -> Tensor:
         return n.b(n.a(x)) * scale + (0 if more is None or isinstance(more, Exception) else more["b"])

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.frozen_nets import scheduled as freeze
 from tests.support.models import BottleneckNet, batch_for
 from tests.support.ranks import run_ranks
 from tests.support.versions import GROUPS_OF_REPLICATE, flags_are_followed
@@ -63,11 +64,6 @@ def wrapped(model: nn.Module, how: str) -> nn.Module:
                 fully_shard(part)
         return fully_shard(model)
     return replicate(model) if how == "replicate" else model
-
-
-def freeze(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Sequence[int], **options) -> Freezing:
-    blocks = blocks_of(model)
-    return Freezing(model, optimizer, prefixes_of(blocks, range(len(blocks))), Repeated(tuple(schedule)), **options)
 
 
 def share(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
@@ -142,16 +138,23 @@ def _gradient_bytes(how: str) -> list[tuple[int, int]]:
     return seen
 
 
+def _gradient_bytes_of(ways: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
+    return {how: _gradient_bytes(how) for how in ways}
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("how", "ranks"),
-    [(h, 2) for h in ("plain", "unused", "small buckets", "sharded", "sharded by block", "replicate")]
-    + [("plain", 4), ("sharded by block", 4)],
+    ("ranks", "ways"),
+    [
+        (2, ("plain", "unused", "small buckets", "sharded", "sharded by block", "replicate")),
+        (4, ("plain", "sharded by block")),
+    ],
 )
-def test_no_gradient_of_a_frozen_part_is_sent(how: str, ranks: int) -> None:
-    bytes_each = 4 * GROUPS_OF_REPLICATE if how == "replicate" else 4
-    for seen in run_ranks(_gradient_bytes, ranks, how):
-        assert seen == [(index, bytes_each * sum(PARTS[index:])) for index in (0, 0, 2, 2, 3, 1, 0)]
+def test_no_gradient_of_a_frozen_part_is_sent(ranks: int, ways: Sequence[str]) -> None:
+    for seen in run_ranks(_gradient_bytes_of, ranks, ways):
+        for how in ways:
+            bytes_each = 4 * GROUPS_OF_REPLICATE if how == "replicate" else 4
+            assert seen[how] == [(index, bytes_each * sum(PARTS[index:])) for index in (0, 0, 2, 2, 3, 1, 0)], how
 
 
 def _gathered_bytes() -> list[tuple[int, int]]:
@@ -188,18 +191,22 @@ def _kept_in_an_open_window(view: bool) -> list[float]:
     return all_weights(model)
 
 
+def _kept_both_ways() -> list[list[float]]:
+    return [_kept_in_an_open_window(view) for view in (False, True)]
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("view", [False, True])
-def test_a_reducer_built_again_reduces_what_an_open_window_holds(view: bool) -> None:
+def test_a_reducer_built_again_reduces_what_an_open_window_holds() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     train(model, optimizer, range(2))
     x, y = share(2)
     F.cross_entropy(model(x), y).backward()
     train(model, optimizer, [3])
-    first, second = run_ranks(_kept_in_an_open_window, 2, view)
+    first, second = run_ranks(_kept_both_ways, 2)
     assert first == second
-    torch.testing.assert_close(first, all_weights(model), rtol=0, atol=1e-6)
+    for weights in first:
+        torch.testing.assert_close(weights, all_weights(model), rtol=0, atol=1e-6)
 
 
 def _removed(how: str) -> tuple[list[float], int, int]:
@@ -218,12 +225,15 @@ def _removed(how: str) -> tuple[list[float], int, int]:
     return all_weights(model), bytes_sent["all_reduce", "float"], hooks
 
 
+def _removed_all() -> list[tuple[list[float], int, int]]:
+    return [_removed(how) for how in ("plain", "late plain", "unused")]
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("how", ["plain", "late plain", "unused"])
-def test_after_removal_everything_is_reduced_again(how: str) -> None:
-    first, second = run_ranks(_removed, 2, how)
+def test_after_removal_everything_is_reduced_again() -> None:
+    first, second = run_ranks(_removed_all, 2)
     assert first == second
-    assert first[1:] == (4 * sum(PARTS), 0)
+    assert [found[1:] for found in first] == [(4 * sum(PARTS), 0)] * 3
 
 
 def _hooked() -> dict[str, object]:
@@ -357,10 +367,13 @@ def _evaluated_alone(late: bool) -> tuple[int, int]:
     return max(compared), len(compared)
 
 
+def _evaluated_alone_both_ways() -> list[tuple[int, int]]:
+    return [_evaluated_alone(late) for late in (False, True)]
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("late", [False, True])
-def test_an_evaluation_of_one_rank_alone_is_not_compared(late: bool) -> None:
-    assert run_ranks(_evaluated_alone, 2, late, timeout=60) == [(0, 3)] * 2
+def test_an_evaluation_of_one_rank_alone_is_not_compared() -> None:
+    assert run_ranks(_evaluated_alone_both_ways, 2, timeout=60) == [[(0, 3)] * 2] * 2
 
 
 def _switched_off() -> bool:

@@ -67,6 +67,7 @@ def test_interval_is_a_function_of_its_seed():
 
 def test_interval_makes_only_the_entries_that_are_asked_for():
     schedule = Interval(10, 0.7, length_of(10**15), 0)
+    assert schedule.prefixes == 10
     assert schedule(100) == Interval(10, 0.7, 101, 0)(100)
     assert sum(map(len, schedule._chunks)) < 10**5
     again = Interval(5, 0.5, 20, 3)

@@ -126,11 +126,15 @@ def test_a_part_that_was_left_out_of_the_losses_trains_until_it_gets_a_gradient(
     model = Net(3, lambda call: [0, 2] if call > 2 else [2])
     optimizer = sgd(model)
     freezing = freeze(model, optimizer, groups=7, pattern="fixed", frozen=0)
+    with pytest.raises(ValueError, match="index: found 7; pass 0 to 6"):
+        freezing.freeze(7)
     unused, unseen, body = (list(m.parameters()) for m in (model.parts[1], model.parts[0], model.body))
     train(model, optimizer, freezing, updates=1)
     for call, expected in ((2, body), (3, body), (4, [*body, *unseen])):
         freezing.freeze(6)
         assert list(map(id, freezing.frozen)) == list(map(id, expected))
+        weights = [sum(p.numel() for p in parameters) for parameters in (expected, model.parameters())]
+        assert freezing.figures() == {"frozen": weights[0] / weights[1]}
         assert all(p.requires_grad for p in unused)
         model(torch.ones(3, 4)).backward()
         assert all(p.grad is not None for p in unseen) == (call == 3)
