@@ -207,6 +207,7 @@ def test_a_second_boost_takes_the_first_one_away():
     count = hooks(optimizer)
     second = boost(model, optimizer, total_steps=4)
     assert len(first.attached) == 0
+    train(model, optimizer, 1)
     assert hooks(optimizer) == count
     assert boosted_of(optimizer) is second
     other = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -362,7 +363,7 @@ def test_a_lever_is_withdrawn_before_the_first_call(attached):
     assert "autocast" not in boosted.attached
     assert "fused_optimizer" in boosted.attached
     assert "a test withdrew it" in boosted.explain()
-    boosted._measure_again("", "the inputs have grown")
+    boosted.levers._measure_again("the inputs have grown")
     train(*boosted, 1)
     assert "autocast" not in boosted.attached
 
@@ -372,7 +373,7 @@ def test_all_levers_may_be_withdrawn_before_the_first_call():
     boosted = waiting()
     for lever in boosted.plan.levers:
         boosted.withdraw(lever.name, "a test")
-    assert boosted._waiting is None
+    assert boosted.levers.state == "decided"
     train(*boosted, 2)
     assert boosted.plan.levers == ()
 

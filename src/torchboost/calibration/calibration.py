@@ -52,6 +52,7 @@ UNSEEN = (
 )
 """Why nothing is measured or checked if updates come before the first training call."""
 
+_BUCKETS = "kernels must have their format before DistributedDataParallel lays out its buckets"
 _SHARDED = "FSDP2 shards contiguous kernels, and no rank must stop to compile while others wait for it"
 _UNCHECKED = "under FSDP2 all ranks would have to repeat a pass that one of them doubts"
 _SWITCH = "TORCHBOOST_CALIBRATE"
@@ -137,6 +138,8 @@ class Calibration:
         levers = {lever.name for lever in plan.levers}
         asked = tuple(a for a in plan.algorithms if REGISTRY[a.name].lever and a.name not in levers)
         fixed = {a.name: _SHARDED for a in plan.levers if sharded and (REGISTRY[a.name].once or _changes_model(a))}
+        if not sharded and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            fixed = {a.name: _BUCKETS for a in plan.levers if _changes_model(a)}
         replaced = {
             a.name: REGISTRY[a.name].instead_of for a in plan.levers if REGISTRY[a.name].instead_of in on - levers
         }
