@@ -18,7 +18,7 @@ from torchboost import Boosted, ConfigError, IncompatibleError, NoEffectWarning,
 from torchboost.bench.workloads.models import Bottleneck, ResNet
 from torchboost.calibration.calibration import Calibration
 from torchboost.calibration.choice import Choice, Verdict
-from torchboost.front import boosted_of
+from torchboost.front import Host, boosted_of
 from torchboost.graph import dataflow
 from torchboost.inference import fastest
 from torchboost.optim import ScheduleFreeAdamW
@@ -565,3 +565,10 @@ def test_an_empty_plan_that_is_removed_says_so():
     assert open_now.explain().startswith("removed")
     assert "the trial" not in open_now.explain()
     assert open_now.state_dict() == {"attached": {}, "withdrawn": {"grad_freeze": "a test"}}
+
+
+def test_facts_are_those_of_the_loop(bfloat16):
+    bfloat16(2.0, 2.0)
+    facts = Host(loop="transformers", precision="bf16").facts(nn.Linear(2, 2))
+    assert (facts.loop, facts.precision) == ("transformers", "bf16")
+    assert Host(together=True).facts(nn.Linear(8, 8)).half_precision is True

@@ -45,6 +45,7 @@ from .errors import RankDisagreementError as RankDisagreementError
 from .errors import ScaleCollapseWarning as ScaleCollapseWarning
 from .front import Boosted as Boosted
 from .front import boost as boost
+from .front import prepare as prepare
 from .graph.folding import fold_batch_norms as fold_batch_norms
 from .graph.plain_state import load_plain_state_dict as load_plain_state_dict
 from .graph.plain_state import plain_state_dict as plain_state_dict
@@ -52,7 +53,6 @@ from .graph.plain_state import plain_states as plain_states
 from .guard import Guard as Guard
 from .optim.pipeline import GradientPipeline as GradientPipeline
 from .plan import Plan as Plan
-from .preparation import prepare as prepare
 from .registry import LEVELS as LEVELS
 from .registry import REGISTRY as REGISTRY
 from .registry import Facts as Facts

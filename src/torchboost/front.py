@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,12 +16,12 @@ from torchboost.algorithms.grad_accumulation import AccumulationSteps, Accumulat
 from torchboost.algorithms.grad_accumulation.optimizer import AccumulatingOptimizer
 from torchboost.calibration.calibration import Calibrate, resolved
 from torchboost.calibration.choice import Choice
-from torchboost.calibration.host import Host
 from torchboost.config import ConfigSource
-from torchboost.core.algorithm import LEVERS, AttachedAlgorithms, Scaler, Target
+from torchboost.core.algorithm import LEVERS, Algorithm, AttachedAlgorithms, Scaler, Target
 from torchboost.core.arguments import (
     check_loss_fn,
     check_module,
+    check_optimizer,
     check_pair,
     check_scaler,
     check_shapes,
@@ -30,6 +31,7 @@ from torchboost.core.arguments import (
 from torchboost.core.step import TrainStep
 from torchboost.core.torch_private import step_post_hooks
 from torchboost.core.wrapping import already_wrapped, hookable, wrapper_of
+from torchboost.distributed.shared import from_first_rank
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.dataflow import shared_traces
 from torchboost.inference import fast_copy, fastest
@@ -39,13 +41,38 @@ from torchboost.optim.rules.schedule_free import warn_of_training_weights
 from torchboost.plan import Plan, why_idle
 from torchboost.registry import Facts, Loop
 
-__all__ = ["Boosted", "Host", "boost", "boosted_of"]
+__all__ = ["Boosted", "Host", "boost", "boosted_of", "prepare"]
 
 _LONG_RUN = 1_000_000
 """A run of so many steps repays the start-up cost of every algorithm."""
 
 # A second boost of a model finds the first one here. Both sides are weak: a model keeps no optimizer alive.
 _BOOSTED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Boosted]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Who owns the training loop, and what it does around the model.
+
+    Args:
+        loop: See :func:`boost`.
+        precision: The mixed precision in which a trainer computes, in its own words; empty if it uses none.
+        forward: Makes the context in which it computes each forward pass.
+        together: Whether all ranks ask for the facts together, as in a trainer.
+    """
+
+    loop: Loop = "own"
+    precision: str = ""
+    forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    together: bool = False
+
+    def facts(self, model: nn.Module) -> Facts:
+        """Look at the machine and the model. The speed of bfloat16 is then that of the first rank."""
+        facts = Facts.measure(model, loop=self.loop, precision=self.precision)
+        if not self.together:
+            return facts
+        fast, reason = from_first_rank((facts.half_precision, facts.half_precision_reason))
+        return replace(facts, half_precision=fast, half_precision_reason=reason)
 
 
 class Boosted:
@@ -398,7 +425,9 @@ def attach(
     if removed:
         plan = Plan.of(level, config, host.facts(model), total_steps=total_steps)
     with shared_traces():
-        levers = Levers(plan.without(idle), target, calibrate=calibrate, verify=verify, wrapper=wrapper, host=host)
+        levers = Levers(
+            plan.without(idle), target, calibrate=calibrate, verify=verify, wrapper=wrapper, forward=host.forward
+        )
     made = Boosted(levers, target, given, scaler, listed=listed)
     _BOOSTED[model] = weakref.ref(made)
     return made
@@ -449,3 +478,38 @@ def warn_of_missing_length(made: Boosted, config: ConfigSource | None, total_ste
             NoEffectWarning,
             stacklevel=3,
         )
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    level: str = "O1",
+    total_steps: int | None = None,
+    config: ConfigSource | None = None,
+) -> Plan:
+    """Change the modules of a bare model before it is sharded or wrapped, and return the plan to attach later.
+
+    FSDP2 replaces the parameters, so the optimizer is built after sharding. Prepare the bare model, shard it, build the
+    optimizer, then call ``plan.attach(torchboost.Target(model, optimizer))``. Nothing is measured or checked; rules
+    choose the levers.
+
+    Args:
+        model: Changed in place. It must be on the device that it will train on.
+        optimizer: If it exists already, it follows the parameters that are replaced.
+        level: As are ``total_steps`` and ``config``: see :func:`torchboost.boost`, also for the errors.
+        total_steps: Updates of the whole run.
+        config: Settings that override the level.
+
+    Raises:
+        IncompatibleError: The model is already wrapped. Nothing is changed.
+    """
+    check_module(model)
+    if optimizer is not None:
+        check_optimizer(optimizer)
+    plan = Plan.of(level, config, Facts.measure(model, loop="own"), total_steps=total_steps)
+    changing = [a for a in plan.algorithms if type(a).applied is not Algorithm.applied]
+    idle = [a.name for a in changing if not (a.needs_transform(model) or a.applied(model))]
+    plan = replace(plan.without(dict.fromkeys(idle, "it finds nothing to change in this model")), levers=())
+    plan.transform(model, optimizer)
+    return plan

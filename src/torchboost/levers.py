@@ -6,9 +6,9 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from torchboost.calibration.calibration import (
 )
 from torchboost.calibration.choice import Choice, Machine
 from torchboost.calibration.first_call import decide, deciding_ranks
-from torchboost.calibration.host import Host
 from torchboost.calibration.next_call import Gate, entries_in, is_training_call, shapes_of
 from torchboost.calibration.passes import Call
 from torchboost.calibration.snapshot import streams_kept
@@ -63,7 +62,7 @@ class Levers:
         calibrate: Whether and how long to measure.
         verify: Whether to check.
         wrapper: The name of the wrapper of the model; None without one.
-        host: Who owns the loop.
+        forward: Makes the context in which a trainer computes each forward pass.
 
     Attributes:
         asked: The plan, without what changes nothing for this pair.
@@ -76,7 +75,14 @@ class Levers:
     """
 
     def __init__(
-        self, plan: Plan, target: Target, *, calibrate: Calibrate, verify: bool, wrapper: str | None, host: Host
+        self,
+        plan: Plan,
+        target: Target,
+        *,
+        calibrate: Calibrate,
+        verify: bool,
+        wrapper: str | None,
+        forward: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._target, self.due, self._unseen, self._again = target, False, False, False
         self.choice: Choice | None = None
@@ -89,7 +95,7 @@ class Levers:
         self._gate: Gate | None = None
         pair, levers = (target.model, *target.optimizers), frozenset(lever.name for lever in plan.levers)
         self.asked = plan.fit(*pair, but=levers)
-        self._calibration = Calibration.of(self.asked, calibrate, wrapper, verify=verify, forward=host.forward)
+        self._calibration = Calibration.of(self.asked, calibrate, wrapper, verify=verify, forward=forward)
         obstacle = None if self._calibration is None else self._calibration.obstacle(target.model)
         fixed = {} if self._calibration is None else self._calibration.fixed
         waits = levers - fixed.keys() if self._measures and obstacle is None else frozenset[str]()

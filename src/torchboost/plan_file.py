@@ -39,6 +39,8 @@ def build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str])
     Raises:
         ConfigError: A setting is unknown, of a wrong type, or out of range.
     """
+    if not settings:
+        return _plain(entry.algorithm)
     hints = _hints(entry.algorithm)
     given = {key: _frozen(value) for key, value in settings.items()}
     for key, value in given.items():
@@ -62,6 +64,12 @@ def build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str])
         path = f"extra.{entry.name}" if named is None else origins.get(named, f"extra.{entry.name}.{named}")
         found = shown(dict(settings)) if named is None else shown(settings[named])
         raise ConfigError(path, found=found, allowed=str(error)) from None
+
+
+@functools.cache
+def _plain(kind: type[Algorithm]) -> Algorithm:
+    """Return an algorithm with its default settings, a value that plans share."""
+    return kind()
 
 
 @functools.cache

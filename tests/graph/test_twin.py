@@ -65,7 +65,6 @@ def test_what_cannot_be_copied_is_said():
 
 
 def test_large_parameters_need_no_memory_where_only_the_shape_matters(monkeypatch):
-    monkeypatch.setattr("torchboost.graph.twin._NUMBERS_ELSEWHERE", 10)
     model = nn.BatchNorm1d(8)
     made = twin(model, numbers=False)
     assert made.weight.is_meta

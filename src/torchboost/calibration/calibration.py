@@ -17,7 +17,7 @@ from torchboost.calibration.choice import Choice, Machine, Source, Verdict
 from torchboost.calibration.passes import Passes
 from torchboost.calibration.search import SET_ASIDE, Price, search
 from torchboost.calibration.snapshot import Snapshot
-from torchboost.calibration.trial import Pair, Reduce, Trial, copied, needed_bytes
+from torchboost.calibration.trial import Pair, Reduce, Trial, needed_bytes, outline, with_memory
 from torchboost.calibration.verify import Checked, verified
 from torchboost.core.algorithm import Algorithm, Form, Target
 from torchboost.core.torch_private import all_reduce_hooks, holds_back_gradients, in_forward_of_fsdp2
@@ -258,13 +258,13 @@ class Calibration:
         return exchange_in(model)
 
     def before(self, algorithms: Iterable[Algorithm], target: Target) -> Pair | None:
-        """Return copies of a pair for the trial to compare with, if other algorithms than levers change the model."""
+        """Return the outline of a pair for the trial to compare with, if others than levers will change the model."""
         levers = {lever.name for lever in self.levers}
         changing = any(a.needs_transform(target.model) for a in algorithms if a.name not in levers)
         if self.calibrate is False or not changing:
             return None
         try:
-            return copied(target.model, *target.optimizers)
+            return outline(target.model, *target.optimizers)
         except TypeError:  # then this comparison does not take place
             return None
 
@@ -286,14 +286,14 @@ class Calibration:
             target: Model and optimizer without levers.
             passes: Passes of the model on a training call, under a snapshot.
             reduce: Takes the largest of each number over the ranks.
-            before: Copies from before boost, if the level has changed the model.
+            before: The outline from before boost, if the level has changed the model.
         """
         model, device = target.model, device_of(target.model)
         obstacle = self.obstacle(model)
         if obstacle is not None:
             return self.without_trial(obstacle)
-        if before is not None and device_of(before[0]) != device:
-            before = None
+        if before is not None:
+            before = with_memory(before, model)
         levers = {lever.name: lever for lever in self.levers if lever.name not in self.fixed}
         base = [lever for lever in self.levers if lever.name in self.fixed and lever.name in self.prior]
         prices = {name: _price(model, self.graphs) for name in levers if REGISTRY[name].once}

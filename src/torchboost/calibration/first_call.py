@@ -64,7 +64,7 @@ def decide(
         call: A training call.
         choice: An earlier choice, which is used instead of a trial; None without one.
         detach: Detaches the levers that are on. Called unless there is a choice that is not checked.
-        before: Copies from before boost, if the level has changed the model.
+        before: The outline from before boost, if the level has changed the model.
 
     Returns:
         The decision, and the levers in the chosen form, with what a pass has shown of them.

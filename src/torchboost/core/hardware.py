@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -83,7 +84,7 @@ def half_precision(device: torch.device | str, convolutions: int | None = None) 
     kinds: tuple[Kind, ...] = ("matrix product",) if convolutions == 0 else ("matrix product", "convolution")
     said: list[str] = []
     for kind in kinds:
-        found = _decision(kind, device, _key(kind, device), default_folder("bfloat16"))
+        found = _decision(kind, device, _key(kind, device), os.environ.get("TORCHBOOST_CACHE"))
         if found is None:
             return _by_capability(device)
         if not found.fast:
@@ -126,8 +127,12 @@ _FILE = TypeAdapter(_Kept)
 
 
 @functools.cache
-def _decision(kind: Kind, device: torch.device, key: str, folder: Path | None) -> HalfPrecision | None:
-    """Decide about one kind of product, as before on this machine; None if a GPU could not be measured."""
+def _decision(kind: Kind, device: torch.device, key: str, cache: str | None) -> HalfPrecision | None:
+    """Decide about one kind of product, as before on this machine; None if a GPU could not be measured.
+
+    The folder depends on ``cache``, the environment variable.
+    """
+    folder = default_folder("bfloat16")
     file = None if folder is None else folder / f"{key}.json"
     before = _load(file)
     if before is not None and before.found.in_time:

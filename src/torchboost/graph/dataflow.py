@@ -115,11 +115,13 @@ def trace_run(model: nn.Module, *, sample: Any = None) -> Dataflow | None:
 
 def trace_symbolically(model: nn.Module, sample: Any = None) -> Dataflow | None:
     """Return the data flow for all tensors, given the arguments of ``sample``; None if it may depend on the tensors."""
-    try:
-        with undisturbed(model, numbers=False) as copied:
-            return record_symbols(copied, model, sample)
-    except Exception:  # data-dependent Python has no common error class
-        return None
+    for numbers in (False, True):  # a copy without numbers costs no memory, and is enough for most models
+        try:
+            with undisturbed(model, numbers=numbers) as copied:
+                return record_symbols(copied, model, sample)
+        except Exception:  # data-dependent Python has no common error class
+            continue
+    return None
 
 
 def trace_all_paths(model: nn.Module, sample: Any = None) -> list[Dataflow] | None:
@@ -130,6 +132,10 @@ def trace_all_paths(model: nn.Module, sample: Any = None) -> list[Dataflow] | No
 
     Cost: one symbolic trace for each path.
     """
+    return _all_paths(model, sample, numbers=False) or _all_paths(model, sample, numbers=True)
+
+
+def _all_paths(model: nn.Module, sample: Any, *, numbers: bool) -> list[Dataflow] | None:
     flows: list[Dataflow] = []
     waiting: list[list[bool]] = [[]]
     paths = 0
@@ -150,7 +156,7 @@ def trace_all_paths(model: nn.Module, sample: Any = None) -> list[Dataflow] | No
             return taken[-1]
 
         try:
-            with undisturbed(model, numbers=False) as copied:
+            with undisturbed(model, numbers=numbers) as copied:
                 flows.append(record_symbols(copied, model, sample, decide=decide))
         except Exception as error:
             if type(error) not in (ValueError, AssertionError):

@@ -16,8 +16,6 @@ from torchboost.core.torch_private import beneath_compiled, module_hooks
 
 __all__ = ["large_plain_tensors", "parameter_bytes", "twin"]
 
-_NUMBERS_ELSEWHERE = 2**30
-"""Above this many bytes of parameters, a copy that is only traced has no parameter memory."""
 _LARGE = 2**20
 """Above this many bytes, an array that a module keeps as a plain attribute is lent to a copy that is only run here."""
 
@@ -30,7 +28,7 @@ def twin(model: nn.Module, *, numbers: bool = True, lend: bool = False) -> nn.Mo
 
     Args:
         model: A bare module; not changed.
-        numbers: If False, the copy of a large model (over 1 GiB) has its parameters on the device ``meta``.
+        numbers: If False, the parameters of the copy are on the device ``meta``, without memory.
         lend: If True, the copy reads large arrays and tensors that are plain attributes (a memory bank, a data set)
             where the model has them. It cannot write to arrays; see :func:`large_plain_tensors` for tensors.
 
@@ -63,7 +61,7 @@ def _copied_otherwise(model: nn.Module, numbers: bool, lend: bool) -> dict[int, 
     if lend:
         memo |= {id(tensor): tensor.detach() for tensor in large_plain_tensors(model, kept)}
         memo |= {id(one): _read_only(one) for one in kept if _is_large_array(one)}
-    if not numbers and parameter_bytes(model) > _NUMBERS_ELSEWHERE:
+    if not numbers:
         plain = [p for p in model.parameters() if type(p) is nn.Parameter]
         memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in plain}
     return memo
