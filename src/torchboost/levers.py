@@ -169,7 +169,11 @@ class Levers:
         self._look_at(self._waiting)
         if self._calibration is None:
             return True
-        calibration = self._with_what_stays(self._calibration, ranks)
+        calibration = self._calibration
+        if not self._measures:
+            calibration = replace(calibration, prior=frozenset(self.attached))
+        elif ranks is not None and not calibration.sharded:
+            calibration = calibration.with_formats_as(self.attached)
         key = self._key or (_key(calibration, target, call) if ranks is None and self._measures else "")
         choice = self._loaded
         if choice is None and key and not self._again:
@@ -185,16 +189,6 @@ class Levers:
         self._key = key
         self._settle(replace(decision, entries=entries), call)
         return True
-
-    def _with_what_stays(self, calibration: Calibration, ranks: list[int] | None) -> Calibration:
-        """Return the same with what cannot change any more as it is: all levers, or under DDP the format of kernels."""
-        on = frozenset(self.attached)
-        if not self._measures:
-            return replace(calibration, prior=on)
-        if ranks is None or calibration.sharded:
-            return calibration
-        formats = frozenset(a.name for a in calibration.levers if type(a).transform is not Algorithm.transform)
-        return replace(calibration, prior=(calibration.prior - formats) | (formats & on))
 
     @contextmanager
     def _changed(self) -> Iterator[tuple[list[Algorithm], Callable[[], None]]]:
@@ -335,7 +329,12 @@ class Levers:
         self._decisions |= {lever.name: (written[lever.name], reason) for lever in (levers if measures else changes)}
         self._forms = levers
         for lever in changes:
-            _LOG.info("%s: %s is %s, as in the checkpoint.", self.asked.level, lever.name, _word(written[lever.name]))
+            _LOG.info(
+                "%s: %s is %s, as in the checkpoint.",
+                self.asked.level,
+                lever.name,
+                "on" if written[lever.name] else "off",
+            )
         off = {lever.name for lever in changes if not written[lever.name]}
         stays = [a for a in self.attached.algorithms if REGISTRY[a.name].lever and a.name not in off]
         self._put_on([*stays, *(lever for lever in changes if written[lever.name])])
@@ -369,10 +368,6 @@ class Levers:
             self._decisions |= dict.fromkeys(self._waiting, (False, "removed before the first training call"))
         self._stop()
         self.state, self._before = "removed", None
-
-
-def _word(on: bool) -> str:
-    return "on" if on else "off"
 
 
 def _key(calibration: Calibration, target: Target, call: Call) -> str:

@@ -119,7 +119,7 @@ class Plan:
         versions, machine and date. Nothing reads it.
 
         Save the plan of a :class:`torchboost.Boosted` after the first training call, when the trial has decided about
-        :attr:`levers`. Before, the file holds what is on until then.
+        :attr:`levers`. Before, the file has the levers that wait as off.
 
         The file is written completely or not at all. A file that is there already is replaced.
 

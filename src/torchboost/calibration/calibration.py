@@ -173,6 +173,15 @@ class Calibration:
         found = [(lever, _forms_of(lever, device).get(chosen.get(lever.name, ""))) for lever in self.levers]
         return replace(self, levers=tuple(lever if form is None else form[1].algorithm for lever, form in found))
 
+    def with_formats_as(self, on: Iterable[str]) -> Calibration:
+        """Return the same with the memory formats as they are, for DDP has laid out its buckets."""
+        formats = frozenset(lever.name for lever in self.levers if _changes_model(lever))
+        return replace(
+            self,
+            fixed={**self.fixed, **dict.fromkeys(formats, _BUCKETS)},
+            prior=(self.prior - formats) | (formats & frozenset(on)),
+        )
+
     def without(self, name: str) -> Calibration:
         """Return the same without one lever."""
         return replace(
