@@ -174,12 +174,17 @@ def test_hostile_json():
 
 
 def test_files_that_cannot_be_used(tmp_path):
-    assert "no file at" in fault(tmp_path / "absent.json").found
-    assert "no file at" in fault("absent.json").found
+    assert "there is no such file" in fault(tmp_path / "absent.json").found
+    assert "there is no such file" in fault("absent.json").found
     assert "cannot be read" in fault(tmp_path).found
     assert "cannot be read" in fault("a\0b").found
     assert "cannot be read" in fault("x" * 5000).found
-    for content, finding in [(b"\xff\xfe\x00", "not UTF-8"), (b"[1]", "list [1]"), (b"null", "null"), (b"", "line 1")]:
+    for content, finding in [
+        (b"\xff\xfe\x00", "not UTF-8 text"),
+        (b"[1]", "list [1]"),
+        (b"null", "null"),
+        (b"", "line 1"),
+    ]:
         file = tmp_path / "file.json"
         file.write_bytes(content)
         assert finding in fault(file).found
