@@ -78,7 +78,7 @@ class Facts:
     largest_matrix: int | None = None
     trained: bool | None = None
     total_steps: int | None = None
-    loop: Loop = "torchboost"
+    loop: Loop = "own"
     precision: str = ""
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class Facts:
         model: nn.Module | None = None,
         *,
         total_steps: int | None = None,
-        loop: Loop = "torchboost",
+        loop: Loop = "own",
         precision: str = "",
     ) -> Facts:
         """Look at the process group, the hardware and, if given, the model.
