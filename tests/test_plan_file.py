@@ -264,9 +264,8 @@ class Disguised(Autocast):
     """A class that a configuration cannot name, under a name that it can."""
 
 
-@pytest.mark.parametrize(
-    ("algorithms", "found"),
-    [
+def test_what_json_cannot_hold_is_refused_and_nothing_is_written(tmp_path):
+    for algorithms, found in (
         ((Own(),), r"found the algorithm Own\(\), which a configuration cannot name; allowed are less_bn, .*in code"),
         ((Disguised(),), r"found the algorithm Disguised"),
         ((Compile(backend=print),), r"compile\.backend: found <built-in function print>, which JSON cannot hold"),
@@ -280,12 +279,10 @@ class Disguised(Autocast):
         ((Compile(), Autocast()), r"Give each algorithm once, in attach order"),
         ((Autocast(), Autocast()), r"Give each algorithm once, in attach order"),
         ((Compile(dynamic="yes"),), r"could not be read back: extra\.compile\.dynamic: found 'yes'"),
-    ],
-)
-def test_what_json_cannot_hold_is_refused_and_nothing_is_written(tmp_path, algorithms, found):
-    with pytest.raises(ValueError, match=found):
-        by_hand(*algorithms).save(tmp_path / "boost.json")
-    assert list(tmp_path.iterdir()) == []
+    ):
+        with pytest.raises(ValueError, match=found):
+            by_hand(*algorithms).save(tmp_path / "boost.json")
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_paths_that_cannot_be_written(tmp_path):
@@ -331,17 +328,10 @@ def test_the_file_has_the_permissions_of_an_ordinary_one(tmp_path):
     assert stat.S_IMODE((tmp_path / "boost.json").stat().st_mode) == 0o640
 
 
-@pytest.mark.parametrize("mode", ["auto", "disable_all"])
-@pytest.mark.parametrize(
-    ("name", "settings", "path"),
-    [
-        ("adasum", {"foo": 1}, "extra.adasum.foo"),
-        ("channels_last", {"x": 1}, "extra.channels_last.x"),
-        ("less_bn", {"keep": "zzz"}, "extra.less_bn.keep"),
-        ("grad_freeze", {"groups": 0}, "extra.grad_freeze.groups"),
-    ],
-)
-def test_settings_of_what_is_left_out_are_checked_too(mode, name, settings, path):
-    config = {"boost": {"mode": mode}, "extra": {name: settings}}
-    with pytest.raises(ConfigError, match=path):
-        Plan.of("O0", config, Facts.measure(nn.Sequential(nn.Linear(2, 2))))
+def test_settings_of_what_is_left_out_are_checked_too():
+    facts = Facts.measure(nn.Sequential(nn.Linear(2, 2)))
+    for mode in ("auto", "disable_all"):
+        for name, key, value in (("adasum", "foo", 1), ("less_bn", "keep", "zzz"), ("grad_freeze", "groups", 0)):
+            config = {"boost": {"mode": mode}, "extra": {name: {key: value}}}
+            with pytest.raises(ConfigError, match=rf"extra\.{name}\.{key}"):
+                Plan.of("O0", config, facts)

@@ -179,29 +179,23 @@ def _read(source: Any) -> dict[str, Any]:
 
 
 def _read_file(path: str | bytes) -> str:
-    allowed = "the path of a readable JSON file, or JSON text that starts with '{'"
     try:
         file = Path(os.fsdecode(path))
         # Reading a pipe would wait for a writer, and reading a device may never end.
         if file.exists() and not file.is_file() and not file.is_dir():
-            raise ConfigError("", found=f"a pipe or a device, not a regular file, at {shown(path)}", allowed=allowed)
+            raise ValueError("it is a pipe or a device")
         with file.open("rb") as opened:
             content = opened.read(_LONGEST + 1)
         if len(content) > _LONGEST:
-            size = f"more than {_LONGEST >> 20} MiB"
-            raise ConfigError("", found=f"{size} at {shown(path)}, too large for a configuration", allowed=allowed)
+            raise ValueError(f"it has more than {_LONGEST >> 20} MiB")
         return content.decode("utf-8-sig")
-    except ConfigError:
-        raise
-    except FileNotFoundError:
-        raise ConfigError("", found=f"no file at {shown(path)}", allowed=allowed) from None
-    except UnicodeDecodeError:
-        raise ConfigError("", found=f"a file that is not UTF-8 text at {shown(path)}", allowed=allowed) from None
     except (OSError, ValueError) as error:
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else reason
         raise ConfigError(
             "",
-            found=f"{shown(path)}, which cannot be read ({getattr(error, 'strerror', None) or error})",
-            allowed=allowed,
+            found=f"{shown(path)}, which cannot be read: {getattr(reason, 'strerror', None) or reason}",
+            allowed="the path of a readable JSON file, or JSON text that starts with '{'",
         ) from None
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,29 +14,14 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.grad_accumulation import AccumulationSteps, Accumulator
 from torchboost.algorithms.grad_accumulation.optimizer import AccumulatingOptimizer
-from torchboost.calibration.calibration import (
-    UNSEEN,
-    Calibrate,
-    Calibration,
-    Decision,
-    describe,
-    device_of,
-    explain,
-    gain,
-    measured_elsewhere,
-    resolved,
-)
+from torchboost.calibration.calibration import Calibrate, resolved
 from torchboost.calibration.choice import Choice
-from torchboost.calibration.first_call import FirstCall, OtherShapes, attach_levers, check_again
-from torchboost.calibration.host import Host
-from torchboost.calibration.passes import Call
-from torchboost.calibration.trial import Pair
-from torchboost.calibration.watch import StepWatch
 from torchboost.config import ConfigSource
 from torchboost.core.algorithm import LEVERS, Algorithm, AttachedAlgorithms, Scaler, Target
 from torchboost.core.arguments import (
     check_loss_fn,
     check_module,
+    check_optimizer,
     check_pair,
     check_scaler,
     check_shapes,
@@ -45,26 +29,50 @@ from torchboost.core.arguments import (
     warn_of_foreign_parameters,
 )
 from torchboost.core.step import TrainStep
-from torchboost.core.torch_private import step_pre_hooks
+from torchboost.core.torch_private import step_post_hooks
 from torchboost.core.wrapping import already_wrapped, hookable, wrapper_of
-from torchboost.distributed.topology import Topology
+from torchboost.distributed.agreement import from_first_rank
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.trace import shared_traces
 from torchboost.inference import fast_copy, fastest
+from torchboost.levers import Levers
 from torchboost.optim.named import named_optimizer
 from torchboost.optim.rules.schedule_free import warn_of_training_weights
 from torchboost.plan import Plan, why_idle
-from torchboost.registry import REGISTRY, Facts, Loop
+from torchboost.registry import Facts, Loop
 
-__all__ = ["Boosted", "Host", "boost", "boosted_of"]
-
-_LOG = logging.getLogger("torchboost")
+__all__ = ["Boosted", "Host", "boost", "boosted_of", "prepare"]
 
 _LONG_RUN = 1_000_000
 """A run of so many steps repays the start-up cost of every algorithm."""
 
 # A second boost of a model finds the first one here. Both sides are weak: a model keeps no optimizer alive.
 _BOOSTED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Boosted]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Who owns the training loop, and what it does around the model.
+
+    Args:
+        loop: See :func:`boost`.
+        precision: The mixed precision in which a trainer computes, in its own words; empty if it uses none.
+        forward: Makes the context in which it computes each forward pass.
+        together: Whether all ranks ask for the facts together, as in a trainer.
+    """
+
+    loop: Loop = "own"
+    precision: str = ""
+    forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    together: bool = False
+
+    def facts(self, model: nn.Module) -> Facts:
+        """Look at the machine and the model. The speed of bfloat16 is then that of the first rank."""
+        facts = Facts.measure(model, loop=self.loop, precision=self.precision)
+        if not self.together:
+            return facts
+        fast, reason = from_first_rank((facts.half_precision, facts.half_precision_reason))
+        return replace(facts, half_precision=fast, half_precision_reason=reason)
 
 
 class Boosted:
@@ -74,50 +82,53 @@ class Boosted:
         model: The given model, changed in place.
         optimizer: The optimizer to step. This is the given optimizer, unless gradient accumulation or dimension-reduced
             training wraps it in another one. If a list was given, the list of its optimizers.
-        plan: What runs, and what was left out with the reason.
-        choice: What the trial of the speed levers found out. None before the first training call.
-        checks: Lever -> how far its step is from the plain one, in words, as compared at the first training call.
-        attached: The attachments, by the name of their algorithm.
-        withdrawn: What :meth:`withdraw` took out of this run, with the reasons.
+        levers: What is attached, what has still to be decided, and who decided: see :class:`~torchboost.levers.Levers`.
         scaler: The loss scaler of the loop: the given one, or the one that group loss scaling adds. The loop uses
             either like a ``GradScaler``. None without loss scaling.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        target: Target,
-        attached: AttachedAlgorithms,
-        given: Optimizer,
-        scaler: Scaler | None,
-        calibration: Calibration | None = None,
-        before: Pair | None = None,
-        *,
-        listed: bool = False,
+        self, levers: Levers, target: Target, given: Optimizer, scaler: Scaler | None, *, listed: bool = False
     ) -> None:
-        self.choice: Choice | None = None
-        self.checks: dict[str, str] = {}
-        self.withdrawn: dict[str, str] = {}
-        self.plan, self.attached, self._target, self._given = plan, attached, target, given
+        self.levers, self._target, self._given = levers, target, given
         self.model, self.scaler = target.model, target.scaler
         self._called: nn.Module = target.model
-        self._unseen = self._removed = self._warned = False
+        self._warned = False
         self.brings_scaler = target.scaler is not scaler
         self._first: Optimizer = target.optimizer
         if isinstance(target.accumulator, Accumulator):
             front = AccumulatingOptimizer(target.optimizer, target.accumulator)
-            attached[AccumulationSteps.name].with_undo(front.direct.remove)
+            self.attached[AccumulationSteps.name].with_undo(front.direct.remove)
             self._first = front
         self.optimizer: Any = [self._first, *target.others] if listed else self._first
         for optimizer in {id(o): o for o in map(hookable, (given, self._first, *target.others))}.values():
-            if len(attached) or calibration is not None:
-                attached.with_undo(optimizer.register_step_pre_hook(_Mark(self)).remove)
-        attached.with_undo(self._note_removal).with_levers(
-            self._levers, lambda levers: self._follow(Choice.saved({LEVERS: levers}))
-        )
-        self._calibration = calibration
-        self._waiting: FirstCall | None = None
-        self._wait(before)
+            if len(self.attached) or levers.due:
+                self.attached.with_undo(optimizer.register_step_post_hook(_Mark(self)).remove)
+
+    @property
+    def plan(self) -> Plan:
+        """What runs, and what was left out with the reason. Levers that wait for the trial are left out."""
+        return self.levers.plan
+
+    @property
+    def attached(self) -> AttachedAlgorithms:
+        """The attachments, by the name of their algorithm."""
+        return self.levers.attached
+
+    @property
+    def choice(self) -> Choice | None:
+        """What the trial of the speed levers found out. None before the first training call."""
+        return self.levers.choice
+
+    @property
+    def checks(self) -> dict[str, str]:
+        """Lever -> how far its step is from the plain one, in words, as compared at the first training call."""
+        return self.levers.checks
+
+    @property
+    def withdrawn(self) -> dict[str, str]:
+        """What :meth:`withdraw` took out of this run, with the reasons."""
+        return self.levers.withdrawn
 
     @property
     def _all_given(self) -> tuple[Optimizer, ...]:
@@ -131,86 +142,7 @@ class Boosted:
 
     def explain(self) -> str:
         """Return which algorithms are on, with their settings, and which were left out, with the reasons."""
-        unseen = f"not {'measured' if self._measures else 'checked'}: {UNSEEN}" if self._unseen else ""
-        parts = [self.plan.explain(), explain(self.choice) if self.choice is not None else unseen]
-        on = {algorithm.name for algorithm in self.plan.algorithms}
-        parts += [f"  {name}  {text}" for name, text in self.checks.items() if name in on]
-        said = "\n".join(part for part in parts if part)
-        return f"removed; before, this was so:\n{said}" if self._removed else said
-
-    def _wait(self, before: Pair | None = None, *, again: str | None = None) -> None:
-        """Let the next training call choose the levers."""
-        if self._calibration is not None:
-            self._waiting = FirstCall(
-                *(self._target, self.attached, self._calibration, self._decide), before=before, again=again
-            )
-            self.attached.with_undo(self._waiting.remove)
-
-    def _updated(self) -> None:
-        """Note an update before the first training call of the model, which may never come."""
-        waits = self._waiting is not None and self._waiting.given is None
-        if waits and self.choice is None and not self._unseen:
-            self._unseen = True
-            if self._measures:
-                self._leave_open(f"not measured: {UNSEEN}")
-
-    def _note_removal(self) -> None:
-        if self._waiting is not None and self.choice is None and self._measures:
-            self._leave_open("removed before the first training call")
-        self._removed, self._waiting = True, None
-
-    def _leave_open(self, reason: str) -> None:
-        """Say why no trial has decided about the levers. They stay as they are."""
-        on = {algorithm.name for algorithm in self.plan.algorithms}
-        self.plan = self.plan.chosen({lever.name: (lever.name in on, reason) for lever in self.plan.levers})
-
-    @property
-    def _measures(self) -> bool:
-        """Whether a trial decides about the levers, or a choice that one made."""
-        return self._calibration is not None and self._calibration.calibrate is not False
-
-    def _decide(self, decision: Decision, call: Call) -> None:
-        again = self.choice is not None
-        choice = decision.choice.only(self.plan.levers)  # one that was loaded may name a lever that was withdrawn
-        key = "" if self._waiting is None else self._waiting.key or ""
-        self._waiting, self._unseen, self.checks = None, False, {**self.checks, **decision.checks}
-        alone = Topology.current().world_size == 1  # other ranks may have inputs of the same shapes, and would not come
-        if alone and decision.checks and self._calibration is not None and self._calibration.verify:
-            self.attached.with_undo(OtherShapes(self.model, call, self._check_again).remove)
-        self._leave_out(decision.refused)
-        if not self._measures:
-            self.plan = self.plan.chosen({v.lever: (False, v.reason) for v in choice.verdicts if not v.kept})
-            return
-        self.choice = choice
-        forms = () if self._calibration is None else self._calibration.in_form(choice, device_of(self.model)).levers
-        self.plan = self.plan.chosen({v.lever: (v.kept, v.reason) for v in choice.verdicts}, forms)
-        _LOG.info("%s: %s", self.plan.level, describe(choice))
-        if choice.ratio is not None and choice.ratio.high < 1:
-            _LOG.warning(
-                "%s: %s. Use boost(..., level='O0'), or leave out what changes the model with extra.",
-                *(self.plan.level, gain(choice.ratio)),
-            )
-        tries = self._calibration is not None and self._calibration.obstacle(self.model) is None
-        if tries and not again and choice.source != "prior" and alone:
-            report = functools.partial(self._measure_again, key)
-            watch = StepWatch(self.model, hookable(self._given), report, entries=decision.entries)
-            self.attached.with_undo(watch.remove)
-
-    def _check_again(self, call: Call) -> None:
-        """Check the levers on inputs of other shapes, once."""
-        if self._calibration is not None:
-            decision = check_again(self._target, self.attached, self._calibration, call, self.choice)
-            self.checks |= decision.checks
-            self._leave_out(decision.refused)
-
-    def _leave_out(self, refused: Mapping[str, str]) -> None:
-        for name, reason in refused.items():
-            self.withdraw(name, reason)
-            warnings.warn(f"{name}: {reason}. It is off from now on.", NoEffectWarning, stacklevel=2)
-
-    def _measure_again(self, key: str, found: str) -> None:
-        _LOG.info("%s: %s; the next call measures the levers again, once.", self.plan.level, found)
-        self._wait(again=key)
+        return self.levers.explain()
 
     def step(
         self, loss_fn: Callable[..., Tensor | tuple[Tensor, float]] | None = None, model: nn.Module | None = None
@@ -270,9 +202,8 @@ class Boosted:
         """Return what a checkpoint needs in addition to the states of model, optimizer and the loop's scaler."""
         state: dict[str, Any] = {"attached": self.attached.state_dict()}
         levers = state["attached"].pop(LEVERS, None)
-        choice = self.choice if self._waiting is None else self._waiting.given or self.choice
-        if choice is not None:
-            state["choice"] = choice.model_dump_json()
+        if self.levers.saved_choice is not None:
+            state["choice"] = self.levers.saved_choice.model_dump_json()
         elif levers:
             state["levers"] = levers
         if self.withdrawn:
@@ -299,43 +230,9 @@ class Boosted:
         for name, reason in state.get("withdrawn", {}).items():
             self.withdraw(name, reason)
         self.attached.load_state_dict(state["attached"])
-        self._follow(chosen)
+        self.levers.follow(chosen)
         if self.brings_scaler and self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
-
-    def _levers(self) -> dict[str, bool | str]:
-        """Return the levers that a resumed run must have; empty if the first training call has still to decide."""
-        if self._removed:
-            return {}
-        given = None if self._waiting is None else self._waiting.given
-        if given is None and self._measures and self._waiting and self.choice is None and not self._unseen:
-            return {}
-        choice, on = (self.choice, self.attached) if given is None else (given, given.kept)
-        chosen = choice.levers if choice else {}
-        return {lever.name: lever.name in on and (chosen.get(lever.name) or True) for lever in self.plan.levers}
-
-    def _follow(self, chosen: Choice | None) -> None:
-        """Compute as the checkpoint did, without a trial: bfloat16 may be found faster or slower here."""
-        if chosen is None or self._removed or (self._measures and self._waiting is None):
-            return
-        if self._waiting is not None and self._measures:
-            self._waiting.give(chosen)
-            self._leave_open("the checkpoint decides")
-            if said := measured_elsewhere(chosen, self.model):
-                _LOG.warning("%s: %s", self.plan.level, said)
-        written = {verdict.lever: verdict.kept for verdict in chosen.verdicts}
-        differing = {
-            lever.name: (written[lever.name], "the checkpoint was trained without it")
-            for lever in self.plan.levers
-            if type(lever).transform is Algorithm.transform
-            and not REGISTRY[lever.name].once
-            and written.get(lever.name, lever.name in self.attached) != (lever.name in self.attached)
-        }
-        self.plan = self.plan.chosen(differing)
-        for name, (on, _) in differing.items():
-            _LOG.info("%s: %s is %s, as in the checkpoint.", self.plan.level, name, "on" if on else "off")
-            self.attached.detach(name)
-        attach_levers(self._target, self.attached, [a for a in self.plan.algorithms if a.name in differing])
 
     def withdraw(self, name: str, reason: str) -> None:
         """Remove one algorithm from the run. The others stay; no later trial turns it on again.
@@ -347,17 +244,7 @@ class Boosted:
             name: Of an algorithm; does nothing if the plan does not have it.
             reason: Shown by :meth:`explain`.
         """
-        if name not in {one.name for one in (*self.plan.algorithms, *self.plan.levers)}:
-            return
-        self.withdrawn[name] = reason
-        self.attached.detach(name)
-        self.plan = self.plan.without({name: reason})
-        if self._calibration is not None:
-            self._calibration = self._calibration.without(name)
-            if self._waiting is not None:
-                self._waiting.withdraw(name)
-            if not (self._calibration.levers or self._calibration.asked):
-                self._calibration = self._waiting = None
+        self.levers.withdraw(name, reason)
 
     def figures(self) -> dict[str, float]:
         """Return what is on as numbers for a log: 1 per algorithm, the state of each, and the loss scale.
@@ -386,12 +273,12 @@ class _Mark:
         if not self._checked:
             self._checked = True
             warn_of_foreign_parameters(self.boosted.model, optimizer)
-        self.boosted._updated()
+        self.boosted.levers.note_update()
 
 
 def boosted_of(optimizer: Optimizer) -> Boosted | None:
     """Return the :class:`Boosted` of an optimizer that :func:`boost` received or returned; None without one."""
-    marks = [hook for hook in step_pre_hooks(hookable(optimizer)) if isinstance(hook, _Mark)]
+    marks = [hook for hook in step_post_hooks(hookable(optimizer)) if isinstance(hook, _Mark)]
     return marks[-1].boosted if marks else None
 
 
@@ -431,12 +318,11 @@ def boost(
         loop: Who owns the training loop: ``"own"``, or a trainer: ``"transformers"``, ``"lightning"`` or
             ``"accelerate"``. A trainer accumulates gradients and scales the loss itself, so both are left out.
         calibrate: Whether to measure which speed levers pay: memory format, autocast, fused optimizer, compilation. The
-            first training call tries them on copies of model and optimizer, with the inputs that arrive, and keeps
-            those that make a step faster. ``"auto"`` spends at most 1 % of ``total_steps`` and at most 60 s on it, in
-            runs of fewer than 4,000 updates up to 40 steps and 4 %, and without ``total_steps`` the time of 30 steps;
-            below 300 updates it measures nothing. A number is the seconds to spend. False measures nothing. What is not
-            measured is chosen by the kind of the machine and the model. Levers that ``config`` names under ``extra``
-            are not measured.
+            first training call tries them with the inputs that arrive, and attaches those that make a step faster.
+            ``"auto"`` spends at most 1 % of ``total_steps`` and at most 60 s on it, in runs of fewer than 4,000 updates
+            up to 40 steps and 4 %, and without ``total_steps`` the time of 30 steps; below 300 updates it measures
+            nothing. A number is the seconds to spend. False measures nothing. What is not measured is chosen by the
+            kind of the machine and the model. Levers that ``config`` names under ``extra`` are not measured.
         verify: Whether to compare, at the first training call, a step with the speed levers that are on with a plain
             one: all outputs and every gradient, on the inputs that arrive. Levers must agree up to rounding, autocast
             within a stated bound (``docs/levels.md``); what does not is left out with the number. It costs three to
@@ -531,31 +417,24 @@ def attach(
     inner = {one: found._given for one, found in earlier.items() if not found._target.others}
     given, *others = (inner.get(one, one) for one in optimizers)
     target = Target(model, given, scaler, others=tuple(others))
-    for before in (*(_BOOSTED.get(module, lambda: None)() for module in model.modules()), *earlier.values()):
-        if before is not None:
-            _warn_of_other_parameters(before, target, caller)
-            before.remove()
-    plan = Plan.of(level, config, host.facts(model), total_steps=total_steps).without(idle)
+    at_work = (*(_BOOSTED.get(module, lambda: None)() for module in model.modules()), *earlier.values())
+    for before in (removed := [one for one in at_work if one is not None]):
+        _warn_of_other_parameters(before, target, caller)
+        before.remove()
+    if removed:
+        plan = Plan.of(level, config, host.facts(model), total_steps=total_steps)
     with shared_traces():
-        plan = plan.fit(model, given, *others)
-        calibration = Calibration.of(plan, calibrate, wrapper, verify=verify, forward=host.forward)
-        if calibration is not None and calibrate is not False:
-            short = calibration.too_short
-            reason = f"not measured: {short}" if short else "the trial at the first training call decides"
-            plan = plan.chosen({lever.name: (lever.name in calibration.prior, reason) for lever in plan.levers})
-        before = None if calibration is None else calibration.before(plan.algorithms, target)
-        made = Boosted(plan, target, plan.attach(target), given, scaler, calibration, before, listed=listed)
-    aside = wrapper is not None and calibration is None
-    if aside or not verify:
-        why = f"measured or checked: wrapped by {wrapper} before boost" if aside else "checked: verify=False"
-        made.checks = {a.name: f"not {why}" for a in plan.algorithms if REGISTRY[a.name].lever}
+        levers = Levers(
+            plan.without(idle), target, calibrate=calibrate, verify=verify, wrapper=wrapper, forward=host.forward
+        )
+    made = Boosted(levers, target, given, scaler, listed=listed)
     _BOOSTED[model] = weakref.ref(made)
     return made
 
 
 def _warn_of_other_parameters(before: Boosted, target: Target, caller: str) -> None:
     """Warn if an earlier boost goes, one of whose optimizers holds other parameters: the loop may step it too."""
-    if before._removed or (not len(before.attached) and before._waiting is None):
+    if before.levers.state == "removed" or (not len(before.attached) and not before.levers.due):
         return
     now, earlier, later = _held(target.optimizers), in_words(before._all_given), in_words(target.optimizers)
     left = [name for name, one in zip(earlier, before._all_given, strict=True) if _held([one]).isdisjoint(now)]
@@ -588,7 +467,7 @@ def warn_of_missing_length(made: Boosted, config: ConfigSource | None, total_ste
     if total_steps is not None:
         return
     facts = replace(Facts.measure(made.model, loop=loop), total_steps=_LONG_RUN)
-    running, plan = {algorithm.name for algorithm in made.plan.algorithms}, Plan.of(made.plan.level, config, facts)
+    running, plan = {a.name for a in made.levers.asked.algorithms}, Plan.of(made.plan.level, config, facts)
     others, optimizers = [a for a in plan.algorithms if a.name not in running], list(map(hookable, made._all_given))
     missed = [algorithm.name for algorithm in others if why_idle(algorithm, made.model, optimizers) is None]
     if missed:
@@ -598,3 +477,38 @@ def warn_of_missing_length(made: Boosted, config: ConfigSource | None, total_ste
             NoEffectWarning,
             stacklevel=3,
         )
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    level: str = "O1",
+    total_steps: int | None = None,
+    config: ConfigSource | None = None,
+) -> Plan:
+    """Change the modules of a bare model before it is sharded or wrapped, and return the plan to attach later.
+
+    FSDP2 replaces the parameters, so the optimizer is built after sharding. Prepare the bare model, shard it, build the
+    optimizer, then call ``plan.attach(torchboost.Target(model, optimizer))``. Nothing is measured or checked; rules
+    choose the levers.
+
+    Args:
+        model: Changed in place. It must be on the device that it will train on.
+        optimizer: If it exists already, it follows the parameters that are replaced.
+        level: As are ``total_steps`` and ``config``: see :func:`torchboost.boost`, also for the errors.
+        total_steps: Updates of the whole run.
+        config: Settings that override the level.
+
+    Raises:
+        IncompatibleError: The model is already wrapped. Nothing is changed.
+    """
+    check_module(model)
+    if optimizer is not None:
+        check_optimizer(optimizer)
+    plan = Plan.of(level, config, Facts.measure(model, loop="own"), total_steps=total_steps)
+    changing = [a for a in plan.algorithms if type(a).applied is not Algorithm.applied]
+    idle = [a.name for a in changing if not (a.needs_transform(model) or a.applied(model))]
+    plan = replace(plan.without(dict.fromkeys(idle, "it finds nothing to change in this model")), levers=())
+    plan.transform(model, optimizer)
+    return plan

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,7 +19,7 @@ from torchboost.core.arguments import check_module, check_optimizer, check_pair,
 from torchboost.core.wrapping import hookable, wrapper_of
 from torchboost.errors import ConfigError, IncompatibleError, nearest, shown
 from torchboost.graph.trace import shared_traces
-from torchboost.plan_file import write_plan
+from torchboost.plan_file import build, place, write_plan
 from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop
 
 __all__ = ["Dropped", "Plan", "own_settings", "resolve", "why_idle"]
@@ -30,7 +27,6 @@ __all__ = ["Dropped", "Plan", "own_settings", "resolve", "why_idle"]
 SWITCHES = tuple(name for name in BoostSwitches.model_fields if name != "mode")
 _LENGTH = "total_steps"
 """A fact about the run, not a choice: the written value always counts."""
-_TOO_LARGE = 1 << 63
 _COMMON = {
     "gradient_split_groups": "AdaSum, which packs gradients by it, is off; for DistributedDataParallel pass it "
     "AutoBoost.ddp_options(network)",
@@ -123,7 +119,7 @@ class Plan:
         versions, machine and date. Nothing reads it.
 
         Save the plan of a :class:`torchboost.Boosted` after the first training call, when the trial has decided about
-        :attr:`levers`. Before, the file holds what is on until then.
+        :attr:`levers`. Before, the file has the levers that wait as off.
 
         The file is written completely or not at all. A file that is there already is replaced.
 
@@ -145,13 +141,21 @@ class Plan:
             >>> torchboost.Plan.of("O0", "boost.json").algorithms == plan.algorithms  # doctest: +SKIP
             True
         """
-        write_plan(path, self.algorithms, level=self.level, mode=self.mode, read_back=_of_extra)
+        write_plan(path, self.algorithms, level=self.level, mode=self.mode)
 
-    def fit(self, model: nn.Module, optimizer: Optimizer, *others: Optimizer) -> Plan:
+    def fit(
+        self, model: nn.Module, optimizer: Optimizer, *others: Optimizer, but: Container[str] = frozenset()
+    ) -> Plan:
         """Return the plan without the algorithms that would change nothing for this pair. The reasons are listed.
 
         An algorithm that has already transformed the model stays on. If there are other optimizers of the model, the
         algorithms that serve only one optimizer are left out, too.
+
+        Args:
+            model: The bare model.
+            optimizer: Of this model.
+            *others: More of them.
+            but: Names of algorithms that are not asked.
 
         Raises:
             TypeError: Not a module, or not an optimizer.
@@ -161,16 +165,16 @@ class Plan:
         for one in (optimizer, *others):
             check_pair(model, one)
         inner = [hookable(one) for one in (optimizer, *others)]
-        on = {a.name: a for a in self.algorithms}
-        waiting = [a for a in self.levers if a.name not in on]
-        reasons = {name: None if a.applied(model) else why_idle(a, model, inner) for name, a in on.items()}
-        idle = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)
-        reasons |= {a.name: why_idle(a, model, inner) for a in waiting}
-        kept = tuple(a for a in self.algorithms if reasons[a.name] is None)
-        levers = tuple(a for a in self.levers if reasons[a.name] is None)
-        wanted = dict.fromkeys(a for a in (*kept, *levers) if len(inner) > 1 and REGISTRY[a.name].of_optimizer)
-        served = tuple((a.name, _served(a, model, inner)) for a in wanted)
-        return replace(self, algorithms=kept, dropped=self.dropped + idle, levers=levers, served=served)
+        asked = {a.name: a for a in (*self.levers, *self.algorithms) if a.name not in but}
+        on = {a.name for a in self.algorithms if not (a.name in asked and a.applied(model))}
+        looked_at = {name: a for name, a in asked.items() if name in on or a not in self.algorithms}
+        idle = {name: reason for name, a in looked_at.items() if (reason := why_idle(a, model, inner)) is not None}
+        served = dict(self.served)
+        if len(inner) > 1:
+            useful = [a for name, a in asked.items() if name not in idle and REGISTRY[name].of_optimizer]
+            served |= {a.name: _served(a, model, inner) for a in useful}
+        plan = self.without({name: reason for name, reason in idle.items() if name in on})
+        return replace(plan, levers=tuple(a for a in plan.levers if a.name not in idle), served=tuple(served.items()))
 
     def chosen(self, decisions: Mapping[str, tuple[bool, str]], forms: Iterable[Algorithm] = ()) -> Plan:
         """Return the plan with levers switched on and off.
@@ -192,7 +196,7 @@ class Plan:
         off = tuple(Dropped(name, reason) for name, (kept, reason) in decisions.items() if not kept)
         return replace(
             self,
-            algorithms=tuple(sorted([*others, *on], key=_place)),
+            algorithms=tuple(sorted([*others, *on], key=place)),
             dropped=tuple(entry for entry in self.dropped if entry.name not in decisions) + off,
         )
 
@@ -313,27 +317,25 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     if per_node is not None:
         per_node = min(per_node, facts.world_size)
         facts = replace(facts, devices_per_node=per_node, nodes=-(-facts.world_size // per_node))
-    for name in (name for name, setting in config.extra.items() if isinstance(setting, dict)):
-        _build(REGISTRY[name], *_settings(REGISTRY[name], config, level, facts))  # its faults, also if it is left out
-    wanted = _wanted(config, level)
-    reasons = {name: _objection(name, wanted, config, facts) for name in wanted}
-    built = {
-        name: _build(REGISTRY[name], *_settings(REGISTRY[name], config, level, facts))
-        for name, reason in reasons.items()
-        if reason is None
-    }
+
+    def made(name: str) -> Algorithm:
+        return build(REGISTRY[name], *_settings(REGISTRY[name], config, level, facts))
+
+    written = {name: made(name) for name, setting in config.extra.items() if isinstance(setting, dict)}  # their faults
+    requested = _requested(config, level)
+    reasons = {name: _objection(name, requested, config, facts) for name in requested}
+    built = {name: written.get(name) or made(name) for name, reason in reasons.items() if reason is None}
     dropped = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)
-    dropped += _unread(config, level, wanted, on=list(built))
-    levers = [name for name in wanted if _is_open(name, config, level, facts)]
+    levers = [name for name in requested if _is_open(name, config, level, facts)]
     kept = list(built.values())
     return Plan(
         level=level,
         mode=config.boost.mode,
-        algorithms=tuple(sorted(kept, key=_place)),
-        dropped=dropped,
-        levers=tuple(_build(REGISTRY[name], *_settings(REGISTRY[name], config, level, facts)) for name in levers),
+        algorithms=tuple(sorted(kept, key=place)),
+        dropped=dropped + _unread(config, level, requested, on=list(built)),
+        levers=tuple(built.get(name) or made(name) for name in levers),
         total_steps=facts.total_steps,
-        unmeasured=_unmeasured(config, level, wanted, kept, facts),
+        unmeasured=_unmeasured(config, level, requested, kept, facts),
     )
 
 
@@ -373,11 +375,6 @@ def own_settings(algorithm: Algorithm) -> str:
     return ", ".join(f"{name}={value!r}" for name, value, default in found if value != default)
 
 
-def _place(algorithm: Algorithm) -> tuple[int, int]:
-    """Return the place of an algorithm in the attach order. The registry decides between equal orders."""
-    return algorithm.traits.order, list(REGISTRY).index(algorithm.name)
-
-
 def _ranks_per_node(config: BoostConfig) -> int | None:
     """Return the number that the user wrote. MindSpore's default of 8 says nothing about the launched ranks."""
     extra = config.extra.get("adasum")
@@ -387,7 +384,7 @@ def _ranks_per_node(config: BoostConfig) -> int | None:
     return config.common.device_number if "device_number" in config.common.model_fields_set else None
 
 
-def _wanted(config: BoostConfig, level: str) -> list[str]:
+def _requested(config: BoostConfig, level: str) -> list[str]:
     mode = config.boost.mode
     if mode == "disable_all":
         return []
@@ -396,41 +393,41 @@ def _wanted(config: BoostConfig, level: str) -> list[str]:
         "manual": [name for name in SWITCHES if getattr(config.boost, name)],
         "enable_all": [*SWITCHES, *(name for name in REGISTRY if name not in SWITCHES)],
     }[mode]
-    wanted = dict.fromkeys(chosen)
+    requested = dict.fromkeys(chosen)
     for name, setting in config.extra.items():
         if setting is False:
-            wanted.pop(name, None)
+            requested.pop(name, None)
         else:
-            wanted[name] = None
+            requested[name] = None
     for entry in REGISTRY.values():
-        if entry.name not in wanted or not entry.brings:
+        if entry.name not in requested or not entry.brings:
             continue
         section = getattr(config, entry.section)
         for key, brought in entry.brings.items():
             decided = brought not in config.extra and (mode != "auto" or key in section.model_fields_set)
             if decided and getattr(section, key):
-                wanted[brought] = None
+                requested[brought] = None
             elif decided:
-                wanted.pop(brought, None)
-    return list(wanted)
+                requested.pop(brought, None)
+    return list(requested)
 
 
-def _unread(config: BoostConfig, level: str, wanted: list[str], on: list[str]) -> tuple[Dropped, ...]:
+def _unread(config: BoostConfig, level: str, requested: list[str], on: list[str]) -> tuple[Dropped, ...]:
     """List the written keys that are not read."""
     unread = {f"common.{key}": why for key, why in _COMMON.items() if _says(config.common, key)}
-    if config.boost.mode == "disable_all" or AdaptiveSum.name in wanted:
+    if config.boost.mode == "disable_all" or AdaptiveSum.name in requested:
         unread = {}
     if config.boost.mode == "auto":
-        unread |= _unread_by_levels(config, level, wanted, on)
+        unread |= _unread_by_levels(config, level, requested, on)
     return tuple(Dropped(name, reason) for name, reason in unread.items())
 
 
-def _unread_by_levels(config: BoostConfig, level: str, wanted: list[str], on: list[str]) -> dict[str, str]:
+def _unread_by_levels(config: BoostConfig, level: str, requested: list[str], on: list[str]) -> dict[str, str]:
     unread = {}
     for name in SWITCHES:
         if name in on and name in config.boost.model_fields_set and not getattr(config.boost, name):
             unread[f"boost.{name}"] = f"false is not read: mode auto follows the level; use extra.{name} = false"
-        if name in wanted:
+        if name in requested:
             unread |= _measured_otherwise(REGISTRY[name], config, level) if name in on else {}
             continue
         section = getattr(config, name, None)
@@ -464,7 +461,7 @@ def _measured_otherwise(entry: Entry, config: BoostConfig, level: str) -> dict[s
 
 
 def _unmeasured(
-    config: BoostConfig, level: str, wanted: list[str], kept: list[Algorithm], facts: Facts
+    config: BoostConfig, level: str, requested: list[str], kept: list[Algorithm], facts: Facts
 ) -> tuple[str, ...]:
     """List the user's settings that differ from the measured row of the level.
 
@@ -476,14 +473,14 @@ def _unmeasured(
     found = [f"extra.{name} = false" for name in rows if config.extra.get(name, True) is False]
     for entry in REGISTRY.values():
         for key, brought in entry.brings.items():
-            if brought in rows and brought not in wanted and brought not in config.extra:
+            if brought in rows and brought not in requested and brought not in config.extra:
                 found.append(f"{entry.section}.{key} = {_json(getattr(getattr(config, entry.section), key))}")
     for algorithm in kept:
         entry = REGISTRY[algorithm.name]
         if entry.name not in rows:
             found.append(f"extra.{algorithm.name}")
             continue
-        measured = _build(entry, *_settings(entry, BoostConfig(), level, facts))
+        measured = build(entry, *_settings(entry, BoostConfig(), level, facts))
         _, origins = _settings(entry, config, level, facts)
         found += [
             f"{path} = {_json(getattr(algorithm, ours))}"
@@ -498,19 +495,13 @@ def _says(section: Any, key: str) -> bool:
     return key in section.model_fields_set and getattr(section, key) != type(section).model_fields[key].default
 
 
-def _objection(name: str, wanted: list[str], config: BoostConfig, facts: Facts) -> str | None:
+def _objection(name: str, requested: list[str], config: BoostConfig, facts: Facts) -> str | None:
     entry = REGISTRY[name]
-    winner = next((w for w in wanted if name in REGISTRY[w].displaces), None)
+    winner = next((w for w in requested if name in REGISTRY[w].displaces), None)
     if winner is not None and REGISTRY[winner].unusable(facts) is None:
         return f"{winner} is on, and it cannot be combined with others"
     asked_for = config.boost.mode != "auto" or name in config.extra
     return entry.unusable(facts) or (None if asked_for else entry.unproven(facts))
-
-
-def _of_extra(extra: Mapping[str, bool | dict[str, Any]]) -> tuple[Algorithm, ...]:
-    """Build what a section ``extra`` turns on, in attach order, without looking at facts."""
-    built = [_build(REGISTRY[name], setting, {}) for name, setting in extra.items() if isinstance(setting, dict)]
-    return tuple(sorted(built, key=_place))
 
 
 def _settings(entry: Entry, config: BoostConfig, level: str, facts: Facts) -> tuple[dict[str, Any], dict[str, str]]:
@@ -540,55 +531,5 @@ def _valued(entry: Entry, section: Any, key: str) -> Any:
     return entry.values.get(key, {}).get(value, value)
 
 
-def _build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str]) -> Algorithm:
-    known = [f.name for f in fields(entry.algorithm) if f.init]  # pyright: ignore[reportArgumentType]
-    hints = typing.get_type_hints(entry.algorithm)
-    given = {key: _frozen(value) for key, value in settings.items()}
-    for key, value in given.items():
-        path = origins.get(key, f"extra.{entry.name}.{key}")
-        if key not in known:
-            allowed = ", ".join(known) or "no settings"
-            raise ConfigError(path, found="an unknown setting", allowed=allowed, hint=nearest(key, known))
-        try:
-            TypeAdapter(hints[key]).validate_python(value, strict=True)
-        except ValidationError:
-            raise ConfigError(path, found=shown(settings[key]), allowed=_in_words(hints[key])) from None
-        if any(abs(number) >= _TOO_LARGE for number in _integers(value)):
-            raise ConfigError(path, found=shown(settings[key]), allowed="integers of 64 bits")
-    try:
-        return entry.algorithm(**given)
-    except (TypeError, ValueError, OverflowError) as error:
-        # A message begins with the name of its setting.
-        named = next((key for key in given if re.match(rf"{key}\b", str(error))), None)
-        path = f"extra.{entry.name}" if named is None else origins.get(named, f"extra.{entry.name}.{named}")
-        found = shown(dict(settings)) if named is None else shown(settings[named])
-        raise ConfigError(path, found=found, allowed=str(error)) from None
-
-
-def _frozen(value: Any) -> Any:
-    """Return lists as tuples, which JSON does not have."""
-    return tuple(_frozen(entry) for entry in value) if isinstance(value, (list, tuple)) else value
-
-
-def _integers(value: Any) -> list[int]:
-    if isinstance(value, tuple):
-        return [number for entry in value for number in _integers(entry)]
-    return [value] if isinstance(value, int) else []
-
-
 def _json(value: Any) -> str:
     return json.dumps(value, default=repr)
-
-
-def _in_words(hint: Any) -> str:
-    """Describe the values of a type in the terms of JSON."""
-    if typing.get_origin(hint) is typing.Literal:
-        return ", ".join(repr(choice) for choice in typing.get_args(hint))
-    parts = [part for part in typing.get_args(hint) if part is not Ellipsis]
-    if isinstance(typing.get_origin(hint), type) and issubclass(typing.get_origin(hint), Sequence):
-        return f"a list, each entry {' or '.join(_in_words(part) for part in parts)}"
-    if parts:
-        # Lists come last, so that "or" does not seem to belong to their entries.
-        return " or ".join(sorted(map(_in_words, parts), key=lambda words: words.startswith("a list")))
-    words = {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}
-    return words.get(hint, str(hint))

@@ -78,7 +78,7 @@ class Facts:
     largest_matrix: int | None = None
     trained: bool | None = None
     total_steps: int | None = None
-    loop: Loop = "torchboost"
+    loop: Loop = "own"
     precision: str = ""
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class Facts:
         model: nn.Module | None = None,
         *,
         total_steps: int | None = None,
-        loop: Loop = "torchboost",
+        loop: Loop = "own",
         precision: str = "",
     ) -> Facts:
         """Look at the process group, the hardware and, if given, the model.
@@ -106,18 +106,20 @@ class Facts:
         0.2 s on the CPU.
         """
         topology = Topology.current()
-        device, convolutions, other, grouped = default_device(), None, None, None
-        batch_norms, largest, trained = None, None, None
+        convolutions, other, grouped, batch_norms, largest, trained = (None,) * 6
+        device = None
         if model is not None:
             check_module(model)
-            device = next((p.device for p in model.parameters()), device)
-            found = [m for m in model.modules() if isinstance(m, AnyConv)]
-            convolutions, grouped = len(found), sum(m.groups > 1 for m in found)
-            other = sum(not isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in found)
-            other += sum(isinstance(m, (nn.BatchNorm1d, nn.BatchNorm3d)) for m in model.modules())
-            batch_norms = sum(isinstance(m, (AnyBatchNorm, RemovedNorm)) for m in model.modules())
-            largest = _largest_matrix(model)
-            trained = False if LessBn().applied(model) else was_trained(model)
+            modules = list(model.modules())
+            device = next((p.device for p in model.parameters()), None)
+            layers = [m for m in modules if isinstance(m, AnyConv)]
+            convolutions, grouped = len(layers), sum(m.groups > 1 for m in layers)
+            other = sum(not isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in layers)
+            other += sum(isinstance(m, (nn.BatchNorm1d, nn.BatchNorm3d)) for m in modules)
+            batch_norms = sum(isinstance(m, (AnyBatchNorm, RemovedNorm)) for m in modules)
+            largest = _largest_matrix(modules)
+            trained = False if LessBn().applied(model) else was_trained(model) if batch_norms else None
+        device = device or default_device()
         half = half_precision(device, convolutions)
         return cls(
             world_size=topology.world_size,
@@ -138,8 +140,8 @@ class Facts:
         )
 
 
-def _largest_matrix(model: nn.Module) -> int:
-    layers = (module for module in model.modules() if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+def _largest_matrix(modules: list[nn.Module]) -> int:
+    layers = (module for module in modules if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
     return max((p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.ndim == 2), default=0)
 
 

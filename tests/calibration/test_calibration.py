@@ -238,9 +238,8 @@ def test_a_trial_that_raises_leaves_the_prior(monkeypatch):
     monkeypatch.setattr(module, "search", broken)
     model = network()
     boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)
-    on = set(boosted.attached)
     train(*boosted, steps=1)
-    assert set(boosted.attached) == on
+    assert set(LEVERS) <= set(boosted.attached)
     assert boosted.choice is not None
     assert boosted.choice.source == "prior"
     assert "the trial raised RuntimeError: planted" in boosted.explain()

@@ -6,6 +6,7 @@ import copy
 import io
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchboost.algorithms import Compile
-from torchboost.calibration.next_call import NextCall, entries_in
+from torchboost.calibration.next_call import Gate, entries_in, is_training_call
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.core.torch_private import compiled_call, compiled_graphs, interceptor_of
 
@@ -30,6 +31,20 @@ class Net(nn.Module):
 X = torch.ones(2, 3)
 
 
+class Counter(list[int]):
+    """The entries of the training call that a gate has let through."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.gate = Gate(model, self.meet)
+
+    def meet(self, call: Any) -> bool:
+        if not is_training_call(self.model, call):
+            return False
+        self.append(entries_in(call))
+        return True
+
+
 @pytest.fixture
 def model() -> Net:
     torch.manual_seed(0)
@@ -37,9 +52,8 @@ def model() -> Net:
 
 
 def test_one_training_call_is_counted_and_nothing_is_left(model: Net):
-    keys, seen = set(vars(model)), []
-    expected = model(X)
-    NextCall(model, seen.append)
+    keys, expected = set(vars(model)), model(X)
+    seen = Counter(model)
     assert torch.equal(model(X), expected)
     assert seen == [6]
     assert set(vars(model)) == keys
@@ -48,16 +62,16 @@ def test_one_training_call_is_counted_and_nothing_is_left(model: Net):
 
 
 def test_the_hooks_of_the_model_run_once(model: Net):
-    calls, seen = [], []
+    calls = []
     model.register_forward_hook(lambda *_: calls.append(1))
-    NextCall(model, seen.append)
+    seen = Counter(model)
     model(X)
     model.eval()(X)
     assert (len(calls), seen) == (2, [6])
 
 
 def test_entries_are_those_of_all_tensors_in_the_arguments():
-    assert entries_in((X, [torch.ones(4)], 7), {"mask": {"a": torch.ones(2, 2)}, "flag": None}) == 14
+    assert entries_in(((X, [torch.ones(4)], 7), {"mask": {"a": torch.ones(2, 2)}, "flag": None})) == 14
 
 
 def no_gradients(model: Net) -> None:
@@ -126,11 +140,10 @@ OTHER_CALLS += [inside_checkpoint, functional, mapped]
 
 @pytest.mark.parametrize("use", OTHER_CALLS, ids=lambda use: use.__name__)
 def test_other_uses_of_the_model_are_not_counted_and_do_what_they_did(model: Net, use: Callable[[Net], None]):
-    seen = []
-    waiting = NextCall(model, seen.append)
+    seen = Counter(model)
     use(model)
     assert seen == []
-    assert interceptor_of(model) is waiting
+    assert interceptor_of(model) is seen.gate
     model(X)
     assert seen == [6]
 
@@ -142,8 +155,8 @@ def test_a_compiled_model_stays_compiled_without_another_graph(model: Net, seque
     network(X)
     with torch.no_grad():
         network(X)
-    call, graphs, seen = vars(network)["_compiled_call_impl"], compiled_graphs(), []
-    NextCall(network, seen.append)
+    call, graphs = vars(network)["_compiled_call_impl"], compiled_graphs()
+    seen = Counter(network)
     assert compiled_call(network) is call
     with torch.no_grad():
         network(X)
@@ -151,30 +164,30 @@ def test_a_compiled_model_stays_compiled_without_another_graph(model: Net, seque
     assert seen == [6]
     assert vars(network)["_compiled_call_impl"] is call
     assert compiled_graphs() == graphs
-    NextCall(network, seen.append)
+    again = Counter(network)
     attached.remove()
     assert compiled_call(network) is None
     network(X)
-    assert seen == [6, 6]
+    assert again == [6]
     assert compiled_graphs() == graphs
     assert "_compiled_call_impl" not in vars(network)
 
 
 def test_removal_puts_back_only_its_own_place(model: Net):
-    waiting = NextCall(model, lambda entries: None)
+    waiting = (counter := Counter(model)).gate
     model.compile(backend="eager")
     call = compiled_call(model)
     waiting.remove()
     assert compiled_call(model) is call
-    waiting = NextCall(model, lambda entries: None)
+    waiting = (counter := Counter(model)).gate
     waiting.remove()
     waiting.remove()
     assert compiled_call(model) is call
+    assert counter == []
 
 
 def test_a_call_that_raises_leaves_nothing(model: Net):
-    seen = []
-    NextCall(model, seen.append)
+    seen = Counter(model)
     with pytest.raises(RuntimeError, match="shapes"):
         model(torch.ones(2, 5))
     assert interceptor_of(model) is None

@@ -17,7 +17,7 @@ from tests.support.portraits import changes, portrait
 from torchboost.algorithms import Autocast, ChannelsLast, Compile, FusedOptimizer
 from torchboost.calibration.passes import Passes
 from torchboost.calibration.snapshot import Snapshot, plain, streams_kept
-from torchboost.calibration.trial import Trial, copied, free_bytes, needed_bytes, optimizer_over
+from torchboost.calibration.trial import Trial, free_bytes, needed_bytes, optimizer_over, outline, with_memory
 from torchboost.core.algorithm import Target
 from torchboost.core.torch_private import compiled_graphs
 from torchboost.errors import IncompatibleError
@@ -127,7 +127,24 @@ def test_what_cannot_be_copied_is_said():
         Trial(passes(model, torch.randn(1, 2)), optimizer, {})
     model.lock = (each for each in ())  # generators cannot be copied
     with pytest.raises(TypeError, match="cannot be copied"):
-        copied(model, sgd(model))
+        outline(model, sgd(model))
+
+
+def test_an_outline_has_no_memory_and_no_state_until_it_is_given_some():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    pair = outline(model, optimizer)
+    assert all(parameter.is_meta for parameter in pair[0].parameters())
+    assert not pair[1].state
+    assert optimizer.state
+    model[1] = nn.Identity()
+    made, other = with_memory(pair, model)
+    assert torch.equal(made[0].weight, model[0].weight)
+    made(torch.randn(5, 3)).sum().backward()
+    assert [p for group in other.param_groups for p in group["params"]] == list(made.parameters())
+    other.step()
 
 
 def test_an_optimizer_is_copied_in_part_without_hooks_and_without_the_step_of_a_scheduler():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchboost.calibration.next_call import NextCall
+from torchboost.calibration.next_call import Gate
 from torchboost.calibration.watch import StepWatch
 from torchboost.core.torch_private import compiled_graphs, interceptor_of
 
@@ -167,13 +167,13 @@ def test_slower_steps_on_larger_inputs_are_one_report_that_gives_both():
 
 
 def test_only_one_call_in_a_window_is_looked_at(monkeypatch: pytest.MonkeyPatch):
-    looks, look = [], NextCall.__call__
+    looks, look = [], Gate.__call__
 
-    def counted(self: NextCall, *args: Any) -> Any:
+    def counted(self: Gate, *args: Any) -> Any:
         looks.append(1)
         return look(self, *args)
 
-    monkeypatch.setattr(NextCall, "__call__", counted)
+    monkeypatch.setattr(Gate, "__call__", counted)
     fed = Fed()
     fed.train([100] * 505)
     assert len(looks) == 9

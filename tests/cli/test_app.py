@@ -122,7 +122,7 @@ def test_errors_are_short():
         (("explain", "--level", "O9"), 1, "Did you mean"),
         (("explain", "--device", "toaster"), 1, "--device"),
         (("explain", "--nodes", "0"), 2, "nodes"),
-        (("explain", "none.json"), 1, "no file at"),
+        (("explain", "none.json"), 1, "there is no such file"),
         (("report", "none.json"), 1, "none.json: No such file"),
         (("nonsense",), 2, "nonsense"),
     ):

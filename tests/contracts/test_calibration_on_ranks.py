@@ -74,7 +74,7 @@ def test_one_slow_and_one_raising_rank_decide_for_all(world):
     assert Autocast.name not in kept
     assert FusedOptimizer.name not in kept
     assert any("planted" in reason or "another rank" in reason for reason in reasons)
-    assert all(any("laid out its buckets" in reason for reason in each[1]) for each in results)
+    assert all(any("lays out its buckets" in reason for reason in each[1]) for each in results)
 
 
 def untried() -> list[str]:
@@ -87,7 +87,7 @@ def untried() -> list[str]:
         patch.setattr(hardware, "half_speed", lambda kind, device: Products(kind=kind, ratio=ratio, pairs=9))
         patch.setattr(first_call, "free_bytes", lambda device: 0)
         boosted = torchboost.boost(model, optimizer, total_steps=10_000, config=CONFIG, calibrate=1.0)
-        assert (Autocast.name in boosted.attached) is (dist.get_rank() == 0)
+        assert Autocast.name not in boosted.attached
         DistributedDataParallel(model)(torch.ones(4, 8)).sum().backward()
     assert boosted.choice is not None
     assert all("not measured" in verdict.reason for verdict in boosted.choice.verdicts)

@@ -17,9 +17,10 @@ from torch import nn
 from torchboost.algorithms import Autocast, ChannelsLast, FusedOptimizer
 from torchboost.calibration import calibration as module
 from torchboost.calibration.search import search
-from torchboost.calibration.calibration import Calibration
-from torchboost.calibration.first_call import FirstCall
-from torchboost.core.algorithm import Target, attach_all
+from contextlib import nullcontext
+from torchboost.core.algorithm import Target
+from torchboost.levers import Levers
+from torchboost.plan import Plan
 
 def resident(what):
     with open("/proc/self/status") as lines:
@@ -62,19 +63,17 @@ optimizer = make(model.parameters(), lr=1e-4)
 inputs = torch.randn(8, 2000)
 step()
 step()
-before, plain, chosen = resident("VmRSS"), peak(step), []
-calibration = Calibration(
-    levers=(ChannelsLast(), Autocast(), FusedOptimizer()), prior=frozenset(), calibrate=100.0, total_steps=10**6
-)
-target = Target(model, optimizer)
-FirstCall(target, attach_all(target, []), calibration, lambda decision, _: chosen.append(decision.choice))
+before, plain = resident("VmRSS"), peak(step)
+levers = (ChannelsLast(), Autocast(), FusedOptimizer())
+plan = Plan(level="O1", mode="auto", algorithms=(), levers=levers, total_steps=10**6)
+owner = Levers(plan, Target(model, optimizer), calibrate=100.0, verify=True, wrapper=None, forward=nullcontext)
 during = peak(step)
 print(json.dumps({
     "parameters": sum(p.numel() * 4 for p in model.parameters()),
     "extra": during - plain,
     "left": resident("VmRSS") - before,
-    "stated": chosen[0].peak_bytes,
-    "kept": len(chosen[0].kept),
+    "stated": owner.choice.peak_bytes,
+    "kept": len(owner.choice.kept),
 }))
 """
 
@@ -101,7 +100,7 @@ def test_a_trial_takes_at_most_the_stated_memory_and_gives_it_back(optimizer: st
     found = json.loads(done.stdout)
     parameters = found["parameters"]
     assert 60e6 < parameters < 70e6
-    assert found["kept"] == 3
+    assert found["kept"] == 2  # a network without convolutions has nothing to store channels-last
     assert found["extra"] <= found["stated"]
     assert parameters <= found["extra"] <= 4 * parameters
     assert found["left"] <= parameters // 2  # the kernels of bfloat16 and the levers are loaded once

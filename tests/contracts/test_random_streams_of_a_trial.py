@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,11 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchboost.calibration.calibration import Calibration
-from torchboost.calibration.choice import Choice
-from torchboost.calibration.first_call import FirstCall
-from torchboost.calibration.snapshot import streams_kept
-from torchboost.core.algorithm import Algorithm, Attachment, Target, attach_all
+from torchboost.core.algorithm import Algorithm, Attachment, Target
+from torchboost.levers import Levers
+from torchboost.plan import Plan
 
 
 def corrupt() -> None:
@@ -116,39 +115,24 @@ def trained(
     return [*losses, *(value.tolist() for value in model.state_dict().values()), *state, *streams()]
 
 
-def waiting(lever: Corrupting, prior: bool) -> tuple[Drawing, torch.optim.Optimizer, FirstCall, list[Choice]]:
+def waiting(lever: Corrupting) -> tuple[Drawing, torch.optim.Optimizer, Levers]:
     """Return a seeded pair in front of which a trial of the lever waits."""
     model, optimizer = seeded()
-    target, chosen = Target(model, optimizer), []
-    with streams_kept(model):  # a lever that is on from the start was attached before the run set its seeds
-        attached = attach_all(target, [lever] if prior else [])
-    on = frozenset({lever.name}) if prior else frozenset()
-    calibration = Calibration(levers=(lever,), prior=on, calibrate=5.0, total_steps=10_000)
-    return (
-        model,
-        optimizer,
-        FirstCall(target, attached, calibration, lambda decision, _: chosen.append(decision.choice)),
-        chosen,
-    )
+    plan = Plan(level="O1", mode="auto", algorithms=(), levers=(lever,), total_steps=10_000)
+    target = Target(model, optimizer)
+    return model, optimizer, Levers(plan, target, calibrate=5.0, verify=True, wrapper=None, forward=nullcontext)
 
 
 @pytest.mark.parametrize(
-    ("end", "prior"),
-    [
-        ("dropped", False),
-        ("dropped", True),
-        ("raises in transform", False),
-        ("raises in attach", False),
-        ("raises in forward", True),
-        ("raises in update", True),
-    ],
+    "end", ["dropped", "raises in transform", "raises in attach", "raises in forward", "raises in update"]
 )
-def test_a_run_after_a_trial_is_the_run_that_never_had_the_lever(end: str, prior: bool) -> None:
+def test_a_run_after_a_trial_is_the_run_that_never_had_the_lever(end: str) -> None:
     expected = trained(*seeded())
     seen: list[str] = []
-    model, optimizer, _, chosen = waiting(Corrupting(end=end, seen=seen), prior)
-    found = trained(model, optimizer)
-    (choice,) = chosen
+    model, optimizer, levers = waiting(Corrupting(end=end, seen=seen))
+    found, choice = trained(model, optimizer), levers.choice
+    levers.attached.remove()
+    assert choice is not None
     (verdict,) = choice.verdicts
     assert choice.source == "trial"
     assert not verdict.kept
@@ -160,31 +144,31 @@ def test_a_run_after_a_trial_is_the_run_that_never_had_the_lever(end: str, prior
     assert not optimizer._optimizer_step_pre_hooks
 
 
-@pytest.mark.parametrize(("place", "prior"), [("forward", True), ("update", False)])
-def test_an_interrupt_inside_the_lever_leaves_all_streams(place: str, prior: bool) -> None:
+@pytest.mark.parametrize("place", ["forward", "update"])
+def test_an_interrupt_inside_the_lever_leaves_all_streams(place: str) -> None:
     seen: list[str] = []
-    model, optimizer, first, chosen = waiting(Corrupting(end=f"interrupted in {place}", seen=seen), prior)
+    model, optimizer, levers = waiting(Corrupting(end=f"interrupted in {place}", seen=seen))
     weights = [value.clone() for value in model.state_dict().values()]
     before = streams()
     with pytest.raises(KeyboardInterrupt):
         model(torch.zeros(8, 6))
     assert place in seen
-    assert not chosen
+    assert levers.state == "waiting"
     assert streams() == before
     assert all(map(torch.equal, weights, model.state_dict().values()))
     assert not optimizer.state
-    first.remove()
-    assert bool(model._forward_pre_hooks) is prior
+    levers.attached.remove()
+    assert not model._forward_pre_hooks
 
 
 def test_a_run_that_is_resumed_after_an_interrupt_is_the_run_that_never_had_the_lever() -> None:
     expected = trained(*seeded())
-    model, optimizer, first, chosen = waiting(Corrupting(end="interrupted in update", seen=[]), False)
+    model, optimizer, levers = waiting(Corrupting(end="interrupted in update", seen=[]))
 
     def interrupted(x: Tensor) -> None:
         with pytest.raises(KeyboardInterrupt):
             model(x)
-        first.remove()
+        levers.attached.remove()
 
     assert trained(model, optimizer, interrupted) == expected
-    assert not chosen
+    assert levers.choice is None

@@ -575,19 +575,6 @@ def test_jit_tracing_is_seen():
     assert not private.is_tracing()
 
 
-def test_a_new_hook_takes_the_place_of_a_removed_one():
-    optimizer, order = adam(), []
-    handles = [optimizer.register_step_pre_hook(lambda *_, name=name: order.append(name)) for name in "abc"]
-    places = private.step_pre_hook_keys(optimizer)
-    assert len(places) == 3
-    handles[1].remove()
-    optimizer.register_step_pre_hook(lambda *_: order.append("new"))
-    optimizer.register_step_pre_hook(lambda *_: order.append("last"))
-    private.keep_step_pre_hook_places(optimizer, places)
-    optimizer.step()
-    assert order == ["a", "new", "c", "last"]
-
-
 def test_hooks_of_state_dicts_are_read_and_written():
     layer, hook = nn.Linear(1, 1), lambda *_: None
     layer.register_state_dict_post_hook(hook)

@@ -17,7 +17,7 @@ from torchboost.calibration.choice import Choice, Machine, Source, Verdict
 from torchboost.calibration.passes import Passes
 from torchboost.calibration.search import SET_ASIDE, Price, search
 from torchboost.calibration.snapshot import Snapshot
-from torchboost.calibration.trial import Pair, Reduce, Trial, copied, needed_bytes
+from torchboost.calibration.trial import Pair, Reduce, Trial, needed_bytes, outline, with_memory
 from torchboost.calibration.verify import Checked, verified
 from torchboost.core.algorithm import Algorithm, Form, Target
 from torchboost.core.torch_private import all_reduce_hooks, holds_back_gradients, in_forward_of_fsdp2
@@ -52,6 +52,7 @@ UNSEEN = (
 )
 """Why nothing is measured or checked if updates come before the first training call."""
 
+_BUCKETS = "kernels must have their format before DistributedDataParallel lays out its buckets"
 _SHARDED = "FSDP2 shards contiguous kernels, and no rank must stop to compile while others wait for it"
 _UNCHECKED = "under FSDP2 all ranks would have to repeat a pass that one of them doubts"
 _SWITCH = "TORCHBOOST_CALIBRATE"
@@ -137,6 +138,8 @@ class Calibration:
         levers = {lever.name for lever in plan.levers}
         asked = tuple(a for a in plan.algorithms if REGISTRY[a.name].lever and a.name not in levers)
         fixed = {a.name: _SHARDED for a in plan.levers if sharded and (REGISTRY[a.name].once or _changes_model(a))}
+        if not sharded and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            fixed = {a.name: _BUCKETS for a in plan.levers if _changes_model(a)}
         replaced = {
             a.name: REGISTRY[a.name].instead_of for a in plan.levers if REGISTRY[a.name].instead_of in on - levers
         }
@@ -169,6 +172,15 @@ class Calibration:
         chosen = {} if choice is None else {verdict.lever: verdict.form for verdict in choice.verdicts}
         found = [(lever, _forms_of(lever, device).get(chosen.get(lever.name, ""))) for lever in self.levers]
         return replace(self, levers=tuple(lever if form is None else form[1].algorithm for lever, form in found))
+
+    def with_formats_as(self, on: Iterable[str]) -> Calibration:
+        """Return the same with the memory formats as they are, for DDP has laid out its buckets."""
+        formats = frozenset(lever.name for lever in self.levers if _changes_model(lever))
+        return replace(
+            self,
+            fixed={**self.fixed, **dict.fromkeys(formats, _BUCKETS)},
+            prior=(self.prior - formats) | (formats & frozenset(on)),
+        )
 
     def without(self, name: str) -> Calibration:
         """Return the same without one lever."""
@@ -255,13 +267,13 @@ class Calibration:
         return exchange_in(model)
 
     def before(self, algorithms: Iterable[Algorithm], target: Target) -> Pair | None:
-        """Return copies of a pair for the trial to compare with, if other algorithms than levers change the model."""
+        """Return the outline of a pair for the trial to compare with, if others than levers will change the model."""
         levers = {lever.name for lever in self.levers}
         changing = any(a.needs_transform(target.model) for a in algorithms if a.name not in levers)
         if self.calibrate is False or not changing:
             return None
         try:
-            return copied(target.model, *target.optimizers)
+            return outline(target.model, *target.optimizers)
         except TypeError:  # then this comparison does not take place
             return None
 
@@ -283,14 +295,14 @@ class Calibration:
             target: Model and optimizer without levers.
             passes: Passes of the model on a training call, under a snapshot.
             reduce: Takes the largest of each number over the ranks.
-            before: Copies from before boost, if the level has changed the model.
+            before: The outline from before boost, if the level has changed the model.
         """
         model, device = target.model, device_of(target.model)
         obstacle = self.obstacle(model)
         if obstacle is not None:
             return self.without_trial(obstacle)
-        if before is not None and device_of(before[0]) != device:
-            before = None
+        if before is not None:
+            before = with_memory(before, model)
         levers = {lever.name: lever for lever in self.levers if lever.name not in self.fixed}
         base = [lever for lever in self.levers if lever.name in self.fixed and lever.name in self.prior]
         prices = {name: _price(model, self.graphs) for name in levers if REGISTRY[name].once}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,24 +23,26 @@ from torchboost.core.torch_private import (
     set_compiled_call,
 )
 
-__all__ = ["Gate", "NextCall", "entries_in", "is_training_call"]
+__all__ = ["Gate", "entries_in", "is_training_call", "shapes_of"]
 
 
 class Gate(Interceptor):
-    """Stands in front of a model until one call, of which :meth:`meet` learns first. The call then runs as usual.
+    """Stands in front of a model and shows each call to ``meet``, until that returns True. The call then runs.
 
-    While :meth:`meet` runs, calls from other threads wait, and calls from its own thread pass. If it raises, the gate
-    stays. Copies and pickles of the model do not have it.
+    While ``meet`` runs, calls from other threads wait, and calls from its own thread pass. If it raises, the gate
+    stays. Copies and pickles of the model do not have it, and it goes with the object of ``meet``.
 
     Args:
         model: The bare model. An interceptor that answered its calls is replaced. If it is compiled in place, it stays
             so.
+        meet: A method, called with the arguments of a call before it runs. Not kept alive.
 
-    Cost: one call of a Python function per call until then, and :meth:`is_meant`.
+    Cost: one call of a Python function per call until then, and ``meet``.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._lock, self._meets = model, threading.RLock(), False
+    def __init__(self, model: nn.Module, meet: Callable[[Call], bool]) -> None:
+        self._model, self._meet = model, weakref.WeakMethod(meet)
+        self._lock, self._meets = threading.RLock(), False
         self.compiled = compiled_call(model)
         set_compiled_call(model, self)
 
@@ -48,24 +51,17 @@ class Gate(Interceptor):
         if torch.compiler.is_compiling():
             return self.pass_on(self._model, *args, **kwargs)
         with self._lock:
-            if self._stands and not self._meets and self.is_meant((args, kwargs)):
+            if self._stands and not self._meets:
                 self._meets = True
                 try:
-                    self.meet((args, kwargs))
+                    meet = self._meet()
+                    if meet is None or meet((args, kwargs)):
+                        self.remove()
                 finally:
                     self._meets = False
-                self.remove()
         if self._stands:
             return self.pass_on(self._model, *args, **kwargs)
         return self._model(*args, **kwargs)
-
-    def is_meant(self, call: Call) -> bool:
-        """Whether this is the call that the gate waits for."""
-        return is_training_call(self._model, *call)
-
-    def meet(self, call: Call) -> None:
-        """Learn of the call."""
-        raise NotImplementedError
 
     def remove(self) -> None:
         """Put back what was there before. A second call does nothing."""
@@ -77,24 +73,7 @@ class Gate(Interceptor):
         return interceptor_of(self._model) is self
 
 
-class NextCall(Gate):
-    """Counts the entries of the inputs of the next training call.
-
-    Args:
-        model: The bare model.
-        seen: Called with the number of entries, before the call runs.
-    """
-
-    def __init__(self, model: nn.Module, seen: Callable[[int], None]) -> None:
-        super().__init__(model)
-        self._seen = seen
-
-    def meet(self, call: Call) -> None:
-        """Count."""
-        self._seen(entries_in(*call))
-
-
-def is_training_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_training_call(model: nn.Module, call: Call) -> bool:
     """Whether a call computes gradients in training mode, on plain tensors, outside compilers and tracers.
 
     A call inside ``torch.utils.checkpoint``, whose hooks would count the tensors that a trial saves, is none. Neither
@@ -107,9 +86,14 @@ def is_training_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         return False
     if not all(isinstance(parameter, nn.Parameter) for parameter in model.parameters()):
         return False
-    return all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors_in([args, kwargs]))
+    return all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors_in(list(call)))
 
 
-def entries_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def entries_in(call: Call) -> int:
     """Return how many entries the tensors of a call have together."""
-    return sum(tensor.numel() for tensor in tensors_in([args, kwargs]))
+    return sum(tensor.numel() for tensor in tensors_in(list(call)))
+
+
+def shapes_of(call: Call) -> list[tuple[torch.Size | int, torch.dtype]]:
+    """Return shape and precision of each tensor of a call."""
+    return [(t.shape if not t.is_nested else t.numel(), t.dtype) for t in tensors_in(list(call))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,7 +17,7 @@ from torchboost.calibration.passes import Passes
 from torchboost.calibration.snapshot import belongs_to_torch
 from torchboost.calibration.time_limit import TimeUp, time_limit
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
-from torchboost.core.torch_private import hooks_of_optimizer, local_shard, module_hooks
+from torchboost.core.torch_private import hooks_of_optimizer, local_shard, module_hooks, parameter_slots
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
 from torchboost.graph.copies import twin
@@ -25,7 +26,17 @@ from torchboost.measure.stopwatch import Clock, collector_off
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Pair", "Reduce", "Trial", "copied", "free_bytes", "needed_bytes", "optimizer_over", "restride"]
+__all__ = [
+    "Pair",
+    "Reduce",
+    "Trial",
+    "free_bytes",
+    "needed_bytes",
+    "optimizer_over",
+    "outline",
+    "restride",
+    "with_memory",
+]
 
 Pair: TypeAlias = "tuple[nn.Module, Unpack[tuple[Optimizer, ...]]]"
 """A model and its optimizers."""
@@ -331,20 +342,41 @@ def restride(copied: Tensor, state: dict[Any, Any], like: Tensor) -> None:
         )
 
 
-def copied(model: nn.Module, *optimizers: Optimizer) -> Pair:
-    """Return copies of a model and its optimizers, without the hooks of the user.
+def outline(model: nn.Module, *optimizers: Optimizer) -> Pair:
+    """Return copies of a model and its optimizers without memory, without state, and without the hooks of the user.
 
     Raises:
         TypeError: One of them cannot be copied.
     """
-    duplicate = twin(model)
+    duplicate = twin(model, numbers=False)
     for before, after in zip(model.modules(), duplicate.modules(), strict=True):
         after.training = before.training
         for registered in module_hooks(after):
             for key in [key for key, hook in registered.items() if not belongs_to_torch(hook)]:
                 del registered[key]
     memo: dict[int, Any] = {id(p): q for p, q in zip(model.parameters(), duplicate.parameters(), strict=True)}
+    memo |= {id(inner.state): defaultdict(dict) for inner in map(hookable, optimizers)}
     return duplicate, *(_deepcopy(hookable(optimizer), memo) for optimizer in optimizers)
+
+
+def with_memory(pair: Pair, model: nn.Module) -> Pair:
+    """Give an :func:`outline` memory. Parameters of the same name and shape in ``model`` lend their numbers."""
+    outlined, *optimizers = pair
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    numbers = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    filled: dict[int, nn.Parameter] = {}
+    for name, parameter in outlined.named_parameters():
+        if parameter.is_meta:
+            data = torch.ones_like(parameter, device=device, requires_grad=False)
+            if name in numbers and numbers[name].shape == data.shape:
+                data.copy_(numbers[name])
+            filled[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
+    for module in outlined.modules():
+        slots = parameter_slots(module)
+        slots.update({name: filled.get(id(parameter), parameter) for name, parameter in slots.items()})
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["params"] = [filled.get(id(parameter), parameter) for parameter in group["params"]]
+    return outlined, *optimizers
 
 
 def needed_bytes(model: nn.Module) -> int:

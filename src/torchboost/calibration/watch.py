@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from torchboost.calibration.next_call import NextCall
+from torchboost.calibration.next_call import Gate, entries_in, is_training_call
+from torchboost.calibration.passes import Call
 from torchboost.core.algorithm import Attachment
 from torchboost.core.torch_private import compiled_call, compiled_graphs, interceptor_of
 
@@ -66,7 +67,7 @@ class StepWatch(Attachment):
         self._reference = "before" if entries is None else "at the trial"
         self._usual_entries, self._entries = entries, 0
         self._resized, self._side = 0, 0
-        self._next: NextCall | None = None
+        self._next: Gate | None = None
         self._over = False
         self._graphs = compiled_graphs()
         super().__init__(optimizer.register_step_post_hook(self._look), undo=self._stop_counting)
@@ -102,14 +103,18 @@ class StepWatch(Attachment):
     def _count_next(self) -> None:
         compiled_elsewhere = compiled_call(self._model) is None and compiled_graphs() != self._graphs
         if interceptor_of(self._model) is None and not compiled_elsewhere:
-            self._next = NextCall(self._model, self._seen)
+            self._next = Gate(self._model, self._seen)
 
-    def _seen(self, entries: int) -> None:
-        self._next, self._entries = None, entries
+    def _seen(self, call: Call) -> bool:
+        if not is_training_call(self._model, call):
+            return False
+        self._next, self._entries = None, entries_in(call)
+        entries = self._entries
         usual = self._usual_entries = entries if self._usual_entries is None else self._usual_entries
         side = (entries > (1 + _RESIZED) * usual) - (entries < (1 - _RESIZED) * usual)
         self._resized = self._resized + 1 if side and side == self._side else abs(side)
         self._side = side
+        return True
 
     def _stop_counting(self) -> None:
         if self._next is not None:

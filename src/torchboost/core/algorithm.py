@@ -342,6 +342,11 @@ class AttachedAlgorithms:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def algorithms(self) -> list[Algorithm]:
+        """The attached algorithms, in the order in which the hooks run."""
+        return [algorithm for algorithm, _ in self._entries.values()]
+
     def describe(self) -> str:
         """Return one line per algorithm, in the order in which the hooks run."""
         if not self._entries:

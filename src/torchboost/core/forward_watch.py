@@ -37,7 +37,7 @@ class ForwardWatch(Attachment):
         self._kind = type(unwrap(model)).__name__
         self._parts = [part for part, _ in unwrap(model).named_children()]
         self._judged = False
-        super().__init__(optimizer.register_step_post_hook(self._judge))
+        super().__init__(optimizer.register_step_pre_hook(self._judge))
 
     def _judge(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._judged and not torch.compiler.is_compiling():

@@ -95,7 +95,6 @@ __all__ = [
     "is_traced_constant",
     "is_tracing",
     "is_view",
-    "keep_step_pre_hook_places",
     "lazy_gloo",
     "local_shard",
     "make_replica",
@@ -115,6 +114,7 @@ __all__ = [
     "sparse_values",
     "state_dict_hooks",
     "state_without_hooks",
+    "step_post_hooks",
     "step_pre_hook_keys",
     "step_pre_hooks",
     "tree_flatten",
@@ -390,13 +390,9 @@ def step_pre_hook_keys(optimizer: Optimizer) -> list[int]:
     return list(optimizer._optimizer_step_pre_hooks)
 
 
-def keep_step_pre_hook_places(optimizer: Optimizer, before: Sequence[int]) -> None:
-    """Move hooks that were registered since ``before`` to the places of those that were removed since."""
-    hooks: Any = optimizer._optimizer_step_pre_hooks
-    new = iter([key for key in hooks if key not in before])
-    places = [key if key in hooks else next(new, None) for key in before]
-    for key in [key for key in places if key is not None] + list(new):
-        hooks.move_to_end(key)
+def step_post_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """Return the hooks that run after each step of an optimizer: ``Optimizer._optimizer_step_post_hooks``."""
+    return list(optimizer._optimizer_step_post_hooks.values())
 
 
 def calls_hooks(optimizer: Optimizer) -> bool:

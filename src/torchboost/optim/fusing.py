@@ -101,9 +101,9 @@ class Fusion(Attachment):
         if all(chosen):
             optimizer.defaults |= _FUSED
         self._handles.append(optimizer.register_step_pre_hook(self._prepare))
-        self._handles.append(optimizer.register_step_post_hook(self._give_back))
         self._handles.append(optimizer.register_state_dict_post_hook(self._write_plain, prepend=True))
         self._handles.append(optimizer.register_load_state_dict_post_hook(self._apply))
+        self._returns = False
 
     def _apply(self, optimizer: Optimizer) -> None:
         """Set the flags; the param groups of a loaded checkpoint bring those it was written with."""
@@ -119,6 +119,9 @@ class Fusion(Attachment):
         return (group for group in self._optimizer.param_groups if group.get("fused"))
 
     def _prepare(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if not (self._returns or torch.compiler.is_compiling()):
+            self._returns = True  # not earlier: levers may be attached while torch walks through the hooks after a step
+            self._handles.append(optimizer.register_step_post_hook(self._give_back))
         return after_closure(args, kwargs, self._arrange)
 
     def _arrange(self) -> None:

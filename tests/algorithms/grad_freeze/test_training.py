@@ -28,7 +28,7 @@ from torchboost import (
     boost,
     freeze_blocks,
 )
-from torchboost.algorithms import AccumulationSteps, BatchNormRemoval, BlockFreeze
+from torchboost.algorithms import AccumulationSteps, BlockFreeze, LessBn
 from torchboost.algorithms.compile import Compile
 from torchboost.algorithms.grad_freeze.freezer import compiled_prefixes
 from torchboost.calibration.calibration import Calibration
@@ -465,7 +465,7 @@ def test_settings_that_do_not_fit_are_refused_before_anything_changes() -> None:
     with pytest.raises(ValueError, match=r"costs: found 2, the model has 4 blocks \(stem\.0, blocks\.0"):
         freeze_blocks(model, optimizer, costs)
     with pytest.raises(ValueError, match="costs: found 2, the model has 4 blocks"):
-        attach_all(Target(model, optimizer), [BatchNormRemoval(keep="narrowest"), costs])
+        attach_all(Target(model, optimizer), [LessBn(keep="narrowest"), costs])
     assert [name for name, _ in model.named_modules()] == names
     with pytest.raises(IncompatibleError, match=r"LBFGS\.step needs a closure"):
         scheduled(model, torch.optim.LBFGS(model.parameters()), (1,))

@@ -1,0 +1,393 @@
+"""The one owner of the speed levers of a boosted pair: which are on, why, and who said so."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchboost.calibration.cache import ChoiceCache, key_of
+from torchboost.calibration.calibration import (
+    UNSEEN,
+    Calibrate,
+    Calibration,
+    Decision,
+    describe,
+    device_of,
+    explain,
+    gain,
+    measured_elsewhere,
+)
+from torchboost.calibration.choice import Choice, Machine
+from torchboost.calibration.first_call import decide, deciding_ranks
+from torchboost.calibration.next_call import Gate, entries_in, is_training_call, shapes_of
+from torchboost.calibration.passes import Call
+from torchboost.calibration.snapshot import streams_kept
+from torchboost.calibration.watch import StepWatch
+from torchboost.core.algorithm import Algorithm, Target, attach_all
+from torchboost.distributed.topology import Topology
+from torchboost.errors import NoEffectWarning
+from torchboost.plan import Plan
+from torchboost.registry import REGISTRY
+
+__all__ = ["Levers"]
+
+_LOG = logging.getLogger("torchboost")
+
+State = Literal["waiting", "decided", "removed"]
+
+_WAITS = "the trial at the first training call decides"
+
+
+class Levers:
+    """Attaches what a plan asks for, and decides about the speed levers among it: once, and then attaches them.
+
+    What is not measured is attached at boost: levers that the user has named, all of them with ``calibrate=False``, and
+    those that cannot change any more once the model is wrapped. The other levers wait. The first training call measures
+    them on the plain pair, or takes the choice of a checkpoint or of the cache. If the first update comes without such
+    a call, they are chosen by the kind of machine and model. The levers that are on are checked at the first training
+    call, and once more on inputs of other shapes. For that, and for a trial that is repeated, they are detached for a
+    moment.
+
+    Args:
+        plan: What is asked for.
+        target: The pair. Several optimizers are possible.
+        calibrate: Whether and how long to measure.
+        verify: Whether to check.
+        wrapper: The name of the wrapper of the model; None without one.
+        forward: Makes the context in which a trainer computes each forward pass.
+
+    Attributes:
+        asked: The plan, without what changes nothing for this pair.
+        attached: All attachments, also of algorithms that are no levers.
+        state: Of the levers.
+        due: Whether the first training call, or the one that measures again, has still to come.
+        choice: What the trial found out; None before the first training call, and if nothing is measured.
+        checks: Lever -> how far its step is from the plain one, in words.
+        withdrawn: What was taken out of the run -> the reason.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        target: Target,
+        *,
+        calibrate: Calibrate,
+        verify: bool,
+        wrapper: str | None,
+        forward: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._target, self.due, self._unseen, self._again = target, False, False, False
+        self.choice: Choice | None = None
+        self.checks: dict[str, str] = {}
+        self.withdrawn: dict[str, str] = {}
+        self._decisions: dict[str, tuple[bool, str]] = {}
+        self._forms: Sequence[Algorithm] = ()
+        self._loaded: Choice | None = None
+        self._key = ""
+        self._gate: Gate | None = None
+        pair, levers = (target.model, *target.optimizers), frozenset(lever.name for lever in plan.levers)
+        self.asked = plan.fit(*pair, but=levers)
+        self._calibration = Calibration.of(self.asked, calibrate, wrapper, verify=verify, forward=forward)
+        obstacle = None if self._calibration is None else self._calibration.obstacle(target.model)
+        fixed = {} if self._calibration is None else self._calibration.fixed
+        waits = levers - fixed.keys() if self._measures and obstacle is None else frozenset[str]()
+        self.state: State = "waiting" if waits else "decided"
+        self._look_at(levers - waits)
+        if self._measures and (calibration := self._calibration) is not None:
+            reasons = {name: f"not measured: {fixed.get(name, obstacle)}" for name in levers - waits}
+            for lever in self.asked.levers:
+                on = lever.name in calibration.prior - waits
+                self._decisions[lever.name] = on, reasons.get(lever.name, _WAITS)
+        plan = self.plan
+        self._before = None if self._calibration is None else self._calibration.before(plan.algorithms, target)
+        self.attached = plan.attach(target)
+        self.attached.with_undo(self._note_removal).with_levers(self._saved, self._load)
+        aside = wrapper is not None and self._calibration is None
+        if aside or not verify:
+            why = f"measured or checked: wrapped by {wrapper} before boost" if aside else "checked: verify=False"
+            self.checks = {a.name: f"not {why}" for a in plan.algorithms if REGISTRY[a.name].lever}
+        self._wait()
+
+    def _look_at(self, names: frozenset[str]) -> None:
+        """Leave out those of some levers that would change nothing for this pair."""
+        if not names:
+            return
+        target, before = self._target, {lever.name for lever in self.asked.levers}
+        others = frozenset(a.name for a in (*self.asked.algorithms, *self.asked.levers)) - names
+        self.asked = self.asked.fit(target.model, *target.optimizers, but=others)
+        for name in before - {lever.name for lever in self.asked.levers}:
+            self._decisions.pop(name, None)
+            self._forget(name)
+
+    @property
+    def plan(self) -> Plan:
+        """What runs, and what was left out with the reason."""
+        decisions = {name: decision for name, decision in self._decisions.items() if name not in self.withdrawn}
+        return self.asked.without(self.withdrawn).chosen(decisions, self._forms)
+
+    def explain(self) -> str:
+        """Return what was asked for, what was decided, and what the checks have shown."""
+        unseen = f"not {'measured' if self._measures else 'checked'}: {UNSEEN}" if self._unseen else ""
+        plan = self.plan
+        parts = [plan.explain(), explain(self.choice) if self.choice is not None else unseen]
+        on = {algorithm.name for algorithm in plan.algorithms}
+        parts += [f"  {name}  {text}" for name, text in self.checks.items() if name in on]
+        text = "\n".join(part for part in parts if part)
+        return f"removed; before, this was so:\n{text}" if self.state == "removed" else text
+
+    @property
+    def _measures(self) -> bool:
+        """Whether a trial decides about the levers, or a choice that one made."""
+        return self._calibration is not None and self._calibration.calibrate is not False
+
+    @property
+    def _waiting(self) -> frozenset[str]:
+        return frozenset(name for name, (_, reason) in self._decisions.items() if reason == _WAITS)
+
+    def _wait(self) -> None:
+        """Let the next training call decide and check."""
+        self.due = self._calibration is not None
+        if self.due:
+            self._gate = Gate(self._target.model, self._meet)
+
+    def _meet(self, call: Call) -> bool:
+        """Decide on a training call, before it runs. If this is interrupted, the next one decides."""
+        calibration, target = self._calibration, self._target
+        if calibration is None or self.state == "removed" or not is_training_call(target.model, call):
+            return calibration is None or self.state == "removed"
+        ranks = deciding_ranks(calibration, target)
+        if ranks == [] and self._loaded is None:
+            return False
+        self._look_at(self._waiting)
+        if self._calibration is None:
+            return True
+        calibration = self._calibration
+        if not self._measures:
+            calibration = replace(calibration, prior=frozenset(self.attached))
+        elif ranks is not None and not calibration.sharded:
+            calibration = calibration.with_formats_as(self.attached)
+        key = self._key or (_key(calibration, target, call) if ranks is None and self._measures else "")
+        choice = self._loaded
+        if choice is None and key and not self._again:
+            choice = ChoiceCache().load(key)
+        with self._changed() as (kept, detach):
+            decision, levers = decide(target, calibration, call, choice, detach, before=self._before)
+            names = {*decision.choice.kept, *(lever.name for lever in calibration.asked)} - set(decision.refused)
+            kept[:] = [lever for lever in levers if lever.name in names]
+        if key and decision.choice.source == "trial" and not any(v.interrupted for v in decision.choice.verdicts):
+            ChoiceCache().store(key, decision.choice)
+        entries = None if self._loaded is not None else entries_in(call)
+        self._loaded = self._before = None
+        self._key = key
+        self._settle(replace(decision, entries=entries), call)
+        return True
+
+    @contextmanager
+    def _changed(self) -> Iterator[tuple[list[Algorithm], Callable[[], None]]]:
+        """Yield the levers that are on and may change, as a list, and a function that detaches them.
+
+        At the end those are attached that the list holds then, or if the block raises, those that were.
+        """
+        model, calibration = self._target.model, self._calibration
+        names = {lever.name for lever in (*calibration.levers, *calibration.asked)} if calibration is not None else {}
+        on = [algorithm for algorithm in self.attached.algorithms if algorithm.name in names]
+        unchecked = [a for a in self.attached.algorithms if REGISTRY[a.name].lever and a.name not in names]
+        kept, memory = list(on), [(parameter, parameter.data) for parameter in model.parameters()]
+        try:
+            yield kept, functools.partial(self._put_on, unchecked)
+        except BaseException:
+            kept[:] = on
+            raise
+        finally:
+            with streams_kept(model):
+                self._put_on([*kept, *unchecked])
+            _back_into(memory)
+
+    def _put_on(self, levers: Sequence[Algorithm]) -> None:
+        """Attach these levers and no others."""
+        names = {lever.name for lever in levers}
+        for name in [name for name in self.attached if REGISTRY[name].lever and name not in names]:
+            self.attached.detach(name)
+        missing = [lever for lever in levers if lever.name not in self.attached]
+        if missing:
+            with torch.inference_mode(False):
+                self.attached.adopt(attach_all(self._target, missing))
+
+    def _settle(self, decision: Decision, call: Call) -> None:
+        again, self.due, self._unseen, self._gate = self.choice is not None, False, False, None
+        self.state = "decided"
+        choice = decision.choice.only(self.asked.levers)
+        self.checks |= decision.checks
+        calibration = self._calibration
+        alone = Topology.current().world_size == 1  # other ranks may have inputs of the same shapes, and would not come
+        if alone and decision.checks and calibration is not None and calibration.verify:
+            self._shapes = shapes_of(call)
+            self._gate = Gate(self._target.model, self._meet_other_shapes)
+        self._leave_out(decision.refused)
+        if not self._measures or calibration is None:
+            self._decisions |= {v.lever: (False, v.reason) for v in choice.verdicts if not v.kept}
+            return
+        self.choice = choice
+        self._decisions |= {v.lever: (v.kept, v.reason) for v in choice.verdicts}
+        self._forms = calibration.in_form(choice, device_of(self._target.model)).levers
+        _LOG.info("%s: %s", self.asked.level, describe(choice))
+        if choice.ratio is not None and choice.ratio.high < 1:
+            _LOG.warning(
+                "%s: %s. Use boost(..., level='O0'), or leave out what changes the model with extra.",
+                *(self.asked.level, gain(choice.ratio)),
+            )
+        tries = calibration.obstacle(self._target.model) is None
+        if tries and not again and choice.source != "prior" and alone:
+            optimizer = self._target.optimizers[0]
+            watch = StepWatch(self._target.model, optimizer, self._measure_again, entries=decision.entries)
+            self.attached.with_undo(watch.remove)
+
+    def _meet_other_shapes(self, call: Call) -> bool:
+        """Check the levers that are on once more, on the first inputs of other shapes."""
+        calibration = self._calibration
+        if calibration is None or shapes_of(call) == self._shapes or not is_training_call(self._target.model, call):
+            return calibration is None
+        with self._changed() as (kept, detach):
+            calibration = replace(calibration, calibrate=False, levers=(), asked=tuple(kept))
+            nothing = Choice(verdicts=(), source="prior")
+            decision, levers = decide(self._target, calibration, call, nothing, detach)
+            kept[:] = [lever for lever in levers if lever.name not in decision.refused]
+        self.checks |= decision.checks
+        self._leave_out(decision.refused)
+        return True
+
+    def _leave_out(self, refused: Mapping[str, str]) -> None:
+        for name, reason in refused.items():
+            self.withdraw(name, reason)
+            warnings.warn(f"{name}: {reason}. It is off from now on.", NoEffectWarning, stacklevel=2)
+
+    def _measure_again(self, change: str) -> None:
+        _LOG.info("%s: %s; the next call measures the levers again, once.", self.asked.level, change)
+        self._again = True
+        self._wait()
+
+    def note_update(self) -> None:
+        """Note an update. Without a training call before it, which may never come, the prior decides."""
+        if not self.due or self._unseen or self._loaded is not None or self.choice is not None:
+            return
+        self._unseen = True
+        self._look_at(self._waiting)
+        if self.state == "waiting" and (calibration := self._calibration) is not None:
+            self.state = "decided"
+            self._decisions |= {
+                lever.name: (lever.name in calibration.prior, f"not measured: {UNSEEN}") for lever in calibration.levers
+            }
+            self._put_on([a for a in self.plan.algorithms if REGISTRY[a.name].lever])
+
+    def _saved(self) -> dict[str, bool | str]:
+        """Return the levers that a resumed run must have; empty if the first training call has still to decide."""
+        if self.state != "decided":
+            return {}
+        choice = self.saved_choice
+        forms = choice.levers if choice is not None else {}
+        levers = self.asked.without(self.withdrawn).levers
+        return {lever.name: lever.name in self.attached and (forms.get(lever.name) or True) for lever in levers}
+
+    @property
+    def saved_choice(self) -> Choice | None:
+        """The choice that a checkpoint holds."""
+        return self._loaded or self.choice
+
+    def _load(self, levers: Mapping[str, bool | str]) -> None:
+        self.follow(Choice.saved({"levers": levers}))
+
+    def follow(self, choice: Choice | None) -> None:
+        """Compute as a checkpoint did, without a trial: bfloat16 may be found faster or slower here."""
+        measures = self._measures
+        if choice is None or self.state == "removed" or (measures and not self.due):
+            return
+        levers: Sequence[Algorithm] = self.asked.levers
+        if measures:
+            self._look_at(self._waiting)
+            calibration = self._calibration
+            if calibration is None:
+                return
+            self.state, self._loaded = "decided", choice.only(calibration.levers)
+            levers = calibration.in_form(choice, device_of(self._target.model)).levers
+            levers = [lever for lever in levers if lever.name not in calibration.fixed]
+            if text := measured_elsewhere(choice, self._target.model):
+                _LOG.warning("%s: %s", self.asked.level, text)
+        else:
+            levers = [a for a in levers if type(a).transform is Algorithm.transform and not REGISTRY[a.name].once]
+        written = {verdict.lever: verdict.kept for verdict in choice.verdicts}
+        levers = [lever for lever in levers if lever.name in written and lever.name not in self.withdrawn]
+        changes = [lever for lever in levers if written[lever.name] is not (lever.name in self.attached)]
+        reason = "the checkpoint was trained without it"
+        self._decisions |= {lever.name: (written[lever.name], reason) for lever in (levers if measures else changes)}
+        self._forms = levers
+        for lever in changes:
+            _LOG.info(
+                "%s: %s is %s, as in the checkpoint.",
+                self.asked.level,
+                lever.name,
+                "on" if written[lever.name] else "off",
+            )
+        off = {lever.name for lever in changes if not written[lever.name]}
+        stays = [a for a in self.attached.algorithms if REGISTRY[a.name].lever and a.name not in off]
+        self._put_on([*stays, *(lever for lever in changes if written[lever.name])])
+
+    def withdraw(self, name: str, reason: str) -> None:
+        """Take one algorithm out of the run; see :meth:`torchboost.Boosted.withdraw`."""
+        plan = self.asked.without(self.withdrawn)
+        if name not in {one.name for one in (*plan.algorithms, *plan.levers)}:
+            return
+        self.withdrawn[name] = reason
+        self.attached.detach(name)
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        """Decide nothing about one lever. If none is left, stop waiting."""
+        if self._calibration is not None:
+            self._calibration = self._calibration.without(name)
+            if not (self._calibration.levers or self._calibration.asked):
+                self._stop()
+                self._calibration = self._before = None
+                self.state = "decided" if self.state == "waiting" else self.state
+
+    def _stop(self) -> None:
+        self.due = False
+        if self._gate is not None:
+            self._gate.remove()
+            self._gate = None
+
+    def _note_removal(self) -> None:
+        if self.state == "waiting":
+            self._decisions |= dict.fromkeys(self._waiting, (False, "removed before the first training call"))
+        self._stop()
+        self.state, self._before = "removed", None
+
+
+def _key(calibration: Calibration, target: Target, call: Call) -> str:
+    """Return the name of the choice in the cache, from the pair without its levers; empty without a cache."""
+    if ChoiceCache().folder is None:
+        return ""
+    return key_of(
+        target.model,
+        target.optimizers[0],
+        call,
+        candidates=calibration.levers,
+        machine=Machine.of(device_of(target.model)),
+        conditions={"total_steps": calibration.total_steps, "calibrate": calibration.calibrate},
+        others=target.others,
+    )
+
+
+def _back_into(memory: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    """Let parameters have the memory that they had, if it has their strides: the loop may hold other views of it."""
+    for parameter, before in memory:
+        same = (parameter.shape, parameter.stride(), parameter.dtype) == (before.shape, before.stride(), before.dtype)
+        if same and parameter.data_ptr() != before.data_ptr():
+            parameter.data = before.copy_(parameter.detach())
