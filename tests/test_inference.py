@@ -21,6 +21,7 @@ from tests.support.random_nets import random_net
 from tests.support.removal_nets import NormAct
 from tests.support.zoo import ZOO
 from torchboost.algorithms.less_bn import less_bn
+from torchboost.core.torch_private import interceptor_of
 from torchboost.errors import NoEffectWarning
 from torchboost.graph.removed_norm import RemovedNorm
 from torchboost.inference import fast_copy
@@ -80,10 +81,10 @@ def test_norms_that_a_plain_list_calls_stay_in_the_copy(given):
 def test_the_check_is_over_after_the_first_call():
     network, x = trained(vgg()), torch.randn(4, 3, 16, 16)
     fast = fast_copy(network)
-    assert type(fast) is not nn.Sequential
+    assert interceptor_of(fast) is not None
     assert isinstance(fast, nn.Sequential)
     fast(x)
-    assert type(fast) is nn.Sequential
+    assert interceptor_of(fast) is None
 
 
 class Relies(nn.Module):
@@ -107,7 +108,7 @@ def test_the_first_inputs_decide():
         found = fast([x])
     assert torch.equal(found, network.eval()([x]))
     assert norms(fast) == norms(network) == 1
-    assert type(fast) is nn.Sequential
+    assert interceptor_of(fast) is None
     with pytest.raises(ValueError, match="does not run on the sample"):
         fast_copy(network, sample=torch.randn(2, 7, 8, 8))
 
@@ -118,7 +119,7 @@ def test_a_call_that_fails_settles_nothing():
     with pytest.raises(RuntimeError, match="channels"):
         fast(torch.randn(4, 5, 16, 16))
     assert fast(torch.full_like(x, torch.nan)).isnan().all()
-    assert type(fast) is not nn.Sequential
+    assert interceptor_of(fast) is not None
     assert difference(fast, network, x) <= 1e-4
 
 
@@ -142,9 +143,9 @@ def test_an_interrupted_first_call_settles_nothing():
         Interrupted.patience = patience
         with pytest.raises(KeyboardInterrupt):
             fast(x)
-        assert type(fast) is not Interrupted
+        assert interceptor_of(fast) is not None
     assert difference(fast, network, x) <= 1e-4
-    assert type(fast) is Interrupted
+    assert interceptor_of(fast) is None
 
 
 def test_a_warning_that_is_an_error_leaves_the_copy_unfolded():
@@ -152,7 +153,7 @@ def test_a_warning_that_is_an_error_leaves_the_copy_unfolded():
     fast = fast_copy(network)
     with pytest.raises(NoEffectWarning), warnings.catch_warnings(action="error"):
         fast([x])
-    assert type(fast) is nn.Sequential
+    assert interceptor_of(fast) is None
     with torch.no_grad():
         assert torch.equal(fast([x]), network.eval()([x]))
 
@@ -204,7 +205,7 @@ def test_a_sample_is_checked_at_once_and_the_fastest_form_is_picked():
 
     fast = fast_copy(network, sample=x, pick=pick)
     assert offered == ["plain", "folded", "channels-last"]
-    assert type(fast) is nn.Sequential
+    assert interceptor_of(fast) is None
     assert norms(fast) == 0
     assert all(p.is_contiguous() for p in fast.parameters())
     assert not fast_copy(network, sample=x)[0].weight.is_contiguous()
@@ -280,7 +281,7 @@ def test_under_autocast_the_check_is_in_full_precision():
     fast = fast_copy(network)
     with torch.autocast("cpu", torch.bfloat16):
         fast(x.bfloat16())
-    assert type(fast) is nn.Sequential
+    assert interceptor_of(fast) is None
     assert norms(fast) == 0
 
 
@@ -300,7 +301,7 @@ def test_keywords_and_other_outputs():
     fast, x = fast_copy(network), torch.randn(2, 3, 8, 8)
     assert norms(fast) == 0
     torch.testing.assert_close(fast(x, scale=x), network.eval()(x, scale=x), rtol=1e-4, atol=1e-4)
-    assert type(fast) is Named
+    assert interceptor_of(fast) is None
 
 
 def test_a_network_without_convolutions_or_norms_is_copied():
@@ -308,7 +309,7 @@ def test_a_network_without_convolutions_or_norms_is_copied():
     fast = fast_copy(network)
     assert fast is not network
     assert torch.equal(fast(torch.ones(1, 3)), F.linear(torch.ones(1, 3), network[0].weight, network[0].bias))
-    assert type(fast) is nn.Sequential
+    assert interceptor_of(fast) is None
 
 
 @pytest.mark.usefixtures("one_accelerator")

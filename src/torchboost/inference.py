@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import statistics
-import threading
 import warnings
 import weakref
 from collections import OrderedDict
@@ -16,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from torchboost.algorithms.channels_last import ChannelsLast
+from torchboost.calibration.next_call import Gate
+from torchboost.calibration.passes import Call
+from torchboost.core.torch_private import is_tracing
 from torchboost.core.wrapping import unwrap
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.copies import ReachesOriginal, copies_of, twin
@@ -87,7 +88,7 @@ def _fast_copy(bare: nn.Module, sample: Any, pick: Pick | None) -> nn.Module:
     if sample is None:
         if layout.needs_transform(fast):
             layout.transform(fast)
-        _check_at_first_call(fast, plain, bare)
+        _Check(fast, plain, bare)
         return fast
     if layout.needs_transform(fast):
         forms["channels-last"] = twin(fast)
@@ -133,63 +134,30 @@ def _warn_of_difference(level: int) -> None:
     )
 
 
-def _check_at_first_call(fast: nn.Module, plain: nn.Module, original: nn.Module) -> None:
-    """Compare ``fast`` with ``plain`` at its first call. Until then ``fast`` has a class of its own.
+class _Check:
+    """Compares a copy with the network at its first call, in front of which a gate stands until then.
 
     A call that would compute with tensors of the original raises, and so do later ones.
-
-    ``torch.jit.script``, ``torch.export`` and pickles see the network's own class, because they only read ``forward``.
     """
-    kind: Any = type(fast)
-    pending = _Pending(plain, original)
 
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        tracing = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-        if not (tracing or torch.compiler.is_compiling()):
-            pending.settle(self, kind, args, kwargs)
-        return kind.__call__(self, *args, **kwargs)
-
-    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        made, given, *rest = kind.__reduce_ex__(self, protocol)
-        if given[:1] == (checked,):  # pickle refuses copyreg.__newobj__ for a class other than the object's
-            return (copyreg._reconstructor, (kind, object, None), *rest)  # pyright: ignore[reportAttributeAccessIssue]
-        return (made, given, *rest)
-
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    checked = type(kind.__name__, (kind,), {**names, "__call__": __call__, "__reduce_ex__": __reduce_ex__})
-    fast.__class__ = checked
-
-
-class _Pending:
-    """Holds the network that a copy is compared with, until the comparison."""
-
-    def __init__(self, plain: nn.Module, original: nn.Module) -> None:
-        self._plain: nn.Module | None = plain
+    def __init__(self, fast: nn.Module, plain: nn.Module, original: nn.Module) -> None:
         # A function may keep a part of the original alive, without the whole.
         self._originals = [weakref.ref(module) for module in original.modules()]
-        self._lock = threading.RLock()
+        self._fast, self._plain = fast, plain
+        Gate(fast, self.meet, keep=self)
 
-    def settle(self, fast: nn.Module, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def meet(self, call: Call) -> bool:
         """Decide whether the copy stays folded. Do nothing if the network does not run on these inputs."""
-        with self._lock:
-            plain, self._plain = self._plain, None  # the copy may call itself
-            if plain is None:
-                return
-            same: bool | None = None
-            try:
-                with copies_of(*(module for held in self._originals if (module := held()) is not None)):
-                    same = _compare(fast, plain, Arguments(args, kwargs))
-            finally:
-                if same is None:  # undecided on these inputs, or interrupted
-                    self._plain = plain
-            if same is None:
-                return
-            if not same:
-                vars(fast).clear()
-                vars(fast).update(vars(plain))
-            fast.__class__ = kind
-            if not same:
-                _warn_of_difference(3)
+        if is_tracing():
+            return False
+        fast, plain = self._fast, self._plain
+        with copies_of(*(module for ref in self._originals if (module := ref()) is not None)):
+            same = _compare(fast, plain, Arguments(*call))
+        if same is False:
+            vars(fast).clear()
+            vars(fast).update(vars(plain))
+            _warn_of_difference(4)
+        return same is not None
 
 
 def _compare(fast: nn.Module, plain: nn.Module, sample: Arguments) -> bool | None:

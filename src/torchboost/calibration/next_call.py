@@ -35,13 +35,14 @@ class Gate(Interceptor):
     Args:
         model: The bare model. An interceptor that answered its calls is replaced. If it is compiled in place, it stays
             so.
-        meet: A method, called with the arguments of a call before it runs. Not kept alive.
+        meet: A method, called with the arguments of a call before it runs. Its object is not kept alive.
+        keep: What lives as long as the gate.
 
     Cost: one call of a Python function per call until then, and ``meet``.
     """
 
-    def __init__(self, model: nn.Module, meet: Callable[[Call], bool]) -> None:
-        self._model, self._meet = model, weakref.WeakMethod(meet)
+    def __init__(self, model: nn.Module, meet: Callable[[Call], bool], *, keep: object = None) -> None:
+        self._model, self._meet, self._keep = model, weakref.WeakMethod(meet), keep
         self._lock, self._meets = threading.RLock(), False
         self.compiled = compiled_call(model)
         set_compiled_call(model, self)
