@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchboost.optim.rules.offload import AdamOffload
-from torchboost.optim.rules.staging import Transfer
+from torchboost.optim.rules.offload import AdamOffload, _Lane
 
 SMALL = 8192 / 2**20
 """The smallest chunk, in MiB."""
@@ -18,8 +17,8 @@ class Remote(AdamOffload):
     def _far(self, param: Tensor) -> bool:
         return True
 
-    def _transfer(self, device: torch.device) -> Transfer:
-        return Transfer()
+    def _lane(self, device: torch.device) -> _Lane:
+        return _Lane(device)
 
 
 def small_network(dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -21,7 +21,6 @@ from torchboost.optim.rules.masters import (
     packed_state,
     packs,
     pieces,
-    unpacked_pieces,
 )
 from torchboost.optim.rules.options import SHARED, arguments, check_capturable, check_fused
 from torchboost.optim.updates import Updates, UpdateTransform, check_update_transforms
@@ -153,7 +152,7 @@ class Adam(UpdateRule):
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
         if group["moments_8bit"] or any(map(is_packed, batch.states)):
-            for part in unpacked_pieces(batch, group, self.state_keys(group)[1:]):
+            for part in pieces(batch, IN_CACHE, packing=group, keys=self.state_keys(group)[1:]):
                 self._update(group, part)
         else:
             self._update(group, batch)

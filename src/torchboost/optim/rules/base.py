@@ -34,7 +34,6 @@ from torchboost.optim.rules.masters import (
     is_rounded,
     local,
     pieces,
-    rounded_pieces,
     rounds_at_random,
     rows_widened,
     stochastic,
@@ -568,9 +567,8 @@ class UpdateRule(Optimizer):
             if not batch.params:
                 continue
             limit = IN_CACHE if rule.in_pieces else None
-            rounds = stochastic(group)
-            seed = SEEDS * group.get("updates", 0) + number
-            for part in rounded_pieces(batch, seed, limit) if rounds else pieces(batch, limit):
+            seed = SEEDS * group.get("updates", 0) + number if stochastic(group) else None
+            for part in pieces(batch, limit, seed=seed):
                 rule.update(group, part)
 
     def _write_back(self, group: Mapping[str, Any], batch: Batch) -> None:

@@ -30,14 +30,14 @@ __all__ = [
     "packed_state",
     "packs",
     "pieces",
-    "rounded_pieces",
     "rounds_at_random",
     "rows_widened",
     "stochastic",
-    "unpacked_pieces",
     "widened",
     "with_full_moments",
 ]
+
+_DTYPE = attrgetter("dtype")
 
 MasterWeights = bool | Literal["stochastic"]
 
@@ -48,7 +48,6 @@ IN_CACHE = 2**17
 
 PIECE = 2**22
 """Entries whose gradients are widened together: 16 MiB, unless one tensor is larger."""
-
 
 BLOCK = 256
 """Entries that share a scale."""
@@ -161,59 +160,60 @@ def rows_widened(grad: Tensor | None) -> Tensor | None:
     return widened(grad) if grad is not None and grad.is_sparse else grad
 
 
-def parts(batch: Batch, limit: int) -> Iterator[Batch]:
-    """Yield a batch in parts of ``limit`` entries; a part may exceed it by one tensor."""
-    start = entries = 0
-    for stop, param in enumerate(batch.params, 1):
-        entries += param.numel()
-        if entries >= limit or stop == len(batch.params):
-            part = slice(start, stop)
-            yield type(batch)(batch.params[part], batch.grads[part], batch.states[part])
-            start, entries = stop, 0
+def pieces(
+    batch: Batch,
+    limit: int | None = None,
+    *,
+    seed: int | None = None,
+    packing: Mapping[str, Any] | None = None,
+    keys: Sequence[str] = (),
+) -> Iterator[Batch]:
+    """Yield a batch in parts in the precision of the update; each is valid until the next one is requested.
 
-
-def pieces(batch: Batch, limit: int | None = None) -> Iterator[Batch]:
-    """Yield a batch in parts, with gradients cast to the precision of the updated tensors one part at a time.
-
-    A part is valid until the next one is requested.
+    The new weights are rounded and the moments packed when the next part is requested. Both are random, but the same
+    for the same seed or number of updates: all ranks get the same values, and a resumed run those of one that was not
+    interrupted.
 
     Args:
         batch: The tensors to update.
-        limit: Entries per part on the CPU; a part may exceed it by one tensor. None makes parts only to cast gradients.
+        limit: Entries per part on the CPU; a part may exceed it by one tensor. None makes parts only to cast tensors.
+        seed: Update in float32 and round the new weights with this seed, at least 0.
+        packing: The param group whose moments are unpacked, and packed again if they are to be in 8 bits; its
+            ``"updates"`` counts the updates.
+        keys: The moments.
     """
-    near = limit is not None and all(param.device.type == "cpu" for param in batch.params)
-    low = []
-    if not set(LOW_PRECISION).isdisjoint(map(attrgetter("dtype"), batch.grads)):
-        low = [s for s, g in zip(batch.states, batch.grads, strict=True) if g.dtype in LOW_PRECISION]
-    if not near and not any("master" in state for state in low):
+    devices = {param.device for param in batch.params}
+    near = limit is not None and all(device.type == "cpu" for device in devices)
+    low = not set(LOW_PRECISION).isdisjoint(map(_DTYPE, batch.grads))
+    if seed is None and packing is None and not near and not (low and any("master" in s for s in batch.states)):
         yield batch
         return
-    for part in parts(batch, limit if near and limit is not None else PIECE):
-        part.grads[:] = [widened(g) if "master" in s else g for g, s in zip(part.grads, part.states, strict=True)]
-        yield part
-        part.grads.clear()  # before the next piece is made
-
-
-def rounded_pieces(batch: Batch, seed: int, limit: int | None = None) -> Iterator[Batch]:
-    """Yield a batch in parts in float32, and round each part's new weights when the next part is requested.
-
-    The same seed rounds the same way, so that all ranks get the same weights, and a resumed run those of one that was
-    not interrupted.
-
-    Args:
-        batch: The tensors to update.
-        seed: At least 0.
-        limit: Entries per part; a part may exceed it by one tensor.
-    """
-    noise: dict[torch.device, torch.Generator] = {}
-    for part in parts(batch, limit or PIECE):
-        wide = list(map(widened, part.params))
-        yield type(batch)(wide, list(map(widened, part.grads)), part.states)
-        for own, new in zip(part.params, wide, strict=True):
-            if new is not own:
-                if own.device not in noise:
-                    noise[own.device] = torch.Generator(own.device).manual_seed(seed)
-                local(own).copy_(stochastically_rounded(local(new), noise[own.device]))
+    size = limit if near and limit is not None else PIECE
+    generators = {} if seed is None else {device: torch.Generator(device).manual_seed(seed) for device in devices}
+    noises = {} if packing is None else {device: noise(packing.get("updates", 0), device) for device in devices}
+    start = entries = 0
+    for stop, last in enumerate(batch.params, 1):
+        entries += last.numel()
+        if entries < size and stop < len(batch.params):
+            continue
+        params, states = batch.params[start:stop], batch.states[start:stop]
+        pairs = zip(batch.grads[start:stop], states, strict=True)
+        grads = [widened(g) if seed is not None or "master" in s else g for g, s in pairs]
+        wide = params if seed is None else list(map(widened, params))
+        unpacked = states if packing is None else list(map(unpacked_state, states, map(_DTYPE, params)))
+        yield Batch(wide[:], grads, unpacked[:])
+        grads.clear()  # before the next part is made
+        start, entries = stop, 0
+        for param, new in zip(params, wide, strict=True):
+            if new is not param:
+                local(param).copy_(stochastically_rounded(local(new), generators[param.device]))
+        for param, state, full in zip(params, states, unpacked, strict=True):
+            if packing is not None and packs(param, packing):
+                state.update(packed_state(full, keys, noises[param.device]))
+            elif packing is not None:
+                state.update(full)
+                for key in keys:
+                    state.pop(key + SCALE, None)
 
 
 def stochastically_rounded(values: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -318,35 +318,6 @@ def unpack(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     values = (_blocks(shares) * scales[:, None]).flatten()[: codes.numel()]
     found = torch.empty_like(codes, dtype=torch.float32, memory_format=torch.preserve_format)
     return found.copy_(values.view(codes.shape))
-
-
-def unpacked_pieces(batch: Batch, group: Mapping[str, Any], keys: Sequence[str]) -> Iterator[Batch]:
-    """Yield a batch in parts with moments in float32, and pack them again when the next part is requested.
-
-    The rounding is random, but the same for the same number of updates: all ranks get the same moments, and a resumed
-    run those of one that was not interrupted.
-
-    Args:
-        batch: The tensors to update.
-        group: The param group; its ``"updates"`` counts the updates.
-        keys: The moments.
-    """
-    drawn: dict[torch.device, Tensor] = {}
-    for part in parts(batch, IN_CACHE if batch.params[0].device.type == "cpu" else PIECE):
-        states = [
-            unpacked_state(state, param.dtype) if is_packed(state) else state
-            for state, param in zip(part.states, part.params, strict=True)
-        ]
-        yield Batch(part.params, part.grads, states)
-        for kept, state, param in zip(part.states, states, part.params, strict=True):
-            if not packs(param, group):
-                kept.update(state)
-                for key in keys:
-                    kept.pop(key + SCALE, None)
-                continue
-            if param.device not in drawn:
-                drawn[param.device] = noise(group.get("updates", 0), param.device)
-            kept.update(packed_state(state, keys, drawn[param.device]))
 
 
 def packed_state(state: Mapping[str, Any], keys: Sequence[str], noise: Tensor | float = 0.5) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,11 +14,11 @@ from torch import Tensor
 from torchboost.core.hardware import half_precision_is_fast
 from torchboost.core.torch_private import foreach
 from torchboost.core.torch_versions import foreach_lerp
+from torchboost.errors import IncompatibleError
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
-from torchboost.optim.rules.masters import MasterWeights
+from torchboost.optim.rules.masters import MasterWeights, local
 from torchboost.optim.rules.options import SHARED, arguments
-from torchboost.optim.rules.whole_matrices import Layout, exchanged, layout_of
 
 __all__ = ["QUINTIC", "Muon", "faster_dtype", "orthogonalized"]
 
@@ -132,7 +133,7 @@ class Muon(UpdateRule):
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
         """Refuse sparse gradients, and shards of which no rank can assemble a matrix."""
         super().check_grad(param, grad, group)
-        layout_of(param, stacked=group["stacked"])
+        _layout(param, stacked=group["stacked"])
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries of the state."""
@@ -154,50 +155,156 @@ class Muon(UpdateRule):
             _move(group, layout, part.params, directions)
 
 
-def _parts(group: Mapping[str, Any], batch: Batch) -> Iterator[tuple[Layout, Batch]]:
+@dataclass(frozen=True)
+class _Layout:
+    """How a parameter holds its matrices.
+
+    Args:
+        shape: Of the whole parameter, or of the shard of this rank if it consists of whole matrices.
+        stacked: Whether matrices lie in the last two axes; otherwise all axes but the first are joined.
+        axis: The axis along which matrices are divided among ranks.
+        mesh: The device mesh and its dimension of these ranks; None if this rank holds whole matrices.
+    """
+
+    shape: tuple[int, ...]
+    stacked: bool
+    axis: int = 0
+    mesh: tuple[Any, int] | None = None
+
+    @property
+    def matrices(self) -> tuple[int, ...]:
+        """The shape as matrices: ``(..., m, n)``."""
+        return self.shape if self.stacked else (self.shape[0], -1)
+
+    @property
+    def multiplications(self) -> int:
+        """A number in proportion to the cost of an iteration."""
+        rows = self.shape[-2] if self.stacked else self.shape[0]
+        columns = self.shape[-1] if self.stacked else math.prod(self.shape[1:])
+        return math.prod(self.shape) * min(rows, columns)
+
+    def shards(self, ranks: int) -> list[tuple[int, ...]]:
+        """Return the shape of the shard of each rank, as ``torch.chunk`` divides."""
+        before, length, after = self.shape[: self.axis], self.shape[self.axis], self.shape[self.axis + 1 :]
+        chunk = -(-length // ranks)
+        return [(*before, min(chunk, max(0, length - chunk * rank)), *after) for rank in range(ranks)]
+
+
+def _layout(tensor: Any, *, stacked: bool) -> _Layout:
+    """Return how a parameter holds its matrices, sharded or not.
+
+    Raises:
+        IncompatibleError: The parameter is sharded along two axes, or in a way that is not a plain division of an axis.
+    """
+    stacked = stacked and tensor.ndim > 2
+    placements = getattr(tensor, "placements", ())
+    shards = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    if not shards:
+        return _Layout(tuple(tensor.shape), stacked)
+    from torch.distributed.tensor import Shard
+
+    placement = placements[shards[0]]
+    if len(shards) > 1 or type(placement) is not Shard:
+        raise IncompatibleError(
+            f"Muon needs parameters that are whole, or divided along one axis as by fully_shard; found the placements "
+            f"{tuple(placements)}. Give these parameters another rule, such as rule='adamw'."
+        )
+    axis = placement.dim % tensor.ndim
+    if stacked and axis < tensor.ndim - 2:
+        return _Layout(tuple(local(tensor).shape), stacked)
+    return _Layout(tuple(tensor.shape), stacked, axis, (tensor.device_mesh, shards[0]))
+
+
+def _parts(group: Mapping[str, Any], batch: Batch) -> Iterator[tuple[_Layout, Batch]]:
     """Yield the parameters by how they are divided among ranks and by shape, in pieces that fit into memory.
 
     All shards of one mesh are one piece, because they are exchanged together.
     """
-    pieces: dict[Any, list[tuple[Layout, list[int]]]] = {}
+    alike: dict[Any, list[int]] = {}
     for position, param in enumerate(batch.params):
-        if not param.numel():
-            continue
-        layout = layout_of(param, stacked=group["stacked"])
-        key = layout.mesh if layout.divided else (layout.shape, param.dtype, param.device)
-        listed = pieces.setdefault(key, [])
-        full = not layout.divided and listed and (1 + len(listed[-1][1])) * param.numel() > PIECE
-        if not listed or full:
-            listed.append((layout, []))
-        listed[-1][1].append(position)
-    for listed in pieces.values():
-        for layout, positions in listed:
-            tensors = [[values[at] for at in positions] for values in (batch.params, batch.grads)]
-            yield layout, Batch(tensors[0], tensors[1], [batch.states[at] for at in positions])
+        if param.numel():
+            layout = _layout(param, stacked=group["stacked"])
+            alike.setdefault(layout.mesh or (layout.shape, param.dtype, param.device), []).append(position)
+    for positions in alike.values():
+        first = batch.params[positions[0]]
+        layout = _layout(first, stacked=group["stacked"])
+        length = len(positions) if layout.mesh else max(1, PIECE // first.numel())
+        for start in range(0, len(positions), length):
+            part = positions[start : start + length]
+            params, grads = ([tensors[at] for at in part] for tensors in (batch.params, batch.grads))
+            yield layout, Batch(params, grads, [batch.states[at] for at in part])
 
 
-def _move(group: Mapping[str, Any], layout: Layout, params: list[Tensor], directions: list[Tensor]) -> None:
+def _move(group: Mapping[str, Any], layout: _Layout, params: list[Tensor], directions: list[Tensor]) -> None:
     """Subtract the orthogonalised directions from the parameters; the list is emptied."""
     polynomials, dtype, lr = _polynomials(group), group["ns_dtype"], float(group["lr"])
 
     def turned(matrices: Tensor) -> Tensor:
-        scale = lr * _scale(group["adjust_lr_fn"], *matrices.shape[-2:])
-        return orthogonalized(matrices.to(dtype), polynomials, eps=float(group["eps"])).mul_(-scale)
+        rows, columns = matrices.shape[-2:]
+        adamw = group["adjust_lr_fn"] == "match_rms_adamw"
+        scale = 0.2 * math.sqrt(max(rows, columns)) if adamw else math.sqrt(max(1.0, rows / columns))
+        return orthogonalized(matrices.to(dtype), polynomials, eps=float(group["eps"])).mul_(-lr * scale)
 
-    params = [layout.local(param) for param in params]
-    if layout.divided:
-        steps = exchanged(directions, turned, dtype=dtype, stacked=group["stacked"])
+    params = list(map(local, params))
+    if layout.mesh:
+        layouts = [_layout(direction, stacked=group["stacked"]) for direction in directions]
+        steps = _exchanged([local(one).detach().to(dtype) for one in directions], layouts, turned)
     else:
-        stack = torch.stack([layout.local(one).reshape(layout.matrices) for one in directions])
+        stack = torch.stack([local(one).reshape(layout.matrices) for one in directions])
         directions.clear()  # their memory is used again
         steps = [step.reshape(params[0].shape) for step in turned(stack)]
     foreach.add_(params, [step.to(param.dtype) for step, param in zip(steps, params, strict=True)])
 
 
-def _scale(kind: str | None, rows: int, columns: int) -> float:
-    if kind == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1.0, rows / columns))
+def _exchanged(shards: Sequence[Tensor], layouts: Sequence[_Layout], work: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return this rank's shards of ``work(matrices)``; every matrix is worked on by one rank.
+
+    Matrices are dealt to the ranks by their number of multiplications, the largest first.
+
+    Cost: two ``all_to_all_single``; each sends the shards of the matrices that another rank works on.
+    """
+    mesh: Any
+    mesh, dim = layouts[0].mesh or (None, 0)
+    group = mesh.get_group(dim)
+    rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
+    loads, dealt = [0 for _ in ranks], [[] for _ in ranks]
+    for at in sorted(range(len(layouts)), key=lambda at: (-layouts[at].multiplications, at)):
+        owner = min(ranks, key=lambda rank: loads[rank])
+        loads[owner] += layouts[at].multiplications
+        dealt[owner].append(at)
+    shapes = [layout.shards(len(ranks)) for layout in layouts]
+    mine = [[shapes[at][other] for at in dealt[rank]] for other in ranks]
+    arrived = _sent([[shards[at] for at in dealt[other]] for other in ranks], mine, shards[0], group)
+    whole: dict[int, Tensor] = {}
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for at, parts in zip(dealt[rank], zip(*arrived, strict=True), strict=True):
+        whole[at] = torch.cat(parts, dim=layouts[at].axis).reshape(layouts[at].matrices)
+        alike.setdefault(layouts[at].shape, []).append(at)
+    for positions in alike.values():
+        whole.update(zip(positions, work(torch.stack([whole[at] for at in positions])), strict=True))
+    cut = [
+        whole[at].reshape(layouts[at].shape).split([shape[layouts[at].axis] for shape in shapes[at]], layouts[at].axis)
+        for at in dealt[rank]
+    ]
+    theirs = [[shapes[at][rank] for at in positions] for positions in dealt]
+    returned = _sent([[parts[other] for parts in cut] for other in ranks], theirs, shards[0], group)
+    results = {at: part for pair in zip(dealt, returned, strict=True) for at, part in zip(*pair, strict=True)}
+    return [results[at] for at in range(len(shards))]
+
+
+def _sent(
+    parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], like: Tensor, group: Any
+) -> list[list[Tensor]]:
+    """Send ``parts[rank]`` to each rank, and return the tensors from each rank, which have these shapes."""
+    sizes = [list(map(math.prod, listed)) for listed in shapes]
+    arriving, leaving = list(map(sum, sizes)), [sum(map(Tensor.numel, listed)) for listed in parts]
+    sent = torch.cat([like.new_empty(0), *(part.reshape(-1) for listed in parts for part in listed)])
+    received = like.new_empty(sum(arriving))
+    dist.all_to_all_single(received, sent, arriving, leaving, group=group)
+    return [
+        [part.view(shape) for part, shape in zip(flat.split(counts), listed, strict=True)]
+        for flat, counts, listed in zip(received.split(arriving), sizes, shapes, strict=True)
+    ]
 
 
 def _polynomials(group: Mapping[str, Any]) -> list[Polynomial]:
